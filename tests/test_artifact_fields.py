@@ -74,11 +74,6 @@ def safetensors_names(path: Path) -> tuple[dict[str, Any], set[str]]:
         return json.loads(file.metadata()["xtk"]), set(file.keys())
 
 
-def option(new: str, old: str) -> str:
-    """Return the name that an option has in this version."""
-    return new if new in run_xtk("distill", "--help").stdout + run_xtk("rollout", "--help").stdout else old
-
-
 def undocumented(found: Iterable[str], page: str, heading: str = "") -> set[str]:
     return set(found) - backticked(page, heading)
 
@@ -100,7 +95,7 @@ def rollouts(pair, folder) -> tuple[Path, list[dict[str, Any]]]:
     """Rollouts with candidate ids, and what the command printed."""
     told = printed(
         "rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--max-completion-length", 8,
-        option("--top-logprobs", "--given"), 2, "--reward", "regex:pattern=a", "-o", folder / "r.jsonl", "--json",
+        "--top-logprobs", 2, "--reward", "regex:pattern=a", "-o", folder / "r.jsonl", "--json",
     )  # fmt: skip
     return folder / "r.jsonl", told
 
@@ -108,7 +103,7 @@ def rollouts(pair, folder) -> tuple[Path, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def caches(pair, cache, rollouts, folder) -> dict[str, Path]:
     """Caches of both codecs, of rollouts, with samples and with all optional columns; and a merged one."""
-    ids = {"candidate_ids", "given_ids", "rollout_checksum"}  # candidates of another tokenizer; they change the line
+    ids = {"candidate_ids", "rollout_checksum"}  # candidates of another tokenizer; they change the line
     lines = [{key: value for key, value in line.items() if key not in ids} for line in lines_of(rollouts[0])]
     (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_xtk(
@@ -193,7 +188,7 @@ def run_of_caches(pair, cache, folder) -> Path:
     shutil.copytree(cache, folder / "again")
     run_xtk(
         "distill", pair.student, cache, folder / "again", "--loss", "ce", "--loss", "byte-kl", "--max-steps", 3,
-        option("--scale-kd-to", "--balance"), "ce", "--teacher-weights", "ce:alpha=1", "--eval-data", cache,
+        "--scale-kd-to", "ce", "--teacher-weights", "ce:alpha=1", "--eval-data", cache,
         "--eval-data", folder / "again", "--eval-steps", 1, "--save-steps", 1, "--save-total-limit", 3, "--lora-r", 2,
         "--ema-decay", 0.5, "--report-to", "tensorboard", *TRAINING, "-o", output,
     )  # fmt: skip
@@ -354,7 +349,7 @@ def test_the_json_output_of_other_commands_is_documented(
         *printed("inspect", next(cache.glob("shard-*.arrow")), "--json"),
         *printed("align", pair.student, pair.teacher, corpus, "--stats", "--json"),
         *printed("align", pair.student, pair.teacher, "12 cafés", "--teacher-text", "12 cafes", "--json"),
-        *printed("cache-teacher", pair.teacher, corpus, option("--estimate", "--plan"), "--json"),
+        *printed("cache-teacher", pair.teacher, corpus, "--estimate", "-o", folder / "x", "--json"),
         *printed("doctor", pair.student, pair.teacher, corpus, "--json", code=None),
         *printed("report", run_of_caches, "-o", folder / "page.html", "--json"),
         *printed("cache-teacher", "--merge", cache, cache, "-o", folder / "merged", "--json"),

@@ -43,7 +43,7 @@ def test_other_commands_know_the_same_ones(odd, corpus, tmp_path):
     for name in ("config.json", "tokenizer.json"):
         (odd / name).unlink()
     assert f"{odd}/checkpoint-4, or" in run_xtk("evaluate", odd, corpus, code=1).stderr
-    assert "--checkpoint 4, or" in run_xtk("export", odd, "-o", tmp_path / "out", code=1).stderr
+    assert ", or use --checkpoint 4" in run_xtk("export", odd, "-o", tmp_path / "out", code=1).stderr
     assert "there are 2, 4" in run_xtk("export", odd, "--checkpoint", 6, "-o", tmp_path / "out", code=1).stderr
     assert (
         "unfinished"
@@ -59,7 +59,7 @@ def test_a_checkpoint_is_exported_by_its_folder(trained, tmp_path):
         path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()
     }
     done = run_xtk("export", run / "checkpoint-2", "--checkpoint", 4, "-o", tmp_path / "out", code=2)
-    assert "RUN is the checkpoint of step 2" in done.stderr
+    assert "--checkpoint 4 contradicts RUN, which is the checkpoint of step 2" in done.stderr
     done = run_xtk("export", "checkpoint-4", "-o", "../out", cwd=run)
     assert json.loads((run.parent / "out" / "xtk.json").read_text())["steps"] == 4
     assert run_and_step_of_checkpoint(run) is None

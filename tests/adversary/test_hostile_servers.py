@@ -227,7 +227,7 @@ def test_a_value_that_is_no_log_probability_is_refused(value):
 
 def test_minus_infinity_in_json_is_refused():
     for text in ("-Infinity", "Infinity", "NaN"):
-        with pytest.raises(RetryableError, match="not a number"):
+        with pytest.raises(RetryableError, match="is not a JSON number"):
             parse_response(json.dumps({"logprob": 0}).replace("0", text).encode())
     with pytest.raises(RetryableError, match="not finite"):
         checked_logprobs([parse_response(b"-1e999")])

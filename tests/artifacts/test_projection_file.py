@@ -170,15 +170,15 @@ def test_another_version_is_refused_by_its_number(small, tmp_path, monkeypatch):
         ({"teacher_ids": np.array([0, 3, 1, 1, 3, 0, 2], np.int32)}, "duplicate or unsorted"),
         ({"student_cells": np.array([-1, 0, 1, -2, 2], np.int32)}, "cell numbers out of range"),
         ({"teacher_cells": np.array([-1, 0, 1, 9], np.int32)}, "cell numbers out of range"),
-        ({"weights": np.ones(7, np.float64)}, "no weights of type float32"),
-        ({"teacher_ids": np.zeros((7, 1), np.int32)}, "no teacher_ids of type int32"),
+        ({"weights": np.ones(7, np.float64)}, "lacks a 1-dimensional tensor weights of dtype float32"),
+        ({"teacher_ids": np.zeros((7, 1), np.int32)}, "lacks a 1-dimensional tensor teacher_ids of dtype int32"),
     ],
 )
 def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(
     small, tmp_path, monkeypatch, changes, message
 ):
     wrong = replace(small, **changes)
-    if not message.startswith("lacks "):
+    if not message.startswith("lacks a 1-dimensional tensor "):
         with pytest.raises((XtkError, ValueError)):
             write_projection(wrong, tmp_path / "p")
         assert not any(tmp_path.iterdir())

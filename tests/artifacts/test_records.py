@@ -88,9 +88,9 @@ def test_a_prompt_of_the_teacher_is_text_or_messages():
     ("record", "what"),
     [
         ({"text": "a", "teacher_prompt": 5}, "teacher_prompt must be text or a list of messages, not int"),
-        ({"text": "a", "teacher_prompt": CHAT}, "the document is no conversation"),
-        ({"input_ids": [1], "teacher_prompt": "a"}, "as they are"),
-        ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message is an object"),
+        ({"text": "a", "teacher_prompt": CHAT}, "the document is not a conversation"),
+        ({"input_ids": [1], "teacher_prompt": "a"}, "teacher_prompt cannot be combined with input_ids, which are used unchanged"),
+        ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message must be an object"),
     ],
 )
 def test_a_prompt_of_the_teacher_that_is_none_is_refused(record, what):
@@ -163,7 +163,7 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
         ({"input_ids": "5 6"}, "input_ids must be a list of integers"),
         ({"input_ids": [5, None]}, "input_ids must be a list of integers"),
         ({"input_ids": [5.0]}, "input_ids must be a list of integers"),
-        ({"input_ids": [2**40]}, "is no id of a token"),
+        ({"input_ids": [2**40]}, "which is not a token id (32-bit integer)"),
         ({"input_ids": [2**80]}, "contains a number that is not a token id"),
         ({"input_ids": [5, 6], "labels": [-100]}, "labels has 1 entries; must have 2, like input_ids"),
         ({"input_ids": [5, 6], "labels": [6, -100]}, "labels[0] is 6, but input_ids[0] is 5"),
@@ -171,7 +171,7 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
         ({"input_ids": [5, 6], "loss_mask": [0.5, 1]}, "loss_mask must be a list of integers"),
         ({"input_ids": [5, 6], "attention_mask": [1]}, "attention_mask has 1 entries"),
         ({"input_ids": [5, 6], "candidate_ids": [1]}, "candidate_ids must be a list of lists"),
-        ({"input_ids": [5, 6], "candidate_ids": [["a"]]}, "candidate_ids are no list of whole numbers"),
+        ({"input_ids": [5, 6], "candidate_ids": [["a"]]}, "candidate_ids must be a flat list of integers"),
     ],
 )
 def test_tokens_and_masks_that_are_none_are_refused(record, what):

@@ -90,7 +90,7 @@ def test_documents_longer_than_the_students_context_are_counted_and_told(run, pa
     short = material.make_student(tmp_path / "short", context=24)
     arguments = ("distill", short, cache, "--projection", projection, "--max-steps", 1)
     done = run(*arguments, "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "40 documents are longer than the 24 tokens", "--long-documents")
+    refused(done, "40 documents have more tokens than the limit of 24", "--long-documents")
     assert not (tmp_path / "out").exists()
     done = run(*arguments, "--long-documents", "truncate", "-o", "cut", cwd=tmp_path)
     assert "longer than the 24 tokens" in done.stderr
@@ -128,7 +128,7 @@ def test_a_projection_knows_roles_and_no_chat_template(run, pair, cache, tmp_pat
     refused(run(*build, eos, "-o", "p", cwd=tmp_path, code=None), "different teacher", "--force")
     run(*build, eos, "-o", "p2", cwd=tmp_path)
     done = run("prune-projection", "p", "--merge", "p2=0.5", "-o", "p3", cwd=tmp_path, code=None)
-    refused(done, "different teachers", "eos")
+    refused(done, "different teacher tokenizers", "eos")
     student = with_other_eos(pair.student, tmp_path / "student")
     done = run("distill", student, cache, "--projection", "p", "-o", "out2", *steps, cwd=tmp_path, code=None)
     refused(done, "built for another student", "eos")
@@ -136,7 +136,7 @@ def test_a_projection_knows_roles_and_no_chat_template(run, pair, cache, tmp_pat
 
 def test_forward_kl_wants_one_tokenizer(run, pair, cache, tmp_path):
     done = run("distill", pair.student, cache, "--loss", "forward-kl", "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "own tokenizer", "--loss byte-kl")
+    refused(done, "the loss forward-kl needs a teacher with the student's tokenizer", "--loss byte-kl")
 
 
 def test_a_cache_that_lost_its_tokenizer(run, pair, cache, tmp_path):
@@ -209,7 +209,7 @@ def test_a_student_without_the_rows_that_its_tokenizer_names(run, pair, cache, t
 def test_a_dash_with_an_empty_stdin(run, pair, tmp_path, arguments):
     names = {"STUDENT": pair.student, "TEACHER": pair.teacher}
     done = run(*(names.get(word, word) for word in arguments), cwd=tmp_path, stdin="", code=None)
-    refused(done, "the command before it probably failed")
+    refused(done, "the command before the pipe seems to have failed")
     assert not any(tmp_path.iterdir())
 
 

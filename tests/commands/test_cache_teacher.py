@@ -115,7 +115,7 @@ def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
         (["--top-k", -1], "--top-k is -1"),
         (["--support", "top-p", "--top-p", 1.5], "--top-p is 1.5"),
         (["--support", "sample", "--num-samples", 0], "--num-samples is 0"),
-        (["--support", "sample", "--num-sample-sets", 0], "--num-sample-sets 0"),
+        (["--support", "sample", "--num-sample-sets", 0], "--num-sample-sets is 0"),
     ],
 )
 def test_a_support_that_makes_no_sense_is_refused_before_anything_is_read(

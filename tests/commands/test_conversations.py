@@ -170,7 +170,7 @@ def test_what_a_template_adds_counts_for_the_students_context(run, chatting, cac
     shutil.copytree(chatting / "student", tmp_path / "student")
     (tmp_path / "student" / "chat_template.jinja").write_text("many words " * 200 + HEADERS)
     arguments = ("distill", tmp_path / "student", cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out")
-    assert "3 of 3 documents are longer than the 256 tokens" in run(*arguments, code=1).stderr
+    assert "3 of 3 documents have more tokens than the limit of 256" in run(*arguments, code=1).stderr
 
 
 def test_a_conversation_that_a_template_refuses_is_named(run, chatting, tmp_path):

@@ -31,7 +31,7 @@ def test_every_method_is_built_found_again_and_inspected(run, pair, corpus, tmp_
     assert record["header"]["method"] == method
     assert record["header"]["audit"]["unmapped_mass"] == pytest.approx(built["unmapped_mass"])
     shown = run("inspect", "p", cwd=tmp_path).stdout
-    assert "missing mass" in shown
+    assert "unmapped mass" in shown
     assert all(category in shown for category in ("digits", "white space", "partial UTF-8", "other scripts"))
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
@@ -56,13 +56,13 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
         (("--method", "cooccurrence"), "--corpus DATA"),
         (("--method", "cooccurrence", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),
         (("--max-tokens-per-entry", "0"), "--max-tokens-per-entry is 0"),
-        (("--special-tokens", "rolle"), "no such table of special tokens"),
+        (("--special-tokens", "rolle"), "--special-tokens is not role, none or an existing file"),
         (("--special-tokens", "table.yaml"), "did you mean <|end_of_text|>?"),
         (("--special-tokens", "list.json"), "{student token: teacher token}"),
-        (("--special-tokens", "broken.yaml"), "no YAML or JSON"),
-        (("--special-tokens", "deep.json"), "no YAML or JSON"),
-        (("--special-tokens", "twice.json"), "stands twice"),
-        (("--special-tokens", "twice.yaml"), "stands twice"),
+        (("--special-tokens", "broken.yaml"), "neither valid JSON nor YAML"),
+        (("--special-tokens", "deep.json"), "neither valid JSON nor YAML"),
+        (("--special-tokens", "twice.json"), "occurs twice in --special-tokens"),
+        (("--special-tokens", "twice.yaml"), "occurs twice in --special-tokens"),
         (("--columns", "text=body"), "does not support --columns"),
     ],
 )
@@ -121,7 +121,7 @@ def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_p
         (("--merge", "absent=0.5"), "this projection file does not exist"),
         (("--mass", "0"), "--mass is 0"),
         (("--mass", "nan"), "--mass is nan"),
-        (("--merge", "OTHER=0.5"), "different teachers"),
+        (("--merge", "OTHER=0.5"), "different teacher tokenizers"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(run, pair, metaspace, projection, tmp_path, options, message):

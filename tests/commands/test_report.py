@@ -254,7 +254,7 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
     (tmp_path / "another.json").write_text(json.dumps([{**RESULTS[0], "bits_per_byte": 1.625}]))
     for told, *arguments in (
         ("page was made from other inputs", runs[1], "-o", "page.html"),
-        ("there is another file", runs[1], "--force", "-o", "notes"),
+        ("the output path is an existing file, which is not one of xtk's pages", runs[1], "--force", "-o", "notes"),
         ("metrics.jsonl, line 1", run, "-o", "new"),
         ("not a run of xtk distill", tmp_path, "-o", "new"),
         ("this run is given twice", runs[0], runs[0], "-o", "new"),

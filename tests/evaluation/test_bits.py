@@ -303,7 +303,7 @@ def test_what_is_not_a_number_is_told_as_such(run, pair, corpus, tmp_path):
         (tmp_path / "broken" / name).write_bytes(content)
     alone = run("evaluate", "broken", corpus, cwd=tmp_path)
     assert alone.stdout.startswith("not a number bits per byte  broken")
-    assert "evaluate: broken says what is not a number" in alone.stderr
+    assert "evaluate: log-probabilities of broken are not finite" in alone.stderr
     both = ["evaluate", pair.student, corpus, "--compare-to", "broken", "--by-category"]
     table = run(*both, cwd=tmp_path).stdout.splitlines()
     (of_broken,) = (line for line in table if line.startswith("broken"))

@@ -198,7 +198,7 @@ def test_a_divergence_as_an_advantage_is_refused_with_the_reason(name):
         ("epsilon=0", "epsilon of the loss policy-gradient must be above 0 and at most 1, not 0.0"),
         ("epsilon=2", "epsilon of the loss policy-gradient must be above 0 and at most 1, not 2.0"),
         ("epsilon_high=-1", "epsilon_high of the loss policy-gradient must be above 0 and finite, not -1.0"),
-        ("epsilon_high=x", "epsilon_high of the loss policy-gradient:epsilon_high=x is 'x'"),
+        ("epsilon_high=x", "epsilon_high of the loss policy-gradient:epsilon_high=x is 'x', but must be a number"),
         ("teacher_weight=-1", "teacher_weight of the loss policy-gradient must be at least 0 and finite, not -1.0"),
         (
             "teacher_weight=0,reward_weight=0",

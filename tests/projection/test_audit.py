@@ -102,7 +102,7 @@ def test_the_figures_of_a_tiny_pair_are_those_counted_by_hand(two):
 
 def test_a_category_that_a_partition_would_leave_over_is_critical(two, monkeypatch):
     monkeypatch.setattr(module, "MIN_CRITICAL_TOKENS", 1)
-    audited = build_projection(*two, "first").header["audit"]
+    audited = build_projection(*two, "first-token").header["audit"]
     assert audited["poorly_matched_categories"] == ["digits", "Latin"]
     told = audit_warning(audited)
     assert "digits 100% of the student's and 100% of the teacher's; Latin 50% of the student's" in told

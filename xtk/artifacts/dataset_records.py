@@ -24,7 +24,7 @@ MASK_FIELDS = (
 )  # names of TRL, of transformers, and of other trainers
 RECORD_FIELDS = (
     "messages", "tools", "text", "prompt", "completion", "teacher_prompt",
-    "input_ids", "attention_mask", "labels", *MASK_FIELDS, "given_ids", "segments",
+    "input_ids", "attention_mask", "labels", *MASK_FIELDS, "candidate_ids", "segments",
     "student_ids", "sampled_mask", "student_logprobs", "student_tokenizer", "student_template", "advantage", "complete",
 )  # fmt: skip
 # Fields that are plain text in CSV; other fields are JSON there.
