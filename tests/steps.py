@@ -12,13 +12,13 @@ from accelerate import Accelerator
 
 from xtk.losses import parse_losses
 from xtk.models.causal_lm import BackboneWithHead
-from xtk.models.student_model import StudentModelConfig, StudentSource, load_student
+from xtk.models.student_model_setup import StudentModelConfig, StudentSource, load_student
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.distill import DistillInputs, open_inputs
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.micro_batches import BatchSampler
 from xtk.training.parallel_config import parse_parallel
-from xtk.training.student_module import parallelize
+from xtk.training.student_with_losses import parallelize
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 from xtk.training.training_loop import TrainingRun, _optimizer, _step, _step_batch_builder
 

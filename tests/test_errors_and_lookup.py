@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from xtk.errors import CorruptError, MismatchError, XtkError, from_os_error, path_exists
-from xtk.registry import load_registered, nearest_name, unknown_name_error
+from xtk.name_registry import load_registered, nearest_name, unknown_name_error
 
 TABLE = {"ordered": "collections:OrderedDict", "counter": "collections:Counter", "forward-kl": "json:dumps"}
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from xtk.cli import app
-from xtk.commands.option_groups import OPTION_GROUPS
+from xtk.commands.option_help_groups import OPTION_GROUPS
 
 ROOT = Path(__file__).parent.parent
 MAX_SENTENCE, MAX_SENTENCES = 100, 2

@@ -31,7 +31,7 @@ from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
 from xtk.errors import Terminated, XtkError, from_os_error
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 from xtk.subprocesses import REPORTED_ERRORS_VARIABLE
 
 EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xtk.errors import Terminated, XtkError
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 
 
 class _Exited(BaseException):

@@ -82,7 +82,7 @@ def main() -> None:
                "/proc/",
                "/dev/null", "/usr/", "/sys/", str(Path(__file__).parents[2] / "xtk"), "/dev/urandom",
                "/etc/ld", "/etc/mime", "/dev/shm/", "/tmp/torchinductor", "/etc/localtime")  # fmt: skip
-    import xtk.commands.audit_tables  # noqa: F401 (what commands import is not what they read)
+    import xtk.commands.projection_audit_tables  # noqa: F401 (what commands import is not what they read)
 
     sys.addaudithook(watch)
     place = Path(tempfile.mkdtemp())

@@ -19,7 +19,7 @@ from hostile_arrow_worker import places_of
 from xtk.artifacts.cache_shard import ScoredDocument
 from xtk.artifacts.storage import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
-from xtk.artifacts.vocabulary_order import VocabularyOrder, vocabulary_order_file_name
+from xtk.artifacts.token_frequency_order import VocabularyOrder, vocabulary_order_file_name
 from xtk.errors import CorruptError
 from xtk.tokens.token_sequence import TokenSequence
 

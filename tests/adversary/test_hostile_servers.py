@@ -14,8 +14,8 @@ import pytest
 from command_line import run_xtk
 from processes_that_serve import Served, _Handler, _serve, served
 
-from xtk.engines import http_endpoints
-from xtk.engines.http_endpoints import (
+from xtk.engines import http_server_pool
+from xtk.engines.http_server_pool import (
     Endpoint,
     EndpointPool,
     NoResponseError,
@@ -24,8 +24,8 @@ from xtk.engines.http_endpoints import (
     RetryPolicy,
     parse_response,
 )
-from xtk.engines.response_values import checked_logprobs, checked_token_ids, parse_token_ids
-from xtk.engines.vllm_server import parse_models
+from xtk.engines.response_validation import checked_logprobs, checked_token_ids, parse_token_ids
+from xtk.engines.vllm_server_checks import parse_models
 from xtk.errors import XtkError
 
 HASTY = RetryPolicy(
@@ -191,7 +191,7 @@ def test_redirects_are_not_followed(server):
 
 
 def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, monkeypatch):
-    monkeypatch.setattr(http_endpoints, "REPORT_INTERVAL_SECONDS", 0.4)
+    monkeypatch.setattr(http_server_pool, "REPORT_INTERVAL_SECONDS", 0.4)
     with pytest.raises(NoResponseError):
         ask(server, "hang")
     assert "no response for" in capsys.readouterr().err

@@ -16,9 +16,9 @@ from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document, Segment
-from xtk.tokens.pretokenized import SampledTokens
+from xtk.tokens.document_token_ids import SampledTokens
 from xtk.tokens.sampled_tokens import decode_tokens
-from xtk.tokens.teacher_view import teacher_views
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource

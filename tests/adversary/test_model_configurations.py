@@ -14,7 +14,7 @@ from material import sentences, write_jsonl
 
 from xtk.errors import XtkError
 from xtk.models.causal_lm import check_loadable, load_causal_lm, load_model_config
-from xtk.tokens.model_config import hub_kernel_repositories, read_model_config
+from xtk.tokens.model_config_json import hub_kernel_repositories, read_model_config
 from xtk.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

@@ -40,7 +40,7 @@ def test_a_step_of_24_takes_the_15_documents_there_are_once(pair, small, tmp_pat
     fits, large = (tmp_path / name for name in ("fits", "large"))
     assert losses(fits) == losses(large)
     assert (fits / "model.safetensors").read_bytes() == (large / "model.safetensors").read_bytes()
-    assert "3 of 15 documents" in (large / "README.md").read_text()
+    assert "3 steps of 15 documents" in (large / "README.md").read_text()
     # However a step is divided into micro-batches.
     run(pair, small, tmp_path / "parts", 4, "--gradient-accumulation-steps", 6)
     assert losses(tmp_path / "parts") == pytest.approx(losses(fits), rel=1e-5)

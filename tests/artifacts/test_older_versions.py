@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from xtk.artifacts import cache_manifest, cache_shard, cooccurrence_counting, teacher_cache
+from xtk.artifacts import cache_manifest, cache_shard, teacher_cache, token_cooccurrence_counting
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.dataset_records import record_to_document
@@ -114,12 +114,18 @@ def test_a_recipe_and_with_it_the_metrics_of_its_run(tmp_path, run):
 
 def test_unfinished_counts_are_counted_again(pair, corpus, tmp_path):
     student, teacher = Tokenizer(pair.student), Tokenizer(pair.teacher)
-    state = cooccurrence_counting.counting_state_path(tmp_path / "p")
-    stated = {"format": cooccurrence_counting.FORMAT, "version": 1, "rules": 3, "documents": 3, "corpus": "sha256:0"}
+    state = token_cooccurrence_counting.counting_state_path(tmp_path / "p")
+    stated = {
+        "format": token_cooccurrence_counting.FORMAT,
+        "version": 1,
+        "rules": 3,
+        "documents": 3,
+        "corpus": "sha256:0",
+    }
     tensors = {"keys": np.zeros(1, np.int64), "times": np.ones(1, np.int64)}
     safetensors.numpy.save_file(tensors, state, metadata={"xtk": canonical_json(stated)})
     documents = Corpus([str(corpus)])
-    found = cooccurrence_counting.count_corpus_cooccurrences(student, teacher, documents, tmp_path / "p")
+    found = token_cooccurrence_counting.count_corpus_cooccurrences(student, teacher, documents, tmp_path / "p")
     assert found.num_documents == 40
 
 

@@ -16,7 +16,7 @@ from xtk.artifacts.corpus import Corpus, CorpusFingerprint, parse_columns_option
 from xtk.artifacts.dataset_records import RECORD_FIELDS, record_to_document
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
-from xtk.tokens.teacher_view import teacher_views
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "data.md"
@@ -89,7 +89,10 @@ def test_a_prompt_of_the_teacher_is_text_or_messages():
     [
         ({"text": "a", "teacher_prompt": 5}, "teacher_prompt must be text or a list of messages, not int"),
         ({"text": "a", "teacher_prompt": CHAT}, "the document is not a conversation"),
-        ({"input_ids": [1], "teacher_prompt": "a"}, "teacher_prompt cannot be combined with input_ids, which are used unchanged"),
+        (
+            {"input_ids": [1], "teacher_prompt": "a"},
+            "teacher_prompt cannot be combined with input_ids, which are used unchanged",
+        ),
         ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message must be an object"),
     ],
 )

@@ -25,7 +25,7 @@ from xtk.artifacts.cache_shard import ScoredDocument
 from xtk.artifacts.shard_codecs import PRECISION_CODECS
 from xtk.artifacts.storage import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, store_shard
-from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.artifacts.token_frequency_order import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.backend import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher

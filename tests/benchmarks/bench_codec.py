@@ -23,7 +23,7 @@ from language_model import held_out, language_model
 
 from xtk.artifacts.codec.packed_codec import PackedCodec
 from xtk.artifacts.shard_codecs import to_teacher_logprobs
-from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.artifacts.token_frequency_order import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.backend import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher

@@ -29,12 +29,12 @@ from xtk import terminal
 from xtk.losses import parse_losses
 from xtk.models.causal_lm import BackboneWithHead, load_causal_lm, silence_transformers
 from xtk.models.packed_attention import PackedSequence
-from xtk.models.student_model import parameter_groups
+from xtk.models.student_model_setup import parameter_groups
 from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training import training_loop
 from xtk.training.distill import distill, open_inputs
-from xtk.training.student_module import StudentWithLoss
+from xtk.training.student_with_losses import StudentWithLoss
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 TIMES = 3

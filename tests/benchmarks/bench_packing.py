@@ -24,12 +24,12 @@ from xtk.losses import LOSSES, parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import TextSource
 from xtk.training.micro_batches import BatchBuilder, MicroBatch
-from xtk.training.student_module import StudentWithLoss
+from xtk.training.student_with_losses import StudentWithLoss
 
 V = 4096
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

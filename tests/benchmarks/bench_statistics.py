@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from common import gsm8k, real_data, report
 from hard_texts import made, wikitext
 
-from xtk.commands.alignment_page import alignment_page
+from xtk.commands.alignment_html import alignment_page
 from xtk.tokens.alignment_statistics import BATCH_DOCUMENTS, AlignmentStatistics, align_documents
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from xtk.losses import COMPARISON_SPACES, LOSSES, SURROGATE_LOSSES, parse_losses
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKLDivergence
 from xtk.losses.loss_term import LossTerm, TeacherOutput
+from xtk.name_registry import load_registered
 from xtk.projection.byte_partition import build_byte_partition
-from xtk.registry import load_registered
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
 from xtk.training.loss_assignment import open_teachers

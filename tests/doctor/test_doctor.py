@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.doctor import CHECKS
+from xtk.doctor.cache_and_loss_checks import auto_loss, cache_identity, projection
 from xtk.doctor.chat_template_checks import duplicate_start_token, template_content
 from xtk.doctor.data_checks import compression, conversations, document_lengths, special_tokens_in_text
+from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.doctor.environment_checks import library_versions
-from xtk.doctor.inputs import DoctorInputs, DoctorModel, Finding, RunPlan
-from xtk.doctor.loss_checks import auto_loss, cache_identity, projection
 from xtk.doctor.memory_footprint import measure_footprint
 from xtk.doctor.resource_estimates import _library_bytes, disk, estimate_training_memory, max_pass_tokens, memory
 from xtk.doctor.run_checks import run_checks
@@ -104,10 +104,10 @@ def test_rows(wrong):
     rewrite(wrong.student / "config.json", vocab_size=600)
     assert (
         "--resize-vocabulary"
-        in found(embedding_rows(case_of(wrong)), "error", "600 rows; its tokenizer names 640").hint
+        in found(embedding_rows(case_of(wrong)), "error", "600 rows, but the tokenizer has 640 tokens").hint
     )
     (wrong.teacher / "model.safetensors").unlink()
-    assert found(embedding_rows(case_of(wrong)), "note", "no weights").where.startswith(
+    assert found(embedding_rows(case_of(wrong)), "note", "the folder has no weights").where.startswith(
         "teacher"
     )  # by its name a model of the hub
     path = wrong.student / "model.safetensors"
@@ -212,7 +212,7 @@ def test_lengths(pair, tmp_path):
     data = material.write_jsonl(tmp_path / "data.jsonl", texts)
     findings = list(document_lengths(case_of(pair, data)))
     assert [one.level for one in findings] == ["error", "error"]
-    assert [one.hint.split()[1] for one in findings] == ["distill", "cache-teacher"]
+    assert [one.hint.split()[2] for one in findings] == ["distill", "cache-teacher"]
     case = case_of(pair, data, long_documents="truncate")
     assert [one.level for one in document_lengths(case)] == ["warning", "warning"]
     sizes = [len(one) for one in tokenize_documents(case.student.tokenizer, list(case.corpus))]
@@ -237,7 +237,7 @@ def test_data_that_spells_special_tokens(pair, corpus, tmp_path):
 
 def test_compression_and_alignment(pair, corpus):
     case = case_of(pair, corpus)
-    figures = found(compression(case), "ok", "bytes a token").figures
+    figures = found(compression(case), "ok", "bytes per token").figures
     texts = [document.text for document in case.corpus]
     size = sum(len(text.encode()) for text in texts)
     tokens = sum(len(one) for one in tokenize_documents(case.teacher.tokenizer, list(case.corpus)))
@@ -249,7 +249,7 @@ def test_compression_and_alignment(pair, corpus):
 
 def test_projection_and_loss(pair, cache, corpus):
     figures = found(projection(case_of(pair)), "warning", "no counterpart with equal bytes").figures
-    assert figures["critical"] == ["digits"]
+    assert figures["poorly_matched_categories"] == ["digits"]
     assert sum(figures["rows"].values()) == 656
     alone = material.Pair(pair.student, pair.student)
     assert found(projection(case_of(alone)), "ok", "the same tokenizer")

@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.artifacts.corpus import Corpus
-from xtk.doctor.inputs import DoctorInputs, DoctorModel, RunPlan
+from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.resource_estimates import estimate_caching_memory, estimate_training_memory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from /proc")

@@ -16,7 +16,7 @@ from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.parallel_config import ParallelConfig
-from xtk.training.student_module import StudentWithLoss
+from xtk.training.student_with_losses import StudentWithLoss
 
 TEXTS = material.sentences(12, seed=21)
 

@@ -13,7 +13,7 @@ import torch
 from oracle import make_oracle
 
 from xtk.errors import XtkError
-from xtk.evaluation.local_tasks import CODE_TASKS, parse_tasks
+from xtk.evaluation.local_task_data import CODE_TASKS, parse_tasks
 from xtk.models.causal_lm import load_causal_lm
 from xtk.rewards.sandbox import Sandbox
 from xtk.tokens.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xtk.losses.fused_loss import MIN_REMAINDER
-from xtk.losses.loss_cells import LossInputs
+from xtk.losses.loss_interface import LossInputs
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 # A tail that is no more than what rounding leaves of a whole distribution.

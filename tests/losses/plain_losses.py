@@ -16,7 +16,7 @@ from tiny_words import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
 from xtk.losses.fused_loss import MIN_REMAINDER
-from xtk.losses.loss_cells import LossCells, LossInputs, SortedProbs
+from xtk.losses.loss_interface import LossCells, LossInputs, SortedProbs
 from xtk.projection.byte_partition import BytePartition
 from xtk.projection.projection import Projection
 from xtk.tokens.teacher_logprobs import TeacherLogprobs

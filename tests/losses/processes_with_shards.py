@@ -16,11 +16,11 @@ from plain_losses import Case, draw_case
 from torch import Tensor, distributed, multiprocessing
 
 from xtk.losses import LOSSES
-from xtk.losses.context_parallel import StateExchange
 from xtk.losses.fused_loss import LossTensors, fused_loss
-from xtk.losses.loss_cells import join_inputs
+from xtk.losses.hidden_state_exchange import StateExchange
+from xtk.losses.loss_interface import join_inputs
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 
 PROCESSES = 4
 DOCUMENTS, V, H, CHUNK = 8, 23, 5, 16

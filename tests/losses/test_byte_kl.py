@@ -17,11 +17,11 @@ from plain_losses import signal_of
 from tiny_words import draw_spellings, next_bytes_of, partition_of
 from torch import Tensor
 
-from xtk.losses import byte_kl_kernels
+from xtk.losses import byte_kl_numba
 from xtk.losses.byte_kl import ByteKL
-from xtk.losses.byte_kl_kernels import prefix_range
+from xtk.losses.byte_kl_numba import prefix_range
 from xtk.losses.fused_loss import LossTensors, fused_loss
-from xtk.losses.loss_cells import LossCells, LossInputs
+from xtk.losses.loss_interface import LossCells, LossInputs
 from xtk.losses.same_tokenizer_losses import ForwardKL
 from xtk.models.output_head import OutputHead
 from xtk.projection.byte_partition import BytePartition, SortedVocabulary, build_byte_partition, sort_vocabulary
@@ -298,9 +298,9 @@ def test_tokens_that_are_searched_are_those_that_are_found_one_by_one(of_familie
         said = with_a_teacher(draw, example, ground.teacher, tail)
         found = []
         for scan_limit in (0, 1 << 40):
-            filled = functools.partial(byte_kl_kernels.fill_byte_cells, scan_limit=scan_limit)
+            filled = functools.partial(byte_kl_numba.fill_byte_cells, scan_limit=scan_limit)
             with monkeypatch.context() as patch:
-                patch.setattr(byte_kl_kernels, "fill_byte_cells", filled)
+                patch.setattr(byte_kl_numba, "fill_byte_cells", filled)
                 cells = ByteKL().build_cells(said, ground)
             runs = (cells.alternatives.run_offsets, cells.alternatives.firsts, cells.alternatives.stops)
             found.append([array.tobytes() for array in (cells.cell_offsets, cells.teacher_probs, cells.tokens, *runs)])

@@ -16,11 +16,11 @@ from xtk.artifacts.shard_codecs import to_teacher_logprobs
 from xtk.evaluation.top1_agreement import ByProjection, TeacherTopTokens
 from xtk.losses import LOSSES, SURROGATE_LOSSES, LossSpec
 from xtk.losses.fused_loss import LossTensors, fused_loss
-from xtk.losses.loss_cells import LossInputs
+from xtk.losses.loss_interface import LossInputs
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
+from xtk.name_registry import load_registered
 from xtk.projection.projection import Projection
-from xtk.registry import load_registered
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 
 V, P, SAMPLES = 97, 1500, 16

@@ -29,7 +29,7 @@ from xtk.losses.fused_loss import LossTensors, fused_loss
 from xtk.models.causal_lm import BackboneWithHead, check_embedding_rows
 from xtk.models.output_head import ChunkedLogits
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.student_module import StudentWithLoss
+from xtk.training.student_with_losses import StudentWithLoss
 
 V, T = 61, 12
 SIZES: dict[str, Any] = {

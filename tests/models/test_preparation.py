@@ -16,7 +16,7 @@ from whole_model import assert_as_the_whole_model, gradients_of_cut, gradients_o
 
 from xtk.errors import XtkError
 from xtk.models.causal_lm import BackboneWithHead
-from xtk.models.student_model import (
+from xtk.models.student_model_setup import (
     StudentModelConfig,
     StudentSource,
     load_student,

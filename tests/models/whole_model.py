@@ -10,9 +10,9 @@ from torch import Tensor
 
 from xtk.losses.divergences import ForwardKLDivergence, ReverseKLDivergence
 from xtk.losses.fused_loss import LossTensors
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import LossCells
 from xtk.models.causal_lm import BackboneWithHead
-from xtk.training.student_module import StudentWithLoss
+from xtk.training.student_with_losses import StudentWithLoss
 
 LENGTH = 12
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from said import assert_is_the_truth
 
 from xtk.errors import XtkError
-from xtk.teachers.top_logprobs import (
+from xtk.teachers.vllm_top_logprobs import (
     TopLogprobs,
     empty_top_logprobs,
     num_tokens_to_read,

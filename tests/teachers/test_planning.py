@@ -10,7 +10,7 @@ import pytest
 
 from xtk.artifacts.corpus import Corpus
 from xtk.teachers.cache_request import CacheRequest, sharding_options
-from xtk.teachers.shard_planning import make_shard_plan
+from xtk.teachers.cache_shard_planning import make_shard_plan
 from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer
 

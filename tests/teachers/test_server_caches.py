@@ -13,7 +13,7 @@ from processes_that_serve import answer_as_vllm, get_in_the_way, served
 
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.engines.http_endpoints import RetryPolicy
+from xtk.engines.http_server_pool import RetryPolicy
 from xtk.errors import XtkError
 from xtk.teachers.cache_building import cache_teacher
 from xtk.teachers.cache_request import CacheRequest

@@ -17,7 +17,7 @@ from test_properties import readable_spans
 from texts import FAMILIES, TEXTS, quick
 
 from xtk.tokens.alignment import align, align_sequences
-from xtk.tokens.alignment_kernels import minimal_spans
+from xtk.tokens.alignment_numba import minimal_spans
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import EncodedText, Tokenizer

@@ -14,9 +14,9 @@ from xtk.artifacts.dataset_records import record_to_document
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document, Segment
-from xtk.tokens.pretokenized import SampledTokens
+from xtk.tokens.document_token_ids import SampledTokens
 from xtk.tokens.sampled_tokens import decode_tokens
-from xtk.tokens.teacher_view import teacher_views
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ from texts import FAMILIES, batches
 from truth import TRUTHS, assert_ends_where_it_could, assert_groups_spell, assert_whole
 
 from xtk.tokens.alignment import align
-from xtk.tokens.alignment_kernels import token_byte_ends
-from xtk.tokens.normalization_loss import count_normalization_loss
+from xtk.tokens.alignment_numba import token_byte_ends
+from xtk.tokens.normalization_changes import count_normalization_loss
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 # Texts in all, and texts made from one drawing of fragments.

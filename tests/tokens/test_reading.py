@@ -14,7 +14,7 @@ from texts import PIECES, TEXTS, quick
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document, Segment
-from xtk.tokens.teacher_view import teacher_views
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 

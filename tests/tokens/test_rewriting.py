@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xtk.tokens.normalization_loss import count_normalization_loss
+from xtk.tokens.normalization_changes import count_normalization_loss
 from xtk.tokens.tokenizer import Tokenizer
 
 
@@ -79,5 +79,5 @@ def test_tokens_at_hand_are_not_made_again(families):
 
 
 def test_any_number_of_texts_is_read_in_pieces(found, monkeypatch):
-    monkeypatch.setattr("xtk.tokens.normalization_loss.BATCH_SIZE", 3)
+    monkeypatch.setattr("xtk.tokens.normalization_changes.BATCH_SIZE", 3)
     assert found("byte-lower", iter(["É"] * 10)).rewritten == 10

@@ -16,7 +16,7 @@ from texts import FAMILIES, SPECIAL_SPELLINGS, TEXTS, quick
 from transformers import AutoTokenizer
 
 from xtk.errors import XtkError
-from xtk.tokens.alignment_kernels import token_byte_ends
+from xtk.tokens.alignment_numba import token_byte_ends
 from xtk.tokens.tokenizer import Tokenizer
 
 UNCHANGING = ["student", "teacher", "metaspace"]  # without a normaliser

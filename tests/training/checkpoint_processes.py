@@ -23,7 +23,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import logging
 
-from xtk.training import distributed
+from xtk.training import process_group
 from xtk.training.checkpoint import CheckpointSaver
 from xtk.training.sharded_state import local_tensor
 from xtk.training.weight_ema import ExponentialMovingAverage
@@ -68,7 +68,7 @@ class Trained:
         if layout == "tp" and self.model.config.tie_word_embeddings:  # cutting it undoes the tie
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
         if layout.startswith("fsdp"):
-            shards = mesh["data"] if mesh else init_device_mesh("cpu", (distributed.world_size(),))
+            shards = mesh["data"] if mesh else init_device_mesh("cpu", (process_group.world_size(),))
             for layer in self.model.model.layers:
                 fully_shard(layer, mesh=shards)
             fully_shard(self.wrapped, mesh=shards)
@@ -99,12 +99,12 @@ class Trained:
 
 def write(folder: Path, name: str, layout: str) -> None:
     run = Trained(folder / ("untied" if layout.endswith("-tp") else "tied"), layout)
-    torch.manual_seed(100 + distributed.rank())
+    torch.manual_seed(100 + process_group.rank())
     for _ in range(STEP):
         run.step()
-    if distributed.is_main_process():
+    if process_group.is_main_process():
         (folder / name).mkdir()
-    distributed.barrier()
+    process_group.barrier()
     run.saver.write_checkpoint(folder / name, STEP, {"tokens": 72})
     with torch.no_grad():
         before = run.wrapped(IDS)
@@ -113,9 +113,9 @@ def write(folder: Path, name: str, layout: str) -> None:
             run.saver.write_best(folder / name, STEP)
         assert torch.equal(before, run.wrapped(IDS)), "the weights came back"
     whole = run.whole() | {"averaged": averaged.detach(), "random": torch.rand(4)}
-    if distributed.is_main_process():
+    if process_group.is_main_process():
         save_file({key: value.contiguous().clone() for key, value in whole.items()}, folder / f"{name}.safetensors")
-    distributed.barrier()
+    process_group.barrier()
 
 
 def read(folder: Path, name: str, layout: str) -> None:
@@ -131,11 +131,11 @@ def read(folder: Path, name: str, layout: str) -> None:
     for key, value in found.items():
         assert torch.equal(value, expected[key]), f"{key} of {name}, read as {layout}"
     cut = sum(local_tensor(one).numel() < one.numel() for one in run.parameters.values())
-    assert (cut > 0) == (layout != "dp" and distributed.world_size() > 1), "the model is cut"
-    if distributed.is_main_process():
+    assert (cut > 0) == (layout != "dp" and process_group.world_size() > 1), "the model is cut"
+    if process_group.is_main_process():
         drawn = torch.rand(4)
         torch.manual_seed(0)
-        same = name == f"{layout}-{distributed.world_size()}"
+        same = name == f"{layout}-{process_group.world_size()}"
         assert torch.equal(drawn, expected["random"]) == same, "random numbers go on, or begin anew"
     run.step()  # what was read is good to go on with
 
@@ -146,14 +146,14 @@ def main() -> None:
     logging.disable_progress_bar()
     if wanted > 1:
         torch.distributed.init_process_group("gloo")
-    assert distributed.world_size() == wanted
+    assert process_group.world_size() == wanted
     for action in sys.argv[3:]:
         kind, layout, *name = action.split(":")
         if kind == "write":
             write(folder, f"{layout}-{wanted}", layout)
         else:
             read(folder, *name, layout)
-        if distributed.is_main_process():
+        if process_group.is_main_process():
             print(f"done {action}", flush=True)
     if wanted > 1:
         torch.distributed.destroy_process_group()

@@ -30,7 +30,7 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.metrics_file import read_metrics
 from xtk.training.parallel_config import ParallelConfig
-from xtk.training.student_module import StudentWithLoss
+from xtk.training.student_with_losses import StudentWithLoss
 
 CPU = torch.device("cpu")
 STEPS = 4

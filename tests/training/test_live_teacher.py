@@ -34,7 +34,7 @@ from xtk.training.distill import DistillInputs, open_inputs
 from xtk.training.graceful_stop import StopListener
 from xtk.training.metrics_file import read_metrics
 from xtk.training.micro_batches import BatchSampler
-from xtk.training.online_scoring import OnlineSource, TeacherBlocks
+from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks
 from xtk.training.train_config import RunPaths
 
 # A document a forward pass, so that rounding does not depend on which documents are scored together.
@@ -332,7 +332,7 @@ def test_a_teacher_cut_over_two_processes_says_the_same(pair, corpus, tmp_path):
     [
         ("top=4", "no option of a teacher called 'top'"),
         ("top_k=many", "top_k is 'many'; must be an integer"),
-        ("top_k=0", "a support holds at least one id"),
+        ("top_k=0", "--top-k is 0"),
         ("top_k=4,top-k=5", "given twice"),
         ("backend=jax", "no backend called 'jax'"),
         ("backend=vllm,support=sample", "does not support --support sample"),

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from xtk.artifacts.shard_codecs import to_teacher_logprobs
 from xtk.errors import XtkError
-from xtk.losses.loss_cells import LossInputs
+from xtk.losses.loss_interface import LossInputs
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
-from xtk.training.teacher_ensemble import (
+from xtk.training.teacher_combination import (
     COMBINATION_METHODS,
     MIN_SCORE,
     TEACHER_SCORES,

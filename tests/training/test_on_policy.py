@@ -505,10 +505,10 @@ def test_refusals(pair, prompts, tmp_path):
     assert "a multiple of --num-generations" in done.stderr
     done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--temperature", 0, "--stop", "x",
                    "--reward", "exact", "--no-scale-rewards", "-o", output, code=1)  # fmt: skip
-    assert "only a student that writes has --temperature, --stop, --reward, --no-scale-rewards" in done.stderr
+    assert "--temperature, --stop, --reward, --no-scale-rewards need --on-policy" in done.stderr
     done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--devices", "rollout=0",
                    "-o", output, code=1)  # fmt: skip
-    assert "only a student that writes has --devices rollout" in done.stderr
+    assert "--devices rollout=... needs --on-policy" in done.stderr
     done = run(pair, prompts, output, "--stop-if", "entropi<1", code=1)
     assert "entropy" in done.stderr
     assert not output.exists()

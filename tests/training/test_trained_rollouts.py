@@ -18,7 +18,7 @@ from xtk.losses import parse_losses
 from xtk.losses.fused_loss import fused_loss
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
-from xtk.tokens.teacher_view import teacher_views
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
 from xtk.training.loss_assignment import DistillationTeacher, assign_losses, open_teachers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from xtk.artifacts.json_schema import (
+from xtk.artifacts.json_validation import (
     CheckedObject,
     SchemaViolation,
     any_json,
@@ -19,7 +19,7 @@ from xtk.artifacts.json_schema import (
     optional,
     text,
 )
-from xtk.artifacts.safe_file_access import check_file_name
+from xtk.artifacts.regular_files import check_file_name
 from xtk.artifacts.shard_codecs import PRECISION_CODECS
 from xtk.errors import CorruptError
 from xtk.tokens.tokenizer_validation import MAX_TOKENS

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from xtk.artifacts.arrow_validation import check_columns, read_single_batch
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.cache_manifest import VERSION, VOCABULARY_ORDER_NAME
-from xtk.artifacts.safe_file_access import check_file_name, read_regular_file
+from xtk.artifacts.regular_files import check_file_name, read_regular_file
 from xtk.artifacts.shard_codecs import CODECS, Codec
 from xtk.artifacts.storage import MAX_FILE_BYTES
-from xtk.artifacts.vocabulary_order import VocabularyOrder, VocabularyOrderLoader
+from xtk.artifacts.token_frequency_order import VocabularyOrder, VocabularyOrderLoader
 from xtk.errors import CorruptError, XtkError
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 from xtk.tokens.document import Conversation, Document, Segment
-from xtk.tokens.pretokenized import SampledTokens
+from xtk.tokens.document_token_ids import SampledTokens
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs, kl_on_stored_ids
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 

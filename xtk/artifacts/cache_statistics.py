@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from xtk.artifacts.cache_shard import PAYLOAD_PARTS
 from xtk.artifacts.shard_codecs import CODECS, Codec
 from xtk.artifacts.teacher_cache import TeacherCache, cache_totals, source_headers
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 
 INFORMATION_KEYS = ("entropy", "quantization_kl")  # of a shard: sums over its positions, nats

@@ -28,9 +28,9 @@ from xtk.artifacts.data_file_readers import (
 )
 from xtk.artifacts.dataset_records import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
 from xtk.artifacts.model_resolver import ADAPTER_CONFIG, check_dataset_reachable, is_run_folder
-from xtk.artifacts.stdin_spool import StdinSpool
+from xtk.artifacts.stdin_buffer import StdinSpool
 from xtk.errors import XtkError, path_exists
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 from xtk.tokens.document import Document
 
 _HUB_URL = re.compile(r"^hf://(?:datasets/)?[\w.-]+/[\w.-]+(?::[\w.-]+)?$")

@@ -11,7 +11,7 @@ from pathlib import Path
 from xtk.artifacts.atomic_files import read_json
 from xtk.artifacts.run_folders import RECIPE_FILE, list_checkpoints
 from xtk.errors import CorruptError, XtkError, path_exists
-from xtk.tokens.model_config import read_model_config
+from xtk.tokens.model_config_json import read_model_config
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")

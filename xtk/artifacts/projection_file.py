@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.numpy
 
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
-from xtk.artifacts.json_schema import any_json, check_schema, integer, json_object, list_of, map_of, number, text
+from xtk.artifacts.json_validation import any_json, check_schema, integer, json_object, list_of, map_of, number, text
 from xtk.errors import CorruptError, XtkError
 from xtk.projection.coverage_audit import VOCABULARY_KEYS
 from xtk.projection.projection import Projection

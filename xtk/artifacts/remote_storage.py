@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.atomic_files import is_stale_temporary_file, temporary_name
-from xtk.artifacts.download_cache import DownloadCache
+from xtk.artifacts.remote_file_cache import DownloadCache
 from xtk.artifacts.storage import MAX_FILE_BYTES
 from xtk.errors import CorruptError, XtkError
 

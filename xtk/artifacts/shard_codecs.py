@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.vocabulary_order import VocabularyOrder
-from xtk.registry import unknown_name_error
+from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.name_registry import unknown_name_error
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 

@@ -43,7 +43,7 @@ from xtk.artifacts.cache_shard import (
 )
 from xtk.artifacts.output_checks import foreign_files_error
 from xtk.artifacts.storage import LocalFolder, StorageFolder, open_folder
-from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.artifacts.token_frequency_order import VocabularyOrder
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError, XtkError
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from xtk.tokens.alignment_statistics import AlignedDocument, AlignmentStatistics
     from xtk.tokens.document import Document
-    from xtk.tokens.normalization_loss import NormalizationLoss
+    from xtk.tokens.normalization_changes import NormalizationLoss
     from xtk.tokens.tokenizer import Tokenizer
 
 SPAN_COLORS = ("black on bright_cyan", "black on bright_yellow")
@@ -81,12 +81,12 @@ def align(
     from pathlib import Path
 
     from xtk.artifacts.atomic_files import canonical_json, sha256
-    from xtk.artifacts.cooccurrence_counting import corpus_fingerprint
     from xtk.artifacts.corpus import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.commands.alignment_page import alignment_page
+    from xtk.artifacts.token_cooccurrence_counting import corpus_fingerprint
+    from xtk.commands.alignment_html import alignment_page
     from xtk.commands.html_page import check_page, write_page
-    from xtk.registry import unknown_name_error
+    from xtk.name_registry import unknown_name_error
     from xtk.tokens.document import Document
     from xtk.tokens.tokenizer import Tokenizer
 
@@ -173,7 +173,7 @@ def _print_statistics(statistics: AlignmentStatistics, *, as_json: bool) -> None
 
 def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:
     from xtk.tokens.alignment_statistics import align_documents
-    from xtk.tokens.normalization_loss import NormalizationLoss, count_normalization_loss
+    from xtk.tokens.normalization_changes import NormalizationLoss, count_normalization_loss
 
     colored = terminal.stdout_is_terminal() and not as_json
     lost = [NormalizationLoss(side.name) for side in (student, teacher)]

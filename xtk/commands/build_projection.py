@@ -205,12 +205,12 @@ def _counts_projection(
 
     import numpy as np
 
-    from xtk.artifacts.cooccurrence_counting import (
+    from xtk.artifacts.projection_file import write_projection
+    from xtk.artifacts.token_cooccurrence_counting import (
         corpus_fingerprint,
         count_corpus_cooccurrences,
         remove_counting_state,
     )
-    from xtk.artifacts.projection_file import write_projection
     from xtk.commands.projection_reuse import reuse_projection
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import projection_header

@@ -172,7 +172,7 @@ def cache_teacher(
     """
     from xtk.artifacts.corpus import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-    from xtk.registry import load_registered, unknown_name_error
+    from xtk.name_registry import load_registered, unknown_name_error
     from xtk.teachers import BACKENDS
 
     terminal.set_quiet(quiet)
@@ -190,11 +190,11 @@ def cache_teacher(
 
     from xtk.artifacts.shard_codecs import codec_for_precision
     from xtk.models.causal_lm import DTYPES
-    from xtk.teachers.backend_options import backend_options
+    from xtk.teachers.backend_cli_options import backend_options
     from xtk.teachers.cache_building import CachePartition
     from xtk.teachers.cache_building import cache_teacher as cache
     from xtk.teachers.cache_request import CacheRequest
-    from xtk.teachers.shard_planning import LONG_DOCUMENTS
+    from xtk.teachers.cache_shard_planning import LONG_DOCUMENTS
     from xtk.tokens.teacher_logprobs import make_support
 
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
@@ -227,7 +227,7 @@ def cache_teacher(
         backend_options=backend_options(backend, engine or [], server or [], concurrency, adapter, num_processes),
     )
     if estimate:
-        from xtk.teachers.cache_cost_estimate import estimate_cache_cost
+        from xtk.teachers.cache_resource_estimate import estimate_cache_cost
 
         _print_estimate(
             {"path": output, "kind": "teacher-cache-estimate", **estimate_cache_cost(request, corpus)}, as_json=as_json

@@ -7,9 +7,9 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from xtk.commands.option_groups import OPTION_GROUPS, add_condition
+from xtk.commands.option_help_groups import OPTION_GROUPS, add_condition
 from xtk.errors import XtkError
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 
 MAX_CONFIG_BYTES = 1 << 24  # a recipe lists every file that the run has read
 

@@ -507,7 +507,7 @@ def read_configs(
     from xtk.artifacts.teacher_cache import is_cache
     from xtk.errors import XtkError
     from xtk.losses import AUTO_LOSS, parse_losses
-    from xtk.models.student_model import StudentModelConfig
+    from xtk.models.student_model_setup import StudentModelConfig
     from xtk.teachers.online_teacher import parse_online_teacher
     from xtk.training.eval_tasks import parse_eval_tasks
     from xtk.training.parallel_config import parse_devices

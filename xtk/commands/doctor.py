@@ -10,7 +10,7 @@ from xtk import terminal
 from xtk.commands import shared_options
 
 if TYPE_CHECKING:
-    from xtk.doctor.inputs import Finding
+    from xtk.doctor.doctor_inputs import Finding
 
 LEVEL_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -107,10 +107,10 @@ def doctor(
     from xtk.artifacts.corpus import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.artifacts.teacher_cache import TeacherCache, is_cache
-    from xtk.doctor.inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
+    from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
     from xtk.doctor.run_checks import run_checks
     from xtk.models.causal_lm import DTYPES, silence_transformers
-    from xtk.registry import load_registered, unknown_name_error
+    from xtk.name_registry import load_registered, unknown_name_error
     from xtk.training.parallel_config import parse_parallel
 
     given = dict(locals())

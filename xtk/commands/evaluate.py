@@ -167,7 +167,7 @@ def evaluate(
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.commands.load_models import check_models
     from xtk.errors import XtkError
-    from xtk.registry import load_registered
+    from xtk.name_registry import load_registered
 
     given = {name: value for name, value in locals().items() if name in context.params}
     terminal.set_quiet(quiet)
@@ -231,13 +231,13 @@ def _answers(
     from xtk.commands.evaluate_tasks import answers_path
     from xtk.errors import XtkError
     from xtk.evaluation.generated_answers import check_rewards_apply, evaluate_answers
-    from xtk.registry import load_registered
+    from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts import GENERATORS
     from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
     from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
     from xtk.rollouts.rollout import Prompt, Rollout
-    from xtk.teachers.backend_options import backend_options
+    from xtk.teachers.backend_cli_options import backend_options
     from xtk.tokens.tokenizer import Tokenizer
 
     backend = given["backend"]

@@ -60,7 +60,7 @@ def evaluate_bits_per_byte(
         options: options of the command by parameter name.
         as_json: print a JSON object per model instead of a table.
     """
-    from xtk.evaluation.teacher_comparison import CachedDocuments
+    from xtk.evaluation.student_teacher_comparison import CachedDocuments
 
     cached = [place for place in data if place != "-" and is_cache(place)]
     if cached and (len(data) > 1 or options["teacher"]):
@@ -115,7 +115,7 @@ def _measured(
 ) -> _ModelResult:
     """Measure one model."""
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
-    from xtk.evaluation.teacher_comparison import compare_with_teacher
+    from xtk.evaluation.student_teacher_comparison import compare_with_teacher
     from xtk.models.causal_lm import BackboneWithHead
     from xtk.training.loss_assignment import DistillationTeacher
 

@@ -25,7 +25,7 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[s
     from xtk.artifacts.atomic_files import atomic_write
     from xtk.artifacts.write_locks import only_writer_of_path
     from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
-    from xtk.evaluation.local_tasks import parse_tasks
+    from xtk.evaluation.local_task_data import parse_tasks
     from xtk.models.causal_lm import max_context_length
     from xtk.rollouts.prompts import read_template_arguments
 

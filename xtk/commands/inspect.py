@@ -165,7 +165,7 @@ def _describe_cache(place: str, options: _InspectOptions) -> dict[str, Any]:
         )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
     if options.html:
-        from xtk.commands.cache_page import cache_page
+        from xtk.commands.cache_html import cache_page
         from xtk.commands.html_page import write_page
 
         write_page(Path(options.html), "".join(cache_page(record, cache, positions, page_request)))
@@ -251,7 +251,7 @@ def _describe_model(path: Path) -> dict[str, Any]:
 
 
 def _print_description(record: dict[str, Any]) -> None:
-    from xtk.commands.audit_tables import audit_lines
+    from xtk.commands.projection_audit_tables import audit_lines
 
     terminal.result_line(f"{record['path']}: {record['kind']}")
     audited = record["header"].get("audit") if record["kind"] == "projection" else None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from xtk.commands.report_page import ReportedRun
+    from xtk.commands.report_html import ReportedRun
     from xtk.tokens.tokenizer import Tokenizer
 
 ALIGNED_DOCUMENTS = 3  # documents shown span by span
@@ -80,10 +80,10 @@ def report(
     from pathlib import Path
 
     from xtk.artifacts.atomic_files import read_json_lines, sha256
-    from xtk.commands import alignment_page, audit_page, cache_page
+    from xtk.commands import alignment_html, cache_html, projection_audit_html
     from xtk.commands.html_page import check_page, write_page
-    from xtk.commands.report_page import report_page
-    from xtk.commands.samples_page import read_samples
+    from xtk.commands.report_html import report_page
+    from xtk.commands.samples_html import read_samples
     from xtk.errors import XtkError
     from xtk.evaluation.result_tables import read_results, shorten_names
 
@@ -110,7 +110,7 @@ def report(
     generated = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
     sections = [*(_alignment_sections(cache, Path(named[0]), projection) if cache or projection else ())]
     sections += _cache(cache) if cache else []
-    style = alignment_page.ALIGNMENT_STYLE + cache_page.CACHE_STYLE + audit_page.AUDIT_STYLE
+    style = alignment_html.ALIGNMENT_STYLE + cache_html.CACHE_STYLE + projection_audit_html.AUDIT_STYLE
     write_page(Path(output), "".join(report_page(shown, results, baselines, generated, sections, style, request)))
     records = [
         {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
@@ -154,7 +154,7 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     from xtk.artifacts.atomic_files import read_json_lines
     from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
     from xtk.commands.recipe_rerun import rerun_command
-    from xtk.commands.report_page import ReportedRun
+    from xtk.commands.report_html import ReportedRun
 
     recipe = read_recipe(path)
     metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
@@ -175,7 +175,7 @@ def _cache(place: str) -> list[str]:
 
     from xtk.artifacts import cache_statistics
     from xtk.artifacts.teacher_cache import TeacherCache
-    from xtk.commands.cache_page import cache_sections
+    from xtk.commands.cache_html import cache_sections
 
     cache = TeacherCache(place)
     positions = cache_statistics.sample_positions(cache)
@@ -202,7 +202,7 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
     from xtk.artifacts.projection_cache import cached_projection
     from xtk.artifacts.projection_file import read_projection
     from xtk.artifacts.teacher_cache import TeacherCache
-    from xtk.commands import alignment_page, audit_page
+    from xtk.commands import alignment_html, projection_audit_html
     from xtk.tokens.alignment_statistics import AlignmentStatistics, align_documents
 
     audited = read_projection(Path(projection)).header["audit"] if projection else None
@@ -221,14 +221,14 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
             ]
             for group in align_documents(documents, student, teacher):
                 statistics.add(group)
-            yield from alignment_page.alignment_sections(
+            yield from alignment_html.alignment_sections(
                 statistics.to_json(), statistics.worst_documents[:ALIGNED_DOCUMENTS], student, teacher
             )
             audited = audited or cached_projection(student, teacher).header["audit"]
         yield "</section>\n"
     if audited:
         yield "<section>\n<h2>Audit of the projection</h2>\n"
-        yield from audit_page.audit_sections(audited)
+        yield from projection_audit_html.audit_sections(audited)
         yield "</section>\n"
 
 

@@ -111,7 +111,7 @@ def rollout(
     from xtk.artifacts.corpus import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.artifacts.write_locks import only_writer_of_path
-    from xtk.registry import unknown_name_error
+    from xtk.name_registry import unknown_name_error
     from xtk.rollouts import GENERATORS
 
     terminal.set_quiet(quiet)
@@ -127,13 +127,13 @@ def rollout(
     folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=backend != "server"))
 
     from xtk.models.causal_lm import DTYPES
-    from xtk.registry import load_registered
+    from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts.environments import load_environment
     from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
     from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
     from xtk.rollouts.rollout_generation import generate_rollouts
-    from xtk.teachers.backend_options import backend_options
+    from xtk.teachers.backend_cli_options import backend_options
     from xtk.tokens.tokenizer import Tokenizer
 
     if engine and backend == "transformers":

@@ -17,7 +17,7 @@ import typer
 from xtk.commands.config_file import ConfigFileCommand, config_name
 from xtk.commands.distill import distill, read_configs
 from xtk.errors import XtkError
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 
 # Set by the sweep itself.
 FIXED_OPTIONS = ("output", "help", "json", "quiet", "force", "max-seconds")

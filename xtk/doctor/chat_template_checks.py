@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import tokenizers
 
-from xtk.doctor.inputs import DoctorInputs, DoctorModel, Finding
+from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import count_lost_bytes, tokenize_documents

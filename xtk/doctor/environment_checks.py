@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Iterator
 
-from xtk.doctor.inputs import DoctorInputs, Finding
+from xtk.doctor.doctor_inputs import DoctorInputs, Finding
 
 LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", "pyarrow", "numpy", "numba")
 OPTIONAL_LIBRARIES = ("vllm", "peft", "bitsandbytes", "flash-attn", "math-verify", "lm-eval")

@@ -22,7 +22,7 @@ from xtk.doctor import heap_fragmentation
 from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.causal_lm import DTYPES, load_model_config
-from xtk.models.student_model import ALL_LINEAR, StudentModelConfig, StudentSource, attach_trainable_adapter
+from xtk.models.student_model_setup import ALL_LINEAR, StudentModelConfig, StudentSource, attach_trainable_adapter
 
 
 class UnsupportedModel(XtkError):

@@ -22,7 +22,7 @@ from xtk import __version__
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
 from xtk.artifacts.projection_cache import user_cache_folder
 from xtk.artifacts.teacher_cache import cache_totals
-from xtk.doctor.inputs import DoctorInputs, DoctorModel, Finding, RunPlan, max_document_tokens
+from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan, max_document_tokens
 from xtk.doctor.weight_checks import transformers_class
 from xtk.errors import XtkError
 from xtk.terminal import format_duration

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from xtk.doctor import CHECKS
-from xtk.doctor.inputs import DoctorInputs, Finding
+from xtk.doctor.doctor_inputs import DoctorInputs, Finding
 from xtk.errors import XtkError
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 
 
 def run_checks(inputs: DoctorInputs) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from xtk.doctor.inputs import DoctorInputs, DoctorModel, Finding
+from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.tokens.tokenizer import SPECIAL_TOKEN_ROLES
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from xtk.doctor.inputs import DoctorInputs, DoctorModel, Finding
+from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_model_config
 from xtk.models.safetensors_headers import INDEX_FILE, SINGLE_FILE, format_names, read_weight_headers, read_weight_index
-from xtk.models.student_model import TRAINABLE_DTYPES
+from xtk.models.student_model_setup import TRAINABLE_DTYPES
 from xtk.models.weight_validation import QUANTIZED_DTYPES, compare_headers_with_config
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.registry import nearest_name
+from xtk.name_registry import nearest_name
 
 
 def import_vllm() -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.evaluation.byte_attribution import TokenByteCosts, attribute_to_bytes
+from xtk.evaluation.bits_by_byte_position import TokenByteCosts, attribute_to_bytes
 from xtk.evaluation.standard_errors import Ratio
 from xtk.evaluation.text_categories import TEXT_CATEGORIES, WHITE_SPACE, categorize_bytes
 from xtk.evaluation.token_logprobs import compute_token_logprobs

@@ -25,9 +25,9 @@ import torch
 
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import AnswerScores, ProcessShare
-from xtk.evaluation.local_tasks import CODE_TASKS, CodeProblems, write_mmlu_tasks
+from xtk.evaluation.local_task_data import CODE_TASKS, CodeProblems, write_mmlu_tasks
 from xtk.evaluation.standard_errors import Estimate
-from xtk.registry import nearest_name
+from xtk.name_registry import nearest_name
 from xtk.tokens.tokenizer import Tokenizer
 
 BATCH_SIZE = 8

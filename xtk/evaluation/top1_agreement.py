@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS
-from xtk.losses.loss_cells import LossInputs, range_indices, span_ranges
+from xtk.losses.loss_interface import LossInputs, range_indices, span_ranges
 from xtk.projection.projection import Projection
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.tokens.teacher_logprobs import TeacherLogprobs

@@ -22,7 +22,7 @@ LOSSES = {
     "alm": "xtk.losses.alm:ALM",
     "uld": "xtk.losses.uld:ULD",
     "gold": "xtk.losses.gold:GOLD",
-    "h-kl": "xtk.losses.h_kl:HKL",
+    "h-kl": "xtk.losses.hybrid_kl:HKL",
     "policy-gradient": "xtk.losses.policy_gradient:PolicyGradient",
 }
 

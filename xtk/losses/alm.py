@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, observed_token_cells, range_sums, span_ranges
+from xtk.losses.loss_interface import (
+    ComparisonSpace,
+    LossCells,
+    LossInputs,
+    observed_token_cells,
+    range_sums,
+    span_ranges,
+)
 
 
 @dataclass(frozen=True)

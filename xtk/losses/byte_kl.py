@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import CorruptError
-from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, PrefixAlternatives
+from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, PrefixAlternatives
 from xtk.projection.byte_partition import BytePartition
 
 
@@ -28,7 +28,7 @@ class ByteKL:
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per token boundary of either model, in text order."""
-        from xtk.losses.byte_kl_kernels import (
+        from xtk.losses.byte_kl_numba import (
             NEXT_DISTRIBUTION,
             PREVIOUS_DISTRIBUTION,
             STUDENT_COLUMNS,

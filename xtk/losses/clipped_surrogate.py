@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from xtk.losses.loss_cells import ClippedSurrogate
+from xtk.losses.loss_interface import ClippedSurrogate
 
 MAX_LOG_RATIO = 20.0  # nats, so that one importance ratio cannot overflow a sum
 

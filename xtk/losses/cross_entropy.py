@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs
+from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs
 
 
 class CrossEntropy:

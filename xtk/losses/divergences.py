@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from xtk.errors import XtkError
+from xtk.name_registry import load_registered
 from xtk.option_specs import from_options, option_names
-from xtk.registry import load_registered
 
 DIVERGENCES = {
     "forward-kl": "xtk.losses.divergences:ForwardKLDivergence",

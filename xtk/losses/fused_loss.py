@@ -25,8 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses import cell_kernels
-from xtk.losses.chunk_softmax import (
+from xtk.losses import projected_cells_numba
+from xtk.losses.alternative_tokenizations import TermAlternatives, group_logsumexp
+from xtk.losses.chunked_softmax import (
     ChunkGradients,
     ChunkStatistics,
     LogitsWindow,
@@ -39,9 +40,8 @@ from xtk.losses.chunk_softmax import (
 )
 from xtk.losses.clipped_surrogate import TermSurrogate
 from xtk.losses.divergences import Divergence
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.prefix_alternatives import TermAlternatives, group_logsumexp
-from xtk.losses.prefix_products import TermPrefixProduct
+from xtk.losses.loss_interface import LossCells
+from xtk.losses.prefix_probabilities import TermPrefixProduct
 from xtk.losses.sorted_probs import ChunkSortedProbs, LargestLogits, TermSortedProbs
 from xtk.models.output_head import ChunkedLogits, OutputHead
 
@@ -672,7 +672,9 @@ class _GroupLogSumExp:
     def __init__(self, values: Tensor, groups: Tensor, count: int) -> None:
         self._groups = groups
         if values.device.type == "cpu":
-            self.log_sums = torch.from_numpy(cell_kernels.group_logsumexp_(values.numpy(), groups.numpy(), count))
+            self.log_sums = torch.from_numpy(
+                projected_cells_numba.group_logsumexp_(values.numpy(), groups.numpy(), count)
+            )
             self._softmax = values
             return
         groups = groups.long()

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xtk.errors import XtkError
+from xtk.name_registry import load_registered, unknown_name_error
 from xtk.option_specs import OptionSpec, from_options, option_names, parse_weight
-from xtk.registry import load_registered, unknown_name_error
 
 if TYPE_CHECKING:
     from xtk.losses.divergences import Divergence
-    from xtk.losses.loss_cells import Loss
+    from xtk.losses.loss_interface import Loss
 
 # Cross-entropy on observed tokens, a sum of absolute differences, and a surrogate: they take no other divergence.
 WITHOUT_DIVERGENCE = ("ce", "uld", "policy-gradient")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from xtk.losses.divergences import Divergence
 from xtk.losses.fused_loss import LossTensors
-from xtk.losses.loss_cells import ComparisonSpace, Loss, LossInputs
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs

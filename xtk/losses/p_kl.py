@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, projected_cells, span_ranges
+from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, projected_cells, span_ranges
 from xtk.projection.projection import ProjectionColumns
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from xtk.errors import XtkError
 from xtk.losses.divergences import DIVERGENCES
-from xtk.losses.loss_cells import (
+from xtk.losses.loss_interface import (
     ClippedSurrogate,
     ComparisonSpace,
     ItemRanges,
@@ -18,7 +18,7 @@ from xtk.losses.loss_cells import (
     range_sums,
     span_ranges,
 )
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 
 OBSERVED_ADVANTAGE = "observed"
 

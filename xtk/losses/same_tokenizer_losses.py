@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, projected_cells, span_ranges
+from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, projected_cells, span_ranges
 from xtk.projection.projection import ProjectionColumns
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xtk.losses import sorted_prob_kernels
-from xtk.losses.loss_cells import SortedProbs
+from xtk.losses import sorted_probs_numba
+from xtk.losses.loss_interface import SortedProbs
 
 # Rows at a time where a mask is applied, so that the copy is small compared to the chunk.
 BLOCK_ROWS = 32
@@ -209,7 +209,7 @@ def _largest_tokens(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
     if logits.device.type == "cpu":
         ranked = torch.ones(logits.shape[1], dtype=torch.bool) if mask is None else mask > 0
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        tokens = sorted_prob_kernels.largest_columns(logits.numpy(), rows.numpy(), offsets.numpy(), ranked.numpy())
+        tokens = sorted_probs_numba.largest_columns(logits.numpy(), rows.numpy(), offsets.numpy(), ranked.numpy())
         return torch.from_numpy(tokens)
     return largest_by_topk(logits, rows, counts, mask)
 

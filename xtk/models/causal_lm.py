@@ -31,7 +31,7 @@ from xtk.models.weight_validation import (
     note_once,
 )
 from xtk.safe_json import parse_json
-from xtk.tokens.model_config import hub_kernel_repositories, read_model_config
+from xtk.tokens.model_config_json import hub_kernel_repositories, read_model_config
 from xtk.tokens.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

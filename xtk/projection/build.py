@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.name_registry import load_registered
 from xtk.projection.coverage_audit import audit_projection
 from xtk.projection.projection import Projection
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
 from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
-from xtk.registry import load_registered
 from xtk.tokens.tokenizer import Tokenizer
 
 METHODS = {

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.registry import nearest_name
+from xtk.name_registry import nearest_name
 from xtk.tokens.tokenizer import END_OF_TURN_TOKENS, Tokenizer
 
 # A token with several roles (GPT-2's only special token) is matched by the first of them that the other side has:

@@ -12,7 +12,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.errors import XtkError, from_os_error
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 from xtk.rollouts import GENERATORS, generator_ipc
 from xtk.rollouts.generator_interface import Generator
 from xtk.subprocesses import die_with_parent

@@ -19,7 +19,7 @@ from xtk.rollouts.generator_interface import Completion, GenerationRequest, Gene
 from xtk.rollouts.prompts import tokenize_between_turns, tokenize_continuation, tokenize_prompts
 from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.tokens.document import Document, Segment
-from xtk.tokens.pretokenized import SampledTokens
+from xtk.tokens.document_token_ids import SampledTokens
 from xtk.tokens.sampled_tokens import decode_tokens
 from xtk.tokens.tokenizer import Tokenizer
 

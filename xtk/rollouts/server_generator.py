@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from xtk import terminal
-from xtk.engines.http_endpoints import (
+from xtk.engines.http_server_pool import (
     Endpoint,
     EndpointPool,
     NoResponseError,
@@ -20,8 +20,8 @@ from xtk.engines.http_endpoints import (
     RetryPolicy,
     max_response_bytes,
 )
-from xtk.engines.response_values import checked_logprobs, checked_token_ids, parse_token_ids
-from xtk.engines.vllm_server import (
+from xtk.engines.response_validation import checked_logprobs, checked_token_ids, parse_token_ids
+from xtk.engines.vllm_server_checks import (
     COMPLETIONS_PATH,
     MAX_TOKEN_RATIO,
     STARTUP_ATTEMPTS,
@@ -34,7 +34,7 @@ from xtk.engines.vllm_server import (
     tokenizer_probe,
 )
 from xtk.errors import XtkError
-from xtk.rollouts.completion_checks import (
+from xtk.rollouts.engine_completions import (
     MAX_LOGIT_BIASES,
     check_temperature,
     checked_completion,

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from xtk.cache_directories import SHARED_MEMORY, shared_memory_is_writable
 from xtk.errors import XtkError
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 from xtk.rollouts import GENERATORS, generator_ipc
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
 from xtk.rollouts.weight_sync import save_weights

@@ -13,7 +13,7 @@ import numpy as np
 from xtk.engines.engine_options import check_not_reserved, parse_engine_options
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
-from xtk.rollouts.completion_checks import (
+from xtk.rollouts.engine_completions import (
     MAX_LOGIT_BIASES,
     check_temperature,
     checked_completion,

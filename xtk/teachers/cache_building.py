@@ -28,10 +28,10 @@ from xtk.artifacts.teacher_cache import (
     remove_cache,
     store_shard,
 )
-from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.artifacts.token_frequency_order import VocabularyOrder
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import XtkError
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend import TeacherBackend
 from xtk.teachers.cache_request import (
@@ -42,8 +42,8 @@ from xtk.teachers.cache_request import (
     open_teacher,
     sharding_options,
 )
+from xtk.teachers.cache_shard_planning import ShardingOptions, ShardPlan, make_shard_plan, read_shards
 from xtk.teachers.logprob_checks import check_scored_document
-from xtk.teachers.shard_planning import ShardingOptions, ShardPlan, make_shard_plan, read_shards
 from xtk.teachers.worker_pool import WorkerPool
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import TokenSequence

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.shard_codecs import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
-from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.artifacts.token_frequency_order import VocabularyOrder
 from xtk.errors import XtkError
+from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
-from xtk.registry import load_registered
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend import BackendConfig, TeacherBackend
-from xtk.teachers.shard_planning import ShardingOptions, ShardPlan
+from xtk.teachers.cache_shard_planning import ShardingOptions, ShardPlan
 from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, Support
 from xtk.tokens.tokenizer import Tokenizer
 

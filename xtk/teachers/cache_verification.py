@@ -13,7 +13,7 @@ from xtk import terminal
 from xtk.artifacts.cache_statistics import evenly_spaced_indices, max_stored_error
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, MismatchError
-from xtk.registry import load_registered
+from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend import BackendConfig, TeacherBackend
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids

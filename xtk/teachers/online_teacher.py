@@ -19,10 +19,10 @@ from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_f
 from xtk.artifacts.shard_codecs import codec_for_precision
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS
-from xtk.registry import load_registered, unknown_name_error
+from xtk.name_registry import load_registered, unknown_name_error
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend import TeacherBackend
-from xtk.teachers.backend_options import backend_options
+from xtk.teachers.backend_cli_options import backend_options
 from xtk.teachers.cache_building import CacheJob, write_shards
 from xtk.teachers.cache_request import (
     CacheRequest,
@@ -32,7 +32,7 @@ from xtk.teachers.cache_request import (
     open_teacher,
     sharding_options,
 )
-from xtk.teachers.shard_planning import ShardPlan, make_shard_plan
+from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
 from xtk.teachers.worker_pool import WorkerPool
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import make_support

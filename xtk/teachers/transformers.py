@@ -18,7 +18,7 @@ from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS, BackboneWithHead, default_device, load_causal_lm
 from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
 from xtk.teachers.backend import BackendConfig
-from xtk.teachers.logprob_arrays import (
+from xtk.teachers.logprob_conversion import (
     LogprobArrays,
     arrays_to_stored,
     concatenate_arrays,

@@ -15,7 +15,7 @@ from xtk.engines.engine_options import check_not_reserved
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
 from xtk.teachers.backend import BackendConfig
-from xtk.teachers.top_logprobs import (
+from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
     TopLogprobs,
     check_document_lengths,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.engines.http_endpoints import (
+from xtk.engines.http_server_pool import (
     BYTES_PER_ENTRY,
     Endpoint,
     EndpointPool,
@@ -26,9 +26,9 @@ from xtk.engines.http_endpoints import (
     RetryPolicy,
     max_response_bytes,
 )
-from xtk.engines.response_values import checked_logprobs as checked_logprobs
-from xtk.engines.response_values import parse_token_ids
-from xtk.engines.vllm_server import (
+from xtk.engines.response_validation import checked_logprobs as checked_logprobs
+from xtk.engines.response_validation import parse_token_ids
+from xtk.engines.vllm_server_checks import (
     COMPLETIONS_PATH,
     MAX_TOKEN_RATIO,
     STARTUP_ATTEMPTS,
@@ -42,7 +42,7 @@ from xtk.engines.vllm_server import (
 )
 from xtk.errors import MismatchError, XtkError
 from xtk.teachers.backend import BackendConfig
-from xtk.teachers.top_logprobs import (
+from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
     TopLogprobs,
     check_document_lengths,
@@ -52,7 +52,7 @@ from xtk.teachers.top_logprobs import (
     num_top_ids,
     top_logprobs_to_stored,
 )
-from xtk.tokens.model_config import read_model_config
+from xtk.tokens.model_config_json import read_model_config
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.tokens.alignment_kernels import minimal_spans, minimal_spans_with_gaps
+from xtk.tokens.alignment_numba import minimal_spans, minimal_spans_with_gaps
 from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import EncodedText
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from xtk.tokens.alignment import align, align_sequences
 from xtk.tokens.document import Document
-from xtk.tokens.normalization_loss import NormalizationLoss, count_normalization_loss
+from xtk.tokens.normalization_changes import NormalizationLoss, count_normalization_loss
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import EncodedText, Tokenizer

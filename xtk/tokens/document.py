@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xtk.errors import XtkError
-from xtk.tokens.pretokenized import CandidateIdLists, SampledTokens, TeacherTokenIds
+from xtk.tokens.document_token_ids import CandidateIdLists, SampledTokens, TeacherTokenIds
 
 TRAIN_FLAG_KEYS = ("train", "weight")  # of a message: whether it is trained; the second is OpenAI's name
 SYSTEM_ROLES = ("system", "developer")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
-from xtk.tokens.pretokenized import SampledTokens
+from xtk.tokens.document_token_ids import SampledTokens
 from xtk.tokens.tokenizer import Tokenizer
 
 

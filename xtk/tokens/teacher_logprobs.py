@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 
 SUPPORTS = {
     "top-k": "the K most likely tokens, plus the sum of the remainder",

@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.tokens.alignment_kernels import minimal_spans
+from xtk.tokens.alignment_numba import minimal_spans
 
 ANCHOR_LENGTH = 16  # characters of an anchor: long enough not to repeat by chance, short enough to be found
 # With more edits between two anchors, the texts have too little in common to justify the quadratic time.

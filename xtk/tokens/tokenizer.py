@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.safe_json import parse_json
-from xtk.tokens.model_config import read_model_config
-from xtk.tokens.token_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
+from xtk.tokens.model_config_json import read_model_config
+from xtk.tokens.normalized_byte_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
 from xtk.tokens.tokenizer_validation import bpe_dropout, check_tokenizer_json, wrap_backend_errors
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
@@ -201,7 +201,7 @@ class Tokenizer:
             return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def _encode_by_bytes(self, texts: Sequence[str], ids: Sequence[list[int]]) -> list[EncodedText]:
-        from xtk.tokens.alignment_kernels import batch_token_byte_ends  # numba takes half a second to import
+        from xtk.tokens.alignment_numba import batch_token_byte_ends  # numba takes half a second to import
 
         raw = [text.encode() for text in texts]
         edges, text_edges = (np.cumsum([0, *map(len, parts)]) for parts in (ids, raw))

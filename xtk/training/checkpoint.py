@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json, set_default_permissions
 from xtk.artifacts.output_checks import foreign_files_error, list_folder
-from xtk.artifacts.run_folder_cleanup import (
+from xtk.artifacts.run_folder_ownership import (
     keep_file_of_user,
     refuse_foreign_files_in_run,
     remove_run,
@@ -53,8 +53,8 @@ from xtk.artifacts.run_folders import (
 )
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError, XtkError
-from xtk.models.student_model import is_peft_model, save_trainable
-from xtk.training import distributed
+from xtk.models.student_model_setup import is_peft_model, save_trainable
+from xtk.training import process_group
 from xtk.training.sharded_state import (
     SKIP_HINT,
     ShardedStateReader,
@@ -165,14 +165,14 @@ def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bo
         CorruptError: all checkpoints are corrupt, or the metrics file is.
         XtkError: another artifact version.
     """
-    found = distributed.all_gather_object(list_checkpoints(output))[0]
+    found = process_group.all_gather_object(list_checkpoints(output))[0]
     run, damaged, wrong = run_fingerprint(identity), list[Path](), None
     for step, folder in reversed(found):
         wrong = next(
-            filter(None, distributed.all_gather_object(_problem(output, step, folder, run, best=needs_best))), None
+            filter(None, process_group.all_gather_object(_problem(output, step, folder, run, best=needs_best))), None
         )
         if wrong is None:
-            if distributed.is_main_process():
+            if process_group.is_main_process():
                 _check_metrics(output, folder)
             return ResumePoint(step, folder, tuple(damaged))
         if not isinstance(wrong, CorruptError):
@@ -190,7 +190,7 @@ def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bo
 
 def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> XtkError | None:
     """Return why a checkpoint cannot be used, judged by the files that this process verifies; None: no problem."""
-    here = (distributed.rank(), distributed.world_size())
+    here = (process_group.rank(), process_group.world_size())
     try:
         content = read_run_manifest(folder, (CHECKPOINT,))
         if content.get("step") != step:
@@ -316,19 +316,21 @@ class CheckpointSaver:
             CorruptError: the main process does not see the file of another process.
         """
         temporary, final = output / f"{TEMPORARY_PREFIX}{CHECKPOINT}-{step}", output / f"{CHECKPOINT}-{step}"
-        ranks = distributed.world_size()
+        ranks = process_group.world_size()
         try:
-            if distributed.is_main_process():
+            if process_group.is_main_process():
                 shutil.rmtree(temporary, ignore_errors=True)
                 (temporary / TRAINER_FOLDER).mkdir(parents=True)
-            distributed.barrier()
-            name = rank_file_name(distributed.rank(), ranks)
+            process_group.barrier()
+            name = rank_file_name(process_group.rank(), ranks)
             self._write_rank_file(temporary / TRAINER_FOLDER / name)
             with ThreadPoolExecutor(1) as thread:  # hash this process's file while weights are gathered and written
                 part = thread.submit(file_entries, temporary / TRAINER_FOLDER, [name])
                 self.write_model(temporary)
-            parts = {name: entry for one in distributed.all_gather_object(part.result()) for name, entry in one.items()}
-            if distributed.is_main_process():
+            parts = {
+                name: entry for one in process_group.all_gather_object(part.result()) for name, entry in one.items()
+            }
+            if process_group.is_main_process():
                 _check_parts(temporary, ranks)
                 content = {"kind": CHECKPOINT, "step": step, "run_fingerprint": self._run, "num_processes": ranks}
                 kept = {**content, "parallel": self._layout, **trainer_state}
@@ -338,9 +340,9 @@ class CheckpointSaver:
                 write_run_manifest(temporary, kept, fsync_and_hash(temporary), {TRAINER_FOLDER: parts})
                 fsync(temporary)
                 _replace_folder(temporary, final)
-            distributed.barrier()
+            process_group.barrier()
         finally:
-            if distributed.is_main_process():
+            if process_group.is_main_process():
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _write_rank_file(self, path: Path) -> None:
@@ -359,8 +361,8 @@ class CheckpointSaver:
                         pieces.append((TensorBlock(kept_as, (), ()), value.detach()))
                 else:
                     raise TypeError(f"optimizer state {key} of {name} is neither a scalar nor of the parameter's shape")
-        for device, numbers in distributed.random_states().items():
-            kept_as = f"{RANDOM_STATE}.{device}.{distributed.rank()}"
+        for device, numbers in process_group.random_states().items():
+            kept_as = f"{RANDOM_STATE}.{device}.{process_group.rank()}"
             shapes[kept_as] = numbers.shape
             pieces.append((TensorBlock(kept_as, (0,), tuple(numbers.shape)), numbers))
         write_sharded_state(path, pieces, shapes, {"trained": sorted(self._trained)})
@@ -374,9 +376,9 @@ class CheckpointSaver:
                 continue
             if id(tensor) not in gathered:
                 gathered[id(tensor)] = _gather_to_cpu(tensor.detach())
-            if distributed.is_main_process():
+            if process_group.is_main_process():
                 full[name] = gathered[id(tensor)]
-        if not distributed.is_main_process():
+        if not process_group.is_main_process():
             return
         with _without_distributed_config(self._model.config):
             save_trainable(self._model, folder, full)
@@ -397,16 +399,16 @@ class CheckpointSaver:
     def write_best(self, output: Path, step: int) -> None:
         """Write the model to `best-STEP` atomically (collective)."""
         temporary, final = output / f"{TEMPORARY_PREFIX}{BEST}-{step}", output / f"{BEST}-{step}"
-        if distributed.is_main_process():
+        if process_group.is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         self.write_model(temporary)
-        if distributed.is_main_process():
+        if process_group.is_main_process():
             content = {"kind": BEST, "step": step, "run_fingerprint": self._run}
             write_run_manifest(temporary, content, fsync_and_hash(temporary))
             _replace_folder(temporary, final)
             _remove_bests(output, step)
-        distributed.barrier()
+        process_group.barrier()
 
     def write_final(self, output: Path, manifest: dict[str, Any], card: str, best_step: int = 0) -> None:
         """Write the finished student into the run folder; `xtk.json` last, so that a folder without it is unfinished.
@@ -419,7 +421,7 @@ class CheckpointSaver:
         """
         temporary = output / f"{TEMPORARY_PREFIX}final"
         self.write_student(temporary, output / f"{BEST}-{best_step}" if best_step else None)
-        if distributed.is_main_process():
+        if process_group.is_main_process():
             (temporary / CARD_FILE).write_text(card, encoding="utf-8")
             run_files = [name for name in (RECIPE_FILE, METRICS_FILE, ROLLOUTS_FILE) if (output / name).is_file()]
             files = fsync_and_hash(temporary) | file_entries(output, run_files)
@@ -441,7 +443,7 @@ class CheckpointSaver:
             write_run_manifest(output, manifest, files, folders)
             for _, path in list_checkpoints(output, BEST):
                 remove_run_subfolder(path)
-        distributed.barrier()
+        process_group.barrier()
 
     def write_student(self, folder: Path, best_folder: Path | None = None) -> None:
         """Write the student into a new folder, with adapters merged into its weights (collective).
@@ -455,7 +457,7 @@ class CheckpointSaver:
         """
         adapter = folder.with_name(f"{TEMPORARY_PREFIX}adapter")
         place = adapter if self._merge else folder
-        if distributed.is_main_process():
+        if process_group.is_main_process():
             for one in (folder, adapter):
                 shutil.rmtree(one, ignore_errors=True)
             if best_folder is not None:
@@ -465,7 +467,7 @@ class CheckpointSaver:
                 place.mkdir()
         if best_folder is None:
             self.write_model(place)
-        if distributed.is_main_process() and self._merge:
+        if process_group.is_main_process() and self._merge:
             folder.mkdir()
             self._merge(adapter, folder)
             set_default_permissions(*folder.rglob("*.safetensors"))
@@ -493,13 +495,14 @@ class CheckpointSaver:
         state = ShardedStateReader([folder / TRAINER_FOLDER / name for name in rank_files(folder, content)])
         with as_corrupt_error(folder):
             self._load_optimizer_and_ema(state, folder)
-            if content["num_processes"] == distributed.world_size() and content["parallel"] == self._layout:
+            if content["num_processes"] == process_group.world_size() and content["parallel"] == self._layout:
                 names = {
-                    device: f"{RANDOM_STATE}.{device}.{distributed.rank()}" for device in distributed.random_states()
+                    device: f"{RANDOM_STATE}.{device}.{process_group.rank()}"
+                    for device in process_group.random_states()
                 }
-                distributed.set_random_states({device: state.read_unsharded(name) for device, name in names.items()})
+                process_group.set_random_states({device: state.read_unsharded(name) for device, name in names.items()})
                 return content
-        distributed.reseed(seed, content["step"], distributed.rank() if random_stream is None else random_stream)
+        process_group.reseed(seed, content["step"], process_group.rank() if random_stream is None else random_stream)
         writers = f"{content['num_processes']} process(es), {content['parallel']}"
         terminal.note(f"distill: {folder.name} was written by {writers}: random generators are reseeded")
         return content
@@ -580,7 +583,7 @@ def _gather_to_cpu(tensor: Tensor) -> Tensor:
         mesh = tensor.device_mesh.device_type
         there = tensor if tensor.device.type == mesh else tensor.to(mesh)
         tensor = there.full_tensor()  # type: ignore[attr-defined]
-    return tensor.cpu() if distributed.is_main_process() else tensor.new_empty(0)
+    return tensor.cpu() if process_group.is_main_process() else tensor.new_empty(0)
 
 
 @contextlib.contextmanager

@@ -24,13 +24,13 @@ from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import MismatchError, XtkError
 from xtk.losses import AUTO_LOSS, LOSSES
 from xtk.losses.loss_term import LossTerm
+from xtk.name_registry import load_registered
 from xtk.projection.projection import Projection
-from xtk.registry import load_registered
 from xtk.rollouts.prompts import tokenize_prompts
 from xtk.rollouts.rollout import Prompt
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.document import Document
-from xtk.tokens.normalization_loss import count_normalization_loss
+from xtk.tokens.normalization_changes import count_normalization_loss
 from xtk.tokens.token_sequence import count_lost_bytes, format_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import (
@@ -47,14 +47,14 @@ from xtk.training.micro_batches import BatchBuilder, BatchSampler
 from xtk.training.model_card import Provenance, public_model_name
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
 from xtk.training.on_policy_loop import OnPolicyLoop, OnPolicySource
-from xtk.training.online_scoring import (
+from xtk.training.online_teacher_scoring import (
     OnlineSource,
     TeacherBlocks,
     create_teacher_blocks,
     read_training_documents,
     read_training_prompts,
 )
-from xtk.training.teacher_ensemble import ScoreWeighting, TeacherEnsemble, parse_ensemble
+from xtk.training.teacher_combination import ScoreWeighting, TeacherEnsemble, parse_ensemble
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from xtk.models.causal_lm import BackboneWithHead
-    from xtk.models.student_model import StudentSource
+    from xtk.models.student_model_setup import StudentSource
     from xtk.training.eval_tasks import TaskEvaluator
     from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
     from xtk.training.parallel_config import ParallelConfig
@@ -484,13 +484,13 @@ def distill(
     from accelerate.utils import set_seed
 
     from xtk.models.causal_lm import max_context_length, silence_transformers
-    from xtk.models.student_model import StudentSource, has_mergeable_adapter, is_peft_model
+    from xtk.models.student_model_setup import StudentSource, has_mergeable_adapter, is_peft_model
     from xtk.training.batch_prefetch import report_killed_workers
     from xtk.training.checkpoint import ResumePoint, find_checkpoint, find_existing_run, prepare_run_folder
-    from xtk.training.distributed import report_lost_processes
     from xtk.training.experiment_trackers import start_trackers
     from xtk.training.parallel_config import parse_parallel
-    from xtk.training.student_module import parallelize
+    from xtk.training.process_group import report_lost_processes
+    from xtk.training.student_with_losses import parallelize
     from xtk.training.training_loop import TrainingRun, train
 
     silence_transformers()
@@ -649,7 +649,7 @@ def _teacher_blocks(
             inputs.source, run.sampler, run.steps, run.recipe.teacher_block_steps, paths.output, run.accelerator
         )
     from xtk.rollouts.generator_interface import GeneratorConfig
-    from xtk.training.logprob_check import LogprobCheck
+    from xtk.training.engine_logprob_check import LogprobCheck
     from xtk.training.student_generator import IN_PROCESS_BACKEND, StudentGenerator
 
     assert isinstance(inputs.source, OnPolicySource)
@@ -691,8 +691,8 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    from xtk.training.distributed import init_process_group_after_restart
     from xtk.training.experiment_trackers import check_trackers
+    from xtk.training.process_group import init_process_group_after_restart
 
     check_trackers(logging_config.report_to)
     if paths.online_teachers and logging_config.dataloader_num_workers:
@@ -727,7 +727,7 @@ def _load_student(
     import torch
 
     from xtk.models.causal_lm import BackboneWithHead
-    from xtk.models.student_model import load_student
+    from xtk.models.student_model_setup import load_student
 
     model = load_student(
         origin,
@@ -749,7 +749,7 @@ def _adapter_merger(
     """Return a function (adapter folder, output folder) that loads student and adapter and writes the merged model."""
     import torch
 
-    from xtk.models.student_model import StudentSource, load_student, save_final_student
+    from xtk.models.student_model_setup import StudentSource, load_student, save_final_student
 
     def merge(adapter: Path, folder: Path) -> None:
         model = load_student(

@@ -15,16 +15,16 @@ from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import ProcessShare, check_rewards_apply, evaluate_answers
 from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states
-from xtk.evaluation.local_tasks import parse_tasks
+from xtk.evaluation.local_task_data import parse_tasks
 from xtk.models.causal_lm import BackboneWithHead
+from xtk.name_registry import unknown_name_error
 from xtk.option_specs import from_options, option_names
-from xtk.registry import unknown_name_error
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training import distributed
+from xtk.training import process_group
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_generator import autocast
 
@@ -231,7 +231,7 @@ class TaskEvaluator:
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """Return all metrics by name, the same in every process (collective)."""
-        share = ProcessShare(distributed.rank(), distributed.world_size(), distributed.all_gather_object)
+        share = ProcessShare(process_group.rank(), process_group.world_size(), process_group.all_gather_object)
         found: dict[str, float] = {}
         with preserve_random_states(), autocast(self._precision, self._model.device):
             for task in self._tasks:

@@ -9,7 +9,7 @@ from typing import Any
 
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.errors import XtkError
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 
 TRACKER_PROJECT, RUN_NAME_FILE = "xtk", "name"
 

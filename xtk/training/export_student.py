@@ -26,7 +26,7 @@ from xtk.artifacts.atomic_files import (
 )
 from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
 from xtk.artifacts.output_checks import check_output_folder, foreign_files_error, list_folder
-from xtk.artifacts.run_folder_cleanup import refuse_foreign_files_in_run
+from xtk.artifacts.run_folder_ownership import refuse_foreign_files_in_run
 from xtk.artifacts.run_folders import (
     CARD_FILE,
     CHECKPOINT,
@@ -46,14 +46,14 @@ from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import CorruptError, XtkError
 from xtk.evaluation.result_tables import EvaluationResult, read_results
 from xtk.models.causal_lm import DTYPES, load_causal_lm
-from xtk.models.student_model import (
+from xtk.models.student_model_setup import (
     StudentModelConfig,
     StudentSource,
     has_mergeable_adapter,
     load_student,
     save_final_student,
 )
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.checkpoint import EMA, STUDENT, TOKENIZER_FILES, fsync, fsync_and_hash, rank_files
 from xtk.training.metrics_file import read_metrics

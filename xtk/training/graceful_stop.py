@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xtk.errors import Terminated
-from xtk.training import distributed
+from xtk.training import process_group
 
 # Slurm sends the second before a time limit (--signal=USR1@120).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -73,7 +73,7 @@ class StopListener:
         """
         time_is_up = not by_signals and time.monotonic() >= self._deadline
         here = self._signal or (TIME_IS_UP if time_is_up else NO_STOP)
-        highest = distributed.all_reduce_max(here, device)
+        highest = process_group.all_reduce_max(here, device)
         if highest == NO_STOP:
             return ""
         return "--max-seconds is over" if highest == TIME_IS_UP else signal.Signals(highest).name

@@ -16,7 +16,7 @@ from xtk.evaluation.bits_per_byte import BATCH_TOKENS, ScoringWindow, document_w
 from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.evaluation.top1_agreement import TokenMatching
 from xtk.losses.cross_entropy import CrossEntropy
-from xtk.losses.loss_cells import FORWARD_KL
+from xtk.losses.loss_interface import FORWARD_KL
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.tokens.document import Document
@@ -27,8 +27,8 @@ from xtk.training.metrics_file import metric_name
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, group_by_tokens, pad_or_pack, prefetch_in_thread
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.step_reduction import StepReduction
-from xtk.training.student_module import forward_student, reshard_weights
-from xtk.training.teacher_ensemble import ScoreWeighting
+from xtk.training.student_with_losses import forward_student, reshard_weights
+from xtk.training.teacher_combination import ScoreWeighting
 
 CE_METRIC = "ce"
 DOCUMENTS_PER_READ = 256

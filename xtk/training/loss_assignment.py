@@ -18,10 +18,10 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.evaluation.top1_agreement import SUPPORTS_WITH_TOP1, ByProjection, BySpelling, TokenMatching
 from xtk.losses import AUTO_LOSS, LOSSES, SURROGATE_LOSSES, LossSpec, parse_losses
-from xtk.losses.loss_cells import ComparisonSpace, Loss
+from xtk.losses.loss_interface import ComparisonSpace, Loss
+from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.projection.projection import IDENTITY_KEYS, Projection, format_tokenizer
-from xtk.registry import load_registered
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.tokenizer import Tokenizer
 

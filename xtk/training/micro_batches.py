@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from xtk.evaluation.top1_agreement import TeacherTopTokens
 from xtk.losses.fused_loss import LossTensors
-from xtk.losses.loss_cells import LossInputs, join_inputs
+from xtk.losses.loss_interface import LossInputs, join_inputs
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
@@ -20,7 +20,7 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import DocumentSource
-from xtk.training.teacher_ensemble import ScoreWeighting, score_tallies
+from xtk.training.teacher_combination import ScoreWeighting, score_tallies
 
 _NO_IDS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 EMPTY_LOGPROBS = TeacherLogprobs(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_NUMBERS,) * 4)

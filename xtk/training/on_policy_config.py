@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.atomic_files import sha256_of_file
 from xtk.errors import XtkError
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 from xtk.rewards.reward_spec import RewardSpec
 from xtk.rollouts import GENERATORS
 from xtk.rollouts.generator_interface import SamplingConfig

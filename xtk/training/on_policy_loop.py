@@ -32,16 +32,16 @@ from xtk.teachers.cache_building import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document, Segment
-from xtk.tokens.pretokenized import SampledTokens
-from xtk.tokens.teacher_view import teacher_views
+from xtk.tokens.document_token_ids import SampledTokens
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import NO_ROW
+from xtk.training.engine_logprob_check import LogprobCheck
 from xtk.training.graceful_stop import StopListener
-from xtk.training.logprob_check import LogprobCheck
 from xtk.training.metrics_file import MetricsFile
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
-from xtk.training.online_scoring import CombineCaches, OnlineSource, TeacherBlocks
+from xtk.training.online_teacher_scoring import CombineCaches, OnlineSource, TeacherBlocks
 
 ROLLOUT_BATCHES_FOLDER = "rollout_batches"
 COMPARISON_FILE = "comparison.json"

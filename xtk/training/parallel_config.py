@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from xtk.errors import XtkError
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 
 # From the outermost to the innermost dimension: tensor parallel communicates most, so its ranks are adjacent.
 DIMENSIONS = {"dp": "data parallel", "fsdp": "FSDP", "cp": "context parallel", "tp": "tensor parallel"}

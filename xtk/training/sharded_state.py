@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from xtk.artifacts.atomic_files import canonical_json, set_default_permissions
 from xtk.errors import CorruptError, XtkError
-from xtk.training import distributed
+from xtk.training import process_group
 
 HEADER_KEY = "xtk"
 SKIP_HINT = "move this checkpoint out of the run folder to resume from an earlier one"
@@ -123,7 +123,7 @@ class WriteAssignment:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         local = [box for name, tensor in tensors.items() for box, _ in local_blocks(name, tensor)]
         holders: dict[TensorBlock, list[int]] = {}
-        for rank, of_rank in enumerate(distributed.all_gather_object(local)):
+        for rank, of_rank in enumerate(process_group.all_gather_object(local)):
             for box in of_rank:
                 holders.setdefault(box, []).append(rank)
         here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

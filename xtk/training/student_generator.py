@@ -21,7 +21,7 @@ from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.weight_sync import write_tied_head
 from xtk.subprocesses import cuda_visible_devices
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training import distributed
+from xtk.training import process_group
 from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.parallel_config import ParallelConfig
 
@@ -85,7 +85,7 @@ class StudentGenerator:
         self._shares_device = self._device.type == "cuda" and on_policy.backend == "vllm" and not on_policy.devices
         self._generator = (
             None
-            if self.main_process_only and not distributed.is_main_process()
+            if self.main_process_only and not process_group.is_main_process()
             else self._open_generator(config, student)
         )
         self._asleep = False
@@ -120,12 +120,12 @@ class StudentGenerator:
             return
         self._asleep = False
         self._save(self._folder)
-        if distributed.is_main_process():
+        if process_group.is_main_process():
             write_tied_head(self._folder)
-        distributed.barrier()
+        process_group.barrier()
         if self._generator is not None:
             self._generator.update_weights(self._folder)
-        distributed.barrier()
+        process_group.barrier()
         if not self._keeps_weights_folder:
             self._remove_weights()
 
@@ -154,7 +154,7 @@ class StudentGenerator:
             )
 
     def _remove_weights(self) -> None:
-        if distributed.is_main_process():
+        if process_group.is_main_process():
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def sleep(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from xtk.artifacts.data_file_readers import MAX_DOCUMENT_BYTES
 from xtk.errors import XtkError
 from xtk.losses import LossSpec
-from xtk.models.student_model import StudentModelConfig
-from xtk.registry import unknown_name_error
+from xtk.models.student_model_setup import StudentModelConfig
+from xtk.name_registry import unknown_name_error
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.document import Document
 from xtk.training.eval_tasks import EvalTask

@@ -19,7 +19,7 @@ from xtk.artifacts.run_folders import CHECKPOINT, METRICS_FILE, run_fingerprint
 from xtk.errors import ResumableStop, XtkError
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.safetensors_headers import format_names
-from xtk.models.student_model import parameter_groups
+from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
@@ -30,11 +30,11 @@ from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.metrics_file import MetricsFile, first_values, last_values, metric_name, peak_memory_bytes
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch
 from xtk.training.model_card import Provenance, model_card
-from xtk.training.online_scoring import TeacherBlocks
+from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.step_reduction import StepReduction
-from xtk.training.student_module import clip_gradients, forward_student, reshard_weights
 from xtk.training.student_offload import offload_student
+from xtk.training.student_with_losses import clip_gradients, forward_student, reshard_weights
 from xtk.training.train_config import LoggingConfig, TrainConfig
 from xtk.training.trainer_state import TrainerState, step_is_finite
 from xtk.training.weight_ema import ExponentialMovingAverage

@@ -14,7 +14,7 @@ from processes_that_serve import SPOIL, answer_as_vllm, get_in_the_way, served
 from said import assert_is_the_truth, documents_of, said_plainly
 from vllm_on_cpu import MOST
 
-from xtk.engines.http_endpoints import RetryPolicy
+from xtk.engines.http_server_pool import RetryPolicy
 from xtk.errors import XtkError
 from xtk.teachers.backend import BackendConfig
 from xtk.teachers.vllm_server_client import ServerTeacher

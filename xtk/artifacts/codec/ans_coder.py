@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.integer_symbols import FIRST_NUMBER, NUM_DIRECT_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL
+from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, NUM_DIRECT_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL
 from xtk.artifacts.codec.symbol_frequencies import (
     FIRST_SLOT_SHIFT,
     FREQUENCY_BITS,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.codec.ans_coder import append_number, decode_number, decode_raw_bits, decode_symbol, initial_state
 from xtk.artifacts.codec.ans_streams import StreamEncoder, bytes_to_words, decode_varints, encode_varints, split_bytes
-from xtk.artifacts.codec.coding_contexts import (
+from xtk.artifacts.codec.entropy_coding_contexts import (
     FREQUENT_ID_COUNT,
     FREQUENT_ID_FAMILIES,
     FREQUENT_ID_GAP,
@@ -19,9 +19,9 @@ from xtk.artifacts.codec.coding_contexts import (
     NUM_LEVEL_CONTEXTS,
     first_contexts,
 )
-from xtk.artifacts.codec.integer_symbols import NUM_SYMBOLS
-from xtk.artifacts.codec.logprob_stream_kernels import ID_BITS
-from xtk.artifacts.codec.position_clusters import FrequentIds
+from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
+from xtk.artifacts.codec.logprob_stream_numba import ID_BITS
+from xtk.artifacts.codec.position_clustering import FrequentIds
 from xtk.artifacts.codec.symbol_frequencies import (
     DecodingTables,
     make_decoding_tables,

@@ -9,14 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.ans_streams import StreamEncoder, encode_varints
-from xtk.artifacts.codec.coding_contexts import NUM_LEVEL_CONTEXTS, first_contexts, logprob_families
+from xtk.artifacts.codec.entropy_coding_contexts import NUM_LEVEL_CONTEXTS, first_contexts, logprob_families
 from xtk.artifacts.codec.frequent_ids import pack_frequent_ids
-from xtk.artifacts.codec.integer_symbols import NUMBER_LIMIT
-from xtk.artifacts.codec.logprob_stream_kernels import encode_entries, encode_positions
-from xtk.artifacts.codec.position_clusters import FrequentIds, choose_num_clusters, cluster_positions, find_frequent_ids
+from xtk.artifacts.codec.integer_coding import NUMBER_LIMIT
+from xtk.artifacts.codec.logprob_stream_numba import encode_entries, encode_positions
+from xtk.artifacts.codec.position_clustering import (
+    FrequentIds,
+    choose_num_clusters,
+    cluster_positions,
+    find_frequent_ids,
+)
 from xtk.artifacts.codec.quantization import QuantizationTables, QuantizedLogprobs, quantize, sizes_to_offsets
 from xtk.artifacts.codec.quantization_levels import NUM_LEVELS
-from xtk.artifacts.codec.sample_stream_kernels import encode_samples
+from xtk.artifacts.codec.sample_stream_numba import encode_samples
 from xtk.artifacts.codec.symbol_frequencies import pack_frequencies
 from xtk.errors import XtkError
 from xtk.tokens.teacher_logprobs import StoredLogprobs

@@ -13,7 +13,7 @@ from xtk.artifacts.codec.logprob_packing import pack_logprobs
 from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS
 from xtk.artifacts.codec.token_packing import TokenDecoder, pack_tokens
-from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.artifacts.token_frequency_order import VocabularyOrder
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.integer_symbols import NUMBER_LIMIT
+from xtk.artifacts.codec.integer_coding import NUMBER_LIMIT
 
 # Steps double each time the log-probability falls by 1.5 nats: the KL divergence of an error is proportional to
 # probability times the square of the step, so that tokens 4 times less likely may have steps twice as wide.

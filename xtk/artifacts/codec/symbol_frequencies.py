@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.integer_symbols import NUM_SYMBOLS, UNUSED_SYMBOL
+from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS, UNUSED_SYMBOL
 from xtk.errors import CorruptError
 
 FREQUENCY_BITS = 10

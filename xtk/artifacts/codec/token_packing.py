@@ -20,8 +20,14 @@ from xtk.artifacts.codec.ans_coder import (
     symbol_info_index,
 )
 from xtk.artifacts.codec.ans_streams import StreamEncoder, bytes_to_words
-from xtk.artifacts.codec.coding_contexts import LENGTH, NUM_TOKEN_CONTEXTS, TOKEN, TOKEN_FAMILIES, first_contexts
-from xtk.artifacts.codec.integer_symbols import FIRST_NUMBER, NUM_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL, zigzag
+from xtk.artifacts.codec.entropy_coding_contexts import (
+    LENGTH,
+    NUM_TOKEN_CONTEXTS,
+    TOKEN,
+    TOKEN_FAMILIES,
+    first_contexts,
+)
+from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, NUM_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL, zigzag
 from xtk.artifacts.codec.symbol_frequencies import (
     DecodingTables,
     make_decoding_tables,

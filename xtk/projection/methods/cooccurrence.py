@@ -102,7 +102,7 @@ class CooccurrenceCounter:
 
     def add(self, texts: Sequence[str], student: Sequence[EncodedText], teacher: Sequence[EncodedText]) -> None:
         """Count the spans of texts."""
-        from xtk.projection.cooccurrence_kernels import count_first_token_pairs  # numba takes half a second to import
+        from xtk.projection.cooccurrence_numba import count_first_token_pairs  # numba takes half a second to import
 
         spans = [align(one, other) for one, other in zip(student, teacher, strict=True)]
         while self._used + sum(map(len, spans)) > len(self._keys) // 2:
@@ -199,6 +199,6 @@ def _text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def _insert_counts(
     table: NDArray[np.int64], times_of: NDArray[np.int64], keys: NDArray[np.int64], times: NDArray[np.int64]
 ) -> None:
-    from xtk.projection.cooccurrence_kernels import insert_counts
+    from xtk.projection.cooccurrence_numba import insert_counts
 
     insert_counts(table, times_of, keys, times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.integer_symbols import FIRST_NUMBER, NUM_SYMBOLS, SPECIAL_SYMBOL
+from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, NUM_SYMBOLS, SPECIAL_SYMBOL
 
 # Contexts of gaps: a coarse value of the sum of the previous gaps. Few states, so that their tables stay in the
 # processor's cache.

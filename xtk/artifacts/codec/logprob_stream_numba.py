@@ -24,7 +24,7 @@ from xtk.artifacts.codec.ans_coder import (
     symbol_info_index,
 )
 from xtk.artifacts.codec.ans_streams import bytes_to_words
-from xtk.artifacts.codec.coding_contexts import (
+from xtk.artifacts.codec.entropy_coding_contexts import (
     CLUSTER,
     COUNT,
     ENTROPY,
@@ -38,7 +38,7 @@ from xtk.artifacts.codec.coding_contexts import (
     OBSERVED_ODDS,
     TAIL,
 )
-from xtk.artifacts.codec.integer_symbols import (
+from xtk.artifacts.codec.integer_coding import (
     FIRST_NUMBER,
     NUM_DIRECT_SYMBOLS,
     RAW_BITS,

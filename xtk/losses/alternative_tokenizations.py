@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xtk.losses.loss_cells import PrefixAlternatives
+from xtk.losses.loss_interface import PrefixAlternatives
 
 
 @dataclass(frozen=True)

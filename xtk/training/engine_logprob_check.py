@@ -17,7 +17,7 @@ from xtk.models.output_head import OutputHead
 from xtk.rollouts.rollout import Rollout
 from xtk.training.micro_batches import pad_or_pack
 from xtk.training.parallel_config import ParallelConfig
-from xtk.training.student_module import forward_student, reshard_weights
+from xtk.training.student_with_losses import forward_student, reshard_weights
 
 ROLLOUTS_TO_COMPARE = 4
 # Mean absolute differences, nats a token. Measured with equal weights: float32 1e-7 to 1e-6, an engine in bfloat16
@@ -28,7 +28,7 @@ FLOAT32_DIFFERENCE = 1e-4  # an engine this close computes in float32: from then
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A rollout as a batch for the student; implements `xtk.training.student_module.TokenBatch`."""
+    """A rollout as a batch for the student; implements `xtk.training.student_with_losses.TokenBatch`."""
 
     input_ids: NDArray[np.int64]
     document_lengths: tuple[int, ...] | None

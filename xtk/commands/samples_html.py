@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from xtk.commands.alignment_page import text_direction
+from xtk.commands.alignment_html import text_direction
 from xtk.errors import XtkError
 from xtk.evaluation.result_tables import shorten_names
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.teachers.backend import BackendConfig
-from xtk.teachers.logprob_arrays import LogprobArrays, arrays_to_stored, trained_positions
+from xtk.teachers.logprob_conversion import LogprobArrays, arrays_to_stored, trained_positions
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 

@@ -21,7 +21,7 @@ from xtk.teachers.cache_request import (
     open_teacher,
     sharding_options,
 )
-from xtk.teachers.shard_planning import make_shard_plan
+from xtk.teachers.cache_shard_planning import make_shard_plan
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer

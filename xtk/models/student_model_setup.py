@@ -17,7 +17,7 @@ from xtk import terminal
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, check_adapter, check_embedding_rows, load_causal_lm, loading_error
 from xtk.models.weight_validation import check_adapter_weights
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 from xtk.tokens.tokenizer import Tokenizer
 
 # The dtypes of trainable weights. Small gradients underflow in fp16.

@@ -30,7 +30,7 @@ from xtk.rollouts.rollout import Prompt
 from xtk.teachers.cache_building import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher, read_corpus_for_all
 from xtk.tokens.document import Document
-from xtk.training import distributed
+from xtk.training import process_group
 from xtk.training.data_sources import NO_ROW, DocumentSource, TextSource
 from xtk.training.graceful_stop import StopListener
 from xtk.training.loss_assignment import number_duplicate_names
@@ -244,9 +244,9 @@ class TeacherBlocks:
                 entries += [] if entry is None else [entry]
                 if stop.reason(accelerator.device, by_signals=True):
                     return False
-                more = bool(distributed.all_reduce_max(int(entry is not None), accelerator.device))
+                more = bool(process_group.all_reduce_max(int(entry is not None), accelerator.device))
         teacher.release_device()
-        for shard, manifest_entry in itertools.chain.from_iterable(distributed.all_gather_object(entries)):
+        for shard, manifest_entry in itertools.chain.from_iterable(process_group.all_gather_object(entries)):
             if writer is not None:
                 writer.add_manifest_entry(shard, manifest_entry)
         if writer is not None:

@@ -14,10 +14,10 @@ from xtk.artifacts.model_resolver import base_model_and_adapter
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import XtkError, path_exists
 from xtk.models.safetensors_headers import read_weight_headers
-from xtk.models.student_model import ALL_LINEAR
-from xtk.teachers.cache_cost_estimate import EvenSample
+from xtk.models.student_model_setup import ALL_LINEAR
+from xtk.teachers.cache_resource_estimate import EvenSample
 from xtk.tokens.document import Document
-from xtk.tokens.model_config import read_model_config
+from xtk.tokens.model_config_json import read_model_config
 from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.parallel_config import ParallelConfig

@@ -385,9 +385,9 @@ def projected_cells(
     Teacher tokens that no student token maps to are in the remainder of both. `published`: use the teacher's means of
     p-kl as published.
     """
-    from xtk.losses.cell_kernels import fill_cells
+    from xtk.losses.projected_cells_numba import fill_cells
     from xtk.losses.sampling_correction import exact_entry_stops, mean_surprisals
-    from xtk.losses.sorted_prob_kernels import fill_published_cells
+    from xtk.losses.sorted_probs_numba import fill_published_cells
 
     teacher = example.teacher_logprobs
     assert teacher is not None

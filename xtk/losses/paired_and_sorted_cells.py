@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.loss_cells import ItemRanges, LossCells, LossInputs, PrefixProduct, SortedProbs
+from xtk.losses.loss_interface import ItemRanges, LossCells, LossInputs, PrefixProduct, SortedProbs
 
 
 def paired_and_ranked_cells(
@@ -26,7 +26,7 @@ def paired_and_ranked_cells(
         The cells, whose ranks assume that after the last rank the teacher has only mass that it lists; and float32
         [C], the teacher's remainder, the mass that it does not list.
     """
-    from xtk.losses.sorted_prob_kernels import fill_paired_cells
+    from xtk.losses.sorted_probs_numba import fill_paired_cells
 
     teacher = example.teacher_logprobs
     assert teacher is not None

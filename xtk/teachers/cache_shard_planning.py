@@ -13,8 +13,8 @@ from xtk.artifacts.corpus import Corpus, CorpusFingerprint
 from xtk.artifacts.dataset_records import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
-from xtk.tokens.normalization_loss import NormalizationLoss, count_normalization_loss
-from xtk.tokens.teacher_view import teacher_views
+from xtk.tokens.normalization_changes import NormalizationLoss, count_normalization_loss
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 

@@ -24,9 +24,9 @@ from xtk.artifacts.codec.ans_coder import (
     symbol_info_index,
 )
 from xtk.artifacts.codec.ans_streams import bytes_to_words
-from xtk.artifacts.codec.coding_contexts import NEXT_GAP_STATE, SAMPLED_COUNT, SAMPLED_GAP
-from xtk.artifacts.codec.integer_symbols import FIRST_NUMBER, RAW_BITS, SPECIAL_SYMBOL
-from xtk.artifacts.codec.logprob_stream_kernels import ID_MASK, ShardTables
+from xtk.artifacts.codec.entropy_coding_contexts import NEXT_GAP_STATE, SAMPLED_COUNT, SAMPLED_GAP
+from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, RAW_BITS, SPECIAL_SYMBOL
+from xtk.artifacts.codec.logprob_stream_numba import ID_MASK, ShardTables
 from xtk.artifacts.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT
 
 

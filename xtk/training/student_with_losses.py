@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from xtk.errors import XtkError
-from xtk.losses.context_parallel import StateExchange
 from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.hidden_state_exchange import StateExchange
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.models.packed_attention import PackedSequence

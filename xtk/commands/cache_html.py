@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xtk.commands.alignment_page import text_direction, visible_bytes
+from xtk.commands.alignment_html import text_direction, visible_bytes
 from xtk.commands.html_page import PAGE_END, page_start, stacked_bar
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.losses.loss_cells import LossInputs
-from xtk.registry import unknown_name_error
+from xtk.losses.loss_interface import LossInputs
+from xtk.name_registry import unknown_name_error
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 COMBINATION_METHODS = {

@@ -11,7 +11,7 @@ from typing import Any
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import AnswerScores, ProcessShare, check_rewards_apply, evaluate_answers
-from xtk.registry import unknown_name_error
+from xtk.name_registry import unknown_name_error
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, read_prompts
