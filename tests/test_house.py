@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "xtk"
 
 # Imports go down only. Folders on one floor never meet, but for those named together.
 FLOORS = {
-    "errors": 0, "registry": 0, "terminal": 0, "subprocesses": 0, "option_specs": 0, "user_code": 0,
+    "errors": 0, "name_registry": 0, "terminal": 0, "subprocesses": 0, "option_specs": 0, "user_code": 0,
     "cache_directories": 0, "safe_json": 0,
     "tokens": 1,
     "projection": 2, "models": 2, "engines": 2,

@@ -12,6 +12,7 @@ import time
 import material
 import pytest
 
+from xtk.artifacts import token_cooccurrence_counting
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.token_cooccurrence_counting import (
     corpus_fingerprint,

@@ -412,7 +412,8 @@ def write(path: Path, rows: list[dict[str, object]]) -> None:
 
 def test_a_frozen_support_of_the_student_that_wrote(pair, prompts, tmp_path):
     """Reverse KL over the tokens that the student found likeliest, with its own base as teacher: zero at the start."""
-    done = run_xtk("distill", pair.student, prompts, "--teacher", f"{pair.student}:support=candidates,top_k=8", *OPTIONS,
+    teacher = f"{pair.student}:support=candidates,top_k=8"
+    done = run_xtk("distill", pair.student, prompts, "--teacher", teacher, *OPTIONS,
                    "--loss", "reverse-kl", "--max-steps", 4, "--num-iterations", 2, "--save-steps", 0,
                    "--learning-rate", 1e-2, "--warmup-steps", 0, "-o", tmp_path / "out")  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
