@@ -462,6 +462,18 @@ def run_identity(
     return {**recipe.identity(num_data_shards), **inputs.identity, **held_out}
 
 
+def _print_plan(run: TrainingRun, inputs: DistillInputs, per_step: int, documents: int) -> None:
+    """Print the losses, the number of steps and the parallel layout of a run that begins."""
+    if inputs.auto_loss_note:
+        terminal.note(f"distill: --loss auto chose {inputs.auto_loss_note}")
+    if per_step < run.recipe.documents_per_step(run.parallel.num_data_shards):
+        terminal.note(f"distill: {_small_epoch_note(run.recipe, per_step, run.parallel)}")
+    terminal.note(
+        f"distill: {run.steps:,} steps of {per_step} documents, {documents:,} documents, "
+        f"{run.parallel.describe()} on {run.accelerator.device.type}"
+    )
+
+
 def distill(
     paths: RunPaths, recipe: TrainConfig, logging_config: LoggingConfig, inputs: DistillInputs, *, force: bool,
         trust_remote_code: bool,
@@ -552,14 +564,7 @@ def distill(
         )
         run.resume_point = resumed
         run.teacher_blocks = _teacher_blocks(run, inputs, paths, packing, trust_remote_code)
-        if inputs.auto_loss_note:
-            terminal.note(f"distill: --loss auto chose {inputs.auto_loss_note}")
-        if per_step < recipe.documents_per_step(layout.num_data_shards):
-            terminal.note(f"distill: {_small_epoch_note(recipe, per_step, layout)}")
-        terminal.note(
-            f"distill: {run.steps:,} steps of {per_step} documents, "
-            f"{len(documents):,} documents, {layout.describe()} on {accelerator.device.type}"
-        )
+        _print_plan(run, inputs, per_step, len(documents))
         with report_killed_workers(), report_lost_processes():
             return train(run, identity)
 
