@@ -24,7 +24,7 @@ def build_projection(
         typer.Option(
             help="Mapping of student tokens that have no identical teacher token. "
             "docs/explanation/projection.md describes the methods.",
-            metavar="[exact|first|multitoken|cells|counts|embedding]",
+            metavar="[exact|first-token|multitoken|partition|cooccurrence|embedding]",
         ),
     ] = "multitoken",
     special_tokens: Annotated[
