@@ -63,7 +63,7 @@ def whole(arguments, tmp_path_factory) -> Path:
 def whole_of_two(arguments, tmp_path_factory) -> Path:
     """That of two processes."""
     folder = tmp_path_factory.mktemp("whole-of-two") / "out"
-    assert "2 processes: 2 replicas" in run_xtk(*arguments, folder, *TWO, fresh=True).stderr
+    assert "2 processes: 2-way data parallel" in run_xtk(*arguments, folder, *TWO, fresh=True).stderr
     return folder
 
 

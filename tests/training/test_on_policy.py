@@ -244,7 +244,7 @@ def test_two_processes_give_what_one_gives(pair, prompts, whole, tmp_path):
     done = run(pair, prompts, output, "--max-steps", 8, "--save-steps", 3, "--steps-per-generation", 2,
                "--loss", "byte-kl", "--reward", "regex:pattern=apples", "--num-processes", 2,
                "--per-device-train-batch-size", 2)  # fmt: skip
-    assert "2 process(es)" in done.stderr
+    assert "2 processes" in done.stderr
     for one, other in zip(*(read_metrics(folder / "metrics.jsonl") for folder in (output, whole)), strict=True):
         assert one["rollout_length"] == other["rollout_length"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
