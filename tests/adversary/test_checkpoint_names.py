@@ -44,7 +44,10 @@ def test_other_commands_know_the_same_ones(odd, corpus, tmp_path):
         (odd / name).unlink()
     assert f"{odd}/checkpoint-4, or" in run_xtk("evaluate", odd, corpus, code=1).stderr
     assert ", or use --checkpoint 4" in run_xtk("export", odd, "-o", tmp_path / "out", code=1).stderr
-    assert "there are 2, 4" in run_xtk("export", odd, "--checkpoint", 6, "-o", tmp_path / "out", code=1).stderr
+    assert (
+        "use --checkpoint with one of 2, 4"
+        in run_xtk("export", odd, "--checkpoint", 6, "-o", tmp_path / "out", code=1).stderr
+    )
     assert (
         "unfinished"
         in json.loads(run_xtk("report", odd, "-o", tmp_path / "page.html", "--json").stdout)["runs"][0]["state"]

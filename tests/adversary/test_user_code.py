@@ -43,7 +43,8 @@ def test_a_reward_that_does_anything_is_an_error_that_names_it(tmp_path, name):
     code, message = REWARDS[name]
     (tmp_path / "own.py").write_text(f"def score(completion, prompt, row):\n    {code}\n")
     rewards = WeightedRewards([parse_reward(f"{tmp_path / 'own.py'}:score")])
-    with pytest.raises(XtkError, match=r"--reward .*own\.py:score") as refused:
+    subject = "--reward" if "return" in code else "the reward"
+    with pytest.raises(XtkError, match=rf"{subject} .*own\.py:score") as refused:
         rewards("text", "prompt", {})
     assert message in str(refused.value)
     assert "completion 'text'" in str(refused.value)

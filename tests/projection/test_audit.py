@@ -105,7 +105,7 @@ def test_a_category_that_a_partition_would_leave_over_is_critical(two, monkeypat
     audited = build_projection(*two, "first-token").header["audit"]
     assert audited["poorly_matched_categories"] == ["digits", "Latin"]
     told = audit_warning(audited)
-    assert "digits 100% of the student's and 100% of the teacher's; Latin 50% of the student's" in told
+    assert "digits (100% of the student's and 100% of the teacher's); Latin (50% of the student's" in told
     assert "p-kl" in told
 
 

@@ -194,9 +194,9 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     for told, run, options in (
         ("this is not a run of xtk distill", pair.student, {}),
-        ("this run is not finished.*--checkpoint 2, or", unfinished, {}),
+        ("this run is not finished.*, or use --checkpoint 2", unfinished, {}),
         ("not a JSON object.*metrics.jsonl, line 1", damaged, {}),
-        ("there are 2", tied, {"checkpoint": 7}),
+        ("use --checkpoint with one of 2", tied, {"checkpoint": 7}),
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size 'huge' is not a size", tied, {"max_shard_size": "huge"}),
         ("not finite .* in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
