@@ -337,10 +337,10 @@ def test_memory_and_layouts(pair, corpus):
     steps = estimate_training_memory(case_of(pair, corpus, gradient_accumulation_steps=2))
     more = steps.bytes_by_purpose["gradients and activations"] - one.bytes_by_purpose["gradients and activations"]
     assert small.trained_weights / 2 < more < 2 * small.trained_weights
-    shared = estimate_training_memory(case_of(pair, corpus, layout=parse_parallel("fsdp=4", 4)))
+    shared = estimate_training_memory(case_of(pair, corpus, parallel=parse_parallel("fsdp=4", 4)))
     assert shared.bytes_by_purpose["weights"] == weights // 4
     assert shared.bytes_by_purpose["gathered weights"] > 0
-    replicas = estimate_training_memory(case_of(pair, corpus, layout=parse_parallel("", 2)))
+    replicas = estimate_training_memory(case_of(pair, corpus, parallel=parse_parallel("", 2)))
     assert replicas.bytes_by_purpose["DDP buckets"] == small.trained_weights
     huge = case_of(pair, None, max_batch_tokens=0, per_device_train_batch_size=10**9)
     assert found(memory(huge), "error", "distill").hint
