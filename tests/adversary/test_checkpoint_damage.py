@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(unfinished, c
         {"files": {"model.safetensors": {"bytes": True, "checksum": "x"}}}, {"folders": {"..": {}}}, {"folders": 7},
         {"folders": {}}, {"folders": {"trainer": {}}}, {"step": "4"}, {"step": -4}, {"num_processes": 10**12},
         {"num_processes": 2}, {"num_processes": None}, {"parallel": 3}, {"kind": None}, {"kind": ["checkpoint"]},
-        {"run": None}, {"metrics_file": {"bytes": "x"}}, {"best_step": "x"}, {"tokens": -1}, {"tokens": 1e300},
+        {"run_fingerprint": None}, {"metrics_file": {"bytes": "x"}}, {"best_step": "x"}, {"tokens": -1}, {"tokens": 1e300},
         {"skipped_steps": {}}, {"best_bits_per_byte": "nan"}, {"version": 2}, {"version": "x"},
     ],
 )  # fmt: skip
@@ -215,7 +215,7 @@ def test_where_no_checkpoint_is_left_the_run_does_not_begin_again_silently(train
         flip(unfinished / f"checkpoint-{step}" / "model.safetensors", 7000, 3)
     done = run_xtk(*trained[0], unfinished, code=1)
     assert "all checkpoints of this run are corrupt" in done.stderr
-    assert "--force, to train again from step 0" in done.stderr
+    assert "--force to train again from step 0" in done.stderr
     run_xtk(*trained[0], unfinished, "--force")
     assert_same(unfinished, trained[1])
 
@@ -244,7 +244,9 @@ def test_best_weights_that_are_damaged_are_found_before_the_run_goes_on(unfinish
     best.mkdir()
     shutil.copyfile(checkpoint / "model.safetensors", best / "model.safetensors")
     run = read_run_manifest(checkpoint)["run_fingerprint"]
-    write_run_manifest(best, {"kind": "best", "step": 3, "run": run}, file_entries(best, ["model.safetensors"]))
+    write_run_manifest(
+        best, {"kind": "best", "step": 3, "run_fingerprint": run}, file_entries(best, ["model.safetensors"])
+    )
     sign(checkpoint, best_step=3)
     assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=True).step == 4
     flip(best / "model.safetensors", 5000, 2)

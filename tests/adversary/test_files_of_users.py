@@ -43,7 +43,7 @@ def test_a_run_that_goes_on_removes_no_file_that_xtk_did_not_write(run, pair, co
     stderr = run(*command).stderr
     kept = {path.name for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"mine"}
     assert kept == {Path(name).name for name in mine}
-    assert "is renamed to checkpoint-1.kept-1 and stays" in stderr
+    assert "kept as checkpoint-1.kept-1" in stderr
     assert "contains files that xtk did not write (note.txt)" in stderr
 
 

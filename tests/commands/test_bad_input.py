@@ -225,7 +225,7 @@ def test_what_all_processes_find_is_told_once(run, pair, cache, projection, tmp_
     done = run("distill", short, cache, "--projection", projection, "--num-processes", 2, "-o", "out", cwd=tmp_path,
                code=None)  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.count("longer than the 24 tokens") == 1
+    assert done.stderr.count("more tokens than the limit of 24") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -82,7 +82,7 @@ def test_a_support_that_does_not_hold_what_a_loss_asks_for_is_refused(run, pair,
         with pytest.raises(XtkError) as refused:
             inputs_of(pair.student, [tmp_path / support], recipe_of([name]))
         told = str(refused.value)
-        assert f"the loss {name} asks for" in told
+        assert f"the loss {name} needs" in told
         assert f"has the support {support}" in told
         assert "--support top-k" in told
     for support in ("none", "sample"):
