@@ -200,7 +200,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size 'huge' is not a size", tied, {"max_shard_size": "huge"}),
         ("not finite .* in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
-        ("there is no result in this file", tied, {"evaluations": (tmp_path / "empty.json",)}),
+        ("the file contains no evaluation result", tied, {"evaluations": (tmp_path / "empty.json",)}),
         ("was not found", tied, {"gguf": "f16"}),
         ("was not found", tied, {"gguf": "f16", "gguf_converter": str(tmp_path / "nowhere.py")}),
         ("--gguf-converter needs --gguf", tied, {"gguf_converter": str(converter)}),
@@ -217,7 +217,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     for told, output in (
         ("files that xtk did not write", "mine"),
         ("this path is a file", "empty.json"),
-        ("another output path", tied / "x"),
+        ("use another -o, outside of the run", tied / "x"),
     ):
         with pytest.raises(XtkError) as refused:
             export_student(ExportConfig(tied), tmp_path / output, force=True)
