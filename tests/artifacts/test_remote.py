@@ -102,7 +102,7 @@ def test_what_another_writer_has_put_there_is_not_replaced(place):
             with two.write("shard-00000.arrow", exclusive=True) as other:
                 other.write_bytes(b"theirs")
 
-    with pytest.raises(XtkError, match="another process writes this cache too") as caught:
+    with pytest.raises(XtkError, match="another process is writing this cache") as caught:
         write_twice()
     assert caught.value.where == f"{place}/shard-00000.arrow"
     assert caught.value.hint
@@ -119,7 +119,7 @@ def test_a_store_itself_refuses_the_second_of_two_that_send_at_once(at_s3, monke
         with folder.write("shard-00000.arrow", exclusive=True) as temporary:
             temporary.write_bytes(content)
     with (
-        pytest.raises(XtkError, match="another process writes this cache too"),
+        pytest.raises(XtkError, match="another process is writing this cache"),
         folder.write("shard-00000.arrow", exclusive=True) as temporary,
     ):
         temporary.write_bytes(b"others")
