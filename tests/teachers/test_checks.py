@@ -119,7 +119,9 @@ BAD = {
     "a drawn id past the vocabulary": (with_value("sample_ids", U, 0), "sampled token ids outside of its vocabulary"),
     "ids that fall": (swapped("ids", "offsets"), "not strictly increasing"),
     "an id twice": (twice, "not strictly increasing"),
-    "drawn ids that fall": (swapped("sample_ids", "sample_offsets"), "sampled token ids that are not strictly increasing"),
+    "drawn ids that fall": (
+        swapped("sample_ids", "sample_offsets"), "sampled token ids that are not strictly increasing"
+    ),
     "no realised id": (without_the_realised_id, "no log-probability of the observed token"),
     "two numbers for the realised id": (
         lambda scores: with_value("observed_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),

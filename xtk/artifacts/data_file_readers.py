@@ -438,7 +438,7 @@ def _json_values(text: _JsonBuffer, name: str, reading: RecordReadOptions) -> It
         raise XtkError(
             "the closing ] of this JSON array is missing",
             where=name,
-            hint="add it, or copy the file again if it is truncated",
+            hint="add ] at the end, or copy the file again if it is truncated",
         )
 
 

@@ -45,6 +45,7 @@ SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
 }  # roles of the ShareGPT format
+_RECORD_HINT = "correct this document in the data, or remove it"
 
 Record = Mapping[str, Any]
 
@@ -75,7 +76,7 @@ def record_to_document(record: Record, columns: Mapping[str, str], where: str) -
         document = _with_candidate_ids(_with_teacher_prompt(document, row), row)
         return _with_sampled_tokens(_with_weight_and_route(document, row), row)
     except ValueError as wrong:
-        raise XtkError(str(wrong), where=where) from None
+        raise XtkError(str(wrong), where=where, hint=_RECORD_HINT) from None
 
 
 def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> Document:
@@ -112,7 +113,7 @@ def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> 
             document = _without_last_answer(document, document.conversation)
         return _with_weight_and_route(_with_teacher_prompt(document, row), row)
     except ValueError as wrong:
-        raise XtkError(str(wrong), where=where) from None
+        raise XtkError(str(wrong), where=where, hint=_RECORD_HINT) from None
 
 
 def _without_last_answer(document: Document, conversation: Conversation) -> Document:

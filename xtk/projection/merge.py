@@ -33,7 +33,7 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
         if not 0 < weight < 1:
             raise XtkError(
                 f"a weight of --merge is {weight}; must be above 0 and below 1",
-                hint="use, for example, --merge FILE:0.5",
+                hint="use, for example, --merge FILE=0.5",
             )
     rest = 1 - sum(weight for _, weight in others)
     if rest <= 0:
