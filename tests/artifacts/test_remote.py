@@ -198,7 +198,7 @@ def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tm
 def test_a_missing_bucket_key_or_package_is_told_before_anything_is_done(store, monkeypatch):
     with pytest.raises(XtkError, match="the bucket nowhere does not exist"):
         RemoteFolder("s3://nowhere/cache").file_sizes()
-    with pytest.raises(XtkError, match="cannot be reached") as caught:
+    with pytest.raises(XtkError, match="cannot be opened") as caught:
         open_folder("gopher://somewhere/cache")
     assert caught.value.where == "gopher://somewhere/cache"
     monkeypatch.setitem(sys.modules, "gcsfs", None)

@@ -93,7 +93,7 @@ def read_regular_file(folder: Path, name: str, max_bytes: int) -> bytes:
 
 def _not_regular_error(path: Path) -> CorruptError:
     return CorruptError(
-        "this path must be a regular file, but it is a link, a device, a pipe or a folder",
+        "this is not a regular file, but a link, a device, a pipe or a folder",
         where=str(path),
         hint="replace it with a copy of the file",
     )
