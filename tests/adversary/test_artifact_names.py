@@ -45,7 +45,7 @@ def test_a_merge_writes_nothing_outside_of_its_output(run, forged, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / ".profile").write_text("export PATH")
     done = run("cache-teacher", "--merge", forged, "-o", out, code=None)
-    refused(done, "refers to '../.profile', which is not an allowed file name", "manifest.json")
+    refused(done, "refers to '../.profile'; must be a known file name in the same folder", "manifest.json")
     assert contents(tmp_path / "elsewhere") == {".profile": b"export PATH"}
 
 
@@ -98,25 +98,31 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
         (lambda m: m["shards"][0].update(payload_ranges=[[5, 1]] * 3), "three ranges [start, stop]"),
         (
             lambda m: m["shards"][0].update(payload_ranges=[[0, 10**9]] * 3),
-            "payload_ranges ends after the last byte of the shard",
+            "payload_ranges in the manifest ends after the last byte of the shard",
         ),
-        (lambda m: m["shards"][0].update(source_header=7), "shards[0].source_header is 7; must be below 1"),
+        (
+            lambda m: m["shards"][0].update(source_header=7),
+            "shards[0].source_header in the manifest is 7; must be below 1",
+        ),
         (lambda m: m["shards"][0].update(checksum=5), "shards[0].checksum is 5"),
         (lambda m: m["shards"][0].pop("positions"), "shards[0].positions"),
         (lambda m: m["shards"][0].pop("quantization_kl"), "lacks the key shards[0].quantization_kl"),
         (lambda m: m["shards"].insert(0, []), "shards[0] is []"),
-        (lambda m: m.update(shards=[]), "this manifest lists no shards"),
+        (lambda m: m.update(shards=[]), "the manifest of this cache lists no shards"),
         (lambda m: m.update(shards={}), "does not match its checksum"),
         (lambda m: m.update(files=[]), "files is []"),
         (lambda m: m.update(header=[]), "header is []"),
-        (lambda m: m["header"].pop("teacher"), "a shard is from another cache"),
+        (lambda m: m["header"].pop("teacher"), "this shard is from another cache"),
         (lambda m: m["header"]["teacher"].update(embedding_rows=4_000_000_000), "header.teacher.embedding_rows"),
         (lambda m: m["header"]["teacher"].update(embedding_rows=10**9), "header.teacher.embedding_rows is 1000000000"),
-        (lambda m: m["header"]["teacher"].pop("embedding_rows"), "a shard is from another cache"),
+        (lambda m: m["header"]["teacher"].pop("embedding_rows"), "this shard is from another cache"),
         (lambda m: m["header"]["codec"].update(num_samples="all"), "header.codec.num_samples"),
         (lambda m: m["header"]["codec"].update(precision="exact"), "header.codec.precision"),
         (lambda m: m["header"]["options"].update(deep=eval("[" * 30 + "]" * 30)), "nested at most"),
-        (lambda m: m["files"].pop(m["header"]["codec"]["vocabulary_order"]), "has no checksum for vocabulary-order-"),
+        (
+            lambda m: m["files"].pop(m["header"]["codec"]["vocabulary_order"]),
+            "has no checksum for the file vocabulary-order-",
+        ),
         (lambda m: m.update(version=[]), "version []"),
     ],
 )
@@ -129,7 +135,7 @@ def test_a_value_that_cannot_be_is_named_with_its_place(run, forged, change, tol
 def test_counts_of_a_manifest_are_compared_with_the_shard_before_it_is_read(run, pair, forged, name, tmp_path):
     forge(forged, lambda manifest: manifest["shards"][0].update({name: manifest["shards"][0][name] + 1}))
     done = run("distill", pair.teacher, forged, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=None)
-    refused(done, f" {name}, and the manifest states ", "shard-00000.arrow")
+    refused(done, f" {name}, but the manifest of the cache states ", "shard-00000.arrow")
 
 
 def test_a_manifest_that_is_nested_ten_thousand_deep_is_a_sentence(run, forged):
@@ -183,6 +189,6 @@ def test_a_finished_cache_that_is_found_again_says_what_was_compared(run, pair, 
 @pytest.mark.parametrize("rows", [0, 5])
 def test_counts_of_shards_add_up_to_those_of_the_cache(run, forged, tmp_path, rows):
     forge(forged, lambda manifest: manifest["shards"][0].update(documents=rows))
-    told = "shards[0].documents" if rows == 0 else "the shards have"
+    told = "shards[0].documents" if rows == 0 else "its shards have"
     refused(run("cache-teacher", "--merge", forged, "-o", tmp_path / "out", code=None), told)
     assert not (tmp_path / "out" / "manifest.json").exists()

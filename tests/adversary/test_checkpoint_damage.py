@@ -236,7 +236,7 @@ def test_an_older_checkpoint_and_an_older_run_are_refused_by_their_versions(trai
     assert "this checkpoint has version 2; this xtk reads version 4" in done.stderr
     (unfinished / "recipe.json").write_text(json.dumps(read_recipe(unfinished)))
     done = run_xtk(*trained[0], unfinished, code=1)
-    assert "this recipe has version 1; this xtk reads version 3" in done.stderr
+    assert "this recipe of xtk distill has version 1; this xtk reads version 3" in done.stderr
 
 
 def test_best_weights_that_are_damaged_are_found_before_the_run_goes_on(unfinished):

@@ -135,7 +135,7 @@ def test_a_vocabulary_order_that_is_no_order_of_ids_is_refused(ids):
         writer.write_batch(batch)
     forged = bytes(sink.getvalue())
     VocabularyOrder.from_file_content(vocabulary_order_file_name(content), content, "order")
-    with pytest.raises(CorruptError, match="does not list every token id exactly once"):
+    with pytest.raises(CorruptError, match="must list every token id exactly once"):
         VocabularyOrder.from_file_content(vocabulary_order_file_name(forged), forged, "order")
     for size in (0, 9, len(content) // 2):
         with pytest.raises(CorruptError, match="is not a valid Arrow file"):

@@ -94,7 +94,7 @@ def test_a_prompt_template_has_the_same_limits(run, pair, tmp_path):
 def test_a_template_that_drops_all_text_makes_no_cache(run, pair, tmp_path, talks):
     teacher = with_template(pair.teacher, tmp_path / "t", "{% for m in messages %}-{% endfor %}")
     done = run("cache-teacher", teacher, talks, "-o", tmp_path / "cache", code=None)
-    refused(done, "this data has no trained tokens")
+    refused(done, "the data has no trained tokens")
     assert not (tmp_path / "cache" / "manifest.json").exists()
 
 

@@ -96,7 +96,7 @@ def test_the_limit_is_an_option_of_every_command_that_reads_data(run, pair, tmp_
 def test_an_id_of_3e8_is_named(run, pair, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 300_000_000]}) + "\n")
     done = run("cache-teacher", pair.teacher, tmp_path / "a.jsonl", "-o", tmp_path / "cache", code=None)
-    refused(done, "token 1 of a document's input_ids is 300000000")
+    refused(done, "input_ids[1] of a document is 300000000")
 
 
 def test_a_pipe_that_is_not_utf_8_is_refused(pair, tmp_path):
@@ -105,7 +105,7 @@ def test_a_pipe_that_is_not_utf_8_is_refused(pair, tmp_path):
     command = [sys.executable, "-m", "xtk", "align", str(pair.student), str(pair.teacher), "-"]
     done = subprocess.run(command, input=b'{"text": "caf\xe9"}\n', capture_output=True, check=False)
     assert done.returncode == 1
-    assert "this text is not UTF-8: byte 0xe9 at offset 13" in done.stderr.decode()
+    assert "this data file is not UTF-8: byte 0xe9 at offset 13" in done.stderr.decode()
 
 
 # Without network.

@@ -59,12 +59,12 @@ def deep(content):
 
 
 ATTACKS = {
-    large_id: "has a token with id 4,000,000,000; the maximum is 9,999,999",
+    large_id: "has a token with id 4,000,000,000; ids must be at most 9,999,999",
     large_id_of_vocabulary: "has a token with id 300,000,000",
     empty_added_token: "added token 5000 in tokenizer.json has no text",
     missing_unknown: "the tokenizer cannot encode a text: WordLevel error: Missing [UNK] token",
-    megabyte_a_letter: "outputs up to 1,000,000 bytes per byte",
-    doubling: "outputs up to 1,073,741,824 bytes per byte",
+    megabyte_a_letter: "outputs up to 1,000,000 bytes per input byte",
+    doubling: "outputs up to 1,073,741,824 bytes per input byte",
     deep: "nested more than 100 levels deep",
 }
 

@@ -134,4 +134,7 @@ def test_ids_beyond_the_vocabulary_are_refused(pair, run, tmp_path, beyond):
     line["student_ids"][-1] = len(student.vocabulary) + beyond
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
     command = ("cache-teacher", pair.student, tmp_path / "rollouts.jsonl", "-o", tmp_path / "cache")
-    assert f"student_ids of a rollout has {len(student.vocabulary) + beyond}; token ids" in run(*command, code=1).stderr
+    assert (
+        f"student_ids of a rollout contains token id {len(student.vocabulary) + beyond}; this tokenizer"
+        in run(*command, code=1).stderr
+    )

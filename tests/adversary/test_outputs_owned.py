@@ -143,7 +143,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(run, commands,
     ending = ".jsonl" if command == "rollout" else ""
     for path, told in (
         (tmp_path / "file" / "below" / f"out{ending}", "is a file, not a folder"),
-        (tmp_path / ("x" * 300 + ending), "this name is too long"),
+        (tmp_path / ("x" * 300 + ending), "a name in the output path is too long"),
         (tmp_path / f"link{ending}", "a broken symbolic link"),
     ):
         if path.name.startswith("link"):
@@ -163,7 +163,7 @@ def test_root_home_and_an_input_are_no_outputs(run, commands, pair, trained, tmp
     if command != "quickstart":
         given = next(Path(str(one)) for one in commands[command][1:] if Path(str(one)).is_dir())
         before = snapshot(given)
-        refused(run(*with_output(command, commands[command], given, ("--force",)), code=None), "the output is")
+        refused(run(*with_output(command, commands[command], given, ("--force",)), code=None), "the output folder is")
         assert snapshot(given) == before
 
 

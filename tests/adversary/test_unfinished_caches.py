@@ -178,7 +178,7 @@ def test_a_shard_alone_is_inspected_only_if_it_is_whole(run, packed, tmp_path):
     content[-20] ^= 1
     shard.write_bytes(content)
     done = run("inspect", shard, code=1)
-    assert "this shard does not match its checksum" in done.stderr
+    assert "this shard of a teacher cache does not match its checksum" in done.stderr
     assert str(shard) in done.stderr
 
 
@@ -190,7 +190,7 @@ def test_inspecting_an_unfinished_cache_names_its_damaged_shard(run, packed, tmp
     assert "this file contains shard 0" in done.stderr
     assert str(place / shard_file_name(2)) in done.stderr
     (place / shard_file_name(1)).write_bytes(b"")
-    assert "this shard is empty" in run("inspect", place, "--verify", code=1).stderr
+    assert "this shard of a teacher cache is empty" in run("inspect", place, "--verify", code=1).stderr
 
 
 def test_a_damaged_shard_of_another_machine_is_named_and_that_machine_writes_it_again(pair, packed, tmp_path):

@@ -89,7 +89,7 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path):
 def test_bytes_that_are_not_utf_8_are_refused_with_their_offset(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
     failure = failure_of([tmp_path / "a.txt"])
-    assert failure.what == "this text is not UTF-8: byte 0xe9 at offset 3"
+    assert failure.what == "this data file is not UTF-8: byte 0xe9 at offset 3"
     assert failure.where == str(tmp_path / "a.txt")
 
 
@@ -147,7 +147,7 @@ def failure_of(sources: list[object], columns: dict[str, str] | None = None) -> 
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ('{"text": "unfinished', "this line is not JSON"),
+        ('{"text": "unfinished', "this line of the data is not JSON"),
         ('["a list"]', "this document is not a JSON object"),
         ('"Anna"', "this document is not a JSON object"),
     ],
@@ -180,13 +180,13 @@ def test_a_text_that_is_a_number_or_nothing_is_refused(tmp_path):
 def test_a_corpus_without_a_document_is_refused(tmp_path, name):
     (tmp_path / name).write_text("")
     failure = failure_of([tmp_path / name])
-    assert failure.what == "this data contains no documents"
+    assert failure.what == "the data contains no documents"
     assert failure.where == str(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "*.parquet", "no/such/folder/"])
 def test_data_that_is_not_there_is_named_before_anything_is_read(tmp_path, name):
-    with pytest.raises(XtkError, match="this data does not exist") as caught:
+    with pytest.raises(XtkError, match="this data file, folder or dataset does not exist") as caught:
         Corpus([f"{tmp_path}/{name}"])
     assert caught.value.where == f"{tmp_path}/{name}"
     assert caught.value.hint
@@ -247,7 +247,7 @@ def test_a_pipe_holds_json_lines_or_one_text(monkeypatch, piped, texts):
 
 def test_an_empty_pipe_points_to_the_command_before_it(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" \n")))
-    with pytest.raises(XtkError, match="the command before the pipe seems to have failed"):
+    with pytest.raises(XtkError, match=r"the command before the \| seems to have failed"):
         Corpus(["-"])
 
 
@@ -360,8 +360,8 @@ def test_messages_and_tools_that_are_json_in_a_column_are_decoded(tmp_path):
     [
         ({"messages": "hello"}, "not JSON"),
         ({"messages": '{"role": "user"}'}, "messages must be a list of messages"),
-        ({"messages": CHAT, "tools": {"type": "function"}}, "tools must be a list of tool descriptions, not dict"),
-        ({"messages": CHAT, "tools": "[{"}, "tools is a string"),
+        ({"messages": CHAT, "tools": {"type": "function"}}, "tools must be a list of tool descriptions, not an object"),
+        ({"messages": CHAT, "tools": "[{"}, "the text in the column tools is not JSON"),
     ],
 )
 def test_messages_that_are_none_are_refused_by_their_document(tmp_path, record, what):

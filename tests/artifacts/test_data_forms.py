@@ -44,7 +44,7 @@ def test_objects_over_several_lines_are_documents(tmp_path):
     (tmp_path / "a.json").write_text("\n".join(json.dumps(record, indent=1) for record in RECORDS))
     assert texts_of(tmp_path / "a.json") == TEXTS
     (tmp_path / "a.json").write_text("[]")
-    assert failure_of(tmp_path / "a.json").what == "this data contains no documents"
+    assert failure_of(tmp_path / "a.json").what == "the data contains no documents"
 
 
 @pytest.mark.parametrize("shift", range(4))
@@ -99,7 +99,7 @@ def test_folders_that_datasets_saves_are_read_in_their_order(tmp_path):
     assert texts_of(tmp_path / "both") == TEXTS[:2]
     assert texts_of(f"{tmp_path}/both:test") == TEXTS[2:]
     failure = failure_of(f"{tmp_path}/both:tset")
-    assert failure.what == "this dataset has no split 'tset'; did you mean test?"
+    assert failure.what == "this saved dataset has no split 'tset'; did you mean test?"
     assert "train, test" in failure.hint
     assert "was saved without splits" in failure_of(f"{tmp_path}/one:test").what
 
@@ -110,7 +110,7 @@ def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path):
     state = json.loads((tmp_path / "one" / "state.json").read_text())
     state["_data_files"][0]["filename"] = "../elsewhere.arrow"
     (tmp_path / "one" / "state.json").write_text(json.dumps(state))
-    assert "is not an allowed file name" in failure_of(tmp_path / "one").what
+    assert "must be a known file name in the same folder" in failure_of(tmp_path / "one").what
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])

@@ -220,7 +220,7 @@ def test_neither_an_unfinished_input_nor_the_output_among_them_is_taken(caches, 
     CacheWriter(open_folder(tmp_path / "unfinished"), header_of("d"), [3, 1]).write_shard(0, rows[:1])
     with pytest.raises(XtkError, match="this teacher cache is unfinished"):
         merge_caches([caches["a"], str(tmp_path / "unfinished")], str(tmp_path / "out"))
-    with pytest.raises(XtkError, match="the output is one of the inputs"):
+    with pytest.raises(XtkError, match="the output folder is one of the caches to merge"):
         merge_caches([caches["a"], caches["b"]], caches["b"], force=True)
     assert len(TeacherCache(caches["b"])) == 4
 
@@ -231,7 +231,7 @@ def test_a_row_that_was_altered_is_not_taken_into_a_stretch_as_if_it_were_whole(
     raw = (folder / "shard-00000.arrow").read_bytes()
     at = raw.index(b"all of it")
     (folder / "shard-00000.arrow").write_bytes(raw[:at] + b"A" + raw[at + 1 :])
-    with pytest.raises(XtkError, match="a document of this cache does not match") as caught:
+    with pytest.raises(XtkError, match="a document of this teacher cache does not match") as caught:
         merge_caches([str(folder)], str(tmp_path / "out"), rows="0:3")
     assert caught.value.where.endswith("shard-00000.arrow, row 0")
 

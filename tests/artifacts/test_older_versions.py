@@ -107,7 +107,7 @@ def test_a_recipe_and_with_it_the_metrics_of_its_run(tmp_path, run):
     (tmp_path / "recipe.json").write_text(canonical_json({"kind": "recipe", "version": 2, "identity": {}}))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kd": 0.5}\n')
     failure = refused(read_recipe, tmp_path)
-    assert failure.what == "this recipe has version 2; this xtk reads version 3"
+    assert failure.what == "this recipe of xtk distill has version 2; this xtk reads version 3"
     assert "xtk distill ... -o FOLDER --force" in str(failure.hint)
     assert failure.what in run("report", tmp_path, "-o", tmp_path / "page.html", code=1).stderr
 

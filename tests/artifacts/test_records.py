@@ -87,13 +87,13 @@ def test_a_prompt_of_the_teacher_is_text_or_messages():
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"text": "a", "teacher_prompt": 5}, "teacher_prompt must be text or a list of messages, not int"),
-        ({"text": "a", "teacher_prompt": CHAT}, "the document is not a conversation"),
+        ({"text": "a", "teacher_prompt": 5}, "teacher_prompt must be text or a list of messages, not a number"),
+        ({"text": "a", "teacher_prompt": CHAT}, "the document has no messages"),
         (
             {"input_ids": [1], "teacher_prompt": "a"},
-            "teacher_prompt cannot be combined with input_ids, which are used unchanged",
+            "a document with input_ids, which are used unchanged, cannot have a teacher_prompt",
         ),
-        ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message must be an object"),
+        ({"messages": CHAT, "teacher_prompt": ["a"]}, "each message must be an object"),
     ],
 )
 def test_a_prompt_of_the_teacher_that_is_none_is_refused(record, what):
@@ -166,8 +166,8 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
         ({"input_ids": "5 6"}, "input_ids must be a list of integers"),
         ({"input_ids": [5, None]}, "input_ids must be a list of integers"),
         ({"input_ids": [5.0]}, "input_ids must be a list of integers"),
-        ({"input_ids": [2**40]}, "which is not a token id (32-bit integer)"),
-        ({"input_ids": [2**80]}, "contains a number that is not a token id"),
+        ({"input_ids": [2**40]}, "which is not a token id: it does not fit into 32 bits"),
+        ({"input_ids": [2**80]}, "contains an integer that is too large for a token id"),
         ({"input_ids": [5, 6], "labels": [-100]}, "labels has 1 entries; must have 2, like input_ids"),
         ({"input_ids": [5, 6], "labels": [6, -100]}, "labels[0] is 6, but input_ids[0] is 5"),
         ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask must contain only 0 and 1"),
@@ -227,7 +227,7 @@ def test_weights_and_routes_are_read_from_the_columns_that_are_asked_for_and_no_
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "2", None, True, [1]])
 def test_a_weight_that_is_none_is_refused(weight):
     failure = failure_of({"text": "a", "quality": weight}, weight="quality")
-    assert failure.what == f"quality is {weight!r}; must be a number from 0 to 1e12"
+    assert failure.what == f"the column quality is {weight!r}; must be a number from 0 to 1e12"
 
 
 def test_a_weight_that_is_missing_is_named_with_its_file_and_row(tmp_path):
@@ -241,7 +241,7 @@ def test_a_weight_that_is_missing_is_named_with_its_file_and_row(tmp_path):
 
 def test_a_route_is_a_name():
     failure = failure_of({"text": "a", "by": 3}, route="by")
-    assert failure.what == "by is 3; must be the name of a teacher"
+    assert failure.what == "the column by is 3; must be the NAME of a --teacher"
 
 
 # Fingerprints.

@@ -102,7 +102,7 @@ def test_what_another_writer_has_put_there_is_not_replaced(place):
             with two.write("shard-00000.arrow", exclusive=True) as other:
                 other.write_bytes(b"theirs")
 
-    with pytest.raises(XtkError, match="another process writes this cache too") as caught:
+    with pytest.raises(XtkError, match="another process is writing this cache") as caught:
         write_twice()
     assert caught.value.where == f"{place}/shard-00000.arrow"
     assert caught.value.hint
@@ -119,7 +119,7 @@ def test_a_store_itself_refuses_the_second_of_two_that_send_at_once(at_s3, monke
         with folder.write("shard-00000.arrow", exclusive=True) as temporary:
             temporary.write_bytes(content)
     with (
-        pytest.raises(XtkError, match="another process writes this cache too"),
+        pytest.raises(XtkError, match="another process is writing this cache"),
         folder.write("shard-00000.arrow", exclusive=True) as temporary,
     ):
         temporary.write_bytes(b"others")
@@ -198,7 +198,7 @@ def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tm
 def test_a_missing_bucket_key_or_package_is_told_before_anything_is_done(store, monkeypatch):
     with pytest.raises(XtkError, match="the bucket nowhere does not exist"):
         RemoteFolder("s3://nowhere/cache").file_sizes()
-    with pytest.raises(XtkError, match="cannot be reached") as caught:
+    with pytest.raises(XtkError, match="cannot be opened") as caught:
         open_folder("gopher://somewhere/cache")
     assert caught.value.where == "gopher://somewhere/cache"
     monkeypatch.setitem(sys.modules, "gcsfs", None)

@@ -351,7 +351,7 @@ def test_the_whole_vocabulary_of_real_width():
 
 def test_scores_without_the_token_that_stands_there_are_refused():
     scores = one_position([-0.1, -3.0], 0, tail=0.05)
-    with pytest.raises(ValueError, match="the observed token must be exactly once"):
+    with pytest.raises(ValueError, match="must contain its observed token exactly once"):
         back_of(scores, 2, width=3)
 
 

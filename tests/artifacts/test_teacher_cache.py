@@ -221,8 +221,8 @@ def test_an_unfinished_cache_says_so(rows, tmp_path):
 
 
 def test_a_folder_without_a_cache_is_told_from_an_unfinished_one(tmp_path):
-    assert failure_of(tmp_path).what == "there is no teacher cache"
-    assert failure_of(tmp_path / "missing").what == "there is no teacher cache"
+    assert failure_of(tmp_path).what == "this folder contains no teacher cache"
+    assert failure_of(tmp_path / "missing").what == "this folder contains no teacher cache"
 
 
 def test_a_missing_shard_is_named_when_the_cache_is_opened(cache):

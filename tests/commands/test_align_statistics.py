@@ -119,9 +119,7 @@ def test_statistics_of_a_pipe_and_of_a_text(run, pair, data):
         assert piped[key] == whole[key]
     alone = json.loads(run("align", pair.student, pair.teacher, "Anna has 123", "--stats", "--json", "-q").stdout)
     assert (alone["documents"], alone["bytes"]) == (1, 12)
-    refused(
-        run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before the pipe"
-    )
+    refused(run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before the |")
 
 
 def test_the_table_is_plain_text_elsewhere_than_on_a_terminal(run, pair, data):

@@ -212,7 +212,7 @@ def test_a_dash_with_an_empty_stdin(run, pair, tmp_path, arguments):
     done = run(*(names.get(word, word) for word in arguments), cwd=tmp_path, stdin="", code=None)
     refused(
         done,
-        "stdin is empty: the command before the pipe seems to have failed"
+        "standard input is empty: the command before the | seems to have failed"
         if reads_data
         else "the pipe is empty; the command before it probably failed",
     )
@@ -290,7 +290,7 @@ def test_an_output_that_is_an_input(run, pair, cache, projection, tmp_path):
     student = copy(pair.student, tmp_path / "student")
     for force in ((), ("--force",)):
         done = run("distill", student, cache, "--projection", projection, "-o", student, *force, code=None)
-        refused(done, "the output is one of the inputs")
+        refused(done, "the output folder is one of the inputs")
     assert (student / "model.safetensors").is_file()
 
 

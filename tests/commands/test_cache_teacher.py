@@ -205,7 +205,7 @@ def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_
         stdin='{"text": "Anna"}\n',
         code=1,
     )
-    assert "has no candidate token ids" in done.stderr
+    assert "needs the column candidate_ids, which a document of the data lacks" in done.stderr
     assert "candidate_ids" in done.stderr
 
 

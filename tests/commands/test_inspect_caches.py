@@ -128,13 +128,13 @@ def test_what_the_teacher_does_not_say_is_found_though_all_checksums_fit(run, ca
     done = run("inspect", wrong, "--verify")
     assert "all checksums match; use --teacher MODEL to score documents again" in done.stderr
     done = run("inspect", wrong, "--teacher", pair.teacher, code=1)
-    assert "the log-probabilities of this cache are not those of its teacher" in done.stderr
+    assert "the log-probabilities in this cache differ from those that its teacher computes now" in done.stderr
     assert "where: row " in done.stderr
 
 
 def test_another_model_is_named_as_such(run, caches, pair, tmp_path):
     done = run("inspect", caches["top-k"], "--teacher", pair.student, code=1)
-    assert "this model has another tokenizer than the teacher of this cache" in done.stderr
+    assert "--teacher has another tokenizer than the teacher that wrote this cache" in done.stderr
     from safetensors.torch import load_file, save_file
 
     other = shutil.copytree(pair.teacher, tmp_path / "other")
@@ -142,7 +142,7 @@ def test_another_model_is_named_as_such(run, caches, pair, tmp_path):
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     done = run("inspect", caches["top-k"], "--teacher", other, code=1)
     assert "differ from those of the teacher of this cache" in done.stderr
-    assert "is not the teacher of this cache" in done.stderr
+    assert "computes other log-probabilities than the teacher that wrote this cache" in done.stderr
 
 
 class Page(html.parser.HTMLParser):

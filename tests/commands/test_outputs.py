@@ -38,7 +38,9 @@ def test_an_input_is_never_replaced(run, pair, projection, tmp_path, force):
         (("prune-projection", projection, "--merge", "q=0.5", "-o", "q"), ""),
         (("build-projection", pair.student, pair.teacher, "--special-tokens", "table.yaml", "-o", "table.yaml"), ""),
     ):
-        refused(run(*arguments, *force, cwd=tmp_path, stdin=stdin, code=None), "the output is one of the inputs")
+        refused(
+            run(*arguments, *force, cwd=tmp_path, stdin=stdin, code=None), "the output file is one of the input files"
+        )
     assert (tmp_path / "p").read_bytes() == (tmp_path / "q").read_bytes() == projection.read_bytes()
 
 

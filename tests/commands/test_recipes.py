@@ -113,7 +113,7 @@ def test_a_recipe_of_an_older_version_is_refused_by_its_version(several, tmp_pat
     old = json.loads((several / "run" / "recipe.json").read_text())["identity"]
     (tmp_path / "recipe.json").write_text(json.dumps(old))
     done = run_xtk("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
-    assert "this recipe has version 1; this xtk reads version 3" in done.stderr
+    assert "this recipe of xtk distill has version 1; this xtk reads version 3" in done.stderr
     mutated = {"kind": "recipe", "version": 3, "identity": {"losses": 5, "inputs": []}}
     for content in (
         mutated,

@@ -79,7 +79,7 @@ def test_a_remote_cache_is_inspected_and_what_was_altered_is_named(run, remote, 
     done = run("inspect", f"s3://{other}", "--verify", code=1)
     assert f"s3://{other}/shard-00001.arrow, row 0" in done.stderr
     done = run("inspect", "s3://bucket/nowhere", code=1)
-    assert "there is no teacher cache" in done.stderr
+    assert "this folder contains no teacher cache" in done.stderr
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
@@ -123,7 +123,7 @@ def test_a_second_writer_is_refused_and_the_first_one_ends_well(run, store, pair
     codes = [process.returncode for process in processes]
     assert set(codes) <= {0, 1}, told
     for code, message in zip(codes, told, strict=True):
-        assert code == 0 or "another process writes this cache too" in message
+        assert code == 0 or "another process is writing this cache" in message
     run("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", place)
     assert stored(place) == files_of(cache)
 

@@ -167,8 +167,8 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
     assert_trains_what_was_drawn(tmp_path / "sums-c", tmp_path / "student", [record])
     for wrong, message in (
         (("-o", "r.json"), "-o FILE.jsonl"),
-        (("-o", "x.jsonl", "--prompt-template", "{{nothing}}"), "the prompt template fails"),
-        (("-o", "chat.jsonl", "--force"), "the output is one of the inputs"),
+        (("-o", "x.jsonl", "--prompt-template", "{{nothing}}"), "the prompt template cannot be rendered"),
+        (("-o", "chat.jsonl", "--force"), "the output file is one of the input files"),
         (("-o", "x.jsonl", "--temperature", -1), "--temperature is -1"),
         (("-o", "x.jsonl", "--backend", "vlm"), "did you mean vllm?"),
         (("-o", "x.jsonl", "--chat-template-kwargs", "[1]"), "not a JSON object"),

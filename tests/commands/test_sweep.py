@@ -119,7 +119,9 @@ def test_damaged_metrics_of_a_finished_run_are_told_and_its_student_stands_in_th
     first, *others = path.read_text().splitlines(keepends=True)
     path.write_text(first[: len(first) // 2] + "\n" + "".join(others))
     done = run_xtk(*command, "--json", cwd=tmp_path / "copy")
-    assert "seed=0: this line is not a JSON object\n  where: all/seed=0/metrics.jsonl, line 1" in done.stderr
+    assert (
+        "seed=0: this line of a log file is not a JSON object\n  where: all/seed=0/metrics.jsonl, line 1" in done.stderr
+    )
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [("training_seconds" in one, "loss" in one, one["state"]) for one in told] == [
         (False, True, "finished"), (True, True, "finished")
@@ -159,7 +161,7 @@ def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
         (1, "--vary or --runs is missing", []),
         (1, "loss=cee: no loss called 'cee'; did you mean ce?", ["--vary", "loss=ce cee"]),
         (1, "learning-rate=-1: --learning-rate is -1", ["--vary", "learning-rate=1e-3 -1"]),
-        (1, "cache=nowhere: there is no teacher cache", ["--vary", "cache=nowhere"]),
+        (1, "cache=nowhere: this folder contains no teacher cache", ["--vary", "cache=nowhere"]),
         (1, "needs a teacher", ["--vary", "loss=ce forward-kl"]),
         (1, "--parallel fsdp=2", ["--vary", "parallel=dp=1 fsdp=2"]),
         (1, "the --runs file has no runs", ["--runs", os.devnull]),

@@ -149,7 +149,7 @@ def test_the_reverse_pass_reaches_more_teacher_tokens(tokenizer_of):
         ("multitoken", {"decay": 1.5}, "--decay is 1.5"),
         ("multitoken", {"decay": float("nan")}, "--decay is nan"),
         ("first-token", {"decay": 0.5}, "--method first-token does not support --decay"),
-        ("cooccurrence", {}, "the method cooccurrence needs these arguments: counts"),
+        ("cooccurrence", {}, "--method cooccurrence lacks its arguments counts"),
     ],
 )
 def test_options_that_a_method_cannot_use_are_refused(tokenizer_of, method, options, message):
@@ -324,23 +324,23 @@ def bad(**changes: object) -> Projection:
         ({"row_offsets": np.array([1, 1, 2], np.int64)}, "row offsets do not match"),
         ({"row_offsets": np.array([0, 3, 2], np.int64)}, "weights do not match"),
         ({"weights": np.array([1], np.float32)}, "weights do not match"),
-        ({"teacher_ids": np.array([0, 2], np.int32)}, "token ids outside of the teacher's vocabulary"),
-        ({"teacher_ids": np.array([-1, 1], np.int32)}, "token ids outside of the teacher's vocabulary"),
-        ({"weights": np.array([1, np.nan], np.float32)}, "weights outside of"),
-        ({"weights": np.array([1, -0.5], np.float32)}, "weights outside of"),
-        ({"weights": np.array([1, 0], np.float32)}, "weights outside of"),
-        ({"weights": np.array([1.5, 0.5], np.float32)}, "weights outside of"),
-        ({"row_offsets": np.array([0, 2, 2], np.int64)}, "rows that sum to more than 1"),
+        ({"teacher_ids": np.array([0, 2], np.int32)}, "a token id that is not in the teacher's vocabulary"),
+        ({"teacher_ids": np.array([-1, 1], np.int32)}, "a token id that is not in the teacher's vocabulary"),
+        ({"weights": np.array([1, np.nan], np.float32)}, "a weight that is not above 0"),
+        ({"weights": np.array([1, -0.5], np.float32)}, "a weight that is not above 0"),
+        ({"weights": np.array([1, 0], np.float32)}, "a weight that is not above 0"),
+        ({"weights": np.array([1.5, 0.5], np.float32)}, "a weight that is not above 0"),
+        ({"row_offsets": np.array([0, 2, 2], np.int64)}, "weights sum to more than 1"),
         (
             {"row_offsets": np.array([0, 2, 2], np.int64), "teacher_ids": np.array([1, 0], np.int32)},
-            "duplicate or unsorted",
+            "not strictly increasing",
         ),
         (
             {"row_offsets": np.array([0, 0, 2], np.int64), "teacher_ids": np.array([1, 1], np.int32)},
-            "duplicate or unsorted",
+            "not strictly increasing",
         ),
-        ({"student_cells": np.array([-2, 0], np.int32)}, "cell numbers out of range"),
-        ({"teacher_cells": np.array([0, 4], np.int32)}, "cell numbers out of range"),
+        ({"student_cells": np.array([-2, 0], np.int32)}, "cell numbers that are out of range"),
+        ({"teacher_cells": np.array([0, 4], np.int32)}, "cell numbers that are out of range"),
     ],
 )
 def test_a_matrix_that_is_no_projection_is_refused(changes, message):

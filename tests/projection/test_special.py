@@ -70,7 +70,7 @@ def test_a_table_is_all_there_is_and_none_is_none(tokenizer_of):
         ({"<|end_of_txt|>": "</s>"}, r"no special token '<\|end_of_txt\|>'; did you mean <\|end_of_text\|>\?"),
         ({"<|pad|>": "<s"}, "no special token '<s'; did you mean <s>"),
         ({"the": "</s>"}, "no special token 'the'"),
-        ("roles", "must be role, none or a file"),
+        ("roles", "must be role, none or a JSON or YAML file"),
     ],
 )
 def test_an_unknown_token_is_answered_with_the_nearest_one(tokenizer_of, table, message):

@@ -97,7 +97,7 @@ def test_prompts_are_prompts_messages_before_the_last_answer_or_texts(tmp_path):
     assert (named.document.text, named.document.weight) == ("Q", 2.5)
     with pytest.raises(XtkError, match="no column prompt, messages or text"):
         prompts_of(tmp_path, {"completion": "x"})
-    with pytest.raises(XtkError, match="no message to respond to"):
+    with pytest.raises(XtkError, match="no message before the assistant"):
         prompts_of(tmp_path, {"messages": talk[1:]})
 
 

@@ -119,7 +119,9 @@ BAD = {
     "a drawn id past the vocabulary": (with_value("sample_ids", U, 0), "sampled token ids outside of its vocabulary"),
     "ids that fall": (swapped("ids", "offsets"), "not strictly increasing"),
     "an id twice": (twice, "not strictly increasing"),
-    "drawn ids that fall": (swapped("sample_ids", "sample_offsets"), "sampled ids that are not strictly increasing"),
+    "drawn ids that fall": (
+        swapped("sample_ids", "sample_offsets"), "sampled token ids that are not strictly increasing"
+    ),
     "no realised id": (without_the_realised_id, "no log-probability of the observed token"),
     "two numbers for the realised id": (
         lambda scores: with_value("observed_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),
@@ -129,7 +131,7 @@ BAD = {
         lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "not return 5 samples"
     ),
     "a count of none": (with_value("sample_counts", 0, 0), "a count below 1"),
-    "a draw of what is exact": (drawn_what_is_exact, "also among the exact ids"),
+    "a draw of what is exact": (drawn_what_is_exact, "whose exact log-probabilities it also returned"),
     "an offset that falls": (with_value("offsets", 0, 2), "offsets that do not match"),
     "offsets that end too early": (
         lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets that do not match"
@@ -179,7 +181,7 @@ def test_an_answer_for_fewer_documents_is_refused(pair, texts, tmp_path, monkeyp
 
     monkeypatch.setitem(BACKENDS, "silent", f"{__name__}:Silent")
     monkeypatch.setitem(globals(), "Silent", Silent)
-    with pytest.raises(XtkError, match="returned scores of 0 documents instead of 1"):
+    with pytest.raises(XtkError, match="returned log-probabilities of 0 documents instead of 1"):
         fill(pair, texts, tmp_path / "c", "silent")
     assert not list((tmp_path / "c").glob("shard-*"))
 

@@ -84,7 +84,12 @@ def test_nothing_is_said_of_a_document_without_trained_tokens():
         ([[1, 1]], [[-1.0, -1.0]], [-2.0], "twice"),
         ([[0, 4]], [[-1.0, -2.0]], [-3.0], "token id 4"),
         ([[0, -1]], [[-1.0, -2.0]], [-3.0], "token id"),
-        ([[0, 1], [0, 1]], [[-1.0, -2.0], [-1.0, -2.0]], [-3.0, -3.0], "returned 2 distributions for 1 tokens"),
+        (
+            [[0, 1], [0, 1]],
+            [[-1.0, -2.0], [-1.0, -2.0]],
+            [-3.0, -3.0],
+            "returned log-probabilities for 2 tokens instead of 1",
+        ),
     ],
 )
 def test_what_no_distribution_says_is_refused(ids, logprobs, realised, said):

@@ -418,13 +418,13 @@ def test_a_template_that_writes_a_content_twice_is_no_trap():
 @pytest.mark.parametrize(
     ("template", "what"),
     [
-        ("{% for %}", "invalid chat template"),
+        ("{% for %}", "the chat template is invalid"),
         (STRICT, "the user begins"),
-        ("{{ nothing.at.all }}", "refuses this conversation"),
-        ("{{ ''.__class__.__mro__ }}", "refuses this conversation"),
-        ("{{ messages[99].content }}", "refuses this conversation"),
-        ("{{ 1 // 0 }}", "refuses this conversation"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses this conversation"),
+        ("{{ nothing.at.all }}", "refuses a conversation"),
+        ("{{ ''.__class__.__mro__ }}", "refuses a conversation"),
+        ("{{ messages[99].content }}", "refuses a conversation"),
+        ("{{ 1 // 0 }}", "refuses a conversation"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses a conversation"),
     ],
 )
 def test_a_template_that_fails_is_told_with_its_reason(families, tmp_path, template, what):

@@ -161,11 +161,11 @@ def tekken_without_its_settings(models, folder):
 @pytest.mark.parametrize(
     ("prepare", "what"),
     [
-        (cut_short, "invalid or truncated tokenizer file"),
-        (another_file, "invalid or truncated tokenizer file"),
-        (ranks_of_an_unknown_tokenizer, "unknown tiktoken vocabulary"),
-        (ranks_that_are_no_base64, "invalid or truncated tokenizer file"),
-        (tekken_without_its_settings, "invalid or truncated tokenizer file"),
+        (cut_short, "this tokenizer file is invalid or truncated"),
+        (another_file, "this tokenizer file is invalid or truncated"),
+        (ranks_of_an_unknown_tokenizer, "is unknown to xtk"),
+        (ranks_that_are_no_base64, "this tokenizer file is invalid or truncated"),
+        (tekken_without_its_settings, "this tokenizer file is invalid or truncated"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_named(models, tmp_path, prepare, what):

@@ -249,7 +249,7 @@ def test_a_conversation_without_an_answer_is_read_as_it_is(talkers):
 @pytest.mark.parametrize(
     ("document", "prompt", "what"),
     [
-        (Document.from_text("a"), [CHAT[0]], "not a conversation"),
+        (Document.from_text("a"), [CHAT[0]], "has no messages"),
         (Document.from_messages(CHAT), [{"content": "who?"}], "role"),
         (Document.from_messages([{"role": "system", "content": "a", "train": True}]), "b", "is trained"),
         (Document.from_teacher_ids([1, 2]), "b", "input_ids, which are used unchanged"),
@@ -427,7 +427,7 @@ def test_bytes_that_are_no_text_are_refused_by_their_token(tokenizer_of, middle)
     table = teacher.vocabulary.token_of_bytes
     broken = [table[bytes([byte])] for byte in middle]
     ids = [teacher.start_id, table[b"a"], *broken, table[b"a"]]
-    with pytest.raises(XtkError, match=rf"token 2 of a document's input_ids, {broken[0]}, results in bytes"):
+    with pytest.raises(XtkError, match=rf"token 2 \(id {broken[0]}\) results in invalid UTF-8"):
         read(teacher, Document.from_teacher_ids(ids))
     # Not where it is read by nobody.
     document, _ = read(teacher, Document.from_teacher_ids(ids, [1, 1, *[0] * (len(ids) - 2)]))
@@ -436,7 +436,7 @@ def test_bytes_that_are_no_text_are_refused_by_their_token(tokenizer_of, middle)
 
 @pytest.mark.parametrize("ids", [[5, 480], [5, -1], [2**31 - 1]])
 def test_ids_that_no_token_has_are_refused(tokenizer_of, ids):
-    with pytest.raises(XtkError, match=rf"token {len(ids) - 1} of a document's input_ids is {ids[-1]}, but"):
+    with pytest.raises(XtkError, match=rf"input_ids\[{len(ids) - 1}\] of a document is {ids[-1]}; the teacher"):
         read(tokenizer_of["teacher"], Document.from_teacher_ids(ids))
 
 
@@ -512,10 +512,13 @@ def test_given_ids_are_as_many_as_trained_tokens(tokenizer_of):
     document, sequence = read(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists))
     assert len(document.candidate_ids) == sequence.train_mask.sum()
     assert document.candidate_ids.to_padded().tolist() == [[at, at + 1] for at in range(len(ids) - 1)]
-    with pytest.raises(XtkError, match=rf"candidate_ids has {len(lists) - 1} lists, but {len(lists)} tokens"):
+    with pytest.raises(
+        XtkError,
+        match=rf"candidate_ids of a document has {len(lists) - 1} lists, but the teacher scores {len(lists)} of",
+    ):
         read(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists[1:]))
     for wrong in (-1, teacher.embedding_rows):
-        with pytest.raises(XtkError, match=f"candidate_ids has {wrong}; token ids"):
+        with pytest.raises(XtkError, match=f"candidate_ids of a document contains token id {wrong}; the teacher"):
             read(teacher, Document.from_teacher_ids(ids).with_candidate_ids([[wrong], *lists[1:]]))
 
 

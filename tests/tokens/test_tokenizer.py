@@ -226,7 +226,7 @@ def folder_with_other_json(folder):
 
 
 def no_folder(folder):
-    return "model or tokenizer folder not found"
+    return "this model or tokenizer folder does not exist"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pyarrow as pa
 
 from xtk.errors import CorruptError
 
+RESTORE_HINT = "copy the file again, or delete it and run the same xtk cache-teacher command again"
+
 
 def validate_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield batches after validating every offset, index and string in them.
@@ -40,12 +42,16 @@ def read_single_batch(content: Any, where: str, *, full: bool) -> tuple[pa.Recor
         file = pa.ipc.open_file(pa.BufferReader(content))
         if file.num_record_batches != 1:
             raise CorruptError(
-                f"this Arrow file must have 1 record batch; it has {file.num_record_batches}", where=where
+                f"this file was not written by xtk: it has {file.num_record_batches} Arrow record batches instead of 1",
+                where=where,
+                hint=RESTORE_HINT,
             )
         found = file.get_batch_with_custom_metadata(0)
         found.batch.validate(full=full)
     except (pa.ArrowException, ValueError, OSError, MemoryError, OverflowError) as wrong:
-        raise CorruptError(f"this file is not a valid Arrow file: {_first_line(wrong)}", where=where) from None
+        raise CorruptError(
+            f"this file is not a valid Arrow file: {_first_line(wrong)}", where=where, hint=RESTORE_HINT
+        ) from None
     return found.batch, dict(found.custom_metadata or {})
 
 
@@ -62,10 +68,17 @@ def check_columns(batch: pa.RecordBatch, schema: pa.Schema, where: str, nullable
         CorruptError: names or types of columns differ, or a column that is not nullable contains nulls.
     """
     if not batch.schema.remove_metadata().equals(schema.remove_metadata()):
-        raise CorruptError("this Arrow file has unexpected columns or column types", where=where)
+        different = sorted({*map(str, batch.schema.remove_metadata())} ^ {*map(str, schema)})[:4]
+        raise CorruptError(
+            f"this Arrow file has other columns or column types than xtk writes: {', '.join(different)}",
+            where=where,
+            hint=RESTORE_HINT,
+        )
     for field, column in zip(schema, batch.columns, strict=True):
         if field.name not in nullable and _has_nulls(column):
-            raise CorruptError(f"the column {field.name} contains nulls", where=where)
+            raise CorruptError(
+                f"the column {field.name} of this Arrow file contains nulls", where=where, hint=RESTORE_HINT
+            )
 
 
 def _has_nulls(column: pa.Array) -> bool:

@@ -81,9 +81,9 @@ def atomic_write(
             kept = next_free_path(path, ".")
             temporary.replace(kept)
             raise XtkError(
-                "another program wrote this file while the command ran",
+                "another program wrote the output file while this command ran",
                 where=str(path),
-                hint=f"the result is in {kept}",
+                hint=f"the result of this command is in {kept}; compare both files and keep one",
             )
         temporary.replace(path)
         _fsync(path.parent)
@@ -164,11 +164,13 @@ def parse_json_object(content: bytes, where: str, hint: str | None = None) -> di
     try:
         found = parse_json(content.decode("utf-8"), what="this file", where=where)
     except UnicodeDecodeError as wrong:
-        raise CorruptError(f"this file is not JSON: {wrong}", where=where, hint=hint) from None
+        raise CorruptError(f"this file is not UTF-8, as JSON must be: {wrong}", where=where, hint=hint) from None
     except XtkError as wrong:
         raise CorruptError(wrong.what, where=where, hint=hint) from None
     if not isinstance(found, dict):
-        raise CorruptError("this file must contain a JSON object", where=where, hint=hint)
+        raise CorruptError(
+            "this file must contain a JSON object, but contains another JSON value", where=where, hint=hint
+        )
     return found
 
 
@@ -199,7 +201,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             found.append(dict(json.loads(line)))
         except (ValueError, TypeError, RecursionError):
             if number + 1 < len(lines):
-                raise CorruptError("this line is not a JSON object", where=f"{path}, line {number + 1}") from None
+                raise CorruptError(
+                    "this line of a log file is not a JSON object",
+                    where=f"{path}, line {number + 1}",
+                    hint="remove this line, or restore the file from a copy",
+                ) from None
     return found
 
 

@@ -144,7 +144,7 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
     """
     check_schema(manifest, _MANIFEST_SCHEMA, where, hint)
     if not manifest["shards"]:
-        raise CorruptError("this manifest lists no shards", where=where, hint=hint)
+        raise CorruptError("the manifest of this cache lists no shards", where=where, hint=hint)
     files = manifest.get("files", {})
     for name in files:
         check_file_name(name, (*TOKENIZER_FILES, VOCABULARY_ORDER_NAME), where=where)
@@ -155,24 +155,30 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
                 header["codec"].get(key) is not None
                 and check_file_name(header["codec"][key], (VOCABULARY_ORDER_NAME,), where=where) not in files
             ):
-                raise CorruptError(f"this manifest has no checksum for {header['codec'][key]}", where=where, hint=hint)
+                raise CorruptError(
+                    f"the manifest of this cache has no checksum for the file {header['codec'][key]}",
+                    where=where,
+                    hint=hint,
+                )
     for at, shard in enumerate(manifest["shards"]):
         check_file_name(shard["file"], (shard_file_name(at),), where=where)
         if shard.get("source_header", 0) >= len(headers):
             raise CorruptError(
-                f"shards[{at}].source_header is {shard['source_header']}; must be below {len(headers)}",
+                f"shards[{at}].source_header in the manifest is {shard['source_header']}; must be below {len(headers)}",
                 where=where,
                 hint=hint,
             )
         if max(stop for _, stop in shard["payload_ranges"]) > shard["bytes"]:
             raise CorruptError(
-                f"shards[{at}].payload_ranges ends after the last byte of the shard", where=where, hint=hint
+                f"shards[{at}].payload_ranges in the manifest ends after the last byte of the shard",
+                where=where,
+                hint=hint,
             )
     documents = sum(shard["documents"] for shard in manifest["shards"])
     if documents != manifest["header"].get("data", {}).get("documents", documents):
         raise CorruptError(
-            f"header.data.documents is {manifest['header']['data']['documents']:,}; "
-            f"the shards have {documents:,} documents",
+            f"header.data.documents in the manifest is {manifest['header']['data']['documents']:,}; "
+            f"its shards have {documents:,} documents",
             where=where,
             hint=hint,
         )

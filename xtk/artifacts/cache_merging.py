@@ -260,7 +260,7 @@ def _parse_row_range(rows: str, total: int) -> tuple[int, int]:
     stop = int(match[2] or total) if match else total
     if not 0 <= start < stop <= total:
         raise XtkError(
-            f"--rows is {rows or ':'}; must be a non-empty range of the {total:,} documents of the input caches",
+            f"--rows is {rows or ':'}; must select a non-empty range of the {total:,} documents of the input caches",
             hint=f"use --rows START:STOP with 0 <= START < STOP <= {total}",
         )
     return start, stop
@@ -271,7 +271,9 @@ def _refuse_output_among(places: Sequence[str], output: str) -> None:
         return place.rstrip("/") if is_remote(place) else str(Path(place).resolve())
 
     if key(output) in map(key, places):
-        raise XtkError("the output is one of the inputs", where=output, hint="use another output path (-o)")
+        raise XtkError(
+            "the output folder is one of the caches to merge", where=output, hint="use another output path (-o)"
+        )
 
 
 def _refuse_other_unfinished_cache(

@@ -19,7 +19,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import check_columns, read_single_batch
+from xtk.artifacts.arrow_validation import RESTORE_HINT, check_columns, read_single_batch
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.cache_manifest import VERSION, VOCABULARY_ORDER_NAME
 from xtk.artifacts.regular_files import check_file_name, read_regular_file
@@ -199,7 +199,7 @@ def check_file_checksum(path: Path, where: str) -> None:
     """
     with path.open("rb") as stream:
         if not os.fstat(stream.fileno()).st_size:  # cannot be mapped
-            raise CorruptError("this shard is empty", where=where)
+            raise CorruptError("this shard of a teacher cache is empty (0 bytes)", where=where, hint=RESTORE_HINT)
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             at = content.find(CHECKSUM_PREFIX)
             digits = content[at + len(CHECKSUM_PREFIX) :][:CHECKSUM_DIGITS] if at >= 0 else b""
@@ -208,7 +208,7 @@ def check_file_checksum(path: Path, where: str) -> None:
             old = at < 0 and content.find(OLD_KL_COLUMN) >= 0 and content.find(NEW_KL_COLUMN) < 0
     if old:
         raise _version_error("4 or older", where)
-    raise CorruptError("this shard does not match its checksum", where=where)
+    raise CorruptError("this shard of a teacher cache does not match its checksum", where=where, hint=RESTORE_HINT)
 
 
 def _version_error(version: object, where: str) -> XtkError:
@@ -256,9 +256,11 @@ class CacheShard:
             with pa.memory_map(str(path)) as source:
                 self._buffer = source.read_buffer()
         except (pa.ArrowException, ValueError, OSError) as wrong:
-            raise CorruptError(f"this shard cannot be read: {wrong}", where=self.name) from None
+            raise CorruptError(
+                f"this shard of a teacher cache cannot be read: {wrong}", where=self.name, hint=RESTORE_HINT
+            ) from None
         self._batch, seal = read_single_batch(self._buffer, self.name, full=False)
-        with self._corruption_as_error("its header is not valid"):
+        with self._corruption_as_error("its header is invalid"):
             metadata = self._batch.schema.metadata or {}
             self.header: dict[str, Any] = dict(json.loads(metadata[b"xtk"]))
             self._options = dict(self.header["codec"])
@@ -270,7 +272,7 @@ class CacheShard:
             self.position = ShardPosition(*(int(stated[name]) for name in ("shard", "first_document", "documents")))
             schema = shard_schema(self.header)
         check_columns(self._batch, schema, self.name, frozenset({"conversation"}))
-        with self._corruption_as_error("offsets point outside of its columns"):
+        with self._corruption_as_error("the offsets of a column are invalid"):
             self._columns = _ShardColumns(self._batch)
         self._checksums = self._batch.column("checksum").to_numpy()
 
@@ -285,7 +287,7 @@ class CacheShard:
     @cached_property
     def codec(self) -> Codec:
         """The codec that decodes its tokens and log-probabilities."""
-        with self._corruption_as_error("its codec tables cannot be read"):
+        with self._corruption_as_error("its compression tables are invalid"):
             options = self._options
             kind: type[Codec] = load_registered(CODECS, options["name"], "codec")
             ranks = self._load_vocabulary_order(options["vocabulary_order"]) if kind.needs_vocabulary_order else None
@@ -294,7 +296,7 @@ class CacheShard:
     @cached_property
     def vocab_size(self) -> int:
         """Size of the teacher's vocabulary; all token ids are smaller."""
-        with self._corruption_as_error("its header has no valid size of the teacher's vocabulary"):
+        with self._corruption_as_error("its header has no valid vocabulary size of the teacher"):
             return int(self.header.get("teacher", {}).get("embedding_rows", np.iinfo(np.int32).max))
 
     @contextlib.contextmanager
@@ -304,11 +306,15 @@ class CacheShard:
         try:
             yield
         except CorruptError as wrong:
-            raise wrong if wrong.where else CorruptError(wrong.what, where=where, hint=wrong.hint) from None
+            raise (
+                wrong if wrong.where else CorruptError(wrong.what, where=where, hint=wrong.hint or RESTORE_HINT)
+            ) from None
         except XtkError:
             raise
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as wrong:
-            raise CorruptError(f"this shard is corrupt: {what} ({type(wrong).__name__})", where=where) from None
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            raise CorruptError(
+                f"this shard of a teacher cache is corrupt: {what}", where=where, hint=RESTORE_HINT
+            ) from None
 
     def counts(self) -> dict[str, int]:
         """Return the total numbers of documents, trained positions, tokens and entries."""
@@ -371,9 +377,9 @@ class CacheShard:
             return
         if size < len(self._buffer):
             raise CorruptError(
-                f"another program truncated this shard: it has {size} bytes now and had {len(self._buffer)} when it "
-                "was opened",
+                f"another program truncated this shard while it was read, from {len(self._buffer):,} to {size:,} bytes",
                 where=self.name,
+                hint=RESTORE_HINT,
             )
 
     def is_intact(self, number: int) -> bool:
@@ -425,7 +431,9 @@ class CacheShard:
 
 
 def _checksum_error(name: str, row: int) -> CorruptError:
-    return CorruptError("a document of this cache does not match its checksum", where=f"{name}, row {row}")
+    return CorruptError(
+        "a document of this teacher cache does not match its checksum", where=f"{name}, row {row}", hint=RESTORE_HINT
+    )
 
 
 def read_vocabulary_order(path: Path, file: str) -> VocabularyOrder:
@@ -445,7 +453,7 @@ def read_vocabulary_order(path: Path, file: str) -> VocabularyOrder:
         )
     except FileNotFoundError:
         raise CorruptError(
-            "the vocabulary order file of this cache is missing",
+            "the teacher cache lacks its file of token ids by frequency",
             where=str(place),
             hint="copy the whole cache folder again",
         ) from None
@@ -499,9 +507,9 @@ class StoredDocument:
             len(edges)
             and not (edges[0] >= 0 and stops[-1] <= self.num_tokens and (np.diff(edges.astype(np.int64)) > 0).all())
         ):
-            raise self._corruption_error("trained tokens lie outside of the document")
+            raise self._corruption_error("positions of trained tokens lie outside of the document")
         if int((stops - starts).sum()) != int(self._columns.num_positions[self._number]):
-            raise self._corruption_error("the number of trained tokens is wrong")
+            raise self._corruption_error("its number of trained tokens differs from the stored positions")
         runs = [
             np.arange(start, stop, dtype=np.int32) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         ]
@@ -511,7 +519,7 @@ class StoredDocument:
     def tokens(self) -> TokenSequence:
         """The teacher's tokens."""
         length, number = self.num_tokens, self._number
-        with self._shard._corruption_as_error("its tokens cannot be read", number):
+        with self._shard._corruption_as_error("its tokens cannot be decoded", number):
             ids, ends = self._shard.codec.unpack_tokens(self._columns.blob("tokens", number), length)
             pieces = self._columns.list_values("byte_ranges", number).reshape(-1, 3)
             closers = self._columns.list_values("segment_end_tokens", number)
@@ -532,7 +540,7 @@ class StoredDocument:
     def teacher_logprobs(self) -> TeacherLogprobs:
         """The teacher's log-probabilities, with one sample set or none."""
         ids, positions = self.tokens.ids, self.trained_positions
-        with self._shard._corruption_as_error("its log-probabilities cannot be read", self._number):
+        with self._shard._corruption_as_error("its log-probabilities cannot be decoded", self._number):
             packed = self._columns.blob("teacher_logprobs", self._number)
             signal = self._shard.codec.unpack_teacher_logprobs(packed, ids, positions, self._sample_set)
         self._check_ids(signal.ids)
@@ -542,7 +550,7 @@ class StoredDocument:
     def stored_logprobs(self) -> StoredLogprobs:
         """All stored log-probabilities of the teacher."""
         ids, positions = self.tokens.ids, self.trained_positions
-        with self._shard._corruption_as_error("its log-probabilities cannot be read", self._number):
+        with self._shard._corruption_as_error("its log-probabilities cannot be decoded", self._number):
             packed = self._columns.blob("teacher_logprobs", self._number)
             scores = self._shard.codec.unpack_stored_logprobs(packed, ids, positions)
         self._check_ids(scores.ids)
@@ -556,7 +564,11 @@ class StoredDocument:
             raise self._corruption_error(f"token id {wrong} is outside of the teacher's vocabulary of {width:,} ids")
 
     def _corruption_error(self, what: str) -> CorruptError:
-        return CorruptError(f"this shard is corrupt: {what}", where=f"{self._shard.name}, row {self._number}")
+        return CorruptError(
+            f"this shard of a teacher cache is corrupt: {what}",
+            where=f"{self._shard.name}, row {self._number}",
+            hint=RESTORE_HINT,
+        )
 
 
 def _all_between(numbers: NDArray[np.int32], lowest: int, highest: int) -> bool:
@@ -689,7 +701,7 @@ def _check_offsets(offsets: NDArray[np.int32], size: int) -> None:
         ValueError: they decrease, or point outside of the values.
     """
     if offsets[0] < 0 or offsets[-1] > size or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError("offsets")
+        raise ValueError("the offsets of a column decrease, or point outside of its values")
 
 
 def _string_column(array: pa.Array) -> tuple[NDArray[np.int32], memoryview]:
@@ -710,7 +722,7 @@ def _list_array(parts: list[NDArray[np.int32]]) -> pa.ListArray:
 def _binary_array(parts: list[bytes]) -> pa.Array:
     if sum(map(len, parts)) > np.iinfo(np.int32).max:
         raise XtkError(
-            "a shard has more than 2 GiB in one column, which Arrow cannot store", hint="use a smaller --shard-tokens"
+            "a shard needs more than 2 GiB in one column, which Arrow cannot store", hint="use a smaller --shard-tokens"
         )
     return pa.array(parts, pa.binary())
 

@@ -102,7 +102,7 @@ class Corpus:
                 count += 1
         if not count:
             raise XtkError(
-                "this data contains no documents",
+                "the data contains no documents",
                 where=self.name,
                 hint='write one JSON object per line into a .jsonl file, such as {"text": "..."}',
             )
@@ -126,7 +126,7 @@ class Corpus:
             return [self._file(str(file)) for file in _data_files(Path(name), split)]
         if (dataset := _HUB_DATASET.match(source)) and not Path(dataset["name"]).suffix:
             return [(source, lambda: _read_hub_dataset(dataset["name"], dataset["split"] or ""))]
-        raise XtkError("this data does not exist", where=source, hint=DATA_HINT)
+        raise XtkError("this data file, folder or dataset does not exist", where=source, hint=DATA_HINT)
 
     def _file(self, name: str) -> tuple[str, Callable[[], Iterator[Record]]]:
         _check_extension(name)

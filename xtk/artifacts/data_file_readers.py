@@ -52,7 +52,7 @@ class RecordReadOptions:
         return XtkError(
             f"this document is larger than --max-document-bytes ({self.max_record_bytes:,})",
             where=where,
-            hint="split it, or use a larger --max-document-bytes",
+            hint="split the document, or use a larger --max-document-bytes",
         )
 
 
@@ -153,7 +153,7 @@ class _XzReader(io.RawIOBase):
             elif self._decompressor.needs_input and not self._input:
                 self._input = self._raw.read(io.DEFAULT_BUFFER_SIZE)
                 if not self._input:
-                    raise EOFError("the file is truncated")
+                    raise EOFError("the .xz file is truncated")
             found = self._decompressor.decompress(self._input, len(buffer))
             self._input = b""
             if found:
@@ -231,7 +231,7 @@ def _decode_utf8(raw: bytes, offset: int, name: str) -> str:
     except UnicodeDecodeError as wrong:
         at = offset + wrong.start
         raise XtkError(
-            f"this text is not UTF-8: byte {raw[wrong.start]:#04x} at offset {at:,}",
+            f"this data file is not UTF-8: byte {raw[wrong.start]:#04x} at offset {at:,}",
             where=name,
             hint="convert it from its encoding, for example: iconv -f LATIN1 -t UTF-8 FILE",
         ) from None
@@ -306,7 +306,7 @@ def parse_json_record(line: str, where: str) -> Record:
     Raises:
         XtkError: not JSON, nested too deeply, or not an object.
     """
-    return _checked_record(parse_json(line, what="this line", where=where), where)
+    return _checked_record(parse_json(line, what="this line of the data", where=where), where)
 
 
 def _checked_record(value: Any, where: str) -> Record:
@@ -375,7 +375,11 @@ class _JsonBuffer:
                     reason = (
                         f"{wrong.msg} (line {self.line}" if isinstance(wrong, json.JSONDecodeError) else f"{wrong} ("
                     )
-                    raise XtkError(f"this is not JSON: {reason})", where=where) from None
+                    raise XtkError(
+                        f"this document is not JSON: {reason})",
+                        where=where,
+                        hint="correct the JSON, or write one JSON object per line (.jsonl)",
+                    ) from None
                 continue
             break
         if stop - self._at > reading.max_record_bytes:
@@ -413,9 +417,9 @@ def _json_values(text: _JsonBuffer, name: str, reading: RecordReadOptions) -> It
             text.skip()
             if text.peek():
                 raise XtkError(
-                    "there is text after the end of this JSON array",
+                    "there is text after the closing ] of this JSON array",
                     where=where,
-                    hint="remove it, or write one JSON object per line (.jsonl)",
+                    hint="remove this text, or write one JSON object per line (.jsonl)",
                 )
             return
         if array and not first:
@@ -423,7 +427,7 @@ def _json_values(text: _JsonBuffer, name: str, reading: RecordReadOptions) -> It
                 raise XtkError(
                     "a comma is missing between two documents of this JSON array",
                     where=where,
-                    hint="add it, or write one JSON object per line (.jsonl)",
+                    hint="add the comma, or write one JSON object per line (.jsonl)",
                 )
             text.skip()
             text.peek()
@@ -432,7 +436,9 @@ def _json_values(text: _JsonBuffer, name: str, reading: RecordReadOptions) -> It
         first = False
     if array:
         raise XtkError(
-            "the closing ] of this JSON array is missing", where=name, hint="check that the file is complete"
+            "the closing ] of this JSON array is missing",
+            where=name,
+            hint="add ] at the end, or copy the file again if it is truncated",
         )
 
 
@@ -507,7 +513,7 @@ def _check_header(row: list[str], name: str) -> list[str]:
     repeated = sorted(column for column, times in Counter(row).items() if times > 1)
     if repeated:
         raise XtkError(
-            f"this file has two columns named {repeated[0]!r}", where=name, hint="rename or remove one of them"
+            f"this file has two columns named {repeated[0]!r}", where=name, hint="rename or remove one of these columns"
         )
     return row
 
@@ -585,7 +591,8 @@ def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
         if chosen not in names:
             near = nearest_name(chosen, names)
             raise XtkError(
-                f"this dataset has no split {chosen or DEFAULT_SPLIT!r}" + (f"; did you mean {near}?" if near else ""),
+                f"this saved dataset has no split {chosen or DEFAULT_SPLIT!r}"
+                + (f"; did you mean {near}?" if near else ""),
                 where=str(folder),
                 hint=f"use {folder}:SPLIT, with one of the splits {', '.join(names)}",
             )
@@ -598,7 +605,7 @@ def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
         raise XtkError(
             f"this dataset was saved without splits, so that {split!r} cannot be selected",
             where=str(folder),
-            hint=f"use {folder}",
+            hint=f"remove :{split} and use {folder}",
         )
     state = _read_json_file(folder, _STATE_FILE)
     if state.get("_indices_data_files") or state.get("_indices_files"):

@@ -45,6 +45,7 @@ SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
 }  # roles of the ShareGPT format
+_RECORD_HINT = "correct this document in the data, or remove it"
 
 Record = Mapping[str, Any]
 
@@ -75,7 +76,7 @@ def record_to_document(record: Record, columns: Mapping[str, str], where: str) -
         document = _with_candidate_ids(_with_teacher_prompt(document, row), row)
         return _with_sampled_tokens(_with_weight_and_route(document, row), row)
     except ValueError as wrong:
-        raise XtkError(str(wrong), where=where) from None
+        raise XtkError(str(wrong), where=where, hint=_RECORD_HINT) from None
 
 
 def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> Document:
@@ -112,7 +113,7 @@ def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> 
             document = _without_last_answer(document, document.conversation)
         return _with_weight_and_route(_with_teacher_prompt(document, row), row)
     except ValueError as wrong:
-        raise XtkError(str(wrong), where=where) from None
+        raise XtkError(str(wrong), where=where, hint=_RECORD_HINT) from None
 
 
 def _without_last_answer(document: Document, conversation: Conversation) -> Document:
@@ -121,7 +122,7 @@ def _without_last_answer(document: Document, conversation: Conversation) -> Docu
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise ValueError("this conversation contains no message to respond to")
+        raise ValueError("the conversation has no message before the assistant's reply; add a user message")
     segments = tuple(replace(segment, train=False) for segment in document.segments[: len(messages)])
     return Document(segments, conversation=replace(conversation, messages=tuple(messages)))
 
@@ -181,9 +182,10 @@ def _content_kind(row: _RecordReader) -> str:
         found = [name for name in there if any(row[field] is not None for field in CONTENT_FIELDS[name])] or there
     if "input_ids" in found and len(found) > 1:
         raise XtkError(
-            f"this document has both {' and '.join(found)}, and only one of them can be read",
+            f"this document has {' and '.join(found)}, but xtk reads only one of them; --columns selects it",
             where=row.where,
-            hint="use --columns input_ids=input_ids if they are ids of the teacher's tokenizer, else --columns "
+            hint=f"to use the teacher's token ids: --columns input_ids={row.column_name('input_ids')}; "
+            "to tokenize the text again: --columns "
             + ",".join(f"{field}={row.column_name(field)}" for field in CONTENT_FIELDS[found[0]]),
         )
     if found and found[0] not in there:
@@ -202,12 +204,20 @@ def _text_or_conversation(values: list[Any], row: _RecordReader, fields: tuple[s
     if fields == ("messages",) and isinstance(values[0], str):
         values = [_from_json(values[0], row.column_name("messages"), row.where)]
         if not isinstance(values[0], list):
-            raise XtkError(f"{row.column_name('messages')} must be a list of messages", where=row.where)
+            raise XtkError(
+                f"the column {row.column_name('messages')} must be a list of messages, or its JSON text",
+                where=row.where,
+                hint='write, for example, [{"role": "user", "content": "..."}]',
+            )
     if all(isinstance(value, list) for value in values):
         return _conversation(values, row)
     for field, value in zip(fields, values, strict=True):
         if not isinstance(value, str):
-            raise XtkError(f"{row.column_name(field)} must be text, not {type(value).__name__}", where=row.where)
+            raise XtkError(
+                f"the column {row.column_name(field)} must be text, not {_json_type(value)}",
+                where=row.where,
+                hint=f"correct this document, or use --columns {field}=COLUMN to select another column",
+            )
     return Document.from_text(values[0]) if len(values) == 1 else Document.from_completion(*values)
 
 
@@ -218,7 +228,11 @@ def _conversation(parts: list[list[Any]], row: _RecordReader) -> Document:
     if isinstance(tools, str):
         tools = _from_json(tools, "tools", row.where) if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
-        raise XtkError(f"tools must be a list of tool descriptions, not {type(tools).__name__}", where=row.where)
+        raise XtkError(
+            f"the column {row.column_name('tools')} must be a list of tool descriptions, not {_json_type(tools)}",
+            where=row.where,
+            hint='write, for example, [{"type": "function", "function": {"name": "..."}}]',
+        )
     messages = [_normalized_message(message) for part in parts for message in part]
     return Document.from_messages(messages, tools=_json_value(tools) or None, num_prompt_messages=given)
 
@@ -231,7 +245,8 @@ def _with_teacher_prompt(document: Document, row: _RecordReader) -> Document:
         return document.with_teacher_prompt([_normalized_message(message) for message in prompt])
     if not isinstance(prompt, str):
         raise ValueError(
-            f"{row.column_name('teacher_prompt')} must be text or a list of messages, not {type(prompt).__name__}"
+            f"the column {row.column_name('teacher_prompt')} must be text or a list of messages, "
+            f"not {_json_type(prompt)}"
         )
     return document.with_teacher_prompt(prompt)
 
@@ -242,7 +257,8 @@ def _with_candidate_ids(document: Document, row: _RecordReader) -> Document:
         return document
     if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
         raise ValueError(
-            f"{row.column_name('candidate_ids')} must be a list of lists of token ids, one list per trained token"
+            f"the column {row.column_name('candidate_ids')} must be a list of lists of token ids, one list per teacher "
+            "token that is scored (all trained tokens but the first token)"
         )
     return document.with_candidate_ids(lists)
 
@@ -250,13 +266,17 @@ def _with_candidate_ids(document: Document, row: _RecordReader) -> Document:
 def _segments(parts: Any) -> Iterator[Segment]:
     """Yield the segments of a document from the column `segments`."""
     if not isinstance(parts, list) or not parts:
-        raise ValueError('segments must be a non-empty list of objects {"role": ..., "text": ..., "train": true}')
+        raise ValueError(
+            'the column segments must be a non-empty list of objects {"role": ..., "text": ..., "train": true}'
+        )
     for part in parts:
         role, text, train = (
             (part.get(key) for key in ("role", "text", "train")) if isinstance(part, dict) else [None] * 3
         )
         if not isinstance(role, str) or not isinstance(text, str) or not isinstance(train, bool):
-            raise ValueError(f'a segment must be an object {{"role": ..., "text": ..., "train": true}}; got {part!r}')
+            raise ValueError(
+                f'each segment must be an object {{"role": "...", "text": "...", "train": true}}; got {str(part)[:60]}'
+            )
         yield Segment(replace_surrogates(role), replace_surrogates(text), train)
 
 
@@ -293,7 +313,7 @@ def check_rollout_checksum(record: Record, where: str) -> None:
         raise CorruptError(
             "this rollout does not match its checksum",
             where=where,
-            hint=f"run xtk rollout again; if you edited the line on purpose, remove its {ROLLOUT_CHECKSUM}",
+            hint=f"run xtk rollout again; if you edited this rollout on purpose, remove its key {ROLLOUT_CHECKSUM}",
         )
 
 
@@ -307,7 +327,10 @@ def _with_sampled_tokens(document: Document, row: _RecordReader) -> Document:
     parts = {name: row.get(name) for name in ("sampled_mask", "student_logprobs", "student_tokenizer")}
     for name, value in parts.items():
         if not isinstance(value, str if name == "student_tokenizer" else list):
-            raise ValueError(f"{row.column_name('student_ids')} also needs the column {row.column_name(name)}")
+            raise ValueError(
+                f"a rollout with {row.column_name('student_ids')} also needs the column {row.column_name(name)}; "
+                "use the output of xtk rollout unchanged"
+            )
     template, advantage = row.get("student_template") or "", row.get("advantage")
     sampled_tokens = SampledTokens.from_lists(
         row["student_ids"],
@@ -325,12 +348,12 @@ def _with_weight_and_route(document: Document, row: _RecordReader) -> Document:
     if "weight" in row.columns:
         weight = row.get("weight")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
-            raise ValueError(f"{row.column_name('weight')} is {weight!r}; must be a number from 0 to 1e12")
+            raise ValueError(f"the column {row.column_name('weight')} is {weight!r}; must be a number from 0 to 1e12")
         document = replace(document, weight=float(weight))
     if "route" in row.columns:
         route = row.get("route")
         if not isinstance(route, str):
-            raise ValueError(f"{row.column_name('route')} is {route!r}; must be the name of a teacher")
+            raise ValueError(f"the column {row.column_name('route')} is {route!r}; must be the NAME of a --teacher")
         document = replace(document, teacher_name=replace_surrogates(route))
     return document
 
@@ -360,7 +383,7 @@ def _ids_and_trained(row: _RecordReader) -> tuple[NDArray[np.int64], NDArray[np.
 def _mask_column(row: _RecordReader, field: str, size: int) -> NDArray[np.bool_]:
     values = _integer_column(row, field, size)
     if not np.isin(values, (0, 1)).all():
-        raise ValueError(f"{row.column_name(field)} must contain only 0 and 1")
+        raise ValueError(f"the column {row.column_name(field)} must contain only 0 and 1")
     return np.asarray(values == 1, np.bool_)
 
 
@@ -368,18 +391,20 @@ def _integer_column(row: _RecordReader, field: str, size: int | None = None) -> 
     """Return int64 [size], a column of integers; any length without `size`."""
     values, name = row[field], row.column_name(field)
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise ValueError(f"{name} must be a list of integers")
+        raise ValueError(f"the column {name} must be a list of integers")
     if size is not None and len(values) != size:
-        raise ValueError(f"{name} has {len(values):,} entries; must have {size:,}, like {row.column_name('input_ids')}")
+        raise ValueError(
+            f"the column {name} has {len(values):,} entries; must have {size:,}, like {row.column_name('input_ids')}"
+        )
     try:
         return np.array(values, np.int64)
     except OverflowError:
-        raise ValueError(f"{name} contains a number that is not a token id") from None
+        raise ValueError(f"the column {name} contains an integer that is too large for a token id (64 bits)") from None
 
 
 def _from_json(value: str, name: str, where: str) -> Any:
     """Decode a JSON column: Parquet cannot store objects of different shapes, so datasets store them as JSON."""
-    return parse_json(value, what=f"{name} is a string, which", where=where)
+    return parse_json(value, what=f"the text in the column {name}", where=where)
 
 
 def _normalized_message(message: Any) -> Any:
@@ -390,6 +415,13 @@ def _normalized_message(message: Any) -> Any:
         return {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"], **marks}
     # Tables fill missing keys with nulls.
     return {replace_surrogates(str(key)): _json_value(value) for key, value in message.items() if value is not None}
+
+
+def _json_type(value: object) -> str:
+    """Return the name of a value's JSON type, for messages."""
+    names = {"NoneType": "null", "bool": "a boolean", "int": "a number", "float": "a number", "str": "text",
+             "list": "a list", "tuple": "a list", "dict": "an object"}  # fmt: skip
+    return names.get(type(value).__name__, f"a {type(value).__name__}")
 
 
 def _json_value(value: Any) -> Any:

@@ -39,15 +39,15 @@ def read_input_embedding(folder: Path) -> NDArray[np.float32]:
              if name.endswith(EMBEDDING_NAMES) and len(entry["shape"]) == 2]  # fmt: skip
     if not found:
         raise XtkError(
-            "these weights contain no input embedding",
+            "the weights of this model contain no input embedding",
             where=str(folder),
-            hint=f"its tensor name must end in one of {', '.join(EMBEDDING_NAMES)}",
+            hint=f"use a model whose embedding tensor has a name that ends in {', '.join(EMBEDDING_NAMES)}",
         )
     # If a model has several (such as a vision tower), the text embedding has the most rows.
     file, name, entry = max(found, key=lambda each: each[2]["shape"][0])
     if entry["dtype"] not in _DTYPES:
         raise XtkError(
-            f"embeddings of dtype {entry['dtype']} are not supported",
+            f"this model's input embedding has dtype {entry['dtype']}, which --method embedding does not support",
             where=f"{file}: {name}",
             hint=f"convert the weights to one of {', '.join(_DTYPES)}",
         )

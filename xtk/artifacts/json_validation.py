@@ -21,7 +21,7 @@ class SchemaViolation(ValueError):
     def __init__(self, path: str, value: object, expected: str) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
-        super().__init__(f"{path or 'the content'} is {shown}; must be {expected}")
+        super().__init__(f"{path or 'its content'} is {shown}; must be {expected}")
 
 
 class CheckedObject(dict[str, Any]):
@@ -38,7 +38,11 @@ class CheckedObject(dict[str, Any]):
         self._place, self._where = path, where
 
     def __missing__(self, key: str) -> Any:
-        raise CorruptError(f"this file lacks the key {_child_path(self._place, key)}", where=self._where)
+        raise CorruptError(
+            f"this file lacks the key {_child_path(self._place, key)}",
+            where=self._where,
+            hint="copy the file again, or create it again with the command that wrote it",
+        )
 
     def __reduce__(self) -> tuple[type[CheckedObject], tuple[dict[str, Any], str, str]]:
         """Pickle with path and file, for other processes."""
@@ -54,7 +58,7 @@ def check_schema(content: object, schema: Validator, where: str, hint: str | Non
     try:
         schema(content, "")
     except SchemaViolation as wrong:
-        raise CorruptError(f"this file is not valid: {wrong}", where=where, hint=hint) from None
+        raise CorruptError(f"this file has an invalid value: {wrong}", where=where, hint=hint) from None
 
 
 def integer(minimum: int = 0, maximum: int = MAX_SAFE_INTEGER) -> Validator:

@@ -142,7 +142,7 @@ def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
     base = str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
     if not base:
         raise XtkError(
-            "this adapter does not name its base model",
+            "this PEFT adapter does not name its base model",
             where=str(folder / ADAPTER_CONFIG),
             hint="set base_model_name_or_path in this file to a model folder or a hub id",
         )
@@ -175,7 +175,9 @@ def weights_fingerprint(folder: Path) -> str:
     for file in files:
         if not file.is_file():  # reading a pipe would block
             raise CorruptError(
-                "this is not a regular file", where=str(file), hint="replace it with a copy of the weight file"
+                "a weight file of this model must be a regular file, not a pipe or a device",
+                where=str(file),
+                hint="replace it with a copy of the weight file",
             )
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())

@@ -42,7 +42,7 @@ def check_output_path(path: Path, *, require_utf8: bool = False) -> None:
     while not parent.exists():
         if len(os.fsencode(parent.name)) > MAX_NAME_BYTES:
             raise XtkError(
-                f"this name is too long; must have at most {MAX_NAME_BYTES} bytes",
+                f"a name in the output path is too long; must have at most {MAX_NAME_BYTES} bytes",
                 where=parent.name[:60] + "...",
                 hint="use a shorter output path (-o)",
             )
@@ -98,7 +98,9 @@ def check_output_file(path: Path, kind: str, is_xtk_file: Callable[[Path], bool]
             hint="use another output path (-o)",
         )
     if any(path_exists(name) and path.samefile(name) for name in inputs):
-        raise XtkError("the output is one of the inputs", where=str(path), hint="use another output path (-o)")
+        raise XtkError(
+            "the output file is one of the input files", where=str(path), hint="use another output path (-o)"
+        )
     if not is_xtk_file(path):
         raise XtkError(
             f"the output path is an existing file, which is not one of xtk's {kind}",
@@ -138,7 +140,7 @@ def check_output_folder(path: Path, what: str, inputs: Iterable[str | Path] = ()
     for name in inputs:
         if path_exists(str(name)) and here in ((there := _resolve_path(Path(name))), *there.parents):
             raise XtkError(
-                "the output is one of the inputs, or a folder that contains one",
+                "the output folder is one of the inputs, or contains one",
                 where=str(name),
                 hint="use another output path (-o)",
             )

@@ -94,7 +94,11 @@ def read_projection_header(path: Path) -> dict[str, Any]:
     """
     try:
         if not path.is_dir() and path.exists() and not path.is_file():
-            raise CorruptError("a projection must be a file, but this is a device or a pipe", where=str(path))
+            raise CorruptError(
+                "a projection must be a regular file, but this is a device or a pipe",
+                where=str(path),
+                hint=_REBUILD_HINT,
+            )
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > MAX_HEADER_BYTES:
@@ -134,16 +138,24 @@ def read_projection_header(path: Path) -> dict[str, Any]:
     if strange := [
         name for name in audited.get("poorly_matched_categories", []) if name not in audited.get("categories", {})
     ]:
-        raise CorruptError(f"the audit of this projection has no category {strange[0]!r:.60}", where=str(path))
+        raise CorruptError(
+            f"the audit in the header of this projection file has the unknown category {strange[0]!r:.60}",
+            where=str(path),
+            hint=_REBUILD_HINT,
+        )
     if any(
         ("unmapped_mass" in one) != ("unreachable_teacher_tokens" in one)
         for one in audited.get("categories", {}).values()
     ):
         raise CorruptError(
-            "a category in the audit of this projection is incomplete", where=str(path), hint=_REBUILD_HINT
+            "a category in the audit of this projection file lacks a value", where=str(path), hint=_REBUILD_HINT
         )
     if ("categories" in audited) != ("poorly_matched_categories" in audited):
-        raise CorruptError("the audit of this projection is incomplete", where=str(path), hint=_REBUILD_HINT)
+        raise CorruptError(
+            "the audit of this projection file has only one of categories and poorly_matched_categories",
+            where=str(path),
+            hint=_REBUILD_HINT,
+        )
     return header
 
 
@@ -157,11 +169,13 @@ def read_projection(path: Path) -> Projection:
     try:
         tensors = safetensors.numpy.load(path.read_bytes())
     except Exception as wrong:  # safetensors raises a private exception class
-        raise CorruptError(f"this projection cannot be read: {wrong}", where=str(path), hint=_REBUILD_HINT) from None
+        raise CorruptError(
+            f"this projection file cannot be read: {wrong}", where=str(path), hint=_REBUILD_HINT
+        ) from None
     for name, dtype in TENSOR_DTYPES.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
             raise CorruptError(
-                f"this projection lacks a 1-dimensional tensor {name} of dtype {np.dtype(dtype)}",
+                f"this projection file lacks a 1-dimensional tensor {name} of dtype {np.dtype(dtype)}",
                 where=str(path),
                 hint=_REBUILD_HINT,
             )
@@ -170,7 +184,7 @@ def read_projection(path: Path) -> Projection:
     except ValueError:  # lone surrogates
         whole_file = False
     if not whole_file:
-        raise CorruptError("this projection does not match its checksum", where=str(path), hint=_REBUILD_HINT)
+        raise CorruptError("this projection file does not match its checksum", where=str(path), hint=_REBUILD_HINT)
     header = {key: value for key, value in header.items() if key not in ("format", "version", "checksum")}
     projection = Projection(**{name: tensors[name] for name in TENSOR_DTYPES}, header=header)
     try:

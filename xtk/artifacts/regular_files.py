@@ -35,8 +35,8 @@ def check_file_name(name: object, allowed: Sequence[str | re.Pattern[str]], *, w
                 return name
     shown = repr(name)
     raise CorruptError(
-        f"this file refers to {shown if len(shown) <= 80 else shown[:77] + '...'}, "
-        "which is not an allowed file name here",
+        f"this file refers to {shown if len(shown) <= 80 else shown[:77] + '...'}; must be a known file name in the "
+        "same folder",
         where=where,
         hint="use this artifact only if you trust its source; else create it again, or copy it again",
     )
@@ -83,13 +83,17 @@ def read_regular_file(folder: Path, name: str, max_bytes: int) -> bytes:
     with os.fdopen(open_regular_file(folder, name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
-            raise CorruptError(f"this file has {size:,} bytes; must be at most {max_bytes:,}", where=str(folder / name))
+            raise CorruptError(
+                f"this file has {size:,} bytes; files of this kind have at most {max_bytes:,}",
+                where=str(folder / name),
+                hint="copy the file again, or create it again with the command that wrote it",
+            )
         return stream.read(max_bytes)
 
 
 def _not_regular_error(path: Path) -> CorruptError:
     return CorruptError(
-        "this is not a regular file",
+        "this is not a regular file, but a link, a device, a pipe or a folder",
         where=str(path),
-        hint="replace it with a copy of the file; links, devices and folders are not read",
+        hint="replace it with a copy of the file",
     )

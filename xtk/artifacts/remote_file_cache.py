@@ -44,7 +44,7 @@ class DownloadCache:
             self._all = user_cache_folder() / "remote"
         except RuntimeError as wrong:
             raise XtkError(
-                f"there is no cache folder for downloaded files: {wrong}", hint="set XTK_CACHE=FOLDER"
+                f"the cache folder for downloaded files cannot be found: {wrong}", hint="set XTK_CACHE=FOLDER"
             ) from None
         self.folder = self._all / sha256(name).removeprefix("sha256:")[:24]
         self._limit = _size_limit()
@@ -76,7 +76,7 @@ class DownloadCache:
             came = temporary.stat().st_size
             if came != size:
                 raise CorruptError(
-                    f"the download has {came:,} bytes; must have {size:,}",
+                    f"the download of this file is incomplete: it has {came:,} of {size:,} bytes",
                     where=where,
                     hint="run the same command again",
                 )

@@ -68,7 +68,7 @@ class RemoteFolder:
         Raises:
             XtkError: the path is a file, the bucket is missing, or the storage cannot be accessed.
         """
-        with self._store_errors("this folder cannot be listed"):
+        with self._store_errors("this remote folder cannot be listed"):
             self._fs.invalidate_cache(self._root)
             try:
                 found = self._fs.ls(self._root, detail=True)
@@ -78,7 +78,9 @@ class RemoteFolder:
         # Some stores list a folder among its own files, as an empty object.
         itself = [entry for entry in found if str(entry["name"]).rstrip("/") == self._root]
         if any(entry["type"] == "file" and entry.get("size") for entry in itself):
-            raise XtkError("a cache must be a folder, but this path is a file", where=self._name)
+            raise XtkError(
+                "a cache must be a folder, but this path is a file", where=self._name, hint="use another path"
+            )
         self._listing = {_listed_name(entry["name"], self._root): entry for entry in found if entry not in itself}
         return {file: int(entry.get("size") or 0) for file, entry in self._listing.items()}
 
@@ -89,13 +91,17 @@ class RemoteFolder:
             FileNotFoundError: the file does not exist.
             CorruptError: it is larger than `max_bytes`.
         """
-        with self._store_errors("this file cannot be read", file, missing=True):
+        with self._store_errors("this remote file cannot be read", file, missing=True):
             size = int(self._fs.size(self._path(file)) or 0)
             if size <= max_bytes:
                 content: bytes = self._fs.cat_file(self._path(file))
                 size = len(content)
         if size > max_bytes:
-            raise CorruptError(f"this file has {size:,} bytes; must be at most {max_bytes:,}", where=self.path_of(file))
+            raise CorruptError(
+                f"this file has {size:,} bytes; files of this kind have at most {max_bytes:,}",
+                where=self.path_of(file),
+                hint="copy the file again, or create it again with the command that wrote it",
+            )
         return content
 
     def local_path(self, file: str) -> Path:
@@ -114,7 +120,7 @@ class RemoteFolder:
         tag = next((f"{key} {entry[key]}" for key in VERSION_TAG_KEYS if entry.get(key) is not None), "")
 
         def fetch(path: Path) -> None:
-            with self._store_errors("this file cannot be downloaded", file, missing=True):
+            with self._store_errors("this remote file cannot be downloaded", file, missing=True):
                 self._fs.get_file(self._path(file), str(path))
 
         return self._download_cache.get(file, int(entry["size"]), tag, fetch, self.path_of(file))
@@ -241,7 +247,7 @@ class RemoteFolder:
 
     def _already_exists_error(self, file: str) -> XtkError:
         return XtkError(
-            "another process writes this cache too: this file already exists",
+            "another process is writing this cache: this file already exists",
             where=self.path_of(file),
             hint="wait until the other process ends, or stop it and run the same command again; nothing was replaced",
         )
@@ -292,7 +298,7 @@ def _file_system(place: str) -> tuple[Any, str]:
         ) from None
     except Exception as wrong:  # of the storage library, or ValueError for an unknown protocol
         raise XtkError(
-            f"this folder cannot be reached: {_error_line(wrong)}", where=place, hint=_error_hint(wrong, protocol)
+            f"this remote folder cannot be opened: {_error_line(wrong)}", where=place, hint=_error_hint(wrong, protocol)
         ) from None
     return fs, str(root).rstrip("/")
 
@@ -305,7 +311,12 @@ def _listed_name(path: object, root: str) -> str:
     """
     name = str(path).rstrip("/").rpartition("/")[2]
     if name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise CorruptError(f"the listing of this remote folder contains an invalid file name: {name!r}", where=root)
+        raise CorruptError(
+            f"this remote folder contains a file named {name!r}; names must not be empty, '.' or '..', or contain "
+            "backslashes or zero bytes",
+            where=root,
+            hint="rename or remove this file, or use a folder with only the files of the cache",
+        )
     return name
 
 

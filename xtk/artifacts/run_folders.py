@@ -100,18 +100,20 @@ def read_recipe(path: Path) -> dict[str, Any]:
     version = recipe_version(content)
     if version is None:
         raise XtkError(
-            "this file is not a recipe of xtk distill", where=str(file), hint="use the recipe.json of a run folder"
+            "this recipe.json was not written by xtk distill",
+            where=str(file),
+            hint="use the recipe.json of a run folder",
         )
     if version != RECIPE_VERSION:
         raise XtkError(
-            f"this recipe has version {version}; this xtk reads version {RECIPE_VERSION}",
+            f"this recipe of xtk distill has version {version}; this xtk reads version {RECIPE_VERSION}",
             where=str(file),
             hint="train it again: xtk distill ... -o FOLDER --force; or use the xtk version that started the run",
         )
     identity = content.get("identity")
     if not isinstance(identity, dict) or not _is_identity(identity):
         raise CorruptError(
-            "this recipe does not contain a valid run identity",
+            "this recipe of xtk distill does not contain a valid run identity",
             where=str(file),
             hint="restore the original file, or train again into another folder",
         )
@@ -226,7 +228,9 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
         content = _read_json_object(path)
     except FileNotFoundError:
         raise CorruptError(
-            "this folder has no manifest: it is unfinished or was not written by xtk", where=str(path)
+            "this folder has no manifest: it is unfinished, or xtk did not write it",
+            where=str(path),
+            hint="use a finished checkpoint or model folder; to finish a run, run the same xtk distill command again",
         ) from None
     version = content.get("version", 1)
     if version != VERSION:
@@ -238,14 +242,19 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
         )
     stated = {key: value for key, value in content.items() if key != "checksum"}
     if content.get("checksum") != sha256(canonical_json(stated)):
-        raise CorruptError("this manifest does not match its checksum", where=str(path), hint=_ALTERED_FILE_HINT)
+        raise CorruptError(
+            "the manifest of this folder does not match its checksum", where=str(path), hint=_ALTERED_FILE_HINT
+        )
     if not isinstance(content.get("kind"), str) or (kinds and content["kind"] not in kinds):
         raise CorruptError(
             f"this is the manifest of a {content.get('kind')!s:.40}, not of a {' or '.join(kinds) or 'run'}",
             where=str(path),
+            hint=f"use the folder of a {' or '.join(kinds) or 'run'} of xtk distill",
         )
     if not _is_valid_manifest(content, str(path)):
-        raise CorruptError("this manifest contains an invalid value", where=str(path), hint=_ALTERED_FILE_HINT)
+        raise CorruptError(
+            "the manifest of this folder contains an invalid value", where=str(path), hint=_ALTERED_FILE_HINT
+        )
     return content
 
 
@@ -380,7 +389,11 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular_file(path.parent, path.name, _MAX_JSON_BYTES).decode())
     except (ValueError, RecursionError) as wrong:
-        raise CorruptError(f"this file is not JSON: {wrong!s:.200}", where=str(path)) from None
+        raise CorruptError(f"this file is not JSON: {wrong!s:.200}", where=str(path), hint=_ALTERED_FILE_HINT) from None
     if not isinstance(content, dict):
-        raise CorruptError("this file must contain a JSON object", where=str(path))
+        raise CorruptError(
+            "this file must contain a JSON object, but contains another JSON value",
+            where=str(path),
+            hint=_ALTERED_FILE_HINT,
+        )
     return content

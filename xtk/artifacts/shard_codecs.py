@@ -128,7 +128,7 @@ class RawCodec:
     def unpack_tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return token ids and byte ends of a document, int32 [T] each."""
         if len(packed) != 8 * length:
-            raise ValueError("the number of bytes does not match the number of tokens")
+            raise ValueError("the compressed tokens have a wrong number of bytes")
         both = np.frombuffer(packed, "<i4", 2 * length)
         return both[:length], both[length:]
 
@@ -142,9 +142,9 @@ class RawCodec:
         sampled_offsets = _sizes_to_offsets(reader.read("<i4", size * self.num_sample_sets))
         exact, sampled = int(offsets[-1]), int(sampled_offsets[-1])
         if (np.diff(offsets) < 0).any() or (np.diff(sampled_offsets) < 0).any():
-            raise ValueError("the number of entries is negative")
+            raise ValueError("the offsets of the log-probabilities decrease")
         if len(packed) != 4 * (size * (4 + self.num_sample_sets) + 2 * exact + 2 * sampled):
-            raise ValueError("the number of bytes does not match the number of entries")
+            raise ValueError("the compressed log-probabilities have a wrong number of bytes")
         return StoredLogprobs(
             positions=positions,
             offsets=offsets,

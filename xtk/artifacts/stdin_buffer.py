@@ -42,9 +42,9 @@ class StdinSpool:
                 blank = blank and not part.strip()
         if blank:
             raise XtkError(
-                "stdin is empty: the command before the pipe seems to have failed",
-                where="stdin",
-                hint="check its messages above, or run it alone",
+                "standard input is empty: the command before the | seems to have failed",
+                where="standard input",
+                hint="check the messages of that command above, or run it alone",
             )
         return spool
 

@@ -106,7 +106,9 @@ class LocalFolder:
         """Return the size of each file in bytes; {} if there is no folder."""
         if not self.path.is_dir():
             if self.path.exists():
-                raise XtkError("a cache must be a folder, but this path is a file", where=self.name)
+                raise XtkError(
+                    "a cache must be a folder, but this path is a file", where=self.name, hint="use another path"
+                )
             return {}
         sizes = {}
         with os.scandir(self.path) as entries:  # faster than Path objects for 100,000 files

@@ -181,6 +181,7 @@ class CacheWriter:
                 f"{shard.position.first_document + len(shard):,} of shard {shard.position.shard}, not documents "
                 f"{self._first_rows[number]:,} to {self._first_rows[number + 1]:,} of shard {number}",
                 where=self.folder.path_of(file),
+                hint=_repair_hint(self.folder, file),
             )
         return _manifest_entry(file, shard)
 
@@ -214,7 +215,9 @@ def check_unfinished_cache(folder: StorageFolder) -> None:
         except CorruptError as wrong:
             raise CorruptError(wrong.what, where=where, hint=again) from None
         if shard_file_name(shard.position.shard) != file:
-            raise CorruptError(f"this file contains shard {shard.position.shard}", where=where, hint=again)
+            raise CorruptError(
+                f"this file contains shard {shard.position.shard}, not the shard in its name", where=where, hint=again
+            )
 
 
 def store_shard(
@@ -399,14 +402,14 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
                 hint="run the same xtk cache-teacher command again to continue it",
             ) from None
         raise XtkError(
-            "there is no teacher cache",
+            "this folder contains no teacher cache",
             where=folder.name,
             hint="check the path, or create one: xtk cache-teacher TEACHER DATA -o FOLDER",
         ) from None
     again = f"remove {where} and run the same xtk cache-teacher command again; finished parts are kept"
     manifest = parse_json_object(content, where, again)
     if manifest.get("format") != FORMAT or not {"shards", "header", "version"} <= manifest.keys():
-        raise CorruptError("this is not the manifest of a teacher cache", where=where, hint=again)
+        raise CorruptError("this file is not the manifest of a teacher cache", where=where, hint=again)
     if manifest["version"] != VERSION:
         raise _version_error(manifest["version"], where)
     # Byte by byte: JSON says the same in more than one way.
@@ -415,7 +418,7 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError):  # lone surrogates; "shards" is not a list
         whole = False
     if not whole:
-        raise CorruptError("the manifest of this cache does not match its checksum", where=where, hint=again)
+        raise CorruptError("the manifest of this teacher cache does not match its checksum", where=where, hint=again)
     return check_cache_manifest(manifest, where, again)
 
 
@@ -490,7 +493,7 @@ class TeacherCache:
             CorruptError: the document does not match its checksum.
         """
         if not 0 <= number < len(self):
-            raise IndexError(number)
+            raise IndexError(f"document {number} does not exist; the cache has {len(self):,} documents")
         shard = bisect_right(self._first_rows, number) - 1
         at = number - self._first_rows[shard]
         opened = self._open(shard)
@@ -587,7 +590,9 @@ class TeacherCache:
             entry = self.manifest["shards"][number]
             found = {**shard.counts(), **shard.entropy_sums()}
             if any(entry[name] != value for name, value in found.items()):
-                raise self._damaged_error("this shard does not match the manifest", entry["file"])
+                raise self._damaged_error(
+                    "the counts or sums of this shard differ from the manifest of the cache", entry["file"]
+                )
 
     def _verify_files(self, *, there_only: bool) -> None:
         """Compare the files that are not shards with the checksums in the manifest.
@@ -601,9 +606,11 @@ class TeacherCache:
             except FileNotFoundError:
                 if there_only:
                     continue
-                raise self._damaged_error("a file of this cache is missing", file) from None
+                raise self._damaged_error("this file of the teacher cache is missing", file) from None
             if sha256(content) != checksum:
-                raise self._damaged_error("a file of this cache does not match its checksum in the manifest", file)
+                raise self._damaged_error(
+                    "this file of the teacher cache does not match its checksum in the manifest", file
+                )
 
     def _read_vocabulary_order(self, file: str) -> VocabularyOrder:
         where = self.folder.path_of(file)
@@ -611,7 +618,7 @@ class TeacherCache:
             return VocabularyOrder.from_file_content(file, self.folder.read(file), where)
         except FileNotFoundError:
             raise CorruptError(
-                "the vocabulary order file of this cache is missing",
+                "the teacher cache lacks its file of token ids by frequency",
                 where=where,
                 hint="copy the whole cache folder again",
             ) from None
@@ -631,14 +638,18 @@ class TeacherCache:
         entry = self.manifest["shards"][number]
         path = self.folder.local_path(entry["file"])
         if number not in self._verified and _file_frame_checksum(path, entry["payload_ranges"]) != entry["checksum"]:
-            raise self._damaged_error("this shard does not match its checksum in the manifest", entry["file"])
+            raise self._damaged_error(
+                "this shard does not match its checksum in the manifest of the cache", entry["file"]
+            )
         shard = CacheShard(path, self.folder.path_of(entry["file"]), self._load_vocabulary_order)
         if number not in self._verified and _header_identity(shard.header) != self._identity_of(entry):
-            raise self._damaged_error("a shard is from another cache", entry["file"])
+            raise self._damaged_error(
+                "this shard is from another cache: its header differs from that in the manifest", entry["file"]
+            )
         if number not in self._verified:
             for name, count in shard.counts().items():
                 if entry[name] != count:
-                    what = f"this shard has {count:,} {name}, and the manifest states {entry[name]:,}"
+                    what = f"this shard has {count:,} {name}, but the manifest of the cache states {entry[name]:,}"
                     raise self._damaged_error(what, entry["file"])
         self._verified.add(number)
         return shard
@@ -678,7 +689,9 @@ def read_shard_counts(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _corrupt_document_error(shard: CacheShard, row: int) -> CorruptError:
-    return CorruptError("a document of this cache does not match its checksum", where=f"{shard.name}, row {row}")
+    return CorruptError(
+        "a document of this teacher cache does not match its checksum", where=f"{shard.name}, row {row}"
+    )
 
 
 def _checksum(manifest: dict[str, Any]) -> str:

@@ -65,12 +65,20 @@ class VocabularyOrder:
             CorruptError: the content does not match the checksum in the file name, or is not a permutation of ids.
         """
         if vocabulary_order_file_name(content) != file:
-            raise CorruptError("this vocabulary order file does not match the checksum in its name", where=where)
+            raise CorruptError(
+                "the file of token ids by frequency does not match the checksum in its name",
+                where=where,
+                hint="copy this file of the teacher cache again",
+            )
         batch, _ = read_single_batch(content, where, full=True)
         check_columns(batch, VOCABULARY_ORDER_SCHEMA, where)
         order, lengths = (batch.column(name).to_numpy() for name in VOCABULARY_ORDER_SCHEMA.names)
         if not np.array_equal(np.sort(order), np.arange(len(order))) or (lengths < 0).any():
-            raise CorruptError("this vocabulary order file does not list every token id exactly once", where=where)
+            raise CorruptError(
+                "the file of token ids by frequency must list every token id exactly once",
+                where=where,
+                hint="copy this file of the teacher cache again",
+            )
         by_id = np.zeros(len(order), np.int32)
         by_id[order] = lengths
         return cls(order.copy(), by_id)  # Arrow's memory is read-only; numba would compile another version for it

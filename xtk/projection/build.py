@@ -77,7 +77,9 @@ def build_projection(
     pair = VocabularyPair(student, teacher)
     if not len(pair.exact_entries.rows):
         raise XtkError(
-            "the two vocabularies have no token with equal bytes", where=f"{student.name} and {teacher.name}"
+            "the student and the teacher have no token in common: no two tokens have the same bytes",
+            where=f"{student.name} and {teacher.name}",
+            hint="check STUDENT and TEACHER; use models whose tokenizers share tokens",
         )
     rows, columns = match_special_tokens(student, teacher, special_tokens)
     special = SparseEntries(rows, columns, np.ones(len(rows), np.float32))
@@ -105,7 +107,7 @@ def check_method_options(method: str, options: Iterable[str]) -> Any:
         if name not in known:
             raise XtkError(
                 f"--method {method} does not support --{name.replace('_', '-')}",
-                hint=f"remove it; options of this method: {', '.join(sorted(known)) or 'none'}",
+                hint=f"remove this option; options of the method: {', '.join(sorted(known)) or 'none'}",
             )
     return kind
 
@@ -120,7 +122,10 @@ def make_method(method: str, options: Mapping[str, Any]) -> ProjectionMethod:
     lacking = [field.name for field in dataclasses.fields(kind)
                if field.default is dataclasses.MISSING and field.name not in options]  # fmt: skip
     if lacking:
-        raise XtkError(f"the method {method} needs these arguments: {', '.join(lacking)}")
+        raise XtkError(
+            f"--method {method} lacks its arguments {', '.join(lacking)}",
+            hint="use xtk build-projection, which sets them, or pass them to build_projection",
+        )
     made: ProjectionMethod = kind(**options)
     return made
 

@@ -31,11 +31,15 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
     """
     for _, weight in others:
         if not 0 < weight < 1:
-            raise XtkError(f"a weight of --merge is {weight}; must be above 0 and below 1")
+            raise XtkError(
+                f"a weight of --merge is {weight}; must be above 0 and below 1",
+                hint="use, for example, --merge FILE=0.5",
+            )
     rest = 1 - sum(weight for _, weight in others)
     if rest <= 0:
         raise XtkError(
-            f"the weights of --merge sum to {1 - rest:g}; must be below 1; the first projection gets the rest"
+            f"the weights of --merge sum to {1 - rest:g}; must be below 1",
+            hint="use smaller weights; the first projection gets the remainder to 1",
         )
     for other, _ in others:
         _check_same_pair(first, other)
@@ -87,7 +91,7 @@ def _check_same_pair(first: Projection, other: Projection) -> None:
             )
     if (first.student_width, first.teacher_width) != (other.student_width, other.teacher_width):
         raise MismatchError(
-            "these projections have different shapes (rows x columns)",
+            "these projections have different shapes (student tokens x teacher tokens)",
             where=f"{first.student_width:,} x {first.teacher_width:,} and "
             f"{other.student_width:,} x {other.teacher_width:,}",
             hint="build all of them with xtk build-projection for the same student and teacher",

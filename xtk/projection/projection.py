@@ -14,7 +14,7 @@ from xtk.errors import XtkError
 
 # Fields of a tokenizer in the header that W depends on.
 IDENTITY_KEYS = ("tokenizer", "special_tokens", "embedding_rows")
-_REBUILD = "build it again with xtk build-projection"
+_REBUILD = "build the projection again: xtk build-projection STUDENT TEACHER -o FILE"
 
 
 def format_tokenizer(side: Mapping[str, Any]) -> str:
@@ -152,18 +152,20 @@ class Projection:
         if len(self.weights) != entries or (np.diff(offsets) < 0).any():
             raise XtkError("the projection's weights do not match its number of entries", hint=_REBUILD)
         if entries and (self.teacher_ids.min() < 0 or self.teacher_ids.max() >= self.teacher_width):
-            raise XtkError("the projection has token ids outside of the teacher's vocabulary", hint=_REBUILD)
+            raise XtkError("the projection has a token id that is not in the teacher's vocabulary", hint=_REBUILD)
         if not ((self.weights > 0) & (self.weights <= 1)).all():
-            raise XtkError("the projection has weights outside of (0, 1]", hint=_REBUILD)
+            raise XtkError("the projection has a weight that is not above 0 and at most 1", hint=_REBUILD)
         rising = np.diff(self.teacher_ids) > 0
         rising[offsets[(offsets > 0) & (offsets < entries)] - 1] = True  # at row boundaries ids may decrease
         if not rising.all():
-            raise XtkError("the projection has rows with duplicate or unsorted teacher tokens", hint=_REBUILD)
+            raise XtkError(
+                "the projection has a row whose teacher token ids are not strictly increasing", hint=_REBUILD
+            )
         if (self.row_masses > 1 + 1e-5).any():
-            raise XtkError("the projection has rows that sum to more than 1", hint=_REBUILD)
+            raise XtkError("the projection has a row whose weights sum to more than 1", hint=_REBUILD)
         for cells in (self.student_cells, self.teacher_cells):
             if len(cells) and (cells.min() < -1 or cells.max() >= self.student_width + self.teacher_width):
-                raise XtkError("the projection has cell numbers out of range", hint=_REBUILD)
+                raise XtkError("the projection has partition cell numbers that are out of range", hint=_REBUILD)
 
     @property
     def student_tokens(self) -> int:

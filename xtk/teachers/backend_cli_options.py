@@ -34,7 +34,7 @@ def backend_options(
     if engine and backend == "server":
         raise XtkError(
             "--engine needs --backend transformers or vllm",
-            hint="remove --engine; set these options when you start the server",
+            hint="remove --engine and set the options of the engine when you start the server",
         )
     if servers and backend != "server":
         raise XtkError("--server needs --backend server", hint="add --backend server, or remove --server")
@@ -46,7 +46,7 @@ def backend_options(
         )
     given: dict[str, Any] = {"engine": parse_engine_options(engine)} if engine or backend == "vllm" else {}
     if num_processes > 1 and given.get("engine", {}).get("tp_size", 1) != 1:
-        raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of them")
+        raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of these options")
     if backend == "server":
         return {"servers": list(servers), "concurrency": concurrency}
     return {**given, **({"adapter": adapter} if adapter else {})}

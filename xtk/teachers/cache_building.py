@@ -73,7 +73,10 @@ class CachePartition:
             XtkError: names the invalid option.
         """
         if self.num_processes < 1:
-            raise XtkError(f"--num-processes is {self.num_processes}; must be at least 1")
+            raise XtkError(
+                f"--num-processes is {self.num_processes}; must be at least 1",
+                hint="use, for example, --num-processes 1",
+            )
         if not 0 <= self.machine_rank < self.num_machines:
             raise XtkError(
                 f"--machine-rank is {self.machine_rank}; must be at least 0 and below --num-machines "
@@ -285,7 +288,7 @@ def _score_documents(
     where = f"{job.corpus.name}, shard {number}"
     if len(scores) != len(pieces):
         raise XtkError(
-            f"the teacher returned scores of {len(scores)} documents instead of {len(pieces)}",
+            f"the teacher's backend returned log-probabilities of {len(scores)} documents instead of {len(pieces)}",
             where=where,
             hint="this is an error of the backend; use another --backend",
         )
@@ -307,11 +310,12 @@ def _candidate_ids(job: CacheJob, pieces: list[tuple[Document, TokenSequence]]) 
     """Return the candidate ids of the data at each trained token, for `--support candidates`."""
     if job.request.support.kind != "candidates":
         return None
-    if any(document.candidate_ids is None for document, _ in pieces):
+    lacking = next((document for document, _ in pieces if document.candidate_ids is None), None)
+    if lacking is not None:
         raise XtkError(
-            "a document has no candidate token ids",
-            where=job.corpus.name,
-            hint="--support candidates needs the column candidate_ids: one list of token ids per trained token",
+            "--support candidates needs the column candidate_ids, which a document of the data lacks",
+            where=f"{job.corpus.name}, the document that begins {''.join(one.text for one in lacking.segments)[:40]!r}",
+            hint="add candidate_ids: one list of token ids per teacher token that is scored (all but the first)",
         )
     return [
         document.candidate_ids.to_padded(int(tokens.train_mask.sum()))

@@ -60,7 +60,10 @@ def check_cache_request(request: CacheRequest) -> None:
     """
     support = request.support
     if request.max_length is not None and request.max_length < 4:
-        raise XtkError(f"--max-length is {request.max_length}; must be at least 4")
+        raise XtkError(
+            f"--max-length is {request.max_length}; must be at least 4 tokens",
+            hint="use, for example, --max-length 2048",
+        )
     able: frozenset[str] = load_registered(BACKENDS, request.backend, "backend").support_kinds
     if support.kind not in able:
         raise XtkError(

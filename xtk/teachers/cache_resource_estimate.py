@@ -66,9 +66,9 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
     trained = [(document, tokens) for document, tokens in sample.documents if tokens.train_mask.any()]
     if not trained:
         raise XtkError(
-            "none of the sampled documents has trained tokens",
+            "none of the documents sampled for the estimate has trained tokens",
             where=corpus.name,
-            hint="check the masks and labels of the data",
+            hint="check the columns with masks and labels in the data, and the train flags of messages",
         )
     teacher = open_teacher(request, tokenizer)
     documents = [tokens for _, tokens in trained]

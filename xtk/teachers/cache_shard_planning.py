@@ -178,19 +178,19 @@ def make_shard_plan(
         terminal.note(f"{log_prefix}: {format_lost_bytes(rewritten)}")
     if empty == plan.num_documents:
         raise XtkError(
-            "all documents of this data are empty",
+            "all documents of the data are empty",
             where=corpus.name,
-            hint="check the file and the column of the text (--columns)",
+            hint="check the file; to select another column: --columns text=COLUMN",
         )
     if not plan.num_chunks:
         raise XtkError(
-            "all documents of this data are too long, and --long-documents skip leaves out all of them",
+            "all documents of the data are too long, so that --long-documents skip leaves none",
             where=corpus.name,
             hint="use --long-documents split or truncate",
         )
     if not plan.num_positions and log_prefix:
         raise XtkError(
-            "this data has no trained tokens in the teacher's tokenization",
+            "the data has no trained tokens in the teacher's tokenization",
             where=f"{corpus.name}; {tokenizer.name}",
             hint="check that the chat template prints the assistant's messages, and that masks or labels select tokens",
         )
@@ -209,7 +209,7 @@ def _report_too_long(
         raise XtkError(
             counted,
             where=f"{corpus.name}; the longest is document {number} with {length:,} tokens",
-            hint="use --long-documents split, truncate or skip",
+            hint="use --long-documents split, truncate or skip, or a larger --max-length if the teacher supports it",
         )
     if log_prefix:
         terminal.note(f"{log_prefix}: {counted}; using --long-documents {dealing.long_documents}")
@@ -259,9 +259,9 @@ def _chunk_documents(
 
 def _data_changed_error(corpus: Corpus) -> XtkError:
     return XtkError(
-        "the data changed while it was read",
+        "the data files changed while xtk read them",
         where=corpus.name,
-        hint="run the command again with --force when the data does not change any more",
+        hint="stop the program that writes these files, then run the command again with --force",
     )
 
 

@@ -59,7 +59,7 @@ def verify_cache(
     identity = cache.header["teacher"]
     if tokenizer.fingerprint != identity["tokenizer"]:
         raise MismatchError(
-            "this model has another tokenizer than the teacher of this cache",
+            "--teacher has another tokenizer than the teacher that wrote this cache",
             where=f"{name} has {tokenizer.fingerprint[:15]}; {cache.folder.name} is from {identity['tokenizer'][:15]}",
             hint=f"use --teacher {identity['name']}",
         )
@@ -119,12 +119,12 @@ def _compare_documents(
         )
         if same:
             raise CorruptError(
-                "the log-probabilities of this cache are not those of its teacher",
+                "the log-probabilities in this cache differ from those that its teacher computes now",
                 where=where,
                 hint="create the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
             )
         raise MismatchError(
-            f"{name} is not the teacher of this cache",
+            f"{name} computes other log-probabilities than the teacher that wrote this cache",
             where=where,
             hint=f"use --teacher {cache.header['teacher']['name']}",
         )

@@ -59,13 +59,13 @@ def _wrong_shapes(scores: StoredLogprobs, row: ScoredDocument, support: Support 
     sets = len(scores.sample_offsets) - 1
     wanted = size * support.num_sample_sets if support else sets
     if any(len(values) != size for values in (scores.remainder_mass, scores.observed_logprobs, scores.entropy)):
-        return "the teacher returned arrays whose length is not the number of trained tokens"
+        return "the teacher's backend returned arrays whose length is not the number of trained tokens"
     if (
         not _are_offsets(scores.offsets, size, len(scores.ids), len(scores.logprobs))
         or sets != wanted
         or not _are_offsets(scores.sample_offsets, wanted, len(scores.sample_ids), len(scores.sample_counts))
     ):
-        return "the teacher returned offsets that do not match its entries"
+        return "the teacher's backend returned offsets that do not match the number of its log-probabilities"
     return None
 
 
@@ -99,10 +99,10 @@ def _wrong_ids(scores: StoredLogprobs, row: ScoredDocument, width: int | None) -
     if _out_of_range(scores.ids, width):
         return "the teacher returned token ids outside of its vocabulary"
     if not _are_ascending(scores.ids, scores.offsets):
-        return "the teacher returned token ids that are not strictly increasing"
+        return "the teacher's backend returned token ids of a position that are not strictly increasing"
     at = np.flatnonzero(scores.ids == observed_ids[owner])
     if not np.array_equal(owner[at], np.arange(len(scores))):
-        return "the teacher returned no log-probability of the observed token"
+        return "the teacher's backend returned no log-probability of the observed token"
     with np.errstate(invalid="ignore"):  # two infinities are the same
         differs = np.abs(scores.logprobs[at] - scores.observed_logprobs) > TOLERANCE
     if (differs | (np.isinf(scores.logprobs[at]) != np.isinf(scores.observed_logprobs))).any():
@@ -114,9 +114,9 @@ def _wrong_samples(scores: StoredLogprobs, width: int | None, support: Support |
     if _out_of_range(scores.sample_ids, width):
         return "the teacher sampled token ids outside of its vocabulary"
     if not _are_ascending(scores.sample_ids, scores.sample_offsets):
-        return "the teacher returned sampled ids that are not strictly increasing"
+        return "the teacher's backend returned sampled token ids that are not strictly increasing"
     if (scores.sample_counts < 1).any():
-        return "the teacher returned sampled ids with a count below 1"
+        return "the teacher's backend returned a sampled token id with a count below 1"
     if support is None or not support.num_sample_sets:
         return None
     sampled = np.diff(scores.sample_offsets)
@@ -124,14 +124,14 @@ def _wrong_samples(scores: StoredLogprobs, width: int | None, support: Support |
     # Without remainder mass there is nothing to sample from.
     nothing = np.repeat(scores.remainder_mass <= TOLERANCE, support.num_sample_sets) & (counts == 0)
     if not (nothing | (counts == support.num_samples)).all():
-        return f"the teacher did not return {support.num_samples} samples per set"
+        return f"the teacher's backend did not return {support.num_samples} samples in each sample set (--num-samples)"
     owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
     sampled_owner = np.repeat(np.arange(len(sampled)) // support.num_sample_sets, sampled)
     exact, others = (
         by.astype(np.int64) << 32 | ids for by, ids in ((owner, scores.ids), (sampled_owner, scores.sample_ids))
     )
     if np.isin(others, exact).any():
-        return "the teacher sampled ids that are also among the exact ids"
+        return "the teacher's backend sampled token ids whose exact log-probabilities it also returned"
     return None
 
 

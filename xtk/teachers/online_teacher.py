@@ -220,7 +220,7 @@ class OnlineTeacher:
 
     def _read_plan(self) -> ShardPlan:
         if self._plan is None:
-            raise RuntimeError("read_corpus must be called first")
+            raise RuntimeError("OnlineTeacher.read_corpus must be called before this method")
         return self._plan
 
 
@@ -309,7 +309,7 @@ def _parse_options(text: str, options: str) -> tuple[dict[str, Any], list[str], 
                 "option of a teacher", key, (*NUMERIC_OPTIONS, *TEXT_OPTIONS, f"{ENGINE_PREFIX}NAME")
             )
         elif name in given:
-            raise XtkError(f"--teacher {text}: {key} is given twice", hint="remove one of the two")
+            raise XtkError(f"--teacher {text}: {key} is given twice", hint=f"remove one {key}=")
         elif name in NUMERIC_OPTIONS and (name, value) != ("top_k", FULL_VOCABULARY):
             given[name] = _parse_number(text, key, value, NUMERIC_OPTIONS[name])
         else:

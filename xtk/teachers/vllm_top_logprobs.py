@@ -47,7 +47,7 @@ def check_support_kind(request: BackendConfig) -> None:
         "candidates": "the log-probabilities of the candidate ids in the data",
         "sample": "the whole distribution for sampling",
         "top-k+sample": "the whole distribution for sampling",
-    }.get(kind, "more than these")
+    }.get(kind, "log-probabilities of other tokens too")
     raise XtkError(
         f"vLLM returns only the most likely tokens; --support {kind} needs {needs}",
         where=request.name,
@@ -145,7 +145,8 @@ def _known_and_remainder(
 def _check_top_logprobs(heads: TopLogprobs, observed_ids: NDArray[np.int32], width: int, where: str) -> None:
     if len(heads.observed_logprobs) != len(observed_ids) or len(heads.ids) != len(observed_ids):
         raise XtkError(
-            f"the teacher returned {len(heads.ids):,} distributions for {len(observed_ids):,} tokens",
+            f"the teacher's backend returned log-probabilities for {len(heads.ids):,} tokens instead of "
+            f"{len(observed_ids):,}",
             where=where,
             hint="this is an error of the backend; use another --backend",
         )
@@ -164,7 +165,7 @@ def _check_top_logprobs(heads: TopLogprobs, observed_ids: NDArray[np.int32], wid
     in_order = np.sort(heads.ids, 1)
     if (in_order[:, 1:] == in_order[:, :-1]).any():
         raise XtkError(
-            "the teacher returned a token twice in one distribution",
+            "the teacher's backend returned two log-probabilities of the same token at one position",
             where=where,
             hint="this is an error of the backend; use another --backend",
         )
@@ -172,7 +173,7 @@ def _check_top_logprobs(heads: TopLogprobs, observed_ids: NDArray[np.int32], wid
     most = np.exp(known).sum(1).max(initial=0.0)
     if not most <= 1 + MAX_EXCESS_MASS:
         raise XtkError(
-            f"the returned values are not log-probabilities: probabilities sum to {most:.4g}, more than 1",
+            f"the values from vLLM are not log-probabilities: the probabilities of a position sum to {most:.4g}",
             where=where,
             hint="start vLLM's server with --logprobs-mode raw_logprobs",
         )

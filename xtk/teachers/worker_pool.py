@@ -100,7 +100,7 @@ class WorkerProcess:
             code = self.process.wait(TERMINATE_SECONDS)
         except subprocess.TimeoutExpired:
             return XtkError(
-                "a worker process of the teacher closed its pipe but still runs",
+                "a worker process of the teacher still runs, but its connection is closed",
                 where=self.name,
                 hint="run the same command again; finished parts are kept",
             )
@@ -108,7 +108,7 @@ class WorkerProcess:
             return XtkError(
                 f"a worker process of the teacher ended with exit code {code}",
                 where=self.name,
-                hint="see its messages above",
+                hint="see the messages of this process above",
             )
         hint = "run the same command again; finished parts are kept"
         if -code == signal.SIGKILL:

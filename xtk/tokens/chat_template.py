@@ -277,7 +277,10 @@ def _unused_placeholder(contents: Sequence[str]) -> str:
     for mark in PLACEHOLDER_CHARACTERS:
         if not any(mark in content for content in contents):
             return mark
-    raise XtkError("a conversation contains all Unicode noncharacters U+FDD0 to U+FDEF; remove one of them")
+    raise XtkError(
+        "a conversation contains all Unicode noncharacters U+FDD0 to U+FDEF; at least one must be unused",
+        hint="remove one of these characters from the messages",
+    )
 
 
 def _common_prefix(one: str, other: str) -> int:

@@ -135,15 +135,17 @@ class Document:
                 or a document of token ids.
         """
         if self.teacher_tokens is not None:
-            raise ValueError("teacher_prompt cannot be combined with input_ids, which are used unchanged")
+            raise ValueError(
+                "a document with input_ids, which are used unchanged, cannot have a teacher_prompt; remove one of both"
+            )
         if isinstance(prompt, str):
             if self.conversation is not None and self.segments[:1] and _is_trained_system_segment(self.segments[0]):
-                raise ValueError("teacher_prompt is a text, but the system message that it would replace is trained")
+                raise ValueError(
+                    "teacher_prompt would replace a system message that is trained; set train of this message to false"
+                )
             return replace(self, teacher_prompt=replace_surrogates(prompt))
         if self.conversation is None:
-            raise ValueError(
-                "teacher_prompt is a list of messages, but the document is not a conversation; use a string"
-            )
+            raise ValueError("teacher_prompt is a list of messages, but the document has no messages; use a string")
         return replace(self, teacher_prompt=tuple(map(_normalize_message, prompt)))
 
     def with_candidate_ids(self, id_lists: Sequence[ArrayLike]) -> Document:
@@ -163,8 +165,8 @@ class Document:
         """
         if self.teacher_tokens is not None and not self.segments:
             raise XtkError(
-                "this data has only input_ids (teacher token ids), but this command needs text",
-                hint="use it with xtk cache-teacher, or select a text column with --columns text=COLUMN",
+                "the data has only input_ids (teacher token ids), but this command needs text",
+                hint="use this data with xtk cache-teacher, or select a text column with --columns text=COLUMN",
             )
         return "".join(segment.text for segment in self.segments)
 
@@ -193,7 +195,7 @@ class Document:
             ValueError: the document cannot be split (`unsplittable_reason`).
         """
         if self.unsplittable_reason:
-            raise ValueError(self.unsplittable_reason)
+            raise ValueError(f"the document cannot be split: {self.unsplittable_reason}")
         segments, first = [], 0
         for segment in self.segments:
             text = segment.text.encode()
@@ -234,7 +236,7 @@ def _is_message_trained(message: Mapping[str, Any]) -> bool:
     flags = {key: message[key] for key in TRAIN_FLAG_KEYS if message.get(key) is not None}
     for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise ValueError(f"{key!r} of a message is {value!r}; must be true or false, or 1 or 0")
+            raise ValueError(f"{key} of a message is {value!r}; must be true or false, or 1 or 0")
     if not flags.get("weight", 1):
         return False
     return bool(flags.get("train", message["role"] == "assistant"))
@@ -251,7 +253,7 @@ def message_content(message: Mapping[str, Any]) -> str:
         ValueError: it has no role, or its content is not text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError('a message must be an object such as {"role": "user", "content": "..."}')
+        raise ValueError('each message must be an object such as {"role": "user", "content": "..."}')
     content = message.get("content")
     if content is None:
         return ""
@@ -261,7 +263,9 @@ def message_content(message: Mapping[str, Any]) -> str:
         texts = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in texts):
             return replace_surrogates("".join(map(str, texts)))
-    raise ValueError(f"the content of a message with role {message['role']!r} is not text")
+    raise ValueError(
+        f"the content of a message with role {message['role']!r} is not text; must be a string or a list of text parts"
+    )
 
 
 def replace_surrogates(text: str) -> str:

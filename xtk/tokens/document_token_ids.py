@@ -32,7 +32,9 @@ class TeacherTokenIds:
         numbers = _as_int32_ids(ids, "input_ids")
         flags = np.ones(len(numbers), np.bool_) if train_mask is None else np.array(train_mask, np.bool_)
         if flags.shape != numbers.shape:
-            raise ValueError(f"the train mask has {flags.size:,} entries, but input_ids has {len(numbers):,}")
+            raise ValueError(
+                f"the train mask of a document has {flags.size:,} entries, but its input_ids has {len(numbers):,}"
+            )
         return cls(numbers, flags)
 
     def __eq__(self, other: object) -> bool:
@@ -88,14 +90,14 @@ class SampledTokens:
         values = np.asarray(logprobs, np.float64)
         if not numbers.shape == flags.shape == values.shape:
             raise ValueError(
-                f"student_ids has {numbers.size:,} entries, sampled_mask {flags.size:,} and student_logprobs "
-                f"{values.size:,}; the lengths must be equal"
+                f"student_ids of a rollout has {numbers.size:,} entries, sampled_mask {flags.size:,} and "
+                f"student_logprobs {values.size:,}; the lengths must be equal"
             )
         if not np.isin(flags, (0, 1)).all():
-            raise ValueError("sampled_mask must contain only 0 and 1")
+            raise ValueError("sampled_mask of a rollout must contain only 0 and 1")
         flags = flags.astype(np.bool_)
         if not (values[flags] <= 1e-3).all():
-            raise ValueError("student_logprobs must be natural logarithms of probabilities, at most 0")
+            raise ValueError("student_logprobs of a rollout must be natural logarithms of probabilities, at most 0")
         if not np.isfinite(advantage):
             raise ValueError(f"the advantage of a rollout is {advantage}; must be finite")
         return cls(
@@ -201,5 +203,5 @@ def _as_int32_ids(values: ArrayLike, name: str) -> NDArray[np.int32]:
     limits = np.iinfo(np.int32)
     for number in (array.min(), array.max()):
         if not limits.min <= int(number) <= limits.max:
-            raise ValueError(f"{name} has {number}, which is not a token id (32-bit integer)")
+            raise ValueError(f"{name} contains {number}, which is not a token id: it does not fit into 32 bits")
     return array.astype(np.int32)

@@ -38,7 +38,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     if path.stat().st_size > MAX_BYTES:
-        what = f"config.json has {path.stat().st_size:,} bytes; the limit is {MAX_BYTES:,}"
+        what = f"config.json has {path.stat().st_size:,} bytes; must have at most {MAX_BYTES:,}"
         raise XtkError(what, where=str(path), hint=_HINT)
     try:
         text = path.read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         raise XtkError(f"config.json is not UTF-8: {wrong}", where=str(path), hint=_HINT) from None
     content = parse_json(text, what="this config.json", where=str(path))
     if not isinstance(content, dict):
-        what = f"config.json must be a JSON object, not a {type(content).__name__}"
+        what = "config.json must contain a JSON object, but contains another JSON value"
         raise XtkError(what, where=str(path), hint=_HINT)
     for name, value in _walk_config(content):
         _check_value(name, value, path)
@@ -70,14 +70,14 @@ def _check_value(name: str, value: Any, path: Path) -> None:
         and value is not None
         and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
     ):
-        what = f"{name} is {_abbreviated_json(value)}; must be a non-negative integer"
+        what = f"{name} in config.json is {_abbreviated_json(value)}; must be a non-negative integer"
         raise XtkError(what, where=str(path), hint=_HINT)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     for pattern, limit in MAX_VALUES:
         if pattern.search(name):
             if not value <= limit:
-                what = f"{name} is {value:,}; the limit is {limit:,}"
+                what = f"{name} in config.json is {value:,}; must be at most {limit:,}"
                 raise XtkError(what, where=str(path), hint=_HINT)
             return
 

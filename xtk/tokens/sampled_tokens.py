@@ -68,8 +68,9 @@ def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledToken
     size = len(tokenizer.vocabulary)
     if len(sampled.ids) and int(sampled.ids.max()) >= size:
         raise XtkError(
-            f"student_ids of a rollout has {int(sampled.ids.max())}; token ids of this tokenizer are 0 to {size - 1:,}",
-            where=tokenizer.name,
+            f"student_ids of a rollout contains token id {int(sampled.ids.max())}; this tokenizer has ids 0 to "
+            f"{size - 1:,}",
+            where=f"{tokenizer.name}; the rollout that begins {document.text[:40]!r}",
             hint="use the output of xtk rollout unchanged",
         )
     template = tokenizer.template_fingerprint if document.conversation is not None else ""

@@ -78,15 +78,17 @@ def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: Tok
     trained = int(sequence.train_mask.sum())
     if len(given) != trained:
         raise XtkError(
-            f"candidate_ids has {len(given):,} lists, but {trained:,} tokens of the document are trained",
+            f"candidate_ids of a document has {len(given):,} lists, but the teacher scores {trained:,} of its tokens",
             where=tokenizer.name,
-            hint="give one list per trained token of the teacher, in order; the first token is never trained",
+            hint="use one list per teacher token that is scored, in order (all trained tokens but the first token)",
         )
     if len(given.ids) and not 0 <= given.ids.min() <= given.ids.max() < tokenizer.embedding_rows:
         wrong = int(given.ids.min() if given.ids.min() < 0 else given.ids.max())
         raise XtkError(
-            f"candidate_ids has {wrong}; token ids of the teacher are 0 to {tokenizer.embedding_rows - 1:,}",
+            f"candidate_ids of a document contains token id {wrong}; the teacher has ids 0 to "
+            f"{tokenizer.embedding_rows - 1:,}",
             where=tokenizer.name,
+            hint="use token ids of the teacher's tokenizer in candidate_ids",
         )
 
 
@@ -237,14 +239,14 @@ def _check_ids(tokenizer: Tokenizer, tokens: TeacherTokenIds) -> None:
     wrong = np.flatnonzero((tokens.ids < 0) | (tokens.ids >= len(vocabulary)))
     if len(wrong):
         raise XtkError(
-            f"token {wrong[0]} of a document's input_ids is {tokens.ids[wrong[0]]}, "
-            f"but the teacher's tokenizer has only {len(vocabulary):,} tokens",
+            f"input_ids[{wrong[0]}] of a document is {tokens.ids[wrong[0]]}; the teacher's tokenizer has ids 0 to "
+            f"{len(vocabulary) - 1:,}",
             where=tokenizer.name,
-            hint="input_ids must come from the teacher's own tokenizer",
+            hint="tokenize the data with the teacher's tokenizer, or use data with text or messages",
         )
     if not vocabulary.is_text_decodable:
         raise XtkError(
-            "input_ids cannot be decoded: tokens of this tokenizer do not contain the spaces between words",
+            "input_ids cannot be decoded: tokens of the teacher's tokenizer do not contain the spaces between words",
             where=tokenizer.name,
             hint="use data with text, messages, or prompt and completion",
         )
@@ -294,7 +296,8 @@ class _TextBuilder:
         except UnicodeDecodeError as wrong:
             token = first + int(np.searchsorted(edges, wrong.start, side="right")) - 1
             raise XtkError(
-                f"token {token} of a document's input_ids, {self._ids[token]}, results in bytes that are not UTF-8",
+                f"input_ids of a document cannot be decoded: token {token} (id {self._ids[token]}) "
+                "results in invalid UTF-8",
                 where=self._tokenizer.name,
                 hint="remove the document, or set the train mask to 0 from this token on",
             ) from None

@@ -61,10 +61,15 @@ class SandboxedTemplate:
         self.source, self.kind, self.where = source, kind, where
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise XtkError(
-                f"this {kind} template has {len(source):,} characters; the maximum is {MAX_SOURCE_CHARACTERS:,}",
+                f"this {kind} template has {len(source):,} characters; must have at most {MAX_SOURCE_CHARACTERS:,}",
                 where=where,
+                hint="use a shorter template",
             )
         self.render_batch([])
+
+    @property
+    def _hint(self) -> str:
+        return "correct the template, or remove the " + ("conversation" if self.kind == CHAT_TEMPLATE else "row")
 
     def render_batch(self, variables: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the rendered text for each set of variables.
@@ -79,7 +84,7 @@ class SandboxedTemplate:
         for part in _split_requests([json.dumps(values, default=str) for values in variables]):
             for response in _render_process().render(self, part):
                 if "error" in response:
-                    raise XtkError(_printable_error(response["error"]), where=self.where)
+                    raise XtkError(_printable_error(response["error"]), where=self.where, hint=self._hint)
                 texts.append(response["text"])
         return texts
 
@@ -120,7 +125,7 @@ class _RenderProcess:
                     number = self.close()
                     # If it died between two requests, for example killed by the user, it is started again.
                     if fresh or again or number in (-signal.SIGVTALRM, -signal.SIGSEGV):
-                        raise XtkError(_exit_reason(number), where=template.where) from None
+                        raise XtkError(_exit_reason(number), where=template.where, hint=_exit_hint(number)) from None
         raise AssertionError
 
     def _exchange(self, template: SandboxedTemplate, values: Sequence[str]) -> list[dict[str, str]]:
@@ -202,8 +207,16 @@ def _exit_reason(number: int) -> str:
     if number == -signal.SIGVTALRM:
         return f"the Jinja template exceeded {MAX_SECONDS} seconds of CPU time for one conversation"
     if number == -signal.SIGKILL:
-        return "the process that renders Jinja templates was killed; check whether the machine ran out of memory"
+        return "the process that renders Jinja templates was killed"
     return f"the process that renders Jinja templates crashed (exit code {number})"
+
+
+def _exit_hint(number: int) -> str:
+    if number == -signal.SIGVTALRM:
+        return "use a simpler template, or remove very long conversations from the data"
+    if number == -signal.SIGKILL:
+        return "check whether the machine ran out of memory, then run the same command again"
+    return "run the same command again; if the process crashes again, use another template"
 
 
 def _printable_error(text: str) -> str:
@@ -249,10 +262,10 @@ def _render_request(environments: Mapping[str, Any], templates: dict[int, Any], 
                 templates[number] = (environments[kind].from_string(source), len(source))
         except Exception as error:
             templates[number] = (None, 0)
-            return [{"error": f"invalid {kind} template: {_error_text(error)}"}]
+            return [{"error": f"the {kind} template is invalid: {_error_text(error)}"}]
     template, size = templates[number]
     if template is None:
-        return [{"error": f"invalid {kind} template"}]
+        return [{"error": f"the {kind} template is invalid"}]
     return [
         _render_one(template, values, kind, MAX_OUTPUT_RATIO * (size + read) + MIN_OUTPUT_LIMIT)
         for values, read in zip(request["values"], request["sizes"], strict=True)
@@ -284,7 +297,7 @@ def _render_one(template: Any, values: dict[str, Any], kind: str, limit: int) ->
         return {"text": "".join(parts)}
     except Exception as error:  # a template is a program
         del parts
-        verb = "refuses this conversation" if kind == CHAT_TEMPLATE else "fails"
+        verb = "refuses a conversation of the data" if kind == CHAT_TEMPLATE else "cannot be rendered for a row"
         return {"error": f"the {kind} template {verb}: {_error_text(error)}"}
 
 

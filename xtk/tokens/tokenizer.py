@@ -500,9 +500,9 @@ class Tokenizer:
             return path.read_bytes(), configuration
         if not self.folder.is_dir():
             raise XtkError(
-                "model or tokenizer folder not found",
+                "this model or tokenizer folder does not exist",
                 where=str(self.folder),
-                hint="check the path: the folder must have tokenizer.json",
+                hint="check the path; use a folder with tokenizer.json",
             )
         from xtk.tokens.tokenizer_formats import convert_tokenizer_files
 

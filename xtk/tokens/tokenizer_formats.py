@@ -111,7 +111,9 @@ def convert_tokenizer_files(folder: Path) -> FileContents | None:
                 return read(path)
             except (ValueError, KeyError, TypeError, IndexError, struct.error, binascii.Error) as error:
                 raise XtkError(
-                    f"invalid or truncated tokenizer file: {error}", where=str(path), hint="download the file again"
+                    f"this tokenizer file is invalid or truncated: {error}",
+                    where=str(path),
+                    hint="download the file again",
                 ) from None
     return None
 
@@ -142,8 +144,8 @@ def _read_tiktoken(path: Path) -> FileContents:
     scheme = TIKTOKEN_SPECS.get(len(ranks)) or TIKTOKEN_SPECS.get(len(ranks) - 1)
     if scheme is None:
         raise XtkError(
-            f"unknown tiktoken vocabulary of {len(ranks):,} tokens: the file does not contain the regular expression "
-            "that splits a text before merging",
+            f"this tiktoken file of {len(ranks):,} tokens is unknown to xtk and does not contain the regular "
+            "expression that splits a text before merging",
             where=str(path),
             hint="create tokenizer.json with transformers.convert_slow_tokenizer.TikTokenConverter(file, pattern=...)",
         )
@@ -236,7 +238,9 @@ def _read_sentencepiece(path: Path) -> FileContents:
         }  # fmt: skip
     else:
         raise XtkError(
-            "SentencePiece models of type word or char are not supported, only BPE and Unigram", where=str(path)
+            "SentencePiece models of type word or char are not supported, only BPE and Unigram",
+            where=str(path),
+            hint="use a model with another tokenizer, or a folder with tokenizer.json",
         )
     specials = {name: at for at, name in enumerate(names) if kinds[at] in (_UNKNOWN_PIECE, _CONTROL_PIECE)}
     symbols = {name: at for at, name in enumerate(names) if kinds[at] == _USER_DEFINED_PIECE}
@@ -308,9 +312,9 @@ def _protobuf_wire_values(raw: bytes) -> Iterator[tuple[int, Any]]:
             size, at = _read_varint(raw, at)
             value, at = raw[at : at + size], at + size
         else:
-            raise ValueError("not a SentencePiece model")
+            raise ValueError("it is not a SentencePiece model")
         if at > len(raw):
-            raise ValueError("the file is truncated")
+            raise ValueError("the file ends too early")
         yield number, value
 
 

@@ -29,13 +29,13 @@ def check_tokenizer_json(content: Any, where: str) -> None:
     """
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict):
-        raise XtkError("invalid tokenizer.json: it has no model", where=where, hint=_HINT)
+        raise XtkError("invalid tokenizer.json: it must be a JSON object with the key model", where=where, hint=_HINT)
     tables = ("vocab", "merges")  # long, and flat
     outline = {**content, "model": {key: value for key, value in model.items() if key not in tables}}
     check_depth(outline, MAX_DEPTH + 1, what="this tokenizer.json", where=where)
     added = content.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        raise XtkError("added_tokens in tokenizer.json is not a list of objects", where=where, hint=_HINT)
+        raise XtkError("added_tokens in tokenizer.json must be a list of objects", where=where, hint=_HINT)
     for token in added:
         if not token.get("content"):
             raise XtkError(f"added token {token.get('id')} in tokenizer.json has no text", where=where, hint=_HINT)
@@ -44,7 +44,7 @@ def check_tokenizer_json(content: Any, where: str) -> None:
     numbers = [number for number in (*ids, *(token.get("id") for token in added)) if isinstance(number, int)]
     if numbers and max(numbers) >= MAX_TOKENS:
         raise XtkError(
-            f"this tokenizer has a token with id {max(numbers):,}; the maximum is {MAX_TOKENS - 1:,}",
+            f"this tokenizer has a token with id {max(numbers):,}; ids must be at most {MAX_TOKENS - 1:,}",
             where=where,
             hint=_HINT,
         )
@@ -54,7 +54,7 @@ def check_tokenizer_json(content: Any, where: str) -> None:
     )
     if growth > MAX_NORMALIZER_GROWTH:
         raise XtkError(
-            f"the normalizer of this tokenizer outputs up to {growth:,.0f} bytes per byte; the maximum is "
+            f"the normalizer of this tokenizer outputs up to {growth:,.0f} bytes per input byte; xtk allows at most "
             f"{MAX_NORMALIZER_GROWTH:,}",
             where=where,
             hint=_HINT,

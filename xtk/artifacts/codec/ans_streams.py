@@ -101,7 +101,9 @@ def decode_varints(packed: bytes | memoryview, count: int) -> tuple[list[int], i
     numbers = np.empty(count, np.int64)
     at = decode_varints_into(np.frombuffer(packed, np.uint8), numbers)
     if at < 0:
-        raise CorruptError("corrupt data: it ends in the middle of its length fields")
+        raise CorruptError(
+            "this shard of a teacher cache is corrupt: its compressed data is truncated within the length fields"
+        )
     return numbers.tolist(), at
 
 
@@ -116,5 +118,5 @@ def split_bytes(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> li
         parts.append(packed[at : at + size])
         at += size
     if at > len(packed):
-        raise CorruptError("corrupt data: its parts are longer than the data")
+        raise CorruptError("this shard of a teacher cache is corrupt: its length fields exceed its compressed data")
     return [*parts, packed[at:]]

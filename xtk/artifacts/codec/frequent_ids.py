@@ -71,7 +71,7 @@ def unpack_frequent_ids(
     """
     (clusters, count, size), at = decode_varints(packed, 3)
     if not 1 <= clusters <= NUM_SYMBOLS or count > clusters * len(ids_by_frequency):
-        raise CorruptError("the codec tables of this shard are corrupt: invalid table of frequent ids")
+        raise CorruptError("this shard of a teacher cache is corrupt: its table of frequent token ids is invalid")
     frequencies, stream = split_bytes(packed, at, [size])
     slots = make_decoding_tables(
         unpack_frequencies(frequencies, NUM_CONTEXTS), np.zeros((NUM_CONTEXTS, NUM_SYMBOLS), np.int64)
@@ -80,7 +80,7 @@ def unpack_frequent_ids(
     if not decode_frequent_ids(
         np.frombuffer(stream, np.uint8), slots, FIRST_CONTEXTS, ids_by_frequency, starts, frequent_ids
     ):
-        raise CorruptError("the codec tables of this shard are corrupt: invalid table of frequent ids")
+        raise CorruptError("this shard of a teacher cache is corrupt: its table of frequent token ids is invalid")
     return starts, frequent_ids
 
 

@@ -49,7 +49,7 @@ def pack_logprobs(
     """
     if 2 * len(ids_by_frequency) > NUMBER_LIMIT:
         raise XtkError(
-            f"the teacher's vocabulary has {len(ids_by_frequency):,} ids; this precision supports at most "
+            f"the teacher's vocabulary has {len(ids_by_frequency):,} token ids; this --precision supports at most "
             f"{NUMBER_LIMIT // 2:,}",
             hint="use --precision float32",
         )

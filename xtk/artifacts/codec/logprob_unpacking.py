@@ -189,7 +189,7 @@ class LogprobDecoder:
 
 
 def _corruption_error() -> CorruptError:
-    return CorruptError("corrupt data: the log-probabilities cannot be decoded")
+    return CorruptError("this shard of a teacher cache is corrupt: its log-probabilities cannot be decoded")
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -107,7 +107,7 @@ def quantize(
     owners = entry_owners(stored_logprobs.offsets)
     observed = stored_logprobs.ids == observed_ids[owners]
     if not np.array_equal(owners[observed], np.arange(size)):
-        raise ValueError("the observed token must be exactly once among the exact ids of its position")
+        raise ValueError("the exact token ids of a position must contain its observed token exactly once")
     sampled = entry_owners(stored_logprobs.sample_offsets)
     sums = np.bincount(sampled, stored_logprobs.sample_counts, minlength=size * num_sample_sets)
     if (
@@ -115,7 +115,9 @@ def quantize(
         or (stored_logprobs.sample_counts < 1).any()
         or ((sums != 0) & (sums != num_samples)).any()
     ):
-        raise ValueError(f"a document needs {num_sample_sets} sample sets whose counts sum to {num_samples}")
+        raise ValueError(
+            f"each position of a document must have {num_sample_sets} sample sets whose counts sum to {num_samples}"
+        )
     others = ~observed
     logprobs, owners = stored_logprobs.logprobs[others], owners[others]
     tail = stored_logprobs.remainder_mass.astype(np.float64)

@@ -71,7 +71,7 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
         one = bits.find("1", at, at + FREQUENCY_BITS + 1)
         stop = 2 * one - at + 1
         if one < 0 or stop > len(bits):
-            raise CorruptError("the codec tables of this shard are corrupt: the data ends too soon")
+            raise CorruptError("this shard of a teacher cache is corrupt: its compression tables are truncated")
         number = int(bits[one:stop], 2) - 1
         at = stop
         return number
@@ -79,11 +79,13 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
     for row in frequencies:
         size = gamma()
         if size > NUM_SYMBOLS:
-            raise CorruptError("the codec tables of this shard are corrupt: unknown symbols")
+            raise CorruptError("this shard of a teacher cache is corrupt: its compression tables have too many symbols")
         row[:size] = [gamma() for _ in range(size)]
     sums = frequencies.sum(1)
     if ((sums != 0) & (sums != FREQUENCY_TOTAL)).any() or len(bits) - at > 7:
-        raise CorruptError("the codec tables of this shard are corrupt: the symbol frequencies have a wrong sum")
+        raise CorruptError(
+            "this shard of a teacher cache is corrupt: the frequencies in its compression tables have a wrong sum"
+        )
     return frequencies
 
 

@@ -96,7 +96,7 @@ class TokenDecoder:
             np.frombuffer(packed, np.uint8), self._slots, FIRST_CONTEXTS, self._order, self._token_bytes, length
         )
         if not whole:
-            raise CorruptError("corrupt data: the tokens cannot be decoded")
+            raise CorruptError("this shard of a teacher cache is corrupt: its tokens cannot be decoded")
         return ids, ends
 
 

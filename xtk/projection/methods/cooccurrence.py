@@ -62,7 +62,10 @@ class CooccurrenceMethod:
 
     def __post_init__(self) -> None:
         if not (self.smoothing >= 0 and math.isfinite(self.smoothing)):
-            raise XtkError(f"--smoothing is {self.smoothing}; must be a finite number of at least 0")
+            raise XtkError(
+                f"--smoothing is {self.smoothing}; must be a finite number of at least 0",
+                hint="use, for example, --smoothing 1",
+            )
 
     def header_options(self) -> dict[str, Any]:
         """Return the options for the header."""

@@ -50,9 +50,14 @@ class EmbeddingSimilarityMethod:
 
     def __post_init__(self) -> None:
         if self.num_neighbors < 1:
-            raise XtkError(f"--num-neighbors is {self.num_neighbors}; must be at least 1")
+            raise XtkError(
+                f"--num-neighbors is {self.num_neighbors}; must be at least 1",
+                hint="use, for example, --num-neighbors 4",
+            )
         if not self.temperature > 0:
-            raise XtkError(f"--temperature is {self.temperature}; must be above 0")
+            raise XtkError(
+                f"--temperature is {self.temperature}; must be above 0", hint="use, for example, --temperature 0.1"
+            )
 
     def header_options(self) -> dict[str, Any]:
         """Return the options for the header."""
@@ -73,7 +78,11 @@ class EmbeddingSimilarityMethod:
                     hint="use the tokenizer that belongs to the model",
                 )
             if any(not np.isfinite(matrix[start : start + 8192]).all() for start in range(0, len(side), 8192)):
-                raise XtkError("the model's embedding has values that are not finite", where=side.name)
+                raise XtkError(
+                    "the model's input embedding contains NaN or infinite values, which --method embedding cannot use",
+                    where=side.name,
+                    hint="download the weights again, or use another --method, which needs only the tokenizers",
+                )
         candidates = np.flatnonzero(pair.teacher.vocabulary.byte_lengths > 0)
         others = np.flatnonzero((pair.student.vocabulary.byte_lengths > 0) & (pair.equal_ids < 0))
         anchors = (
