@@ -53,11 +53,12 @@ class WeightMismatches:
             CorruptError: with the first names.
         """
         if self.missing:
-            what = f"weights are missing from the files: {len(self.missing):,} ({format_names(list(self.missing))})"
+            names = format_names(list(self.missing))
+            what = f"{len(self.missing):,} weights of the model are missing in its files: {names}"
             raise CorruptError(what, where=str(folder), hint=_HINT)
         if self.reshaped:
             shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
-            what = f"weights have other shapes than in the configuration: {len(shapes):,} ({format_names(shapes)})"
+            what = f"the shapes of {len(shapes):,} weights do not match config.json: {format_names(shapes)}"
             raise CorruptError(what, where=str(folder), hint="use the config.json that belongs to these weights")
         if self.unexpected and not quiet:
             names = list(self.unexpected)
@@ -184,7 +185,7 @@ def check_weights_finite(model: Any, folder: Path) -> None:
     if names:
         dtype = str(model.get_parameter(names[0]).dtype).removeprefix("torch.")
         raise CorruptError(
-            f"weights are not finite (NaN or infinity) in {dtype}: {len(names):,} ({format_names(names)})",
+            f"{len(names):,} weights of the model are NaN or infinite in {dtype}: {format_names(names)}",
             where=str(folder),
             hint="use --dtype bfloat16 or --dtype float32" if dtype == "float16" else _HINT,
         )
