@@ -53,12 +53,12 @@ class WeightMismatches:
             CorruptError: with the first names.
         """
         if self.missing:
-            names = format_names(list(self.missing))
-            what = f"{len(self.missing):,} weights of the model are missing in its files: {names}"
+            missing = format_names(list(self.missing))
+            what = f"the model's files lack {len(self.missing):,} of its weights: {missing}"
             raise CorruptError(what, where=str(folder), hint=_HINT)
         if self.reshaped:
             shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
-            what = f"the shapes of {len(shapes):,} weights do not match config.json: {format_names(shapes)}"
+            what = f"weights do not have the shapes that config.json requires: {len(shapes):,} ({format_names(shapes)})"
             raise CorruptError(what, where=str(folder), hint="use the config.json that belongs to these weights")
         if self.unexpected and not quiet:
             names = list(self.unexpected)
@@ -185,7 +185,7 @@ def check_weights_finite(model: Any, folder: Path) -> None:
     if names:
         dtype = str(model.get_parameter(names[0]).dtype).removeprefix("torch.")
         raise CorruptError(
-            f"{len(names):,} weights of the model are NaN or infinite in {dtype}: {format_names(names)}",
+            f"the model has weights that are NaN or infinite in {dtype}: {len(names):,} ({format_names(names)})",
             where=str(folder),
             hint="use --dtype bfloat16 or --dtype float32" if dtype == "float16" else _HINT,
         )

@@ -146,7 +146,7 @@ class TransformersGenerator:
         if left:
             names = sorted(left.values())
             raise XtkError(
-                f"the new weights lack {len(names):,} weights of the model: {format_names(names)}",
+                f"the new weights lack {len(names):,} of the model's weights: {format_names(names)}",
                 where=f"weight update of {self.tokenizer.name}",
                 hint="send all weights of the model, tied weights once",
             )
