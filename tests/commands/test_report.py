@@ -318,7 +318,7 @@ def test_samples_stand_under_the_prompt_that_was_read_and_below_the_names_of_the
     page = Page((tmp_path / "two.html").read_text(encoding="utf-8"))
     assert page.samples[:3] == ["2 + 2 =", "hot", "5"]
     twice = ["--samples", hot, "--samples", tmp_path / "after" / ".." / "hot.jsonl"]
-    assert "given twice" in run_xtk("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
+    assert "same file twice" in run_xtk("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
 
 
 numbers = st.floats(-1e6, 1e6, allow_nan=False)

@@ -212,8 +212,8 @@ def test_all_models_are_checked_before_the_first_one_works(run, pair, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(pair.student)
     for name, told in (
-        ("bare", "folder has no tokenizer.json"), ("cut", "its safetensors header requires"), ("small", "only 100 rows"),
-        (f"{pair.student}", "given twice"), ("link", "given twice"),
+        ("bare", "folder has no tokenizer.json"), ("cut", "its safetensors header requires"),
+        ("small", "only 100 rows"), (f"{pair.student}", "name the same model"), ("link", "refer to the same model"),
     ):  # fmt: skip
         for mode in (("--reward", "exact", "-o", "lost.jsonl"), ("--columns", "text=prompt")):
             done = run("evaluate", pair.student, "problems.jsonl", *mode, "--compare-to", name, cwd=tmp_path, code=1)

@@ -485,7 +485,7 @@ def parse_response(raw: bytes) -> Any:
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("an object contains a key twice")
+        raise ValueError("a JSON object has a key twice")
     return content
 
 
