@@ -30,7 +30,7 @@ def test_damage_and_mismatch_are_mistakes_that_a_user_can_mend():
         (OSError(errno.ENOSPC, "No space left on device", "cache/shard"), "the disk is full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "cache/shard"), "the disk is full"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "cache/shard"), "no such file or folder"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "cache/shard"), "this file name is too long"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "cache/shard"), "the file name is too long"),
         (PermissionError(errno.EACCES, "Permission denied", "cache/shard"), "permission denied"),
     ],
 )

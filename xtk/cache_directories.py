@@ -191,7 +191,9 @@ def _temporary_folder() -> Path:
         except OSError:
             continue
     raise XtkError(
-        "no folder for caches is writable", where=", ".join(filter(None, places)), hint="TMPDIR=FOLDER xtk ..."
+        "no folder for temporary files is writable",
+        where=", ".join(filter(None, places)),
+        hint="set TMPDIR=FOLDER in the environment, with a folder that you can write to",
     )
 
 

@@ -96,14 +96,18 @@ def from_os_error(error: BaseException) -> XtkError | None:
         )
     if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
         return XtkError(
-            "this path is not valid UTF-8, which a library requires; rename it", where=ascii(error.object)[:200]
+            "the path is not valid UTF-8, which a library requires",
+            where=ascii(error.object)[:200],
+            hint="rename the file or folder",
         )
     if isinstance(error, FileNotFoundError):
-        return XtkError("no such file or folder", where=where or text)
+        return XtkError("no such file or folder", where=where or text, hint="check the path")
     if isinstance(error, PermissionError):
-        return XtkError("permission denied", where=where or text)
+        return XtkError(
+            "permission denied", where=where or text, hint="use another path, or change the permissions of this one"
+        )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return XtkError("this file name is too long", where=where or text)
+        return XtkError("the file name is too long", where=where or text, hint="use a shorter path")
     if isinstance(error, OSError) and error.errno is not None and where is not None:
         return XtkError(str(error.strerror or text).lower(), where=where)
     return None

@@ -21,7 +21,7 @@ def unknown_name_error(kind: str, name: str, known: Iterable[str]) -> XtkError:
     known = sorted(known)
     near = nearest_name(name, known)
     question = f"; did you mean {near}?" if near else ""
-    return XtkError(f"no {kind} called {name!r}{question}", hint=f"one of: {', '.join(known)}")
+    return XtkError(f"no {kind} called {name!r}{question}", hint=f"use one of: {', '.join(known)}")
 
 
 def load_registered(registry: Mapping[str, str], name: str, kind: str) -> Any:

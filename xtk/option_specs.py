@@ -63,7 +63,9 @@ def _parse_value(owner: str, key: str, text: str, default: Any) -> Any:
     if isinstance(default, bool):
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise XtkError(f"{key} of the {owner} is {text!r}, but must be true or false", hint=f"{key}=true")
+        raise XtkError(
+            f"{key} of the {owner} is {text!r}, but must be true or false", hint=f"use {key}=true or {key}=false"
+        )
     if isinstance(default, str):
         return text
     is_integer = isinstance(default, int)
@@ -71,7 +73,7 @@ def _parse_value(owner: str, key: str, text: str, default: Any) -> Any:
         return int(text) if is_integer else float(text)
     except ValueError:
         wanted = "an integer" if is_integer else "a number"
-        hint = None if default is None else f"{key}={default}"
+        hint = f"use {key}=NUMBER" if default is None else f"use for example {key}={default}"
         raise XtkError(f"{key} of the {owner} is {text!r}, but must be {wanted}", hint=hint) from None
 
 
@@ -87,6 +89,7 @@ def parse_weight(value: str, name: str, noun: str) -> float:
         number = float("nan")
     if not 0 < number < float("inf"):
         raise XtkError(
-            f"the weight of the {noun} {name} is {value!r}, but must be above 0", hint=f"--{noun} {name}:weight=0.5"
+            f"the weight of the {noun} {name} is {value!r}, but must be above 0",
+            hint=f"use for example --{noun} {name}:weight=0.5",
         )
     return number

@@ -10,6 +10,7 @@ from xtk.errors import XtkError
 
 # Deeper values would exceed Python's recursion limit later, when they are converted, hashed or rendered.
 MAX_DEPTH = 100
+_HINT = "correct the JSON there, or copy the file again"
 
 
 def parse_json(text: str, *, what: str, where: str, parse_float: Callable[[str], float] | None = None) -> Any:
@@ -27,7 +28,7 @@ def parse_json(text: str, *, what: str, where: str, parse_float: Callable[[str],
     try:
         value = json.loads(text, parse_float=parse_float)
     except ValueError as wrong:
-        raise XtkError(f"{what} is not JSON: {wrong}", where=where) from None
+        raise XtkError(f"{what} is not valid JSON: {wrong}", where=where, hint=_HINT) from None
     except RecursionError:
         raise _too_deep(what, where) from None
     check_depth(value, text.count("[") + text.count("{"), what=what, where=where)
@@ -63,4 +64,4 @@ def check_depth(value: Any, max_brackets: int, *, what: str, where: str) -> None
 
 
 def _too_deep(what: str, where: str) -> XtkError:
-    return XtkError(f"{what} is nested more than {MAX_DEPTH} levels deep", where=where)
+    return XtkError(f"{what} is nested more than {MAX_DEPTH} levels deep", where=where, hint=_HINT)

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from xtk.errors import XtkError
 
 SECONDS_BETWEEN_LINES = 10.0
+_PIPE_HINT = "pipe an xtk command that prints the path of its output, or give the path instead of -"
 # Control characters other than newline and tab, marks that change the direction of text (a line would then display
 # something else than it contains), line separators, and lone surrogates.
 _CONTROL_CHARACTERS = re.compile(
@@ -96,7 +97,11 @@ def _write_result(line: str) -> None:
         sys.exit(128 + signal.SIGPIPE)
     except OSError as wrong:
         os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())  # discards the rest of the line
-        raise XtkError(f"cannot write the result: {wrong.strerror}", where="stdout") from None
+        raise XtkError(
+            f"the result cannot be written: {wrong.strerror}",
+            where="standard output",
+            hint="check the disk space or the program that reads the output",
+        ) from None
 
 
 def result_json(record: dict[str, Any]) -> None:
@@ -225,15 +230,18 @@ def piped_lines() -> list[str]:
         XtkError: stdin is empty, or a keyboard.
     """
     if sys.stdin is None or sys.stdin.isatty():
-        raise XtkError("'-' reads the output of another command, but stdin is not a pipe", hint="xtk ... | xtk ... -")
+        raise XtkError(
+            "the argument - reads standard input, but no command writes to it",
+            hint="use xtk ... | xtk ... -, or give a path instead of -",
+        )
     # Paths are bytes and must not change in the pipe.
     piped = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
     lines = [line.rstrip("\r") for line in piped.split("\n") if line.strip()]
     if not lines:
         raise XtkError(
-            "the pipe is empty; the command before it probably failed",
-            where="stdin",
-            hint="read its messages above, or run it alone",
+            "standard input is empty; the command before | probably failed",
+            where="argument -",
+            hint="read the messages of that command above, or run it alone",
         )
     return lines
 
@@ -253,9 +261,15 @@ def _parse_piped_record(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as wrong:
-        raise XtkError(f"a line of the pipe is not valid JSON: {wrong}", where="stdin") from None
+        raise XtkError(
+            f"a line of standard input is not valid JSON: {wrong}", where="argument -", hint=_PIPE_HINT
+        ) from None
     if not isinstance(record, dict) or not isinstance(record.get("path"), str):
-        raise XtkError("a JSON line of the pipe has no key path", where="stdin")
+        raise XtkError(
+            "a line of standard input has no path: the JSON object has no string under the key path",
+            where="argument -",
+            hint=_PIPE_HINT,
+        )
     return record
 
 
@@ -265,5 +279,9 @@ def path_argument(value: str) -> str:
         return value
     records = piped_records()
     if len(records) > 1:
-        raise XtkError(f"the pipe has {len(records)} paths, but this argument takes one", where="stdin")
+        raise XtkError(
+            f"standard input has {len(records)} paths, but the argument - takes one",
+            where="argument -",
+            hint="pipe a command that prints one path, or give the path itself",
+        )
     return str(records[0]["path"])

@@ -93,14 +93,14 @@ def load_user_object(spec: str, option: str, kind: str) -> Any:
     """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise XtkError("no such file or folder", where=path or spec, hint=option)
+        raise XtkError("the Python file does not exist", where=path or spec, hint=f"use {option}")
     full_name = f"{Path(path).resolve()}"  # not the name of any library's module
     specification = importlib.util.spec_from_file_location(full_name, path)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[full_name] = module  # dataclasses resolve the types of their fields there
-    with user_code_errors(f"importing {path}"):
+    with user_code_errors(f"importing {path}", hint="correct the Python file, and run it alone with python FILE.py"):
         specification.loader.exec_module(module)
     found = getattr(module, name, None)
     if not callable(found):

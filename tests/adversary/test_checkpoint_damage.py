@@ -125,7 +125,7 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
     (extra_adapter, "is not listed in the manifest of its folder"),
     (lambda folder: (folder / "model-9.safetensors").write_bytes(b"x"), "is not listed in the manifest of its folder"),
     (lambda folder: (folder / "trainer" / "more").write_bytes(b"x"), "is not listed in the manifest of its folder"),
-    (lambda folder: sign(folder, run_fingerprint="sha256:0"), "the checkpoint belongs to another run"),
+    (lambda folder: sign(folder, run_fingerprint="sha256:0"), "the checkpoint was written by a run with other options"),
 ]
 
 

@@ -19,7 +19,7 @@ from xtk.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
-KERNEL = "the model needs the kernel evil/kernel, which is code from a hub"
+KERNEL = "the model needs the attention kernel evil/kernel, which is code from the Hugging Face hub"
 # {name: (what is changed in a configuration, or its whole text, the sentence)}
 ATTACKS: dict[str, tuple[Any, str]] = {
     "nested": ('{"a":' + "[" * 10_000 + "]" * 10_000 + "}", "nested more than 100"),
@@ -68,7 +68,7 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "dtype": ({"dtype": "nosuch", "torch_dtype": "nosuch"}, ""),
     "quantized": ({"quantization_config": {"quant_method": "nosuch"}}, ""),
     "fewer layers": ({"num_hidden_layers": 1}, None),
-    "more layers": ({"num_hidden_layers": 3}, "weights are missing from the files: 9 (model.layers.2."),
+    "more layers": ({"num_hidden_layers": 3}, "the model's files lack 9 of its weights: model.layers.2."),
 }
 
 

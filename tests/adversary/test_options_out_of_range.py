@@ -16,7 +16,7 @@ def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus,
     assert "--top-k is 99,999; must be at most the teacher's vocabulary size 496" in stderr
     assert "--top-k all" in stderr
     assert not (tmp_path / "cache").exists()
-    assert "'1_0' is neither an integer nor all" in run(*command, "1_0", code=2).stderr
+    assert "'1_0' is neither a number of tokens nor the word all" in run(*command, "1_0", code=2).stderr
     run(*command, "all")
     record = json.loads(run("inspect", tmp_path / "cache", "--json").stdout)
     assert record["header"]["options"]["top_k"] == 496
@@ -24,5 +24,5 @@ def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus,
 
 def test_a_device_that_is_not_there_is_named():
     assert parse_devices("teacher=0")["teacher"] == (0,)
-    with pytest.raises(XtkError, match="there is no device 7"):
+    with pytest.raises(XtkError, match="this machine has no device 7"):
         parse_devices("teacher=7")

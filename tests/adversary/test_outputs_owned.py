@@ -133,7 +133,9 @@ def test_a_page_of_inspect_is_written_again_for_the_same_cache_alone(run, pair, 
     run("inspect", cache, "--html", page)
     run("inspect", cache, "--html", page)
     run("cache-teacher", pair.teacher, corpus, "--top-k", 2, "-o", tmp_path / "other")
-    refused(run("inspect", tmp_path / "other", "--html", page, code=None), "page was made from other inputs", "--force")
+    refused(
+        run("inspect", tmp_path / "other", "--html", page, code=None), "page that was made from other inputs", "--force"
+    )
     run("inspect", tmp_path / "other", "--html", page, "--force")
 
 

@@ -85,7 +85,7 @@ def test_inspect_checks_every_line(run, rollouts, tmp_path):
     (tmp_path / "r.jsonl").write_text(rollouts.read_text().replace('"sample": 1', '"sample": 0', 1))
     assert "r.jsonl, line 2" in run("inspect", tmp_path / "r.jsonl", code=1).stderr
     (tmp_path / "r.jsonl").write_text('{"text": "a"}\n')
-    assert "not the output of xtk rollout" in run("inspect", tmp_path / "r.jsonl", code=1).stderr
+    assert "was not written by xtk rollout" in run("inspect", tmp_path / "r.jsonl", code=1).stderr
 
 
 def test_rollouts_in_a_table_are_rollouts_still(rollouts, tmp_path):

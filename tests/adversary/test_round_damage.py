@@ -52,7 +52,10 @@ def test_a_run_that_goes_back_a_checkpoint_reads_the_rollouts_of_that_time(kille
 
 def test_rollouts_that_were_altered_or_removed_are_not_trained_from(killed, tmp_path):
     arguments, folder = killed
-    for attack, message in (("flip", "checksum mismatch in the stored rollouts"), ("remove", "are missing")):
+    for attack, message in (
+        ("flip", "a file of the run's stored rollouts does not match its checksums"),
+        ("remove", "are missing"),
+    ):
         run = Path(shutil.copytree(folder / "killed", tmp_path / attack))
         for step in range(4, 11):
             shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)

@@ -45,14 +45,14 @@ def test_a_student_with_nan_is_refused_before_the_first_step(pair, corpus, tmp_p
     broken = changed(pair.student, tmp_path / "broken", spoil)
     done = run_xtk("distill", broken, corpus, *SHORT, "-o", tmp_path / "out", code=1)
     names = "2 (model.layers.1.mlp.up_proj.weight, model.norm.weight)"
-    assert f"weights are not finite (NaN or infinity) in float32: {names}" in done.stderr
+    assert f"the model has weights that are NaN or infinite in float32: {names}" in done.stderr
     assert_nothing_is_written(tmp_path / "out")
 
 
 def test_a_run_of_which_all_steps_were_skipped_writes_no_student(pair, corpus, tmp_path):
     broken = changed(pair.student, tmp_path / "broken", scaled_head(1e38))
     done = run_xtk("distill", broken, corpus, *SHORT, "-o", tmp_path / "out", code=1)
-    assert "no student is written: loss or gradient was not finite in all 3 steps" in done.stderr
+    assert "no student is saved: the loss or the gradient was NaN or infinite in all 3 steps" in done.stderr
     assert_nothing_is_written(tmp_path / "out")
 
 

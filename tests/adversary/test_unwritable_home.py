@@ -104,7 +104,7 @@ def test_a_run_with_loader_processes_needs_no_shared_memory(package, place):
 def test_no_folder_at_all_is_an_error_in_one_sentence(alone, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/proc/none")
     monkeypatch.setattr(cache_directories, "TEMPORARY_FOLDERS", ("/proc", "/proc/nonexistent"))
-    with pytest.raises(XtkError, match="no folder for caches is writable") as refused:
+    with pytest.raises(XtkError, match="no folder for temporary files is writable") as refused:
         cache_directories.use_writable_cache_folders(quiet=False)
     assert refused.value.where == "/proc/none, /proc, /proc/nonexistent"
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 Weights = dict[str, Tensor]
 LAYER = "model.layers.1.mlp."
-MISSING = "weights are missing from the files: 3 (model.layers.1.mlp.down_proj.weight"
+MISSING = "the model's files lack 3 of its weights: model.layers.1.mlp.down_proj.weight"
 
 
 def changed(model: Path, folder: Path, change: Callable[[Weights], object], file: str = "model.safetensors") -> Path:
@@ -93,7 +93,7 @@ def test_a_run_does_not_go_on_from_a_checkpoint_that_lost_weights(pair, corpus, 
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
     done = run_xtk(*arguments, cwd=tmp_path, code=None)
     if done.returncode:  # or the run took an earlier state, and said so
-        assert "weights are missing from the files: 3" in done.stderr or checkpoint.name in done.stderr
+        assert "the model's files lack 3 of its weights" in done.stderr or checkpoint.name in done.stderr
     else:
         assert checkpoint.name in done.stderr
 
@@ -136,12 +136,12 @@ def test_a_head_that_the_configuration_contradicts_is_used_with_a_line_and_stays
 
 def test_a_head_or_an_embedding_that_is_not_tied_may_not(pair, tmp_path):
     headless = changed(pair.student, tmp_path / "headless", without("lm_head"))
-    assert "weights are missing from the files: 1 (lm_head.weight)" in refusal(headless)
-    with pytest.raises(XtkError, match=r"weights are missing from the files: 1 \(lm_head.weight\)"):
+    assert "the model's files lack 1 of its weights: lm_head.weight" in refusal(headless)
+    with pytest.raises(XtkError, match=r"the model's files lack 1 of its weights: lm_head.weight"):
         check_loadable(headless, Tokenizer(headless))
     for number, model in enumerate((pair.student, pair.teacher)):
         blind = changed(model, tmp_path / f"blind-{number}", without("embed_tokens"))
-        assert "weights are missing from the files: " in refusal(blind)
+        assert "of its weights: " in refusal(blind)
 
 
 def test_weights_that_the_model_does_not_use_are_one_line_and_change_nothing(pair, corpus, tmp_path):
@@ -172,7 +172,9 @@ def test_weights_that_are_not_finite_are_refused(pair, tmp_path):
             weights["model.layers.1.mlp.up_proj.weight"][5, 7] = value
 
         told = refusal(changed(pair.student, tmp_path / str(number), change))
-        assert "not finite (NaN or infinity) in float32: 1 (model.layers.1.mlp.up_proj.weight)" in told
+        assert (
+            "the model has weights that are NaN or infinite in float32: 1 (model.layers.1.mlp.up_proj.weight)" in told
+        )
 
     def large(weights: Weights) -> None:
         weights["lm_head.weight"][3, 4] = 1e6
@@ -199,11 +201,11 @@ def test_shards_that_are_not_there_are_named(sharded, pair, cache, tmp_path):
     lost = sorted(folder.glob("*.safetensors"))[1]
     lost.unlink()
     assert (
-        f"weight files in the index are missing: 1 of {len(list(folder.glob('*.safetensors'))) + 1} ({lost.name})"
+        f"1 of {len(list(folder.glob('*.safetensors'))) + 1} weight files in the index do not exist: {lost.name}"
         in refusal(folder)
     )
     done = run_xtk("doctor", folder, pair.teacher, cache, code=1)
-    assert f"weight files in the index are missing: 1 of 3 ({lost.name})" in done.stdout or lost.name in done.stdout
+    assert f"1 of 3 weight files in the index do not exist: {lost.name}" in done.stdout or lost.name in done.stdout
 
 
 def test_an_index_names_files_of_its_own_folder(sharded, tmp_path):
@@ -213,10 +215,10 @@ def test_an_index_names_files_of_its_own_folder(sharded, tmp_path):
         index = json.loads(path.read_text())
         index["weight_map"]["lm_head.weight"] = named
         path.write_text(json.dumps(index))
-        assert f"a path outside of the folder: '{named}'" in refusal(folder)
+        assert f"a path outside of the model folder: '{named}'" in refusal(folder)
     for content in ("[]", '{"weight_map": 5}', '{"weight_map": null}', "[" * 10_000, "{"):
         path.write_text(content)
-        assert "the index of the weight files cannot be read" in refusal(folder)
+        assert "the index of the model's weight files is not valid" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_adapters_are_loaded_whole_or_not_at_all(adapter, tmp_path):
     other = changed(whole, tmp_path / "other", reshape, file)
     spoiled = changed(whole, tmp_path / "spoiled", spoil, file)
     assert (
-        "weights are missing from the files: 6 (base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+        "the model's files lack 6 of its weights: base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
         in refusal(model, adapter=lost)
     )
     assert some.removesuffix(".weight") in refusal(model, adapter=other)
@@ -276,7 +278,7 @@ def test_commands_refuse_an_adapter_without_some_of_its_weights(adapter, corpus,
     lost = changed(whole, tmp_path / "lost", without("layers.1.mlp"), "adapter_model.safetensors")
     for arguments in (["evaluate", lost, corpus], ["distill", lost, corpus, "--loss", "ce", "-o", tmp_path / "out"]):
         done = run_xtk(*arguments, code=1)
-        assert "weights are missing from the files: 6 (base_model" in done.stderr
+        assert "the model's files lack 6 of its weights: base_model" in done.stderr
 
 
 # --- live weights
@@ -288,7 +290,7 @@ def test_new_weights_of_a_generator_are_all_of_them(pair):
         new = load_file(model / "model.safetensors")
         writer.update_weights(new.items())  # a tied head is not among them
         without(LAYER)(new)
-        with pytest.raises(XtkError, match=r"weights are missing from the files: 3 \(model.layers.1.mlp"):
+        with pytest.raises(XtkError, match=r"the new weights lack 3 of the model's weights: model.layers.1.mlp"):
             writer.update_weights(new.items())
 
 
@@ -307,7 +309,7 @@ def test_an_adapter_is_checked_before_peft_reads_it(adapter, corpus, tmp_path, a
     if attack == "fifo":
         os.mkfifo(weights)
     done = run_xtk("distill", broken, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=1)
-    told = "has rank 2,000,000, but the largest rank of its weights is"
-    told = told if attack in ("rank", "pattern") else "the adapter folder has no adapter_model.safetensors"
+    told = "adapter_config.json has rank 2,000,000, but the largest rank of its weights is"
+    told = told if attack in ("rank", "pattern") else "the folder of the adapter has no file adapter_model.safetensors"
     assert ("this is not a regular file" if attack == "fifo" else told) in done.stderr
     assert "Traceback" not in done.stderr

@@ -204,7 +204,7 @@ def test_the_page_obeys_o_and_replaces_nothing_else(run, pair, data, tmp_path):
     before = path.read_bytes(), path.stat().st_mtime_ns
     assert run(*arguments, cwd=tmp_path).stdout == "sub/no-ending\n"
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
-    refused(run(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page was made from other inputs", "--force")
+    refused(run(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page that was made from other inputs", "--force")
     assert path.read_bytes() == before[0]
     run(*arguments, "--limit", 2, "--force", cwd=tmp_path)
     assert path.read_bytes() != before[0]

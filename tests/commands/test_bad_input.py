@@ -214,7 +214,7 @@ def test_a_dash_with_an_empty_stdin(run, pair, tmp_path, arguments):
         done,
         "standard input is empty: the command before the | seems to have failed"
         if reads_data
-        else "the pipe is empty; the command before it probably failed",
+        else "standard input is empty; the command before | probably failed",
     )
     assert not any(tmp_path.iterdir())
 

@@ -159,8 +159,8 @@ def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("top-k: [3, 4]", "top-k takes one value, but this is a list"),
-        ("top-k: {a: 3}", "top-k takes one value, but this is a mapping"),
+        ("top-k: [3, 4]", "top-k takes one value, but the --config file has a list"),
+        ("top-k: {a: 3}", "top-k takes one value, but the --config file has a mapping"),
         ("top-k:", "top-k has no value"),
         ("top-k: ~", "top-k has no value"),
         ("top-k: 3\ntop_k: 4", "top-k occurs twice"),
@@ -180,7 +180,7 @@ def test_a_file_that_says_nothing_clear_is_refused(run, pair, corpus, tmp_path, 
 
 def test_a_file_without_an_end_is_refused(run, pair, corpus, tmp_path):
     done = run("cache-teacher", pair.teacher, corpus, "--config", "/dev/zero", "-o", "c", cwd=tmp_path, code=1)
-    assert "this --config file exceeds 16,777,216 bytes" in done.stderr
+    assert "the --config file is larger than 16,777,216 bytes" in done.stderr
 
 
 def test_the_known_options_of_a_file_are_those_of_the_command_line(run, pair, corpus, tmp_path):

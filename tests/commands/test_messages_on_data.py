@@ -22,7 +22,7 @@ def test_a_misspelt_column_is_named_with_the_nearest_one(run, pair, tmp_path):
 @pytest.mark.parametrize("loss", ["p-kl", "auto"])
 def test_a_loss_that_needs_a_teacher_names_plain_data(run, pair, corpus, tmp_path, loss):
     done = run("distill", pair.student, corpus, "--loss", loss, "-o", tmp_path / "out", code=1)
-    assert f"--loss {loss} needs teacher log-probabilities, and this is plain data" in done.stderr
+    assert f"--loss {loss} needs teacher log-probabilities, but CACHE is plain data" in done.stderr
     assert f"where: {corpus}" in done.stderr
     assert "xtk cache-teacher TEACHER" in done.stderr
 

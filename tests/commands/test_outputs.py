@@ -63,7 +63,7 @@ def test_a_page_of_other_content_is_another_request(run, pair, tmp_path):
     data.write_text('{"text": "two"}\n')
     for source, stdin in ((data, ""), ("-", '{"text": "two"}\n')):
         done = run("align", pair.student, pair.teacher, source, *page, cwd=tmp_path, stdin=stdin, code=None)
-        refused(done, "page was made from other inputs", "--force")
+        refused(done, "page that was made from other inputs", "--force")
     run("align", pair.student, pair.teacher, data, *page, "--force", cwd=tmp_path)
 
 

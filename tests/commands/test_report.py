@@ -253,14 +253,14 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     (tmp_path / "another.json").write_text(json.dumps([{**RESULTS[0], "bits_per_byte": 1.625}]))
     for told, *arguments in (
-        ("page was made from other inputs", runs[1], "-o", "page.html"),
+        ("page that was made from other inputs", runs[1], "-o", "page.html"),
         ("the output path is an existing file, which is not one of xtk's pages", runs[1], "--force", "-o", "notes"),
         ("metrics.jsonl, line 1", run, "-o", "new"),
         ("not a run of xtk distill", tmp_path, "-o", "new"),
-        ("this run is given twice", runs[0], runs[0], "-o", "new"),
-        ("this run is given twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
+        ("RUN names the same run twice", runs[0], runs[0], "-o", "new"),
+        ("RUN names the same run twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
         ("not a run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),
-        ("this --samples file has no completions", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
+        ("the file of --samples has no completions", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
         ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
         (
             "the model before has two different results for bits_per_byte on test.txt: 1.5000 and 1.6250",
@@ -318,7 +318,7 @@ def test_samples_stand_under_the_prompt_that_was_read_and_below_the_names_of_the
     page = Page((tmp_path / "two.html").read_text(encoding="utf-8"))
     assert page.samples[:3] == ["2 + 2 =", "hot", "5"]
     twice = ["--samples", hot, "--samples", tmp_path / "after" / ".." / "hot.jsonl"]
-    assert "given twice" in run_xtk("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
+    assert "same file twice" in run_xtk("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
 
 
 numbers = st.floats(-1e6, 1e6, allow_nan=False)

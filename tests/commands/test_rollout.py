@@ -114,7 +114,7 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
     assert first["tokens"] == sum(len(drawn_of(record)) for record in records)
     assert first["truncated_fraction"] == sum(record["finish_reason"] == "length" for record in records) / len(records)
     refused = run(*arguments, "--seed", 1, "-o", "r.jsonl", cwd=tmp_path, code=1)
-    assert "rollouts were made from other inputs" in refused.stderr
+    assert "rollouts that were made from other inputs" in refused.stderr
     assert (tmp_path / "r.jsonl").read_bytes() == content
     run(*arguments, "--seed", 1, "-o", "r.jsonl", "--force", cwd=tmp_path)
     other = lines_of(tmp_path / "r.jsonl")
@@ -159,7 +159,7 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
     assert record["prompt"] == "1 + 1 ="
     assert record["a"] == 1
     done = run(*asked, "--prompt-template", "{{a}} - {{a}} =", cwd=tmp_path, code=1)
-    assert "rollouts were made from other inputs" in done.stderr
+    assert "rollouts that were made from other inputs" in done.stderr
     run(*asked, "--prompt-template", "{{a}} - {{a}} =", "--apply-chat-template", "--force", cwd=tmp_path)
     (record,) = lines_of(tmp_path / "sums-r.jsonl")
     assert record["messages"][0] == {"role": "user", "content": "1 - 1 =", "train": False}

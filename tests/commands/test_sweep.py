@@ -275,7 +275,7 @@ def test_a_pipe_is_named_in_every_run(tmp_path):
     done = run_xtk("sweep", "student", "-", *SEEDS, "-o", "out", "--dry-run", stdin="some/cache\n", cwd=tmp_path)
     assert [shlex.split(line)[2:4] for line in done.stdout.splitlines()] == [["student", "some/cache"]] * 2
     inside = run_xtk("sweep", "student", "--vary", "cache=-", "-o", "out", stdin="x\n", cwd=tmp_path, code=2)
-    assert "- can only be in the arguments that all runs share" in " ".join(inside.stderr.split())
+    assert "move - to the arguments that all runs share" in " ".join(inside.stderr.split())
 
 
 @given(st.lists(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=5).map(sorted), min_size=1, max_size=4))

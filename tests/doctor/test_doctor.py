@@ -112,7 +112,7 @@ def test_rows(wrong):
     )  # by its name a model of the hub
     path = wrong.student / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CorruptError, match="bytes instead of"):
+    with pytest.raises(CorruptError, match="bytes, but its safetensors header requires"):
         case_of(wrong)
 
 

@@ -113,8 +113,8 @@ def test_a_single_document_has_no_error(run, pair, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("top", "none"), "a teacher cache excludes other DATA"),
-        (("top", "--teacher", "top"), "a teacher cache excludes other DATA"),
+        (("top", "none"), "a teacher cache as DATA cannot be combined with other DATA"),
+        (("top", "--teacher", "top"), "a teacher cache as DATA cannot be combined with other DATA"),
         (("top", "--columns", "text=a"), "--columns does not apply to a teacher cache"),
     ],
 )

@@ -290,7 +290,7 @@ def test_a_model_comes_back_in_the_mode_that_it_came_in(pair):
 
 def test_nothing_has_no_bits_per_byte(pair):
     model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
-    with pytest.raises(XtkError, match="the evaluation data contain no text"):
+    with pytest.raises(XtkError, match="the evaluation data has no text"):
         evaluate_bits_per_byte(model, tokenizer, documents([""]))
 
 

@@ -202,7 +202,7 @@ def test_a_divergence_as_an_advantage_is_refused_with_the_reason(name):
         ("teacher_weight=-1", "teacher_weight of the loss policy-gradient must be at least 0 and finite, not -1.0"),
         (
             "teacher_weight=0,reward_weight=0",
-            "teacher_weight and reward_weight of the loss policy-gradient are both 0: nothing would be learned",
+            "teacher_weight and reward_weight of the loss policy-gradient are both 0, so nothing would be learned",
         ),
         ("divergence=jsd", "no option of the loss policy-gradient called 'divergence'"),
     ],

@@ -76,7 +76,7 @@ def alone(tmp_path):
 
 def test_a_process_without_rows_of_the_head_is_told(alone):
     assert HeadShard.from_group(7, alone).vocab_size == 7
-    with pytest.raises(XtkError, match="a process has no rows of the output head"):
+    with pytest.raises(XtkError, match="a process without rows of the output head"):
         HeadShard.from_group(0, alone)
 
 

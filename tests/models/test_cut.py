@@ -179,5 +179,5 @@ def test_a_head_with_fewer_rows_than_tokens_is_refused_and_padding_is_not(tmp_pa
     if missing <= 0:
         check_embedding_rows(model, tokenizer)
         return
-    with pytest.raises(XtkError, match=f"{rows:,} embedding rows, but its tokenizer has {len(tokenizer):,} tokens"):
+    with pytest.raises(XtkError, match=f"only {rows:,} rows for the {len(tokenizer):,} tokens of its tokenizer"):
         check_embedding_rows(model, tokenizer)

@@ -165,7 +165,7 @@ def test_functions_and_sums(tmp_path):
         ("regex", "needs a pattern"),
         ("regex:pattern=(", "not a valid regular expression"),
         ("regex:pattern=a,group=2", "no group '2'"),
-        ("boxed:compare=letters", "no comparison"),
+        ("boxed:compare=letters", "is not a comparison"),
         ("json:schema=/no/such/file", "cannot be read"),
         ("/no/such/file.py:score", "no such file"),
         ("tests:seconds=0", "must be above 0"),

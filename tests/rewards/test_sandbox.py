@@ -288,7 +288,7 @@ def test_code_that_hangs_fails_what_is_left(hasty):
 
 def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(Sandbox, "_start", refuse_namespaces(Sandbox._start))
-    with pytest.raises(XtkError, match="does not allow Linux namespaces"):
+    with pytest.raises(XtkError, match="cannot start without Linux namespaces"):
         Sandbox()
     (tmp_path / "f").write_text("text")
     with start(allow_weak_isolation=True, seconds=3) as sandbox, socket.create_server(("127.0.0.1", 0)) as server:
@@ -334,5 +334,5 @@ def test_the_sandbox_ends_with_the_one_who_asked():
     with start() as sandbox:
         process = sandbox._process
     assert process.poll() is not None
-    with pytest.raises(XtkError, match="sandbox process has ended"):
+    with pytest.raises(XtkError, match="process of the sandbox for generated code has ended"):
         sandbox.run("")

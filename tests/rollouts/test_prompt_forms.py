@@ -47,7 +47,7 @@ def test_what_no_template_can_be_filled_with_is_told(corpus):
                               ("{{problem.__class__.__mro__}}", "unsafe")]:  # fmt: skip
         with pytest.raises(XtkError, match=message):
             read_prompts(corpus(), None, PromptFormat(template))
-    with pytest.raises(XtkError, match="prompt template file not found"):
+    with pytest.raises(XtkError, match="prompt template file does not exist"):
         read_prompt_template("no.jinja")
 
 

@@ -148,7 +148,7 @@ def test_when_all_servers_die_that_is_told(pair, model, documents):
     with served(get_in_the_way, model.url) as dying:
         teacher = ServerTeacher(request_of(pair.teacher, [dying.url]))
         dying.kill()
-        with pytest.raises(XtkError, match="no valid response after 5 attempts") as caught:
+        with pytest.raises(XtkError, match="no server gave a valid response in 5 attempts") as caught:
             teacher.score(documents)
         assert dying.url in str(caught.value)
         assert "run the same command again" in str(caught.value)

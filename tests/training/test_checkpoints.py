@@ -111,13 +111,15 @@ def test_what_is_missing_or_of_another_model_is_told(written, tmp_path):
     with pytest.raises(CorruptError, match="cannot be read"):
         run.saver.load(copy, 0)
     lost.unlink()
-    with pytest.raises(CorruptError, match="the checkpoint lacks the trainer files of 1 of 2 processes"):
+    with pytest.raises(CorruptError, match="the checkpoint has no trainer files of 1 of 2 processes"):
         run.saver.load(copy, 0)
     shutil.copyfile(copy / "trainer" / "rank-00000-of-00002.safetensors", lost)
     with pytest.raises(CorruptError, match=r"numbers of .* are missing"):
         run.saver.load(copy, 0)
     lost.write_bytes(kept)
-    with pytest.raises(CorruptError, match=r"to another model: this student also trains lm_head\.weight"):
+    with pytest.raises(
+        CorruptError, match=r"from another model: the student also trains the parameter lm_head\.weight"
+    ):
         Trained(written / "untied", "dp").saver.load(copy, 0)
     (copy / "xtk.json").write_text('{"kind": "checkpoint", "step": 3}')
     with pytest.raises(XtkError, match="has version 1") as refused:

@@ -135,7 +135,7 @@ def test_of_draws_alone_nobody_knows_the_likeliest_token(pair, caches):
 
 def test_held_out_caches_of_others_are_refused(pair, caches):
     for held_out, message in [
-        ((caches / "student",), "a held-out cache comes from a teacher with another vocabulary"),
+        ((caches / "student",), "a cache of --eval-data is from a teacher with another vocabulary"),
         ((caches / "teacher", caches / "teacher"), "--eval-data has 2 caches for 1 teachers"),
     ]:
         with pytest.raises(XtkError, match=message):
@@ -279,7 +279,7 @@ def test_workers_end_with_the_run_and_a_killed_one_ends_it(arguments, tmp_path):
         _, told = process.communicate(timeout=60)
         assert process.returncode == expected, told
         assert "Traceback" not in told
-        assert (victim == "worker") == ("a DataLoader worker process was killed" in told)
+        assert (victim == "worker") == ("a process of --dataloader-num-workers was killed" in told)
         while any(words_of(worker) for worker in workers) and time.monotonic() < until + 30:
             time.sleep(0.05)
         assert not any(words_of(worker) for worker in workers)

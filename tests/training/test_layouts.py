@@ -193,7 +193,7 @@ def test_what_cannot_be_is_refused(text, processes, message):
 def test_what_a_model_cannot_is_refused_and_nothing_is_left(run, pair, cache, tmp_path):
     asked = ["distill", pair.student, cache, "--num-processes", 2, "--max-steps", 2, "-o", tmp_path / "out"]
     done = run(*asked, "--parallel", "tp=2", code=1)
-    assert done.stderr.count("2 attention heads and 1 key-value heads are not divisible by tp=2") == 1
+    assert done.stderr.count("--parallel tp=2 does not divide the model's 2 attention heads and 1 key-value heads") == 1
     assert "--parallel fsdp" in done.stderr
     assert not (tmp_path / "out" / "xtk.json").exists()
     done = run(*asked, "--parallel", "tp=3", code=1)

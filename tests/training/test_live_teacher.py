@@ -278,7 +278,9 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
     with pytest.raises(XtkError, match="a document names no teacher"):
         live_inputs(pair.student, data, teachers, combine_teachers="route")
     data.write_text(json.dumps({"text": "x", "by": "nobody"}) + "\n")
-    with pytest.raises(XtkError, match="a document names the unknown teacher 'nobody'"):
+    with pytest.raises(
+        XtkError, match="the --route-column of a document has 'nobody', which is not the name of a teacher"
+    ):
         live_inputs(pair.student, data, teachers, {"route": "by"}, combine_teachers="route")
 
 
@@ -348,7 +350,7 @@ def test_an_option_that_makes_no_sense_is_refused(pair, options, told):
 
 def test_what_cannot_be_is_refused_with_the_reason(pair, corpus, cache, tmp_path):
     teacher = live(pair.teacher)
-    with pytest.raises(XtkError, match="--teacher needs plain data, and this is a cache"):
+    with pytest.raises(XtkError, match="--teacher needs plain data, but CACHE is a teacher cache"):
         live_inputs(pair.student, cache, [teacher])
     places = RunPaths(pair.student, (str(corpus),), (), tmp_path, online_teachers=(teacher,))
     with pytest.raises(XtkError, match="--teacher is given, but no --loss uses a teacher"):

@@ -255,8 +255,8 @@ def test_numbers_are_weights_of_sum_1_and_scores_have_options():
     [
         ("mix", "", 2, "no value of --combine-teachers called 'mix'; did you mean mixture?"),
         ("sum", "", 1, None),
-        ("route", "", 1, "--combine-teachers needs several teachers, and there is one"),
-        ("sum", "1", 1, "--teacher-weights needs several teachers, and there is one"),
+        ("route", "", 1, "--combine-teachers needs several teachers, but this run has one"),
+        ("sum", "1", 1, "--teacher-weights needs several teachers, but this run has one"),
         ("sum", "1,2,3", 2, "--teacher-weights '1,2,3' is not a list of 2 weights"),
         ("sum", "-1,2", 2, "--teacher-weights '-1,2' is not a list of 2 weights"),
         ("sum", "0,0", 2, "--teacher-weights '0,0' is not a list of 2 weights"),

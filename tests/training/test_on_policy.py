@@ -395,7 +395,7 @@ def test_rows_are_put_to_the_student_as_if_their_prompts_had_been_written_so(pai
     assert recipe["prompt_template"] == "{{who}} gives some.\nHow many?"
     assert "prompt_template" not in json.loads((tmp_path / "same" / "recipe.json").read_text())["identity"]["on_policy"]
     refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form[:-2], "-o", tmp_path / "x", code=1)
-    assert "the completion in the data, column completion, is missing; the record has who, left" in refused.stderr
+    assert "the completion (column completion of the data) is missing; the record has who, left" in refused.stderr
     assert "--lmbda 1" in refused.stderr
     # The data's answers are a part of the request: with others, what is there is the student of another one.
     refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form[:-1], "completion=who", "-o",

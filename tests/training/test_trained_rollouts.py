@@ -128,7 +128,7 @@ def test_what_was_drawn_is_trained_and_prompts_and_answers_of_tools_have_no_grad
 
 def test_policy_gradient_from_documents_that_nobody_drew_is_refused(rollouts, pair, cache):
     (teacher,) = open_teachers([str(cache)], [], Tokenizer(pair.student))
-    with pytest.raises(XtkError, match="policy-gradient needs rollouts of the student, and this data has none"):
+    with pytest.raises(XtkError, match="policy-gradient needs rollouts of the student, but the training data has none"):
         assign_losses(parse_losses(["ce", "policy-gradient"]), [teacher])
     assert assign_losses(parse_losses(["policy-gradient"]), [teacher], on_policy=True)
     assert assign_losses(parse_losses(["policy-gradient"]), [teacher, rollouts.teacher("teacher")])

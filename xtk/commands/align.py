@@ -28,7 +28,7 @@ def align(
     text: Annotated[
         str,
         typer.Argument(
-            help="Data file, folder (ending in /), - for a pipe (default), or the text itself. An existing "
+            help="Data file, folder (ending in /), - for standard input (default), or the text itself. An existing "
             "file name is read as that file.",
             metavar="[TEXT]",
         ),
@@ -92,11 +92,11 @@ def align(
 
     terminal.set_quiet(quiet)
     if html != bool(output):
-        raise typer.BadParameter("--html needs -o FILE, and -o needs --html")
+        raise typer.BadParameter("--html needs -o FILE, and -o needs --html; add the other one, or remove both")
     if teacher_text and (html or stats or text == "-"):
         raise typer.BadParameter("--teacher-text needs one TEXT on the command line, and excludes --stats and --html")
     if order not in ORDERS:
-        raise unknown_name_error("--order", order, ORDERS)
+        raise unknown_name_error("value of --order", order, ORDERS)
     if teacher_text:
         _print_different_texts(text, teacher_text, [student, teacher], as_json=as_json)
         return

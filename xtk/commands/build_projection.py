@@ -22,8 +22,8 @@ def build_projection(
     method: Annotated[
         str,
         typer.Option(
-            help="Mapping of student tokens that have no identical teacher token. "
-            "docs/explanation/projection.md describes the methods.",
+            help="Mapping of student tokens that have no identical teacher token: none (exact), to one token, to "
+            "several, by counts or by similarity. docs/explanation/projection.md describes the methods.",
             metavar="[exact|first-token|multitoken|partition|cooccurrence|embedding]",
         ),
     ] = "multitoken",
@@ -52,8 +52,8 @@ def build_projection(
         bool,
         typer.Option(
             "--reverse-pass",
-            help="With --method multitoken: also split teacher tokens into student tokens. More teacher tokens"
-            " are reached; rows are less sharp.",
+            help="With --method multitoken: also map teacher tokens through the student tokens that spell them. Use it "
+            "if the printed audit shows many unreachable teacher tokens.",
         ),
     ] = False,
     corpus: Annotated[
@@ -119,7 +119,8 @@ def build_projection(
     check_method_options(method, [*chosen, *given_data] if method != "cooccurrence" else chosen)
     if method == "cooccurrence" and not corpus:
         raise XtkError(
-            "--method cooccurrence needs --corpus", hint="--corpus DATA: a file, a quoted glob, a hub dataset, or -"
+            "--method cooccurrence needs --corpus",
+            hint="add --corpus DATA: a file, a quoted glob, a hub dataset, or - for standard input",
         )
     path = Path(output)
     check_output_file(path, "projections", looks_like_projection, [*(corpus or ()), special_tokens])
@@ -169,9 +170,17 @@ def _matching(value: str) -> Any:
             if isinstance(root, yaml.MappingNode):
                 _unique_dict([(key.value, None) for key, _ in root.value])
     except (yaml.YAMLError, ValueError, RecursionError) as wrong:
-        raise XtkError(f"this file is neither valid JSON nor YAML: {wrong}", where=value) from None
+        raise XtkError(
+            f"the file of --special-tokens is neither valid JSON nor YAML: {wrong}",
+            where=value,
+            hint='write pairs such as {"<|im_end|>": "</s>"}, the student token first',
+        ) from None
     if not isinstance(content, dict) or not all(isinstance(part, str) for pair in content.items() for part in pair):
-        raise XtkError("this file must be a mapping {student token: teacher token}", where=value)
+        raise XtkError(
+            "the file of --special-tokens is not a mapping of student tokens to teacher tokens",
+            where=value,
+            hint='write pairs such as {"<|im_end|>": "</s>"}, the student token first',
+        )
     return content
 
 
@@ -186,7 +195,9 @@ def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     content = dict(pairs)
     twice = [key for key in content if sum(key == other for other, _ in pairs) > 1] if len(content) < len(pairs) else []
     if twice:
-        raise XtkError(f"{twice[0]!r} occurs twice in --special-tokens", hint="list each student token once")
+        raise XtkError(
+            f"the student token {twice[0]!r} occurs twice in --special-tokens", hint="list each student token once"
+        )
     return content
 
 

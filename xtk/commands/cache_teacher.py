@@ -21,7 +21,7 @@ def cache_teacher(
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Documents: files, a folder, a quoted glob, a hub dataset, a URL, or - for a pipe. docs/how-"
+            help="Documents: files, a folder, a quoted glob, a hub dataset, a URL, or - for standard input. docs/how-"
             "to/data.md lists the formats; with --merge: more caches.",
             metavar="DATA...",
             show_default=False,
@@ -31,8 +31,8 @@ def cache_teacher(
         bool,
         typer.Option(
             "--merge",
-            help="Merge finished caches (TEACHER and DATA) of one teacher and support into one, in their "
-            "order. Shards are linked or copied, not scored again.",
+            help="Merge finished caches, given in place of TEACHER and DATA, into one, in this order. They need the "
+            "same teacher and --support; nothing is scored again.",
         ),
     ] = False,
     rows: Annotated[
@@ -54,7 +54,8 @@ def cache_teacher(
     top_k: Annotated[
         str,
         typer.Option(
-            help="Number of most likely tokens stored per position, or all. Default: 64, or 16 together with samples.",
+            help="Number of most likely tokens stored per position, or all. Default: 64, or 16 with --support "
+            "top-k+sample.",
             metavar="N|all",
             show_default=False,
         ),
@@ -180,9 +181,9 @@ def cache_teacher(
         _merge(context, [teacher, *(data or [])], output, rows, force=force, as_json=as_json)
         return
     if not data:
-        raise typer.BadParameter("DATA is missing: the documents that the teacher scores")
+        raise typer.BadParameter("DATA is missing; give the documents that the teacher scores after TEACHER")
     if rows:
-        raise typer.BadParameter("--rows needs --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
+        raise typer.BadParameter("--rows needs --merge; use xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     if backend not in BACKENDS:
         raise unknown_name_error("backend", backend, BACKENDS)
     corpus = Corpus(data, parse_columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
@@ -247,7 +248,9 @@ def _read_top_k(text: str, teacher: Path) -> int | None:
 
         return Tokenizer(teacher).embedding_rows
     if text and not (text.isascii() and text.removeprefix("-").isdecimal()):
-        raise typer.BadParameter(f"{text!r} is neither an integer nor all", param_hint="--top-k")
+        raise typer.BadParameter(
+            f"{text!r} is neither a number of tokens nor the word all; use for example 64", param_hint="--top-k"
+        )
     return int(text) if text else None
 
 
@@ -270,9 +273,9 @@ def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *,
     ]
     if given:
         named = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise typer.BadParameter(f"--merge scores nothing and excludes {named}")
+        raise typer.BadParameter(f"--merge does not run a teacher, so {named} has no effect; remove it")
     if caches.count("-") > 1:
-        raise typer.BadParameter("only one argument can be -")
+        raise typer.BadParameter("only one argument can be read from standard input (-)")
     places = [
         place
         for given_place in caches

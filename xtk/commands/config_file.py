@@ -66,19 +66,29 @@ class ConfigFileCommand(TyperCommand):
         with path.open("rb") as stream:
             content = stream.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
-            raise XtkError(f"this --config file exceeds {MAX_CONFIG_BYTES:,} bytes", where=str(path))
+            raise XtkError(
+                f"the --config file is larger than {MAX_CONFIG_BYTES:,} bytes",
+                where=str(path),
+                hint="use a file with options of this command only",
+            )
         try:
             root = yaml.compose(content.decode())
         except (yaml.YAMLError, RecursionError) as wrong:
-            raise XtkError(f"this --config file is not valid YAML or JSON: {wrong}", where=str(path)) from None
+            raise XtkError(
+                f"the --config file is not valid YAML or JSON: {wrong}",
+                where=str(path),
+                hint="write one option a line, such as max-steps: 500",
+            ) from None
         except UnicodeDecodeError:
-            raise XtkError("this --config file is not valid UTF-8", where=str(path)) from None
+            raise XtkError(
+                "the --config file is not valid UTF-8", where=str(path), hint="save the file as UTF-8"
+            ) from None
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise XtkError(
-                "this --config file is not a mapping of options",
-                hint="write lines such as max-steps: 500",
+                "the --config file is not a mapping of options",
+                hint="write one option a line, such as max-steps: 500",
                 where=str(path),
             )
         options = {config_name(parameter): parameter for parameter in self.params}
@@ -94,7 +104,9 @@ class ConfigFileCommand(TyperCommand):
                 raise XtkError(wrong_name.what, where=str(path), hint=wrong_name.hint)
             option = options[name]
             if option.name in values:
-                raise XtkError(f"{name} occurs twice in this file", where=str(path))
+                raise XtkError(
+                    f"the --config file sets {name} twice", where=str(path), hint="remove one of the two lines"
+                )
             several = getattr(option, "multiple", False) or option.nargs != 1
             values[option.name] = _value_in_file(value, name, several, f"{path}, line {value.start_mark.line + 1}")
         return values
@@ -131,12 +143,12 @@ def _value_in_file(node: Any, name: str, several: bool, where: str) -> Any:
         return [_value_in_file(part, name, False, where) for part in node.value]
     if node.id != "scalar":
         raise XtkError(
-            f"{name} takes one value, but this is {'a list' if node.id == 'sequence' else 'a mapping'}",
+            f"{name} takes one value, but the --config file has {'a list' if node.id == 'sequence' else 'a mapping'}",
             where=where,
-            hint=f"{name}: VALUE" + (f", or {name}: [VALUE, ...]" if several else ""),
+            hint=f"write {name}: VALUE" + (f", or {name}: [VALUE, ...]" if several else ""),
         )
     if node.tag == "tag:yaml.org,2002:null":
-        raise XtkError(f"{name} has no value", where=where, hint="remove the line, or add a value")
+        raise XtkError(f"{name} in the --config file has no value", where=where, hint="remove the line, or add a value")
     return [node.value] if several else node.value
 
 

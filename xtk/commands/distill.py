@@ -26,14 +26,14 @@ def distill(
     student: Annotated[
         str,
         typer.Argument(
-            help="Student model: a folder, a hub id, or a PEFT adapter to train on; - for a pipe.",
+            help="Student model: a folder, a hub id, or a PEFT adapter to train on; - for standard input.",
             metavar="STUDENT",
         ),
     ],
     cache: Annotated[
         list[str],
         typer.Argument(
-            help="Teacher caches, or plain data for --teacher, --on-policy or --loss ce alone; - for a pipe.",
+            help="Teacher caches, or plain data for --teacher, --on-policy or --loss ce alone; - for standard input.",
             metavar="CACHE...",
         ),
     ],
@@ -41,8 +41,8 @@ def distill(
     projection: Annotated[
         list[str] | None,
         typer.Option(
-            help="Projection file per teacher, in any order; - for a pipe. Repeatable; auto (default): built "
-            "with multitoken if a loss needs one.",
+            help="Projection file, one per teacher in any order; - reads one from standard input. Repeatable; auto "
+            "(default): built with --method multitoken if a loss needs one.",
             metavar="PATH|auto",
         ),
     ] = None,
@@ -57,16 +57,16 @@ def distill(
     teacher: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model that scores plain data during training, instead of a cache; self: the student. "
-            "Repeatable. Options as in cache-teacher, such as MODEL:top_k=64,dtype=bfloat16.",
+            help="Model that scores plain data during training; self: the student with its current weights. "
+            "Repeatable; options as in cache-teacher, such as MODEL:top_k=64,dtype=bfloat16.",
             metavar="MODEL[:KEY=VALUE,...]",
         ),
     ] = None,
     teacher_block_steps: Annotated[
         int,
         typer.Option(
-            help="With --teacher: steps scored ahead at a time; 0: 64, or fewer if they exceed 4 GiB. More: "
-            "fewer switches between teacher and student, more disk space in the output folder.",
+            help="With --teacher: optimizer steps whose data is scored at once, before training on it; 0: 64, or fewer "
+            "above 4 GiB. More: fewer switches between teacher and student, more disk space.",
             min=0,
         ),
     ] = 0,
@@ -88,7 +88,7 @@ def distill(
         str,
         typer.Option(
             help="Combination of several teachers: sum of losses, mixture of probabilities, select or route. "
-            "select: the teacher that finds the text most probable; route: the one in --route-column.",
+            "select: per document, the teacher with the lowest CE per byte; route: the one in --route-column.",
             metavar="[sum|mixture|select|route]",
         ),
     ] = "sum",
@@ -112,7 +112,9 @@ def distill(
     prompt_template: shared_options.PromptTemplate = "",
     apply_chat_template: shared_options.ApplyChatTemplate = False,
     chat_template_kwargs: shared_options.ChatTemplateKwargs = "",
-    num_generations: Annotated[int, typer.Option(help="Number of completions per prompt, all in one step.", min=1)] = 1,
+    num_generations: Annotated[
+        int, typer.Option(help="Rollouts per prompt; all are in the same optimizer step.", min=1)
+    ] = 1,
     max_completion_length: Annotated[int, typer.Option(help="Maximum number of tokens per completion.", min=1)] = 256,
     temperature: shared_options.Temperature = 1.0,
     top_p: shared_options.TopP = 1.0,
@@ -165,8 +167,8 @@ def distill(
     devices: Annotated[
         str,
         typer.Option(
-            help="Separate devices by role, such as rollout=2+3,teacher=1: indices on this machine. Roles left"
-            " out share the student's devices in turn.",
+            help="Separate devices (indices on this machine) for rollouts and teachers, such as rollout=2+3,teacher=1. "
+            "A role left out time-shares the student's devices.",
             metavar="ROLE=N[+N...],...",
         ),
     ] = "",
@@ -196,8 +198,8 @@ def distill(
     max_batch_tokens: Annotated[
         int,
         typer.Option(
-            help="Maximum tokens per forward pass and process; 0: by documents only. The documents of an "
-            "optimizer step do not change.",
+            help="Maximum tokens per forward pass and process; more split a batch into several passes of the same "
+            "optimizer step. 0: passes follow --per-device-train-batch-size only.",
             min=0,
         ),
     ] = 0,
@@ -462,10 +464,10 @@ def distill(
     # A process that only launches workers checks the inputs; the workers print everything else.
     terminal.set_quiet(quiet or (num_processes * num_machines > 1 and not is_worker()))
     if "-" in (eval_data or []):
-        raise typer.BadParameter("--eval-data cannot be -; use a file or a cache")
+        raise typer.BadParameter("--eval-data cannot be read from standard input (-); use a file or a cache")
     projections = [path for path in projection or [] if path != "auto"]
     if [student, *cache, *projections].count("-") > 1:
-        raise typer.BadParameter("only one of STUDENT, CACHE and --projection can be -")
+        raise typer.BadParameter("only one of STUDENT, CACHE and --projection can be read from standard input (-)")
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
     places, recipe, reporting = read_configs(given, piped, started)
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
@@ -654,6 +656,9 @@ def _for_workers(arguments: list[str], piped: str) -> list[str]:
     from xtk.errors import XtkError
 
     if piped and not {"-", "--projection=-"} & set(arguments):
-        raise XtkError("with several processes, - cannot be in the --config file", hint="use - on the command line")
+        raise XtkError(
+            "the --config file has the value - (standard input), which several processes cannot share",
+            hint="use - on the command line instead, or --num-processes 1",
+        )
     named = {"-": piped, "--projection=-": f"--projection={piped}"}
     return [named.get(argument, argument) for argument in arguments]

@@ -124,7 +124,7 @@ def doctor(
     silence_transformers()
     caches = [place for place in data or [] if is_cache(place)]
     if len(caches) > 1:
-        raise typer.BadParameter("doctor takes one cache; run it again for the next one")
+        raise typer.BadParameter("xtk doctor takes one cache; run it once for each cache")
     others = [place for place in data or [] if place not in caches]
     own = {field.name: given[field.name] for field in dataclasses.fields(RunPlan) if field.name in given}
     plan = RunPlan(

@@ -39,7 +39,9 @@ def evaluate(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="Model to evaluate: a folder or hub id; - reads its path from the pipe.", metavar="MODEL"),
+        typer.Argument(
+            help="Model to evaluate: a folder or hub id; - reads its path from standard input.", metavar="MODEL"
+        ),
     ],
     data: Annotated[
         list[str] | None,
@@ -52,8 +54,9 @@ def evaluate(
     compare_to: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another model for the same evaluation, with its paired difference to MODEL. Repeatable.",
-            metavar="MODEL",
+            help="Another model to evaluate on the same data; reports MODEL minus OTHER, paired by document or "
+            "problem. Repeatable.",
+            metavar="OTHER",
         ),
     ] = None,
     teacher: Annotated[
@@ -68,7 +71,7 @@ def evaluate(
         bool,
         typer.Option(
             "--by-category",
-            help="Also print bits per byte of digits, spaces, punctuation, code and scripts; they sum to the total.",
+            help="Also print the bits per byte of digits, spaces, punctuation, code and each writing system.",
         ),
     ] = False,
     reward: Annotated[
@@ -92,7 +95,9 @@ def evaluate(
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(help="Random seed of sampling and few-shot examples; 0: the harness's."),
+        typer.Option(
+            help="Random seed of sampling and few-shot examples. With --tasks, 0 is the default seed of the harness."
+        ),
     ] = 0,
     max_prompts: Annotated[
         int, typer.Option(help="Maximum number of problems (per task), taken from the start; 0: all.", min=0)
@@ -127,7 +132,7 @@ def evaluate(
     ] = "",
     include_path: Annotated[
         str,
-        typer.Option(help="Folder with additional task definitions in the harness's YAML format.", metavar="FOLDER"),
+        typer.Option(help="Folder with additional tasks, as YAML files of lm-evaluation-harness.", metavar="FOLDER"),
     ] = "",
     num_fewshot: Annotated[
         int | None,
@@ -174,16 +179,18 @@ def evaluate(
     data = data or []
     if bool(data) == bool(tasks):
         raise typer.BadParameter(
-            "--tasks bring their own data; remove DATA" if tasks else "DATA is missing; or use --tasks"
+            "--tasks has its own data; remove DATA"
+            if tasks
+            else "DATA is missing; give documents or prompts after MODEL, or use --tasks"
         )
     if tasks and reward:
-        raise typer.BadParameter("--tasks have their own metrics; remove --reward")
+        raise typer.BadParameter("--tasks has its own metrics; remove --reward")
     _check_mode_options(context, TASKS_MODE if tasks else REWARD_MODE if reward else BITS_MODE)
     if [model, *(compare_to or []), *data].count("-") > 1:
-        raise typer.BadParameter("only one of MODEL, --compare-to and DATA can be -")
+        raise typer.BadParameter("only one of MODEL, --compare-to and DATA can be read from standard input (-)")
     names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
-        raise XtkError("this model is given twice", where=twice, hint="name each model once")
+        raise XtkError("MODEL and --compare-to name the same model", where=twice, hint="give each model once")
     folders = {name: base_model_and_adapter(resolve_model_folder(name, with_weights=True)) for name in names}
 
     from xtk.models.causal_lm import DTYPES
@@ -216,7 +223,7 @@ def _check_mode_options(context: typer.Context, mode: str) -> None:
         if modes and mode not in modes and source is not None and source.name != "DEFAULT":
             wrong.append(f"--{config_name(parameter)} applies only to {' or '.join(modes)}")
     if wrong:
-        raise typer.BadParameter(f"{'; '.join(wrong)}; this command measures {mode}")
+        raise typer.BadParameter(f"{'; '.join(wrong)}; this command measures {mode}: remove the option")
 
 
 def _answers(
@@ -242,7 +249,9 @@ def _answers(
 
     backend = given["backend"]
     if backend == "server":
-        raise XtkError("evaluate does not support --backend server", hint="--backend transformers or --backend vllm")
+        raise XtkError(
+            "xtk evaluate does not support --backend server", hint="use --backend transformers or --backend vllm"
+        )
     writers = load_registered(GENERATORS, backend, "backend")
     sampling = SamplingConfig(
         given["temperature"], given["top_p"], given["top_k"], given["max_completion_length"], tuple(given["stop"] or ())

@@ -65,7 +65,7 @@ def evaluate_bits_per_byte(
     cached = [place for place in data if place != "-" and is_cache(place)]
     if cached and (len(data) > 1 or options["teacher"]):
         raise XtkError(
-            "a teacher cache excludes other DATA and --teacher", where=cached[0],
+            "a teacher cache as DATA cannot be combined with other DATA or with --teacher", where=cached[0],
             hint="use xtk evaluate MODEL CACHE, or --teacher MODEL with the documents",
         )  # fmt: skip
     with contextlib.ExitStack() as held:
@@ -73,7 +73,9 @@ def evaluate_bits_per_byte(
         cache: TeacherCache | None = None
         if cached:
             if options["columns"]:
-                raise XtkError("--columns does not apply to a teacher cache", where=cached[0], hint="remove --columns")
+                raise XtkError(
+                    "--columns does not apply to a teacher cache as DATA", where=cached[0], hint="remove --columns"
+                )
             cache = TeacherCache(cached[0])
             documents = CachedDocuments(cache)
         else:

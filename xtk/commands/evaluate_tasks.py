@@ -103,5 +103,5 @@ def answers_path(output: str) -> Path | None:
     if path.suffix != ".jsonl" or path.exists() or path.is_symlink():
         exists = path.exists() or path.is_symlink()
         what = "the output file exists already" if exists else "the name of the output file must end in .jsonl"
-        raise XtkError(what, where=str(path), hint="-o ANOTHER.jsonl" if exists else "-o FILE.jsonl")
+        raise XtkError(what, where=str(path), hint="use -o with a new file name" if exists else "use -o FILE.jsonl")
     return path

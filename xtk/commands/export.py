@@ -13,7 +13,9 @@ from xtk.commands import shared_options
 def export(
     run: Annotated[
         str,
-        typer.Argument(help="Output folder of xtk distill, or one of its checkpoints; - for a pipe.", metavar="RUN"),
+        typer.Argument(
+            help="Output folder of xtk distill, or one of its checkpoints; - for standard input.", metavar="RUN"
+        ),
     ],
     output: shared_options.Output,
     checkpoint: Annotated[
@@ -79,7 +81,7 @@ def export(
         place, step = of
         if checkpoint not in (0, step):
             raise typer.BadParameter(
-                f"--checkpoint {checkpoint} contradicts RUN, which is the checkpoint of step {step}"
+                f"remove --checkpoint {checkpoint}: it contradicts RUN, which is the checkpoint of step {step}"
             )
         checkpoint = step
 

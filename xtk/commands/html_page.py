@@ -82,7 +82,7 @@ def check_page(path: Path, request: str, *, force: bool, inputs: Iterable[str] =
         and not _has(path, f'"xtk-request" content="{request}"')
     ):
         raise XtkError(
-            "this page was made from other inputs or options",
+            "the output file is a page that was made from other inputs or options",
             where=str(path),
             hint="use another -o, or --force to replace it",
         )

@@ -18,7 +18,7 @@ def inspect(
     artifacts: Annotated[
         list[str],
         typer.Argument(
-            help="Projections, caches, shards, run folders or tokenizers; - for a pipe.", metavar="ARTIFACT..."
+            help="Projections, caches, shards, run folders or tokenizers; - for standard input.", metavar="ARTIFACT..."
         ),
     ],
     verify: Annotated[
@@ -54,7 +54,7 @@ def inspect(
     options = _InspectOptions(verify, teacher, sample, html, trust_remote_code, force)
     paths = [path for given in artifacts for path in _paths(given)]
     if (teacher or html) and len(paths) > 1:
-        raise typer.BadParameter("--teacher and --html take one teacher cache")
+        raise typer.BadParameter("--teacher and --html take one teacher cache; run xtk inspect once for each cache")
     for path in paths:
         record = _describe(path, options)
         if as_json:
@@ -92,12 +92,18 @@ def _describe(place: str, options: _InspectOptions) -> dict[str, Any]:
         return _describe_cache(place, options)
     path = Path(place)
     if not path_exists(place):
-        raise XtkError("no such file or folder", where=place)
+        raise XtkError(
+            "the path to inspect does not exist", where=place, hint="give the path of an artifact that xtk wrote"
+        )
     is_cache = path.is_dir() and ((path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")))
     if is_cache:
         return _describe_cache(place, options)
     if options.teacher or options.html:
-        raise XtkError("--teacher and --html need a teacher cache", where=place, hint="remove them, or name a cache")
+        raise XtkError(
+            "--teacher and --html need a teacher cache, but this path is not one",
+            where=place,
+            hint="remove --teacher and --html, or give the folder of a teacher cache",
+        )
     if path.is_file():
         with path.open("rb") as stream:
             is_arrow = stream.read(6) == b"ARROW1"
@@ -108,7 +114,11 @@ def _describe(place: str, options: _InspectOptions) -> dict[str, Any]:
         return _describe_run(path, verify=options.verify)
     if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
         return _describe_model(path)
-    raise XtkError("this is not an artifact of xtk, a model or a tokenizer", where=str(path))
+    raise XtkError(
+        "the folder is neither an artifact of xtk nor a model or tokenizer",
+        where=str(path),
+        hint="give a teacher cache, projection, rollout file, run, model or tokenizer",
+    )
 
 
 def _describe_projection(path: Path) -> dict[str, Any]:
@@ -179,7 +189,11 @@ def _describe_rollouts(path: Path) -> dict[str, Any]:
 
     request = read_request_fingerprint(path)
     if request is None:
-        raise XtkError("this file is not the output of xtk rollout", where=str(path))
+        raise XtkError(
+            "the .jsonl file was not written by xtk rollout",
+            where=str(path),
+            hint="give a file that xtk rollout -o FILE.jsonl wrote",
+        )
     statistics = {**read_statistics(path).summary(), "bytes": path.stat().st_size, "verified": True}
     return {"path": str(path), "kind": "rollouts", "header": {"request": request}, "statistics": statistics}
 
@@ -227,7 +241,11 @@ def _weights(path: Path) -> dict[str, Any]:
                         size *= length
                     parameters += size
         except Exception as wrong:  # the exception class of safetensors is not public
-            raise CorruptError(f"cannot read the weights: {wrong}", where=str(file)) from None
+            raise CorruptError(
+                f"the weight file of the run cannot be read: {wrong}",
+                where=str(file),
+                hint="copy the file again, or export the student from a checkpoint with xtk export --checkpoint",
+            ) from None
     return {"parameters": parameters}
 
 

@@ -29,9 +29,9 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Mappi
         place = (folder.resolve(), adapter and adapter.resolve())
         if place in names:
             raise XtkError(
-                "this model is given twice",
+                "two names refer to the same model",
                 where=", ".join(dict.fromkeys((names[place], name))),
-                hint="name each model once",
+                hint="give each model once",
             )
         names[place] = name
         tokenizer = Tokenizer(folder, name=name)

@@ -26,7 +26,7 @@ def reuse_projection(path: Path, request: dict[str, Any], *, force: bool) -> Pro
     different = [key for key, value in request.items() if header.get(key) != value]
     if different:
         raise XtkError(
-            "this projection was made from other inputs or options",
+            "the output file is a projection that was made from other inputs or options",
             where=f"{path} (different {', '.join(different)})",
             hint="use another -o, or --force to replace it",
         )

@@ -12,7 +12,7 @@ from xtk.commands import shared_options
 
 def prune_projection(
     projection: Annotated[
-        str, typer.Argument(help="Projection file; - reads its path from the pipe.", metavar="PROJECTION")
+        str, typer.Argument(help="Projection file; - reads its path from standard input.", metavar="PROJECTION")
     ],
     output: shared_options.Output,
     top_k: Annotated[int, typer.Option(help="Maximum number of teacher tokens per student token; 0: all.", min=0)] = 0,
@@ -77,5 +77,7 @@ def _parse_merge(value: str) -> tuple[str, float]:
     except ValueError:
         name = ""
     if not name:
-        raise XtkError(f"--merge is {value!r}, but must be OTHER=WEIGHT", hint="--merge other.safetensors=0.5")
+        raise XtkError(
+            f"--merge is {value!r}, but must be OTHER=WEIGHT", hint="use for example --merge other.safetensors=0.5"
+        )
     return name, weight

@@ -23,7 +23,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Output folders of xtk distill, finished or not; the first is the reference. - for a pipe.",
+            help="Output folders of xtk distill, finished or not; the first is the reference. - for standard input.",
             metavar="RUN...",
         ),
     ],
@@ -92,10 +92,16 @@ def report(
     # The glob FOLDER/* of a sweep also matches the logs of its runs.
     named = [path for path in named if not (path.endswith(".log") and Path(path).is_file())]
     if not named:
-        raise XtkError("these are logs, not runs", where=", ".join(runs), hint="name output folders of xtk distill")
+        raise XtkError(
+            "RUN names only log files of a sweep, not runs",
+            where=", ".join(runs),
+            hint="give output folders of xtk distill",
+        )
     evaluations, texts, baselines = (list(some or ()) for some in (evaluation, samples, baseline))
     if baselines and not evaluations:
-        raise typer.BadParameter("--baseline needs --evaluation")
+        raise typer.BadParameter(
+            "--baseline needs --evaluation; add --evaluation FILE with the output of xtk evaluate --json"
+        )
     inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
     request = sha256(json.dumps({**inputs, "cache": cache, "projection": projection}))
     check_page(Path(output), request, force=force)
@@ -103,7 +109,7 @@ def report(
     places = {path: str(Path(path).resolve()) for path in named}
     resolved = [places[path] for path in named]
     if twice := next((path for at, path in enumerate(named) if places[path] in resolved[:at]), None):
-        raise XtkError("this run is given twice", where=twice, hint="name each run once")
+        raise XtkError("RUN names the same run twice", where=twice, hint="give each run once")
     names = shorten_names(places.values())
     shown = [_read_run(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
@@ -139,7 +145,11 @@ def _started_runs(named: list[str], required: set[str]) -> list[str]:
         if path in begun:
             continue
         if not begun or (path in required and not Path(path).is_dir()):
-            raise XtkError("not a run of xtk distill: no recipe.json in this folder", where=path)
+            raise XtkError(
+                "the folder is not a run of xtk distill: it has no recipe.json",
+                where=path,
+                hint="give the output folder (-o) of xtk distill",
+            )
         terminal.note(f"report: left out {path}: no recipe.json in this folder")
     return begun
 

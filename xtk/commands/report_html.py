@@ -222,7 +222,7 @@ def _evaluations(results: Sequence[EvaluationResult], baselines: Sequence[str]) 
     models = list(dict.fromkeys(one.model for one in results))
     for name in baselines:
         if name not in models:
-            raise unknown_name_error("--baseline", name, models)
+            raise unknown_name_error("model of --baseline", name, models)
     compared = list(baselines) or models[:1]
     called = shorten_names(models)
     table: list[tuple[str, list[ReportCell | None]]] = []

@@ -24,12 +24,14 @@ COMPLETIONS_PER_BATCH = 256
 def rollout(
     student: Annotated[
         str,
-        typer.Argument(help="Student model: a folder or hub id; - reads its path from the pipe.", metavar="STUDENT"),
+        typer.Argument(
+            help="Student model: a folder or hub id; - reads its path from standard input.", metavar="STUDENT"
+        ),
     ],
     prompts: Annotated[
         list[str],
         typer.Argument(
-            help="Data with a prompt, messages (the last answer is dropped) or text; - for a pipe. docs/how-"
+            help="Data with a prompt, messages (the last answer is dropped) or text; - for standard input. docs/how-"
             "to/data.md lists the formats.",
             metavar="PROMPTS...",
         ),
@@ -118,7 +120,7 @@ def rollout(
     if backend not in GENERATORS:
         raise unknown_name_error("backend", backend, GENERATORS)
     if student == "-" and "-" in prompts:
-        raise typer.BadParameter("only one of STUDENT and PROMPTS can be -")
+        raise typer.BadParameter("only one of STUDENT and PROMPTS can be read from standard input (-)")
     student = terminal.path_argument(student)
     path = _checked_output(output, [student, *prompts])
     corpus = Corpus(
@@ -137,7 +139,7 @@ def rollout(
     from xtk.tokens.tokenizer import Tokenizer
 
     if engine and backend == "transformers":
-        raise typer.BadParameter("--engine needs --backend vllm")
+        raise typer.BadParameter("--engine needs --backend vllm; add it, or remove --engine")
     own_options = backend_options(backend, engine or [], server or [], concurrency, adapter)
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), top_logprobs)
@@ -219,7 +221,7 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
 
     path = Path(output)
     if path.suffix != ".jsonl":
-        raise XtkError("the name of the output file must end in .jsonl", where=output, hint="-o FILE.jsonl")
+        raise XtkError("the name of the output file must end in .jsonl", where=output, hint="use -o FILE.jsonl")
     check_output_file(path, "rollouts", lambda found: read_request_fingerprint(found) is not None, inputs)
     return path
 
@@ -237,7 +239,7 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
         return None
     if read_request_fingerprint(path) != request:
         raise XtkError(
-            "these rollouts were made from other inputs or options",
+            "the output file has rollouts that were made from other inputs or options",
             where=str(path),
             hint="use another -o, or --force to replace them",
         )
@@ -275,7 +277,11 @@ def _write_rollouts(
         for why, number in figures.dropped.items():
             terminal.note(f"rollout: left out {number:,} rollouts: {why}")
         if not figures.rollouts:
-            raise XtkError("no usable rollout, so nothing was written", where=str(path), hint="see the notes above")
+            raise XtkError(
+                "nothing was written: no rollout can be used",
+                where=str(path),
+                hint="see the notes above, which give the reason for each rollout left out",
+            )
     return figures
 
 

@@ -55,7 +55,7 @@ def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> l
     """
     places = [str(path.resolve()).removesuffix(".jsonl") for path, _ in files]
     if twice := next((at for at, place in enumerate(places) if place in places[:at]), None):
-        raise XtkError("this --samples file is given twice", where=str(files[twice][0]), hint="name each file once")
+        raise XtkError("--samples names the same file twice", where=str(files[twice][0]), hint="give each file once")
     names = shorten_names(places)
     read = {
         names[place]: _read_sample_file(path, lines, names[place])
@@ -88,7 +88,7 @@ def _read_sample_file(path: Path, lines: Sequence[Mapping[str, Any]], name: str)
         found.setdefault(key, GeneratedSample(model, number, prompt, text, worth, finish == "length"))
     if not found:
         raise XtkError(
-            "this --samples file has no completions",
+            "the file of --samples has no completions",
             where=str(path),
             hint="use the output of xtk rollout -o FILE.jsonl or xtk evaluate --reward NAME -o FILE.jsonl",
         )

@@ -36,7 +36,7 @@ def sweep(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Arguments and options of xtk distill that all runs share; - for a pipe.",
+            help="Arguments and options of xtk distill that all runs share; - for standard input.",
             metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
             show_default=False,
         ),
@@ -52,7 +52,7 @@ def sweep(
     runs: Annotated[
         str,
         typer.Option(
-            help="File with one run per line: its additional arguments of distill; - for a pipe. -o NAME on a "
+            help="File with one run per line: its additional arguments of distill; - for standard input. -o NAME on a "
             "line names the run; # starts a comment.",
             metavar="FILE",
         ),
@@ -95,7 +95,7 @@ def sweep(
     folder, common = Path(output), list(arguments or [])
     piped = {"-", "--projection=-"} & set(common)
     if piped and runs == "-":
-        raise typer.BadParameter("only one of --runs and the shared arguments can be -")
+        raise typer.BadParameter("only one of --runs and the shared arguments can be read from standard input (-)")
     if piped:
         common = replace_piped_arguments(common, terminal.path_argument("-"))
     planned = plan_runs(common, _read_run_list(runs), vary or [], folder)
@@ -107,7 +107,7 @@ def sweep(
         return
     check_output_folder(folder, "a sweep")
     if (folder / "recipe.json").is_file():
-        raise XtkError("this folder is a run of xtk distill, not a sweep", where=output, hint="use another -o")
+        raise XtkError("the output folder is a run of xtk distill, not of a sweep", where=output, hint="use another -o")
     from xtk.training.graceful_stop import exit_resumable_on_signal
 
     exit_resumable_on_signal()
@@ -123,7 +123,7 @@ def sweep(
         print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *sweep_table(records))
     if failed:
         raise XtkError(
-            f"{len(failed)} of {len(planned)} runs failed",
+            f"{len(failed)} of the {len(planned)} runs of the sweep failed",
             where=", ".join(failed),
             hint="see their logs, then run the same command again to repeat only these",
         )
@@ -142,7 +142,7 @@ def _read_run_list(runs: str) -> list[tuple[str, str]]:
     try:
         lines = terminal.piped_lines() if runs == "-" else Path(runs).read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
-        raise XtkError("the --runs file is not valid UTF-8", where=runs) from None
+        raise XtkError("the --runs file is not valid UTF-8", where=runs, hint="save the file as UTF-8") from None
     place = "stdin" if runs == "-" else runs
     found = [(f"{place}, line {number}", line) for number, line in enumerate(lines, 1)]
     found = [(where, line) for where, line in found if line.strip() and not line.lstrip().startswith("#")]
@@ -226,4 +226,4 @@ def _failure(run: PlannedRun, code: int, log: Path, size: int) -> Any:
     own = next((at for at in reversed(range(len(lines))) if lines[at].startswith("xtk")), 0)
     last = lines[own:][-MAX_ERROR_LINES:]
     how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-    return XtkError("\n    ".join([f"{run.name} failed with {how}", *last]), where=str(log))
+    return XtkError("\n    ".join([f"the run {run.name} failed with {how}", *last]), where=str(log))

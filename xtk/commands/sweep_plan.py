@@ -98,7 +98,7 @@ def plan_runs(
     if not lines and not vary:
         raise XtkError(
             "--vary or --runs is missing",
-            hint="--vary 'seed=0 1 2', or --runs FILE with the arguments of one run per line",
+            hint="add --vary 'seed=0 1 2', or --runs FILE with the arguments of one run per line",
         )
     parts = [[_of_line(where, line) for where, line in lines]] if lines else []
     parts += [_of_option(name, values) for name, values in _read_vary(vary).items()]
@@ -142,11 +142,15 @@ def _parse_run(name: str, words: Sequence[str]) -> dict[str, Any]:
     except Exception as wrong:
         if not hasattr(wrong, "format_message"):
             raise
-        raise typer.BadParameter(f"{name}: {wrong.format_message()}") from None
+        raise typer.BadParameter(
+            f"xtk distill refuses the options of the run {name}: {wrong.format_message()}"
+        ) from None
     if not isinstance(given, dict):
-        raise typer.BadParameter(f"{name}: --help cannot be an argument of a run; remove it")
+        raise typer.BadParameter(f"the run {name} has the argument --help; remove it")
     if "-" in (given["student"], *given["cache"], *(given["projection"] or []), *(given["eval_data"] or [])):
-        raise typer.BadParameter(f"{name}: - can only be in the arguments that all runs share")
+        raise typer.BadParameter(
+            f"the run {name} reads standard input (-); move - to the arguments that all runs share"
+        )
     if given["num_machines"] > 1:
         raise typer.BadParameter(
             "a sweep runs on one machine; remove --num-machines, or use --dry-run to print the commands for several"
@@ -169,12 +173,14 @@ def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
         key, equals, values = text.partition("=")
         name = key.strip().replace("_", "-")
         if not equals:
-            raise typer.BadParameter(f"--vary {text}: must be NAME=VALUE or 'NAME=VALUE VALUE ...'")
+            raise typer.BadParameter(
+                f"--vary {text!r} is not NAME=VALUE or 'NAME=VALUE VALUE ...'; use for example --vary 'seed=0 1 2'"
+            )
         if name not in known:
             raise unknown_name_error("option of --vary", key, known)
         words = _split_words(values, f"--vary {text}")
         if not words:
-            raise typer.BadParameter(f"--vary {text}: {name} has no value")
+            raise typer.BadParameter(f"--vary {text}: {name} has no value; write values after =, such as {name}=VALUE")
         found.setdefault(name, []).extend(words)
     return found
 
@@ -184,7 +190,9 @@ def _split_words(text: str, where: str, *, comments: bool = False) -> list[str]:
     try:
         return shlex.split(text, comments=comments)
     except ValueError as wrong:
-        raise XtkError(f"this cannot be split into words: {str(wrong).lower()}", where=where) from None
+        raise XtkError(
+            f"the arguments cannot be split into words: {str(wrong).lower()}", where=where, hint="close all quotes"
+        ) from None
 
 
 def _of_option(name: str, values: Sequence[str]) -> list[_Part]:
@@ -239,7 +247,11 @@ def _of_line(where: str, line: str) -> _Part:
         at += taken
     name = name or ",".join(name_parts).lstrip(".-")
     if not name:
-        raise XtkError("this line has no arguments that name the run", where=where, hint="add arguments, or -o NAME")
+        raise XtkError(
+            "a line of the --runs file has no arguments from which the run can get its name",
+            where=where,
+            hint="add options of xtk distill to the line, or -o NAME",
+        )
     return _Part(name, words_after=tuple(kept), source=where)
 
 

@@ -166,7 +166,11 @@ def measure_footprint(
                 )
         except Exception as wrong:  # models fail on fake tensors in many ways
             first_error = first_error or " ".join(str(wrong).split())[:200]
-    raise UnsupportedModel(f"cannot estimate the memory of this model: {first_error}", where=str(folder))
+    raise UnsupportedModel(
+        f"the memory that the model needs cannot be estimated: {first_error}",
+        where=str(folder),
+        hint="measure it in a short run: xtk distill --max-steps 3",
+    )
 
 
 def _materialize(model: Any, device: str) -> None:

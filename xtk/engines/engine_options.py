@@ -26,7 +26,7 @@ def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, 
         name = name.strip().removeprefix("--").replace("-", "_")
         if not equals or not name:
             raise XtkError(
-                f"--engine {word!r} does not have the form name=value", hint="use --engine tensor_parallel_size=4"
+                f"--engine {word!r} does not have the form NAME=VALUE", hint="use --engine tensor_parallel_size=4"
             )
         if name in options:
             raise XtkError(f"--engine {name} is given twice", hint="remove one of them")

@@ -29,10 +29,20 @@ BYTES_PER_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":
 RESPONSE_SIZE_MARGIN = 4  # factor on the expected size: tokens differ in length
 REPORT_INTERVAL_SECONDS = 30.0
 T = TypeVar("T")
+VLLM_SERVER_HINT = "check the server's version and that the address is a vLLM server"
 
 
 class RetryableError(Exception):
-    """An invalid response; a retry may succeed."""
+    """An invalid response; a retry may succeed.
+
+    Args:
+        what: the cause.
+        hint: the next step if all retries fail; None: the general one.
+    """
+
+    def __init__(self, what: str, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.hint = hint
 
 
 class PermanentError(Exception):
@@ -249,7 +259,8 @@ class EndpointPool:
                     raise NoResponseError(
                         f"no valid response from the server: {wrong}",
                         where=str(endpoint),
-                        hint="check the address and that the server is running",
+                        hint=getattr(wrong, "hint", None)
+                        or "check the address and that a vLLM server is running there",
                     ) from None
                 await asyncio.sleep(self._retry_policy.backoff(attempt))
         raise AssertionError("max_attempts must be at least 1")
@@ -281,7 +292,7 @@ class EndpointPool:
         async with self._inflight_limit.acquired(weight):
             loop = asyncio.get_running_loop()
             end = loop.time() + self._retry_policy.total_seconds
-            last, attempts, bad = "", 0, 0
+            last, hint, attempts, bad = "", None, 0, 0
             failed: Endpoint | None = None
             while (
                 attempts < self._retry_policy.max_attempts
@@ -301,11 +312,12 @@ class EndpointPool:
                         endpoint,
                         f"{endpoint}: {wrong.what if isinstance(wrong, NoResponseError) else wrong}",
                     )
+                    hint = getattr(wrong, "hint", None)
                     bad += isinstance(wrong, RetryableError)
             raise XtkError(
-                f"no valid response after {attempts} attempts; last error: {last}",
+                f"no server gave a valid response in {attempts} attempts; last error: {last}",
                 where=what,
-                hint="check the server's log, then run the same command again; finished shards are kept",
+                hint=hint or "check the server's log, then run the same command again; finished shards are kept",
             )
 
     def _freest(self, failed: Endpoint | None) -> Endpoint:
@@ -376,11 +388,15 @@ class EndpointPool:
                 encoding = answer.headers.get("content-encoding", "identity")
                 if encoding != "identity":
                     raise RetryableError(
-                        f"the server returned data compressed with {encoding}; xtk accepts only identity"
+                        f"the server's response is compressed ({encoding}), but xtk reads only uncompressed responses",
+                        hint="turn off compression in the server or in the proxy before it",
                     )
                 raw, is_whole = await _body(answer, most)
                 if not is_whole:
-                    raise RetryableError(f"the server returned more than {most:,} bytes, the limit for this request")
+                    raise RetryableError(
+                        f"the server's response is larger than {most:,} bytes, the limit for this request",
+                        hint=VLLM_SERVER_HINT,
+                    )
                 return raw
             message = _error_message(answer, (await _body(answer, MAX_ERROR_BYTES))[0])
             if answer.status_code >= 500 or answer.status_code in BUSY_STATUS_CODES:
@@ -447,7 +463,7 @@ def _check_model(endpoint: Endpoint, answer: Any) -> None:
     if isinstance(model, str) and model != endpoint.answers_as:
         if endpoint.answers_as:
             raise XtkError(
-                f"the server changed its model from {endpoint.answers_as!r} to {model!r} during the run",
+                f"the server answered with the model {endpoint.answers_as!r} first, and now with {model!r}",
                 where=str(endpoint),
                 hint="use a server that keeps one model, and run the same command again; finished shards are kept",
             )
@@ -463,13 +479,13 @@ def parse_response(raw: bytes) -> Any:
     try:
         return json.loads(raw, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as wrong:
-        raise RetryableError(f"the server returned text that is not valid JSON: {wrong}"[:500]) from None
+        raise RetryableError(f"the server's response is not valid JSON: {wrong}"[:500]) from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("an object contains a key twice")
+        raise ValueError("a JSON object has a key twice")
     return content
 
 

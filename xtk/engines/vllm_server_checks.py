@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from xtk import terminal
-from xtk.engines.http_server_pool import Endpoint, PermanentError, RetryableError
+from xtk.engines.http_server_pool import VLLM_SERVER_HINT, Endpoint, PermanentError, RetryableError
 from xtk.errors import MismatchError, XtkError
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -57,13 +57,14 @@ def parse_models(answer: Any) -> list[dict[str, Any]]:
     """
     models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not models:
-        raise RetryableError("the server returned no list of models")
+        raise RetryableError("the server's response to /models is not a list of models", VLLM_SERVER_HINT)
     if not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in models):
-        raise RetryableError("the server returned a model whose id is not text")
+        raise RetryableError("the server's list of models has a model whose id is not a string", VLLM_SERVER_HINT)
     for length in (one.get("max_model_len") for one in models):
         if length is not None and (type(length) is not int or length < 1):
             raise RetryableError(
-                f"the server returned max_model_len {str(length)[:40]!r}, which is not a positive integer"
+                f"the server's context length (max_model_len) is {str(length)[:40]!r}, but must be a positive integer",
+                VLLM_SERVER_HINT,
             )
     return models
 
@@ -81,7 +82,7 @@ def select_model(models: list[dict[str, Any]], endpoint: Endpoint, name: str) ->
             raise XtkError(
                 f"the server has no model {endpoint.requested_model!r}",
                 where=str(endpoint),
-                hint=f"use one of its models after #: {names}",
+                hint=f"write one of its models after # in the server's URL: {names}",
             )
         return found[0]
     same_name = [one for one in models if name in (one["id"], one.get("root"))]
@@ -124,7 +125,7 @@ def check_same_tokenizer(
         return
     at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
     raise MismatchError(
-        "the server's tokenizer differs from that of the model given to xtk",
+        "the server's tokenizer differs from the tokenizer of the model that the command names",
         where=f"at token {at} of a test text: {endpoint} has the ids {str(theirs[at : at + 5])[:100]}, "
         f"{tokenizer.name} has {ours[at : at + 5]}",
         hint="pass the folder or hub id of the model that the server runs",

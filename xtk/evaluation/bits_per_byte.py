@@ -145,7 +145,7 @@ def evaluate_bits_per_byte(
     whole = Ratio(np.concatenate(bits), np.concatenate(sizes))
     if not whole.counts.any():
         raise XtkError(
-            "the evaluation data contain no text: all documents are empty",
+            "the evaluation data has no text: all documents are empty",
             hint="use data with a non-empty text or completion in at least one row",
         )
     by_document = np.concatenate(categories)

@@ -98,7 +98,7 @@ class AnswerScores:
         both = self.is_scored & other.is_scored
         if not both.any():
             raise XtkError(
-                "the rewards could score no problem for both models, so they cannot be compared",
+                "--reward could not score any problem for both models, so the models cannot be compared",
                 hint="check that each row has the column with the expected answer, such as --reward exact:column=NAME",
             )
         return Estimate.mean_of(self.scores[both].mean(axis=1) - other.scores[both].mean(axis=1))
@@ -138,7 +138,7 @@ def pass_at_k(k: int, num_samples: int, num_correct: int) -> float:
         ValueError: k is below 1 or above the number of samples.
     """
     if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} needs k from 1 to the number of samples, {num_samples}")
+        raise ValueError(f"pass@k needs k from 1 to the number of samples ({num_samples}), not {k}")
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
@@ -159,9 +159,10 @@ def check_rewards_apply(rewards: WeightedRewards, prompts: Sequence[Prompt]) -> 
 
 def _unscored_error(rewards: WeightedRewards, where: str | None = None) -> XtkError:
     return XtkError(
-        f"the reward {', '.join(map(str, rewards.specs))} could score no answer",
+        f"--reward {', '.join(map(str, rewards.specs))} could not score any answer",
         where=where,
-        hint="name the column with the expected answer: --reward exact:column=NAME",
+        hint="give the data the columns that this reward needs (docs/reference/rewards.md lists them), or name the "
+        "column of the expected answer with --reward NAME:column=COLUMN",
     )
 
 
@@ -198,7 +199,7 @@ def evaluate_answers(
     """
     if num_generations > 1 and sampling.temperature == 0:
         raise XtkError(
-            f"at temperature 0 all {num_generations} answers to a problem are equal",
+            f"at --temperature 0 all {num_generations} answers to a problem are equal",
             hint="use --temperature 0.8, or --num-generations 1",
         )
     process_share = process_share or ProcessShare()

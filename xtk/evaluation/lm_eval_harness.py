@@ -352,7 +352,11 @@ def _to_json_value(value: Any) -> Any:
 
 def _harness_error(what: str, config: HarnessConfig, wrong: Exception) -> XtkError:
     first_line = (str(wrong) or type(wrong).__name__).strip().splitlines()[0][:300]
-    return XtkError(f"{what}: {type(wrong).__name__}: {first_line}", where=f"tasks {', '.join(config.tasks)}")
+    return XtkError(
+        f"{what}: {type(wrong).__name__}: {first_line}",
+        where=f"--tasks {','.join(config.tasks)}",
+        hint="run lm-eval ls tasks for the task names, and check --include-path and the options of the task",
+    )
 
 
 @contextlib.contextmanager

@@ -126,7 +126,7 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise XtkError(
-            f"the MMLU folder lacks test or dev files of {some}",
+            f"the folder of the MMLU data has no test or no dev files of {some}",
             where=str(root),
             hint="download cais/mmlu: it has SUBJECT/test-*.parquet and SUBJECT/dev-*.parquet for each subject",
         )
@@ -156,7 +156,7 @@ class CodeProblems:
                  for path in sorted(Path(place).glob("test-*.parquet"))]  # fmt: skip
         if not files:
             raise XtkError(
-                f"the folder of the task {name} contains no test-*.parquet",
+                f"the folder of the task {name} has no file test-*.parquet",
                 where=f"--tasks {name}={folder}",
                 hint="use a local copy of the dataset from the hub, with test-*.parquet in it, in data/ or in full/",
             )

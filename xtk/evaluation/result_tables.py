@@ -87,7 +87,7 @@ def read_results(path: Path) -> list[EvaluationResult]:
     found = [result for record in _read_records(path) for result in _results_of_record(record, path)]
     if not found:
         raise CorruptError(
-            "the file contains no evaluation result",
+            "the file of evaluation results has no result",
             where=str(path),
             hint="write one with xtk evaluate MODEL DATA --json > FILE",
         )
@@ -110,7 +110,7 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
     records = whole if isinstance(whole, list) else [whole]
     if not all(isinstance(record, dict) for record in records):
         raise CorruptError(
-            "the file of evaluation results contains a JSON value that is not an object",
+            "the file of evaluation results has a JSON value that is not an object",
             where=str(path),
             hint="write it again with xtk evaluate MODEL DATA --json > FILE",
         )

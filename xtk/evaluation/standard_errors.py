@@ -69,7 +69,9 @@ class Ratio:
             ValueError: the numbers of documents differ.
         """
         if len(self.sums) != len(other.sums):
-            raise ValueError(f"ratios over {len(self.sums)} and {len(other.sums)} documents cannot be paired")
+            raise ValueError(
+                f"two results over {len(self.sums)} and {len(other.sums)} documents cannot be paired by document"
+            )
         return Estimate(
             self.value - other.value,
             _standard_error(self._residuals() - other._residuals(), (self.counts > 0) | (other.counts > 0)),

@@ -113,7 +113,7 @@ def compare_with_teacher(
     model.train(training)
     if not counts.any():
         raise XtkError(
-            "there is nothing to compare: no token or span of the documents is scored by both models",
+            "student and teacher cannot be compared: no token or span of the documents is scored by both",
             hint="use a cache of documents with trained text, and a --max-length that includes it",
         )
     return {name: Ratio(*of_name) for name, *of_name in zip(names, sums, counts, strict=True)}

@@ -60,7 +60,7 @@ class ByteKL:
             )
         except ZeroDivisionError:
             raise CorruptError(
-                "the teacher's tokens in the cache do not match the text of a document",
+                "the teacher's tokens of a document in the cache do not match the document's text",
                 hint="the cache is corrupt; run the same cache-teacher command again with --force",
             ) from None
         following, previous = (items[:, STUDENT_COLUMNS + one] for one in (NEXT_DISTRIBUTION, PREVIOUS_DISTRIBUTION))

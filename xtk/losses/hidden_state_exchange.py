@@ -66,7 +66,7 @@ class StateExchange:
         rows = len(everything)
         if not np.array_equal(np.sort(everything), np.arange(rows)):
             raise XtkError(
-                "context parallelism: each row of hidden states must be on exactly one process",
+                "with --parallel cp, each row of hidden states must be on exactly one process",
                 where=f"{ranks} processes with {', '.join(str(len(some)) for some in rows_by_rank)} rows",
                 hint="number the compared rows from 0 over all documents of the micro-batch, each on one rank",
             )

@@ -75,7 +75,7 @@ class PolicyGradient:
                 )
         if self.teacher_weight == self.reward_weight == 0:
             raise XtkError(
-                "teacher_weight and reward_weight of the loss policy-gradient are both 0: nothing would be learned",
+                "teacher_weight and reward_weight of the loss policy-gradient are both 0, so nothing would be learned",
                 hint="set at least one of them above 0",
             )
         if self.advantage != OBSERVED_ADVANTAGE:

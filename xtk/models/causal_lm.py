@@ -201,7 +201,7 @@ def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: boo
     """
     if found := [] if trust_remote_code else [name for name in names if "/" in name]:
         raise XtkError(
-            f"the model needs the kernel {found[0]}, which is code from a hub",
+            f"the model needs the attention kernel {found[0]}, which is code from the Hugging Face hub",
             where=where,
             hint='use --trust-remote-code if you trust it, or set attn_implementation to "sdpa"',
         )
@@ -261,16 +261,16 @@ def check_adapter(adapter: Path) -> None:
     for path in (configuration, adapter / ADAPTER_FILE):
         if not path.is_file():  # peft would download weights from the hub, or read a pickle
             raise XtkError(
-                f"the adapter folder has no {path.name}",
+                f"the folder of the adapter has no file {path.name}",
                 where=str(adapter),
                 hint="save the adapter again with peft's save_pretrained, or download it again",
             )
     with configuration.open("rb") as stream:
         content = stream.read(CONFIGURATION_BYTES).decode(errors="replace")
-    described = parse_json(content, what="the adapter's configuration", where=str(configuration))
+    described = parse_json(content, what="the adapter's adapter_config.json", where=str(configuration))
     if not isinstance(described, dict):
         raise CorruptError(
-            "the adapter's configuration is not a JSON object",
+            "the adapter's adapter_config.json is not a JSON object",
             where=str(configuration),
             hint="copy or download the adapter again",
         )
@@ -281,7 +281,7 @@ def check_adapter(adapter: Path) -> None:
     )
     for rank in stated:
         if isinstance(rank, int | float) and rank > max(largest, LARGEST_RANK):
-            what = f"the adapter's configuration has rank {rank:,}, but the largest rank of its weights is {largest:,}"
+            what = f"adapter_config.json has rank {rank:,}, but the largest rank of its weights is {largest:,}"
             raise CorruptError(what, where=str(configuration), hint="copy or download the adapter again")
     if importlib.util.find_spec("peft") is None:
         raise XtkError(
@@ -337,9 +337,9 @@ def check_embedding_rows(model: Any, tokenizer: Tokenizer) -> None:
 def _check_row_count(rows: int, tokenizer: Tokenizer) -> None:
     if rows < len(tokenizer):
         raise XtkError(
-            f"the model has {rows:,} embedding rows, but its tokenizer has {len(tokenizer):,} tokens",
+            f"the model's embedding has only {rows:,} rows for the {len(tokenizer):,} tokens of its tokenizer",
             where=str(tokenizer.name),
-            hint="use the model's original tokenizer, or add rows with xtk distill --resize-vocabulary",
+            hint="use the model's original tokenizer, or xtk distill --resize-vocabulary, which adds the missing rows",
         )
 
 
@@ -399,7 +399,7 @@ class BackboneWithHead(nn.Module):
             cause = " ".join(str(wrong).split())[:300]
             raise XtkError(
                 f"the model's forward pass fails: {type(wrong).__name__}: {cause}",
-                where=f"{type(inner).__name__} of {getattr(inner, 'name_or_path', '')}",
+                where=str(getattr(inner, "name_or_path", "") or type(inner).__name__),
                 hint="check that config.json belongs to these weights; if memory is short, use a smaller model",
             ) from wrong
         finally:
@@ -443,8 +443,8 @@ class BackboneWithHead(nn.Module):
         """
         if self._logit_transform is None:
             raise XtkError(
-                "tensor parallelism is not supported: the output head cannot be separated from this model",
-                where=type(self._base_model).__name__,
+                f"--parallel tp does not support {type(self._base_model).__name__}: its output head is not separable",
+                where=str(getattr(self._base_model, "name_or_path", "") or "--parallel"),
                 hint="use --parallel fsdp instead of tp",
             )
         apply_tensor_parallel(self.model, mesh)

@@ -61,9 +61,9 @@ class HeadShard:
         torch.distributed.all_gather_object(counts, num_rows, group=group)
         if 0 in counts:
             raise XtkError(
-                "tensor parallelism: a process has no rows of the output head",
+                "--parallel tp=N leaves a process without rows of the output head",
                 where=f"rank {counts.index(0)} of {len(counts)}; the head has {sum(counts):,} rows",
-                hint="use a smaller tp in --parallel",
+                hint="use a smaller N in --parallel tp=N",
             )
         return cls(sum(counts[: torch.distributed.get_rank(group)]), sum(counts), group)
 

@@ -33,7 +33,7 @@ def weight_files(folder: Path, *, allow_missing: bool = False) -> list[Path]:
     if missing and allow_missing:
         return [folder / name for name in names if name not in missing]
     if missing:
-        what = f"weight files in the index are missing: {len(missing):,} of {len(names):,} ({format_names(missing)})"
+        what = f"{len(missing):,} of {len(names):,} weight files in the index do not exist: {format_names(missing)}"
         raise CorruptError(what, where=str(folder / INDEX_FILE), hint=_HINT)
     return [folder / name for name in names]
 
@@ -49,10 +49,10 @@ def read_weight_index(folder: Path) -> dict[str, str]:
         named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         pairs = {str(name): str(file) for name, file in named.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptError("the index of the weight files cannot be read", where=str(path), hint=_HINT) from None
+        raise CorruptError("the index of the model's weight files is not valid", where=str(path), hint=_HINT) from None
     for file in pairs.values():
         if Path(file).name != file or "\0" in file:
-            what = f"the index of the weight files contains a path outside of the folder: {file!r}"
+            what = f"the index of the model's weight files has a path outside of the model folder: {file!r}"
             raise CorruptError(what, where=str(path), hint=_HINT)
     return pairs
 
@@ -88,11 +88,11 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             for name, tensor in header.items()  # type: ignore[union-attr]
         }
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
-        what = "the model's weights cannot be read: the safetensors header is invalid"
+        what = "the weight file cannot be read: its safetensors header is invalid"
         raise CorruptError(what, where=str(path), hint=_HINT) from None
     if path.stat().st_size != 8 + size + end:
         actual, expected = path.stat().st_size, 8 + size + end
-        what = f"the safetensors file has {actual:,} bytes instead of {expected:,}"
+        what = f"the weight file has {actual:,} bytes, but its safetensors header requires {expected:,}"
         raise CorruptError(what, where=str(path), hint=_HINT)
     return found
 

@@ -90,7 +90,7 @@ class StudentModelConfig:
             raise XtkError(f"--{option} needs LoRA adapters, but --lora-r is 0", hint="add --lora-r 16")
         if self.resize_vocabulary and self.is_quantized:
             raise XtkError(
-                "--resize-vocabulary does not work with --load-in-4bit or --load-in-8bit: adapters store no new rows",
+                "--resize-vocabulary does not work with --load-in-4bit or --load-in-8bit: adapters cannot store rows",
                 hint="resize the model first: model.resize_token_embeddings(len(tokenizer)), then save_pretrained",
             )
 
@@ -158,7 +158,9 @@ def load_student(
     model = _load_base_model(folder, config, device, mixed_precision, trust_remote_code, dict(options or {}))
     if not adapted and getattr(model, "quantization_method", None):
         raise XtkError(
-            "quantized weights cannot be trained", where=str(folder), hint="train LoRA adapters: add --lora-r 16"
+            "the student's weights are quantized and cannot be trained",
+            where=str(folder),
+            hint="train LoRA adapters: add --lora-r 16",
         )
     if config.resize_vocabulary:
         _resize_vocabulary(model, tokenizer, config, adapted)
@@ -258,7 +260,7 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
     found = source.checkpoint or source.adapter
     if source.adapter and config.lora_r:
         raise XtkError(
-            "the student is already an adapter, which is trained further as it is, so --lora-r does not apply",
+            "--lora-r does not apply: the student is a LoRA adapter already, and training continues this adapter",
             where=str(source.adapter),
             hint="remove the --lora options, or merge the adapter first with merge_and_unload of peft",
         )
@@ -282,7 +284,7 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
         tied = _tied_embedding_names(model)
         if targets != ALL_LINEAR and set(targets) & tied:
             raise XtkError(
-                "embedding and output head are tied in this model, so neither can get a LoRA adapter",
+                "the student's embedding and output head share one weight, so neither can get a LoRA adapter",
                 where=f"--lora-target-modules {','.join(targets)}",
                 hint=f"use --lora-modules-to-save {min(tied)}, which fully trains both",
             )
@@ -300,7 +302,7 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
             return _set_base_model_name(get_peft_model(model, described), source.model)
         except ValueError as wrong:
             raise XtkError(
-                f"peft refuses the LoRA options: {' '.join(str(wrong).split())[:300]}",
+                f"peft cannot add LoRA adapters with these options: {' '.join(str(wrong).split())[:300]}",
                 hint="change --lora-target-modules, --lora-modules-to-save or --use-dora",
             ) from wrong
 

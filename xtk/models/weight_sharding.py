@@ -36,16 +36,16 @@ def apply_tensor_parallel(model: Any, mesh: Any) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(model, "peft_config", None) or getattr(model, "quantization_method", None):
         raise XtkError(
-            "tensor parallelism is not supported with adapters or quantized weights",
+            "--parallel tp does not support LoRA adapters or quantized weights",
             hint="use --parallel fsdp instead of tp",
         )
     configuration = model.config.get_text_config()
     heads = [getattr(configuration, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
     if any(count % mesh.size() for count in heads):
         raise XtkError(
-            f"tensor parallelism: {heads[0]} attention heads and {heads[1]} key-value heads are not divisible by "
-            f"tp={mesh.size()}",
-            where=type(model).__name__,
+            f"--parallel tp={mesh.size()} does not divide the model's {heads[0]} attention heads and {heads[1]} "
+            "key-value heads",
+            where=str(getattr(model, "name_or_path", "") or type(model).__name__),
             hint="use a smaller tp, or --parallel fsdp",
         )
     name = next((name for name, module in model.named_modules() if module is head), "")
@@ -61,7 +61,7 @@ def apply_tensor_parallel(model: Any, mesh: Any) -> None:
     except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as wrong:
         raise XtkError(
             f"transformers cannot apply tensor parallelism to the model: {' '.join(str(wrong).split())[:200]}",
-            where=f"{type(model).__name__}, tp={mesh.size()}",
+            where=f"{getattr(model, 'name_or_path', '') or type(model).__name__}, --parallel tp={mesh.size()}",
             hint="use --parallel fsdp instead of tp",
         ) from None
     if tied:

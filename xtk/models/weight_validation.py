@@ -53,11 +53,12 @@ class WeightMismatches:
             CorruptError: with the first names.
         """
         if self.missing:
-            what = f"weights are missing from the files: {len(self.missing):,} ({format_names(list(self.missing))})"
+            missing = format_names(list(self.missing))
+            what = f"the model's files lack {len(self.missing):,} of its weights: {missing}"
             raise CorruptError(what, where=str(folder), hint=_HINT)
         if self.reshaped:
             shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
-            what = f"weights have other shapes than in the configuration: {len(shapes):,} ({format_names(shapes)})"
+            what = f"weights do not have the shapes that config.json requires: {len(shapes):,} ({format_names(shapes)})"
             raise CorruptError(what, where=str(folder), hint="use the config.json that belongs to these weights")
         if self.unexpected and not quiet:
             names = list(self.unexpected)
@@ -184,7 +185,7 @@ def check_weights_finite(model: Any, folder: Path) -> None:
     if names:
         dtype = str(model.get_parameter(names[0]).dtype).removeprefix("torch.")
         raise CorruptError(
-            f"weights are not finite (NaN or infinity) in {dtype}: {len(names):,} ({format_names(names)})",
+            f"the model has weights that are NaN or infinite in {dtype}: {len(names):,} ({format_names(names)})",
             where=str(folder),
             hint="use --dtype bfloat16 or --dtype float32" if dtype == "float16" else _HINT,
         )

@@ -46,7 +46,7 @@ def run_quickstart(folder: Path, num_seeds: int) -> dict[str, Any]:
         XtkError: the folder has other files, or a command failed.
     """
     if num_seeds < 1:
-        raise XtkError(f"--seeds is {num_seeds}, but must be at least 1")
+        raise XtkError(f"--seeds is {num_seeds}, but must be at least 1", hint="use --seeds 1 or more")
     started = time.monotonic()
     _prepare(folder, num_seeds)
     at = shlex.quote(str(folder))

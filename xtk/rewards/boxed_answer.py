@@ -34,14 +34,14 @@ class BoxedReward:
     def __post_init__(self) -> None:
         if self.compare not in COMPARISONS:
             raise XtkError(
-                f"--reward boxed has no comparison {self.compare!r}",
+                f"compare={self.compare!r} is not a comparison of --reward boxed",
                 hint=f"use compare=VALUE, one of: {', '.join(COMPARISONS)}",
             )
         if self.compare == "math":
             if importlib.util.find_spec("math_verify") is None:
                 raise XtkError(
                     "--reward boxed needs the package math-verify",
-                    hint="pip install 'xtk[maths]', or use --reward boxed:compare=strings",
+                    hint="run pip install 'xtk[maths]', or use --reward boxed:compare=strings",
                 )
             object.__setattr__(self, "_symbols", MathComparer(self.seconds))
 

@@ -99,8 +99,8 @@ def _text_field(row: Mapping[str, Any], name: str) -> str:
 
 def _wrong(row: Mapping[str, Any], name: str, wanted: str) -> XtkError:
     return XtkError(
-        f"the field {name} is {repr(row[name])[:80]}; --reward tests needs {wanted}",
-        hint="see docs/reference/rewards.md for the fields of a row",
+        f"the column {name} has {repr(row[name])[:80]}, but --reward tests needs {wanted}",
+        hint="change the data; docs/reference/rewards.md lists the columns that --reward tests reads",
     )
 
 

@@ -35,17 +35,23 @@ class RegexReward:
             raise XtkError("--reward regex needs a pattern", hint="use --reward 'regex:pattern=<answer>.*</answer>'")
         if self.match not in MATCH_MODES:
             raise XtkError(
-                f"--reward regex has no match mode {self.match!r}",
+                f"match={self.match!r} is not a match mode of --reward regex",
                 hint=f"use match=VALUE, one of: {', '.join(MATCH_MODES)}",
             )
         try:
             compiled = re.compile(self.pattern, re.DOTALL)
         except (re.error, RecursionError, OverflowError) as error:
             raise XtkError(
-                f"the pattern of --reward regex is not a valid regular expression: {error}", where=self.pattern
+                f"the pattern of --reward regex is not a valid Python regular expression: {error}",
+                where=self.pattern,
+                hint="correct the pattern; put a backslash before ( ) [ ] * + ? . to match the character itself",
             ) from error
         if self._key not in (*range(compiled.groups + 1), *compiled.groupindex):
-            raise XtkError(f"the pattern of --reward regex has no group {self.group!r}", where=self.pattern)
+            raise XtkError(
+                f"the pattern of --reward regex has no group {self.group!r}",
+                where=self.pattern,
+                hint="put the answer in parentheses, such as 'regex:pattern=answer (.*),group=1,column=NAME'",
+            )
         object.__setattr__(self, "_compiled", compiled)
 
     @property
@@ -81,11 +87,15 @@ class JsonReward:
                 schema = json.loads(Path(self.schema).read_text(encoding="utf-8"))
             except OSError as error:
                 raise XtkError(
-                    "the schema file of --reward json cannot be read", where=f"{self.schema}: {error.strerror}"
+                    f"the schema file of --reward json cannot be read: {error.strerror}",
+                    where=self.schema,
+                    hint="use --reward json:schema=FILE with a file that contains a JSON schema",
                 ) from error
             except ValueError as error:
                 raise XtkError(
-                    f"the schema file of --reward json is not valid JSON: {error}", where=self.schema
+                    f"the schema file of --reward json is not valid JSON: {error}",
+                    where=self.schema,
+                    hint="correct the file, or use another one with --reward json:schema=FILE",
                 ) from error
             object.__setattr__(self, "_schema", _validator(schema, self.schema))
         elif self.column:
@@ -118,18 +128,24 @@ def _without_fences(text: str) -> str:
 
 def _validator(schema: Any, place: str) -> Any:
     if not isinstance(schema, dict | bool):
-        raise XtkError("the schema of --reward json must be a JSON object or a boolean", where=place)
+        raise XtkError(
+            "the schema of --reward json must be a JSON object or a boolean",
+            where=place,
+            hint='use a JSON schema such as {"type": "object"}',
+        )
     try:
         import jsonschema
     except ImportError as error:
         raise XtkError(
-            "schemas of --reward json need the package jsonschema", hint="pip install 'xtk[schemas]'"
+            "schemas of --reward json need the package jsonschema", hint="run pip install 'xtk[schemas]'"
         ) from error
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise XtkError(
-            f"the schema of --reward json is not a valid JSON schema: {error.message}", where=place
+            f"the schema of --reward json is not a valid JSON schema: {error.message}",
+            where=place,
+            hint="correct the schema",
         ) from error
     return kind(schema)

@@ -97,25 +97,28 @@ class Sandbox:
     def __init__(self, limits: SandboxLimits | None = None, allow_weak_isolation: bool = False) -> None:
         self.limits = limits or SandboxLimits()
         if sys.platform != "linux":
-            raise XtkError("the sandbox needs Linux", hint="run xtk in a Linux container or virtual machine")
+            raise XtkError(
+                "the sandbox for generated code needs Linux", hint="run xtk in a Linux container or virtual machine"
+            )
         reason = self._start(use_namespaces=True)
         self.isolated = reason is None
         if reason is None:
             return
         if not allow_weak_isolation:
             raise XtkError(
-                "the sandbox cannot isolate code: this machine does not allow Linux namespaces",
-                where=reason,
+                f"the sandbox for generated code cannot start without Linux namespaces: {reason}",
                 hint="allow user namespaces (in a container: --security-opt seccomp=unconfined or --privileged), "
                 "or use --reward tests:allow_weak_isolation=true, which lets the code read your files",
             )
         if (reason := self._start(use_namespaces=False)) is not None:
-            raise XtkError("the sandbox cannot start on this machine, even with weak isolation", where=reason)
+            raise XtkError(
+                f"the sandbox for generated code cannot start, even with allow_weak_isolation=true: {reason}",
+                hint="run xtk on another Linux machine, or in a container with --security-opt seccomp=unconfined",
+            )
         if (trial := self.run("")).code != 0:
             self.close()
             raise XtkError(
-                "the sandbox cannot isolate code: this machine does not allow seccomp filters",
-                where=trial.output,
+                f"the sandbox for generated code needs seccomp filters, which this machine refuses: {trial.output}",
                 hint="use a machine or container that allows seccomp filters",
             )
 
@@ -195,7 +198,10 @@ class Sandbox:
             socket.send_fds(self._channel, [b"job"], [source, written, *files])
         except OSError as error:
             os.close(report)
-            raise XtkError("the sandbox process has ended unexpectedly", where=str(error)) from error
+            raise XtkError(
+                f"the process of the sandbox for generated code has ended: {error}",
+                hint="check that the machine has free memory, then run the same command again",
+            ) from error
         finally:
             os.close(source)
             os.close(written)
@@ -206,7 +212,8 @@ class Sandbox:
             text = file.read()
         if not text:
             raise XtkError(
-                "the sandbox could not run a program", hint="check the process limit (ulimit -u) and the free memory"
+                "the sandbox for generated code could not start a program",
+                hint="check the process limit (ulimit -u) and the free memory",
             )
         return RunOutcome(**json.loads(text))
 

@@ -135,7 +135,7 @@ class RemoteCalls:
             self._writer.flush()
             reply = decode_value(self._reader.readline(MAX_MESSAGE_BYTES))
             if not isinstance(reply, tuple) or len(reply) != 3:
-                raise ValueError("malformed reply")
+                raise ValueError("the reply of the sandbox worker is not a valid message")
         except (OSError, ValueError, TypeError):
             self.connection_error = _Gone()
             raise self.connection_error from None

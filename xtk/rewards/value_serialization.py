@@ -60,7 +60,7 @@ def from_jsonable(packed: Any) -> Any:
     if packed is None or isinstance(packed, bool | str):
         return packed
     if not isinstance(packed, list) or not packed:
-        raise ValueError("malformed value")
+        raise ValueError("the value is not in the format of serialized values")
     kind, *content = packed
     readers: dict[str, Any] = {
         "int": lambda text: int(text, 16),
@@ -78,11 +78,11 @@ def from_jsonable(packed: Any) -> Any:
         "iterator": lambda items: iter([from_jsonable(item) for item in items]),
     }
     if not isinstance(kind, str) or kind not in readers:
-        raise ValueError("malformed value")
+        raise ValueError("the value is not in the format of serialized values")
     try:
         return readers[kind](*content)
     except (TypeError, ArithmeticError) as error:
-        raise ValueError("malformed value") from error
+        raise ValueError("the value is not in the format of serialized values") from error
 
 
 def encode_value(value: Any) -> bytes:
@@ -106,4 +106,4 @@ def decode_value(line: bytes) -> Any:
     try:
         return from_jsonable(json.loads(line))
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("the value is nested too deeply") from error

@@ -35,7 +35,11 @@ def max_new_tokens(request: GenerationRequest, sampling: SamplingConfig, context
     ]
     length = min(limit for limit in limits if limit is not None)
     if not len(request.input_ids):
-        raise XtkError("a prompt is empty (no tokens)", where=name, hint="remove it, or add text to it")
+        raise XtkError(
+            "a prompt is empty: it has no tokens",
+            where=name,
+            hint="remove this prompt from the data, or add text to it",
+        )
     if length < 1:
         raise XtkError(
             f"a prompt of {len(request.input_ids):,} tokens leaves no space for a completion; "
@@ -54,7 +58,7 @@ def check_temperature(sampling: SamplingConfig) -> None:
     """
     if sampling.temperature > MAX_TEMPERATURE:
         raise XtkError(
-            f"--temperature is {sampling.temperature}; the maximum of vLLM is {MAX_TEMPERATURE:g}",
+            f"--temperature is {sampling.temperature}, but vLLM allows at most {MAX_TEMPERATURE:g}",
             hint="use a lower --temperature, or --backend transformers",
         )
 
@@ -87,11 +91,17 @@ def checked_completion(
         XtkError: it has no tokens, ids outside of the tokenizer, or positive log-probabilities.
     """
     if not len(ids):
-        raise XtkError("the generated completion has no tokens", where=tokenizer.name)
+        raise XtkError(
+            "the engine returned a completion without tokens",
+            where=tokenizer.name,
+            hint="check the version of vLLM, or use the backend transformers",
+        )
     if ids.min() < 0 or ids.max() >= len(tokenizer):
         raise XtkError(
-            f"the generated completion has token ids outside of the tokenizer's {len(tokenizer):,}",
+            f"a generated completion contains token id {int(ids[(ids < 0) | (ids >= len(tokenizer))][0])}, "
+            f"but the tokenizer has ids from 0 to {len(tokenizer) - 1:,}",
             where=tokenizer.name,
+            hint="give the engine and xtk the same model folder",
         )
     if (logprobs > LOGPROB_TOLERANCE).any():
         raise XtkError(

@@ -110,8 +110,12 @@ class CheckedEnvironment:
         return float(value)
 
     def _try(self, name: str, call: Callable[[], Answer]) -> Answer:
-        with user_code_errors(f"{name} of the environment", hint=USAGE):
+        with user_code_errors(f"the method {name} of the environment", where="--environment", hint=USAGE):
             return call()
 
     def _wrong(self, name: str, value: Any, wanted: str) -> XtkError:
-        return XtkError(f"{name} of the environment returned {str(value)[:80]!r}; it must return {wanted}", hint=USAGE)
+        return XtkError(
+            f"the method {name} of the environment returned {str(value)[:80]!r}; it must return {wanted}",
+            where="--environment",
+            hint=USAGE,
+        )

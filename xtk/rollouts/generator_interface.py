@@ -39,17 +39,33 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise XtkError(f"--temperature is {self.temperature}; must be a finite number of at least 0")
+            raise XtkError(
+                f"--temperature is {self.temperature}, but must be a finite number of at least 0",
+                hint="use --temperature 1, or 0 for greedy decoding",
+            )
         if not 0 < self.top_p <= 1:
-            raise XtkError(f"--top-p is {self.top_p}; must be above 0 and at most 1")
+            raise XtkError(
+                f"--top-p is {self.top_p}, but must be above 0 and at most 1",
+                hint="use --top-p 1 to sample from all tokens",
+            )
         if self.top_k < 0:
-            raise XtkError(f"--top-k is {self.top_k}; must be at least 0")
+            raise XtkError(
+                f"--top-k is {self.top_k}, but must be at least 0", hint="use --top-k 0 to sample from all tokens"
+            )
         if self.top_logprobs < 0:
-            raise XtkError(f"--top-logprobs is {self.top_logprobs}; must be at least 0")
+            raise XtkError(
+                f"--top-logprobs is {self.top_logprobs}, but must be at least 0",
+                hint="use --top-logprobs 0 to store no top tokens",
+            )
         if self.max_completion_length < 1:
-            raise XtkError(f"--max-completion-length is {self.max_completion_length}; must be at least 1")
+            raise XtkError(
+                f"--max-completion-length is {self.max_completion_length}, but must be at least 1",
+                hint="use for example --max-completion-length 256",
+            )
         if not all(self.stop):
-            raise XtkError("--stop has an empty string, which would end every completion at once")
+            raise XtkError(
+                "--stop has an empty string, which would end every completion at once", hint="remove the empty --stop"
+            )
 
 
 @dataclass(frozen=True)

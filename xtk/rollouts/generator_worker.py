@@ -59,7 +59,8 @@ def _as_xtk_error(failure: Exception) -> XtkError:
     if error is None:
         traceback.print_exc()
         error = XtkError(
-            f"the generation process failed: {type(failure).__name__}: {failure}", hint="see its traceback above"
+            f"the generation process failed: {type(failure).__name__}: {failure}",
+            hint="see the traceback of the process above",
         )
     return error
 

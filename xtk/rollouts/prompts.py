@@ -61,7 +61,7 @@ class PromptFormat:
                 "is not a string" if column in record else f"is missing; the record has {', '.join(map(str, record))}"
             )
             raise XtkError(
-                f"the completion in the data, column {column}, {found}", where=where,
+                f"the completion (column {column} of the data) {found}", where=where,
                 hint="use --columns completion=COLUMN, or --lmbda 1 to train on rollouts only",
             )  # fmt: skip
         if not isinstance(own[named["prompt"]], str):
@@ -120,14 +120,16 @@ def read_prompt_template(text: str) -> str:
         template = Path(text).read_text(encoding="utf-8").removesuffix("\n")
     except (FileNotFoundError, IsADirectoryError):
         raise XtkError(
-            "prompt template file not found",
+            "the prompt template file does not exist",
             where=text,
-            hint="use --prompt-template FILE.jinja, or pass the template itself",
+            hint="use --prompt-template FILE.jinja, or give the template itself as text",
         ) from None
     except UnicodeDecodeError:
-        raise XtkError("the prompt template is not UTF-8", where=text, hint="save the file as UTF-8") from None
+        raise XtkError(
+            "the prompt template file is not valid UTF-8", where=text, hint="save the file as UTF-8"
+        ) from None
     if not template:
-        raise XtkError("the prompt template is empty", where=text, hint="write a Jinja template into the file")
+        raise XtkError("the prompt template file is empty", where=text, hint="write a Jinja template into the file")
     return template
 
 
@@ -143,10 +145,14 @@ def read_template_arguments(text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise XtkError(
-            f"--chat-template-kwargs {text!r} is not a JSON object", hint="for example: '{\"enable_thinking\": false}'"
+            f"--chat-template-kwargs {text!r} is not a JSON object",
+            hint="use for example --chat-template-kwargs '{\"enable_thinking\": false}'",
         )
     if named := RESERVED_TEMPLATE_ARGUMENTS & found.keys():
-        raise XtkError(f"--chat-template-kwargs must not set {', '.join(sorted(named))}, which xtk sets itself")
+        raise XtkError(
+            f"--chat-template-kwargs sets {', '.join(sorted(named))}, which xtk sets itself",
+            hint="remove these names from --chat-template-kwargs",
+        )
     return found
 
 

@@ -99,13 +99,13 @@ def read_statistics(path: Path) -> RolloutStatistics:
     with path.open(encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), ""), start=1):
             where = f"{path}, line {number}"
-            record = parse_json(line, what="this line", where=where)
+            record = parse_json(line, what="a line of the rollout file", where=where)
             try:
                 check_rollout_checksum(record, where)
                 figures.add_record(record)
             except (KeyError, TypeError, ValueError, AttributeError):
                 raise CorruptError(
-                    "this line is not a rollout written by `xtk rollout`",
+                    "a line of the rollout file is not a rollout written by `xtk rollout`",
                     where=where,
                     hint="run the same `xtk rollout` command again with --force",
                 ) from None

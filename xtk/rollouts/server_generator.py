@@ -12,6 +12,7 @@ import numpy as np
 
 from xtk import terminal
 from xtk.engines.http_server_pool import (
+    VLLM_SERVER_HINT,
     Endpoint,
     EndpointPool,
     NoResponseError,
@@ -66,7 +67,10 @@ class ServerGenerator:
     def __init__(self, config: GeneratorConfig) -> None:
         servers = [Endpoint.parse(text) for text in config.options.get("servers") or ()]
         if not servers:
-            raise XtkError("--backend server needs a server address", hint="add --server http://localhost:8000/v1")
+            raise XtkError(
+                "the backend server needs a server address",
+                hint="add --server http://localhost:8000/v1 (xtk distill: --rollout-server)",
+            )
         self._name, self._tokenizer = config.name, config.tokenizer
         self._names = WeightNames.from_folder(config.folder)
         self._endpoints = EndpointPool(
@@ -118,7 +122,7 @@ class ServerGenerator:
         """
         if not isinstance(weights, str | Path):
             raise XtkError(
-                "servers load new weights from a folder only, not from tensors in memory",
+                "a vLLM server loads new weights only from a folder, not from tensors in memory",
                 where=self._name,
                 hint="save the weights to a folder that the servers see under the same path, and pass this path",
             )
@@ -169,7 +173,7 @@ class ServerGenerator:
         theirs = choice.get("prompt_token_ids")
         if not isinstance(theirs, list) or not isinstance(choice.get("token_ids"), list):
             raise XtkError(
-                "this server does not return token ids, which training on its completions needs",
+                "the server's response has no token ids, which training on its completions needs",
                 where=str(endpoint),
                 hint="use vLLM 0.11 or newer",
             )
@@ -213,9 +217,9 @@ class ServerGenerator:
                 if await self._kept_weights(endpoint) and sends == self._num_sends[endpoint.url]:
                     return completion
             raise XtkError(
-                f"this server lost the student's weights {MAX_WEIGHT_LOSSES} times during one completion",
+                f"the server lost the student's weights {MAX_WEIGHT_LOSSES} times during one completion",
                 where=f"{attempts[-1][0]}, {where}",
-                hint="check its log for restarts, and stop other runs that send weights to this server",
+                hint="check the server's log for restarts, and stop other runs that send weights to it",
             )
         except PermanentError as error:
             hint = None
@@ -255,7 +259,10 @@ class ServerGenerator:
             ids = checked_token_ids(choice["token_ids"])
             values = checked_logprobs(choice["logprobs"]["token_logprobs"])
             if len(values) != len(ids):
-                raise RetryableError(f"the response has {len(values):,} log-probabilities for {len(ids):,} tokens")
+                raise RetryableError(
+                    f"the server's response has {len(values):,} log-probabilities for {len(ids):,} tokens",
+                    VLLM_SERVER_HINT,
+                )
             tops = choice["logprobs"]["top_logprobs"] if num_top_ids else []
             top_ids = np.array(
                 [_top_token_ids(top, token, num_top_ids) for top, token in zip(tops, ids, strict=bool(num_top_ids))]
@@ -269,7 +276,9 @@ class ServerGenerator:
                 self._tokenizer,
             )
         except (TypeError, ValueError, KeyError, OverflowError) as error:
-            raise RetryableError(f"malformed response: {error!r}"[:500]) from None
+            raise RetryableError(
+                f"the server's response is not a completion with log-probabilities: {error!r}"[:500], VLLM_SERVER_HINT
+            ) from None
 
     async def _update_all(self) -> None:
         async with self._endpoints.connected():
@@ -353,7 +362,7 @@ def _weight_update_error(error: PermanentError, endpoint: Endpoint) -> XtkError:
 def _only_choice(response: Any) -> dict[str, Any]:
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RetryableError("the response does not have exactly one choice")
+        raise RetryableError("the server's response does not have exactly one completion (choices)", VLLM_SERVER_HINT)
     return choices[0]
 
 
@@ -365,28 +374,36 @@ def _top_token_ids(top: dict[str, float], own: int, count: int) -> list[int]:
         del known[int(own)]
     if len(known) != count:
         raise RetryableError(
-            f"the response has {len(known):,} top log-probabilities for a token; {count:,} were requested"
+            f"the server returned only {len(known):,} top log-probabilities per token; {count:,} were requested",
+            hint=f"use a smaller --top-logprobs, or restart the server with --max-logprobs {count}",
         )
     return sorted(known, key=lambda token: -known[token])
 
 
 def _check_reload_response(response: Any) -> None:
     if not isinstance(response, dict) or "results" not in response:
-        raise RetryableError("the response to /collective_rpc has no results")
+        raise RetryableError("the server's response to /collective_rpc has no key results", VLLM_SERVER_HINT)
 
 
 def _check_prefix_cache_reset(response: Any) -> None:
     if response != {"success": True}:
-        raise RetryableError("the server could not reset its prefix cache: other requests are running")
+        raise RetryableError(
+            "the server could not reset its prefix cache: it is processing other requests",
+            hint="stop other programs that use this server, and run the same command again",
+        )
 
 
 def _check_version_update(response: Any) -> None:
     if not isinstance(response, dict) or response.get("success") is not True:
-        raise RetryableError("the server did not store the version of its weights")
+        raise RetryableError(
+            "the server did not store the version of the student's weights", hint="use vLLM 0.32 or newer"
+        )
 
 
 def _parse_weight_version(response: Any) -> str:
     version = response.get("weight_version") if isinstance(response, dict) else None
     if not isinstance(version, str):
-        raise RetryableError("the response to /weight_info has no weight_version")
+        raise RetryableError(
+            "the server's response to /weight_info has no weight_version", hint="use vLLM 0.32 or newer"
+        )
     return version

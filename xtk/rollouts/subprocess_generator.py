@@ -130,7 +130,11 @@ class SubprocessGenerator:
         self, words: dict[str, Any], arrays: generator_ipc.Arrays | None = None
     ) -> tuple[Any, generator_ipc.Arrays]:
         if self._pipe.closed:
-            raise XtkError("the generation process is closed already", where=self._name)
+            raise XtkError(
+                "the generation process is closed already, so it cannot generate",
+                where=self._name,
+                hint="create a new SubprocessGenerator",
+            )
         try:
             generator_ipc.send_message(self._pipe, words, arrays)
             response, found = generator_ipc.receive_message(self._pipe)
@@ -146,14 +150,18 @@ class SubprocessGenerator:
             code = self.process.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return XtkError("the generation process closed its pipe but did not exit; it was killed", where=self._name)
+            return XtkError(
+                "the generation process stopped responding and was killed",
+                where=self._name,
+                hint="see its output above, then run the same command again",
+            )
         if code >= 0:
             return XtkError(
                 f"the generation process ended with exit code {code}",
                 where=self._name,
-                hint="see its output above",
+                hint="see its output above for the cause",
             )
-        killed = "check whether the machine ran out of memory" if -code == signal.SIGKILL else None
+        killed = "check whether the machine ran out of memory" if -code == signal.SIGKILL else "see its output above"
         return XtkError(
             f"the generation process was killed by {signal.Signals(-code).name}", where=self._name, hint=killed
         )

@@ -104,7 +104,7 @@ class TransformersGenerator:
                 f"a prompt of {len(request.input_ids):,} tokens leaves no space for a completion; "
                 f"the context length is {self.context_length}"
                 if len(request.input_ids)
-                else "a prompt is empty (no tokens)",
+                else "a prompt is empty: it has no tokens",
                 where=self.tokenizer.name,
                 hint="shorten or remove this prompt" if len(request.input_ids) else "remove it, or add text to it",
             )
@@ -135,18 +135,20 @@ class TransformersGenerator:
         with torch.no_grad():
             for name, weight in self._read(weights) if isinstance(weights, str | Path) else weights:
                 if name not in own or own[name].shape != weight.shape:
-                    there = f"but {list(own[name].shape)} in the model" if name in own else "but is not in the model"
+                    there = f"has shape {list(own[name].shape)} there" if name in own else "has no such weight"
                     raise XtkError(
-                        f"the new weight {name} has shape {list(weight.shape)}, {there}",
-                        where=type(self._inner).__name__,
+                        f"the new weight {name} has shape {list(weight.shape)}, but the model {there}",
+                        where=f"weight update of {self.tokenizer.name}",
+                        hint="send the weights of the same model that the generator loaded",
                     )
                 own[name].copy_(weight)
                 left.pop(own[name].data_ptr(), None)
         if left:
             names = sorted(left.values())
             raise XtkError(
-                f"{len(names):,} weights are missing: {format_names(names)}",
-                where=f"new weights of {type(self._inner).__name__}",
+                f"the new weights lack {len(names):,} of the model's weights: {format_names(names)}",
+                where=f"weight update of {self.tokenizer.name}",
+                hint="send all weights of the model, tied weights once",
             )
 
     def _read(self, folder: str | Path) -> Iterable[tuple[str, Tensor]]:

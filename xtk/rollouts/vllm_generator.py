@@ -79,7 +79,7 @@ class VllmGenerator:
         """
         if self._asleep or self._weights_missing:
             raise XtkError(
-                "generation was requested while the engine has no weights",
+                "the vLLM engine cannot generate: its weights were freed by sleep() and not loaded again",
                 where=self._name,
                 hint="call wake_up(), then update_weights(weights)",
             )
@@ -106,7 +106,9 @@ class VllmGenerator:
         """
         if self._asleep:
             raise XtkError(
-                "weights cannot be updated while the engine sleeps", where=self._name, hint="call wake_up() first"
+                "the weights of the vLLM engine cannot be updated while it sleeps",
+                where=self._name,
+                hint="call wake_up() first",
             )
         if isinstance(weights, str | Path):
             self._names.check_complete(WeightNames.from_folder(Path(weights)), str(weights))
@@ -165,7 +167,11 @@ class VllmGenerator:
         table = np.array(output.logprobs.token_ids, np.int32)
         logprobs = np.array(output.logprobs.logprobs, np.float32)
         if table.shape != (len(ids) * columns,) or not np.array_equal(table[::columns], ids):
-            raise XtkError("vLLM returned log-probabilities of other tokens than it sampled", where=self._name)
+            raise XtkError(
+                "vLLM returned log-probabilities of other tokens than it sampled",
+                where=self._name,
+                hint="use the vLLM version of pip install 'xtk[vllm]', or the backend transformers",
+            )
         return checked_completion(
             ids,
             logprobs[::columns],
@@ -179,11 +185,15 @@ class VllmGenerator:
         try:
             self._engine.llm.collective_rpc("reload_weights", kwargs=weights)
         except Exception as error:
-            raise self._engine.error("vLLM cannot load these weights", error) from error
+            raise self._engine.error("vLLM cannot load the new weights of the student", error) from error
 
     def _reset_prefix_cache(self) -> None:
         if not self._engine.llm.reset_prefix_cache():
-            raise XtkError("vLLM could not clear its prefix cache after the weight update", where=self._name)
+            raise XtkError(
+                "vLLM could not clear its prefix cache after the weight update",
+                where=self._name,
+                hint="wait until all generation requests are finished before update_weights()",
+            )
 
     def _in_process(self) -> bool:
         from vllm.v1.engine.core_client import InprocClient

@@ -63,7 +63,7 @@ class WeightNames:
             words = [f"missing: {sorted(missing)[0]}"] if missing else []
             words += [f"unknown: {sorted(other)[0]}"] if other else []
             raise MismatchError(
-                f"the new weights do not match the model: {len(missing):,} missing, {len(other):,} unknown",
+                f"the new weights do not match the model: {len(missing):,} are missing, {len(other):,} are unknown",
                 where=f"{where}: {', '.join(words)}",
                 hint="add the tied output head with xtk.rollouts.weight_sync.write_tied_head"
                 if missing == {HEAD_NAME}

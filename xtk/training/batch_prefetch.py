@@ -110,7 +110,7 @@ def report_killed_workers() -> Iterator[None]:
         if "DataLoader worker" not in str(wrong):
             raise
         raise XtkError(
-            f"a DataLoader worker process was killed: {' '.join(str(wrong).split())}",
+            f"a process of --dataloader-num-workers was killed: {' '.join(str(wrong).split())}",
             where="--dataloader-num-workers",
             hint="use fewer workers if memory ran out; run the same command again to resume from the last checkpoint",
         ) from None

@@ -86,7 +86,9 @@ def find_existing_run(output: Path, identity: dict[str, Any], *, force: bool) ->
         CorruptError: the manifest of a finished run is corrupt, or a weights file has the wrong size.
     """
     if output.is_file():
-        raise XtkError("the output must be a folder, but this is a file", where=str(output), hint="use another -o")
+        raise XtkError(
+            "the output of a run must be a folder, but this path is a file", where=str(output), hint="use another -o"
+        )
     if not output.is_dir() or all(path.name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)) for path in output.iterdir()):
         return None
     if recipe_version(read_json(output / RECIPE_FILE) if (output / RECIPE_FILE).is_file() else {}) is None:
@@ -99,7 +101,7 @@ def find_existing_run(output: Path, identity: dict[str, Any], *, force: bool) ->
         differences = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
         changed = ", ".join(f"{key}: {found.get(key)} there, {identity.get(key)} now" for key in differences[:3])
         raise XtkError(
-            "this folder has a run with other options or inputs",
+            "the output folder has a run with other options or inputs",
             where=f"{output} ({changed})",
             hint="use another -o, or --force to replace the run",
         )
@@ -194,9 +196,15 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
     try:
         content = read_run_manifest(folder, (CHECKPOINT,))
         if content.get("step") != step:
-            raise CorruptError(f"the manifest is for step {content.get('step')}", where=str(folder))
+            raise CorruptError(
+                f"the checkpoint's manifest is for step {content.get('step')}, but its folder name is for step {step}",
+                where=str(folder),
+                hint=SKIP_HINT,
+            )
         if content.get("run_fingerprint") != run:
-            raise CorruptError("the checkpoint belongs to another run", where=str(folder))
+            raise CorruptError(
+                "the checkpoint was written by a run with other options or inputs", where=str(folder), hint=SKIP_HINT
+            )
         verify_files(folder, content, subset=here)
         rank_files(folder, content)
         best_step = TrainerState.from_manifest(content).best_step
@@ -204,13 +212,19 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
             weights = output / f"{BEST}-{best_step}"
             kept = read_run_manifest(weights, (BEST,))
             if (kept.get("step"), kept.get("run_fingerprint")) != (best_step, run):
-                raise CorruptError("the best weights belong to another step or run", where=str(weights))
+                raise CorruptError(
+                    f"the folder {weights.name} has weights of another step, or of a run with other options or inputs",
+                    where=str(weights),
+                    hint=SKIP_HINT,
+                )
             verify_files(weights, kept, subset=here)
     except XtkError as wrong:
         wrong.where = wrong.where or str(folder / RUN_MANIFEST)
         return wrong
     except OSError as wrong:
-        return CorruptError(f"cannot read the checkpoint: {wrong.strerror}", where=str(wrong.filename or folder))
+        return CorruptError(
+            f"the checkpoint cannot be read: {wrong.strerror}", where=str(wrong.filename or folder), hint=SKIP_HINT
+        )
     return None
 
 
@@ -301,7 +315,7 @@ class CheckpointSaver:
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         optimised = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if optimised != {id(one) for one in self._trained.values()}:
-            raise TypeError("the optimizer's parameters differ from the model's trainable parameters")
+            raise TypeError("the optimizer must have exactly the model's trainable parameters")
         self._write_assignment = WriteAssignment(self._trained)
 
     def write_checkpoint(self, output: Path, step: int, trainer_state: dict[str, Any]) -> None:
@@ -532,14 +546,14 @@ class CheckpointSaver:
         for name, parameter in self._trained.items():
             missing = expected - set(self._optimizer.state.get(parameter) or expected)
             if missing:
-                what = f"the optimizer state of {name} has no {min(missing)}"
+                what = f"the checkpoint's optimizer state of the parameter {name} has no {min(missing)}"
                 raise CorruptError(what, where=str(folder), hint=SKIP_HINT)
 
     def _check_names(self, folder: Path, saved: set[str]) -> None:
         for names, has in ((saved - set(self._trained), "does not train"), (set(self._trained) - saved, "also trains")):
             if names:
                 raise CorruptError(
-                    f"the checkpoint belongs to another model: this student {has} {min(names)}",
+                    f"the checkpoint is from another model: the student {has} the parameter {min(names)}",
                     where=str(folder),
                     hint=SKIP_HINT,
                 )
@@ -562,7 +576,11 @@ def rank_files(folder: Path, content: Mapping[str, Any]) -> list[str]:
         for rank in range(min(content.get("num_processes", 0), len(listed)))
     ]
     if not names or set(names) != set(listed):
-        raise CorruptError("the manifest does not list the files of all processes", where=str(folder / RUN_MANIFEST))
+        raise CorruptError(
+            "the checkpoint's manifest does not list the trainer files of all processes",
+            where=str(folder / RUN_MANIFEST),
+            hint=SKIP_HINT,
+        )
     _check_parts(folder, len(names))
     return names
 
@@ -571,9 +589,9 @@ def _check_parts(folder: Path, ranks: int) -> None:
     missing = [rank for rank in range(ranks) if not (folder / TRAINER_FOLDER / rank_file_name(rank, ranks)).is_file()]
     if missing:
         raise CorruptError(
-            f"the checkpoint lacks the trainer files of {len(missing)} of {ranks} processes",
+            f"the checkpoint has no trainer files of {len(missing)} of {ranks} processes",
             where=str(folder / TRAINER_FOLDER / rank_file_name(missing[0], ranks)),
-            hint="use a folder for -o that all machines share",
+            hint="restore the file; with several machines, use a folder for -o that all machines share",
         )
 
 
@@ -602,7 +620,7 @@ def _without_distributed_config(configuration: Any) -> Iterator[None]:
 def _check_dtype(key: str, name: str, found: torch.dtype, expected: torch.dtype, folder: Path) -> None:
     if found != expected:
         raise CorruptError(
-            f"optimizer state {key} of {name} has the dtype {found} instead of {expected}",
+            f"the checkpoint's optimizer state {key} of the parameter {name} has the dtype {found}, not {expected}",
             where=str(folder),
             hint=SKIP_HINT,
         )

@@ -123,7 +123,7 @@ class MixtureSource(CacheSource):
             trained_ids.append(other.tokens.ids[other.logprobs.positions])
             if not np.array_equal(trained_ids[0], trained_ids[-1]):
                 raise MismatchError(
-                    "--combine-teachers mixture needs equal tokens in all caches, and those of a document differ",
+                    "--combine-teachers mixture needs the same tokens in all caches, but a document has different ones",
                     where=f"document {number}: {len(trained_ids[0]):,} and {len(trained_ids[-1]):,} trained tokens",
                     hint="use --combine-teachers sum",
                 )
@@ -224,8 +224,12 @@ def _named_teachers(cache: TeacherCache, names: Sequence[str]) -> NDArray[np.int
     for row, route in enumerate(routes):
         if route not in numbers:
             where = f"{cache.folder.name}, document {row}"
-            hint = f"teachers: {', '.join(names)}; fix the route column and run cache-teacher again"
-            raise XtkError(f"a document names the unknown teacher {route!r}", where=where, hint=hint)
+            hint = f"use one of {', '.join(names)} in the --route-column, and run cache-teacher again"
+            raise XtkError(
+                f"the --route-column of a document has {route!r}, which is not the name of a teacher",
+                where=where,
+                hint=hint,
+            )
     return np.array([numbers[route] for route in routes], np.int64)
 
 
@@ -241,17 +245,17 @@ def _check_routes(
     for wrong, what, hint in (
         (
             unnamed & ((rows != NO_ROW).sum(axis=0) > 1),
-            "--combine-teachers route cannot choose a teacher: a document without a route is in several caches",
+            "a document without a value in --route-column is in several caches, so its teacher is ambiguous",
             "name the teachers with xtk cache-teacher --route-column NAME, or use caches without common documents",
         ),
         (
             ~unnamed & ((named != NO_ROW) & (named != teachers)).any(axis=0),
-            "a document names different teachers in different caches",
-            "use the same --route-column for all caches",
+            "the --route-column of a document has different teachers in different caches",
+            "run xtk cache-teacher with the same --route-column for all caches",
         ),
         (
             rows[teachers, np.arange(rows.shape[1])] == NO_ROW,
-            "a document is missing in the cache of its teacher",
+            "a document is missing in the cache of the teacher that its --route-column names",
             "run xtk cache-teacher with that teacher and all documents that name it",
         ),
     ):
@@ -285,8 +289,8 @@ class _DocumentIndex:
 def _missing(one: _DocumentIndex, other: _DocumentIndex, rows: NDArray[np.int64]) -> MismatchError:
     beginning = one.cache.read_document(int(rows[0])).document.text[:40]
     return MismatchError(
-        f"{len(rows):,} of {len(one.keys):,} documents of one cache are missing in another",
-        where=f"{one.name}, document {rows[0]} ({beginning!r}), is not in {other.name}",
+        f"{len(rows):,} of {len(one.keys):,} documents of the cache {one.name} are missing in {other.name}",
+        where=f"{one.name}, document {rows[0]}, which begins {beginning!r}",
         hint="cache all teachers on the same data with the same length limits; or use --combine-teachers route",
     )
 
@@ -297,7 +301,7 @@ def _check_document_weights(one: _DocumentIndex, other: _DocumentIndex, rows: ND
     if len(different):
         at = different[0]
         raise MismatchError(
-            f"a document has the weight {ours[at]:g} in one cache and {theirs[at]:g} in another",
+            f"a document has the weight {ours[at]:g} in the cache {one.name} and {theirs[at]:g} in {other.name}",
             where=f"{one.name}, document {rows[0, at]}; {other.name}, document {rows[1, at]}",
             hint="run cache-teacher with the same --weight-column for all caches",
         )

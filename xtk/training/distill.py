@@ -212,7 +212,7 @@ def _on_policy_source(
         unanswered = next((at for at, one in enumerate(data) if not any(part.train for part in one.segments)), None)
         if len(data) != len(prompts) or unanswered is not None:
             raise XtkError(
-                "--lmbda below 1 also trains on completions of the data, and a prompt has no completion",
+                "--lmbda below 1 also trains on completions in the data, but a prompt has no completion",
                 where=f"{corpus.name}, document {unanswered or 0}",
                 hint="give each prompt a completion, end messages with an assistant message, or use --lmbda 1",
             )
@@ -256,7 +256,7 @@ def _open_held_out(
     for ours, theirs in zip(teachers, held, strict=True):
         if any(ours.identity[key] != theirs.identity[key] for key in ("tokenizer", "embedding_rows")):
             raise MismatchError(
-                "a held-out cache comes from a teacher with another vocabulary",
+                "a cache of --eval-data is from a teacher with another vocabulary than its training cache",
                 where=f"{theirs.path} is from {theirs.name}; {ours.path} from {ours.name}",
                 hint="run xtk cache-teacher with the same teacher; give the caches in the same order",
             )
@@ -340,16 +340,16 @@ def _check_caches(paths: RunPaths, recipe: TrainConfig) -> None:
         if is_data_path(place):
             names = [loss.name for loss in recipe.losses if loss.name == AUTO_LOSS or not _on_text(loss.name)]
             raise XtkError(
-                f"--loss {names[0]} needs teacher log-probabilities, and this is plain data",
+                f"--loss {names[0]} needs teacher log-probabilities, but CACHE is plain data",
                 where=place,
                 hint=f"run xtk cache-teacher TEACHER {place} -o CACHE and pass CACHE; or use --teacher TEACHER",
             )
     for name in ("weight", "route"):
         if name in paths.columns:
             raise XtkError(
-                f"--{name}-column is for plain data; a cache stores the {name} of each document",
+                f"--{name}-column applies only to plain data; a teacher cache stores the {name} of each document",
                 where=paths.data[0],
-                hint=f"give it to cache-teacher: xtk cache-teacher ... --{name}-column {paths.columns[name]}",
+                hint=f"set it when the cache is written: xtk cache-teacher ... --{name}-column {paths.columns[name]}",
             )
 
 
@@ -360,7 +360,7 @@ def _check_online_teachers(paths: RunPaths, *, alone: bool) -> None:
     for place in paths.data:
         if is_cache(place):
             raise XtkError(
-                "--teacher needs plain data, and this is a cache",
+                "--teacher needs plain data, but CACHE is a teacher cache",
                 where=place,
                 hint="give the data that the cache was made from, or remove --teacher to train from the cache",
             )
@@ -434,7 +434,7 @@ def _check_loss_scaling(recipe: TrainConfig, assigned: Sequence[AssignedLoss]) -
     both = {one.teacher is None for one in assigned}
     if recipe.scale_kd_to == "ce" and both != {True, False}:
         raise XtkError(
-            "--scale-kd-to ce needs a CE loss and a distillation loss, and one of them is missing",
+            "--scale-kd-to ce needs a CE loss and a distillation loss, but --loss gives only one of them",
             hint="give both, for example --loss ce --loss auto; or remove --scale-kd-to",
         )
 
@@ -714,7 +714,7 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise XtkError(
-            f"Accelerate is configured for {kind}, but xtk shards the model itself",
+            f"Accelerate is configured for {kind}, but xtk distill shards the model itself (--parallel)",
             hint="use accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
         )
     return accelerator
@@ -810,7 +810,10 @@ def _training_prompts(inputs: DistillInputs) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.array([len(document.text.encode()) for document in documents], np.int64)
     counting = np.flatnonzero([document.weight > 0 for document in documents])
     if not len(counting):
-        raise XtkError("the data has no prompt with a weight above 0", hint="check the data and --weight-column")
+        raise XtkError(
+            "the data has no prompt with a weight above 0",
+            hint="use data with prompts, or another --weight-column",
+        )
     return counting, sizes
 
 
@@ -836,5 +839,8 @@ def _training_documents(recipe: TrainConfig, inputs: DistillInputs, limit: int |
         if recipe.long_documents == "skip":
             documents = np.setdiff1d(documents, [number for _, number in too_long])
     if not len(documents):
-        raise XtkError("no documents are left to train on", hint="check the data, --weight-column and --long-documents")
+        raise XtkError(
+            "no document is left to train on: all are empty, have the weight 0 or are too long",
+            hint="use other data or --weight-column, or --long-documents truncate",
+        )
     return documents, sizes

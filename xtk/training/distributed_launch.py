@@ -106,7 +106,7 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
         name = signal.Signals(-code).name
         terminal.error(
             XtkError(
-                f"process {rank} was killed by {name}",
+                f"training process {rank} was killed by the signal {name}",
                 hint="run the same command again to resume from the last checkpoint"
                 + ("; run `dmesg` to see whether memory ran out" if name == "SIGKILL" else ""),
             )

@@ -87,14 +87,22 @@ class RewardProblems:
 
     def __init__(self, data: str, options: ProblemOptions) -> None:
         if options.num_generations < 1:
-            raise XtkError(f"num_generations is {options.num_generations}, but must be at least 1", where=data)
+            raise XtkError(
+                f"num_generations of --eval-tasks is {options.num_generations}, but must be at least 1",
+                where=data,
+                hint="use num_generations=1",
+            )
         if options.max_prompts < 0:
-            raise XtkError(f"max_prompts is {options.max_prompts}, but must be at least 0 (0: all)", where=data)
+            raise XtkError(
+                f"max_prompts of --eval-tasks is {options.max_prompts}, but must be at least 0",
+                where=data,
+                hint="use max_prompts=0 for all prompts",
+            )
         if options.num_generations > 1 and options.temperature == 0:
             raise XtkError(
-                f"num_generations={options.num_generations} at temperature 0 generates equal answers",
+                f"num_generations={options.num_generations} of --eval-tasks generates equal answers at temperature 0",
                 where=data,
-                hint="add temperature=0.8",
+                hint="add temperature=0.8, or remove num_generations",
             )
         self.names: tuple[str, ...] = (options.name or Path(data).name.partition(".")[0],)
         self._options = options
@@ -177,12 +185,20 @@ def parse_eval_task(text: str) -> EvalTask:
     for key in options:
         if key not in option_names(kind):
             others = "problems (with reward=)" if kind is HarnessOptions else "lm-evaluation-harness tasks (no reward=)"
-            raise XtkError(f"the option {key} applies only to {others}", where=f"--eval-tasks {text}")
+            raise XtkError(
+                f"the option {key} of --eval-tasks applies only to {others}",
+                where=f"--eval-tasks {text}",
+                hint=f"remove {key}=",
+            )
     own = from_options(kind, options, text, "task")
     if isinstance(own, ProblemOptions):
         return RewardProblems(place, own)
     if Path(place).is_file():
-        raise XtkError("--eval-tasks with a file needs a reward", where=place, hint=f"use {place}:reward=exact")
+        raise XtkError(
+            "--eval-tasks with a data file needs a reward that scores the answers",
+            where=place,
+            hint=f"use {place}:reward=exact",
+        )
     return HarnessEvalTasks(place, own)
 
 

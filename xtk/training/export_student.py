@@ -170,18 +170,20 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
         if not (run / RUN_MANIFEST).is_file():
             alternative = f", or use --checkpoint {steps[-1]}" if steps else ""
             raise XtkError(
-                "this run is not finished", where=str(run), hint=f"run the same xtk distill command again{alternative}"
+                "the run to export is not finished",
+                where=str(run),
+                hint=f"run the same xtk distill command again{alternative}",
             )
         content = read_run_manifest(run, (STUDENT,))
         verify_files(run, content, excluded=RUN_ONLY_FILES)
         return run, content, metrics
     if wanted.checkpoint not in steps:
         raise XtkError(
-            f"this run has no checkpoint of step {wanted.checkpoint}",
+            f"the run has no checkpoint of step {wanted.checkpoint}",
             where=str(run),
             hint=f"use --checkpoint with one of {', '.join(map(str, steps))}"
             if steps
-            else "omit --checkpoint; distill --save-steps N keeps some",
+            else "remove --checkpoint to export the finished student; xtk distill --save-steps N writes checkpoints",
         )
     metrics = [record for record in metrics if record.get("step", 0) <= wanted.checkpoint]
     last = {name: value for record in metrics for name, value in record.items()}
@@ -190,7 +192,9 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
     verify_files(folder, stated)
     if (stated.get("step"), stated.get("run_fingerprint")) != (wanted.checkpoint, run_fingerprint(identity)):
         raise CorruptError(
-            "the checkpoint belongs to another step or run", where=str(folder), hint="export another one"
+            "the checkpoint was written at another step, or by a run with other options or inputs",
+            where=str(folder),
+            hint="export another checkpoint with --checkpoint STEP",
         )
     return folder, {"steps": wanted.checkpoint, "recipe": identity, "metrics": last}, metrics
 
@@ -204,10 +208,14 @@ def _check_output(output: Path, run: Path) -> None:
     check_output_folder(output, "an export")
     here, there = output.resolve(), run.resolve()
     if here == Path.cwd() or here.is_mount():
-        what = "an export replaces its output folder, and this is the working directory or a mount point"
+        what = "-o is the working directory or a mount point, which an export cannot replace"
         raise XtkError(what, where=str(here), hint=f"use a folder inside of it: -o {output / 'NAME'}")
     if here in (there, *there.parents) or there in here.parents:
-        raise XtkError("the output and the run overlap", where=str(output), hint="use another -o, outside of the run")
+        raise XtkError(
+            "the output folder contains the run or lies inside of it",
+            where=str(output),
+            hint="use another -o, outside of the run",
+        )
 
 
 def _finished_export(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str, Any] | None:
@@ -229,7 +237,7 @@ def _finished_export(output: Path, request: Mapping[str, Any], *, force: bool) -
     if not different:
         return content
     raise XtkError(
-        "this folder has an export with other options or weights",
+        "the output folder has an export with other options or weights",
         where=f"{output} (different: {', '.join(different)})",
         hint="use another -o, or --force to replace the export",
     )
@@ -288,7 +296,7 @@ def _merged_weights(
         )
     except TypeError as wrong:
         raise CorruptError(
-            f"the run's recipe has an unknown option for the student: {wrong}",
+            f"the recipe.json of the run has an unknown option for the student: {wrong}",
             where=str(source),
             hint="export with the version of xtk that trained this run",
         ) from None
@@ -401,7 +409,11 @@ def _convert(converter: Path, folder: Path, kind: str) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode or not (folder / GGUF_FILE).is_file():
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise XtkError(f"the GGUF converter failed with exit code {done.returncode}: {last}", where=str(converter))
+        raise XtkError(
+            f"the GGUF converter failed with exit code {done.returncode}: {last}",
+            where=str(converter),
+            hint="use a newer llama.cpp with --gguf-converter, which may support this model, or omit --gguf",
+        )
 
 
 def check_hub_access(repository: str) -> None:

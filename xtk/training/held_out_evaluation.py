@@ -154,7 +154,10 @@ class HeldOutEvaluator:
             parallel.all_reduce_sum(torch.tensor(float(read), dtype=torch.float64, device=device), "data")
         )
         if not self._bytes:
-            raise XtkError("all documents of --eval-data are empty", hint="use another --eval-data")
+            raise XtkError(
+                "all documents of --eval-data are empty",
+                hint="use --eval-data with at least one document that has text",
+            )
 
     def _overflow_batch(self, windows: Sequence[ScoringWindow]) -> _OverflowBatch:
         ids, starts, lengths = pad_or_pack([window.ids for window in windows], self._packing)

@@ -112,7 +112,7 @@ class DistillationTeacher:
         if rule.comparison_space == "tokens" and not self.has_students_tokenizer:
             return MismatchError(
                 f"the loss {loss.name} needs a teacher with the student's tokenizer",
-                where=f"{self.student.name} has {self.student.fingerprint[:15]}; {self.description}",
+                where=f"{self.student.name} has the tokenizer {self.student.fingerprint[:15]}; {self.description}",
                 hint="use --loss byte-kl, p-kl or boundary-kl",
             )
         if rule.requires == "ranks" and not self.has_exact_top1:
@@ -123,7 +123,7 @@ class DistillationTeacher:
             )
         if rule.requires == "distribution" and self.support == "none":
             return XtkError(
-                f"the loss {loss} needs teacher distributions, not only log-probabilities of the observed tokens",
+                f"the loss {loss} needs several log-probabilities per position, not only those of the observed tokens",
                 where=where,
                 hint=self._support_hint("top-k+sample or top-k") + "; or use --loss alm",
             )
@@ -133,7 +133,7 @@ class DistillationTeacher:
             and not loss.make_divergence().is_linear_in_teacher
         ):
             return XtkError(
-                f"the loss {loss} is biased on sampled tokens: they allow only forward-kl at temperature 1",
+                f"the loss {loss} would be biased: with sampled tokens only forward-kl at temperature 1 is unbiased",
                 where=where,
                 hint=self._support_hint("top-k+sample or top-k") + "; or use divergence=forward-kl and temperature 1",
             )
@@ -243,7 +243,7 @@ def _projection_mismatch(path: Path, projection: Projection, teacher: Distillati
     built_for, student = projection.header["student"], tokenizer_identity(teacher.student)
     if any(built_for.get(key) != student[key] for key in IDENTITY_KEYS):
         return MismatchError(
-            "this projection was built for another student",
+            "the projection was built for another student than this command's",
             where=f"{path} is for {format_tokenizer(built_for)}; "
             f"{teacher.student.name} has {format_tokenizer(student)}",
             hint=hint,
@@ -256,7 +256,7 @@ def _projection_mismatch(path: Path, projection: Projection, teacher: Distillati
         if key in teacher.identity
     ):
         return MismatchError(
-            "this projection was built for another teacher",
+            "the projection was built for another teacher than this command's",
             where=f"{path} is for {format_tokenizer(built_for)}; {teacher.description}",
             hint=hint,
         )
@@ -308,7 +308,7 @@ def assign_losses(
     for loss in requested:
         if loss.name in SURROGATE_LOSSES and not on_policy and not any(teacher.has_rollouts for teacher in teachers):
             raise XtkError(
-                f"the loss {loss.name} needs rollouts of the student, and this data has none",
+                f"the loss {loss.name} needs rollouts of the student, but the training data has none",
                 where=", ".join(teacher.path for teacher in teachers),
                 hint="use --on-policy; or run xtk rollout, then xtk cache-teacher; or use --loss alm",
             )
@@ -317,7 +317,10 @@ def assign_losses(
         idle = set(range(len(teachers))) - {one.teacher for one in assigned}
         if idle and any(one.teacher is not None for one in assigned):
             name = teachers[min(idle)].name
-            raise XtkError(f"no --loss can be computed from the teacher {name}", hint="use --loss auto, or add byte-kl")
+            raise XtkError(
+                f"no --loss can be computed from the teacher {name}",
+                hint="use --loss auto, or add --loss byte-kl, which works for any teacher",
+            )
         return assigned, ""
     reasons = [teacher.auto_losses() for teacher in teachers]
     for number, (names, _) in enumerate(reasons):

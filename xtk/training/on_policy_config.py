@@ -138,21 +138,37 @@ class OnPolicyConfig:
     def __post_init__(self) -> None:
         for name in ("num_generations", "steps_per_generation", "num_iterations", "max_turns"):
             if getattr(self, name) < 1:
-                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 1")
+                raise XtkError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 1",
+                    hint=f"use --{name.replace('_', '-')} 1 or more",
+                )
         if not 0 <= self.lmbda <= 1:
             raise XtkError(
-                f"--lmbda is {self.lmbda}, but must be between 0 (only completions of the data) and 1 (only rollouts)"
+                f"--lmbda is {self.lmbda}, but must be from 0 to 1",
+                hint="use --lmbda 1 for only rollouts, 0 for only completions of the data",
             )
         if not (math.isfinite(self.reward_beta) and self.reward_beta >= 0):
-            raise XtkError(f"--reward-beta is {self.reward_beta}, but must be a finite number of at least 0")
+            raise XtkError(
+                f"--reward-beta is {self.reward_beta}, but must be a finite number of at least 0",
+                hint="use --reward-beta 0 for equal weights",
+            )
         if self.reward_beta and not self.rewards:
             raise XtkError("--reward-beta needs --reward", hint="add for example --reward exact")
         if self.devices and self.backend != "vllm":
-            raise XtkError("--devices rollout=... needs --rollout-backend vllm", hint="use it, or remove rollout=...")
+            raise XtkError(
+                "--devices rollout=... needs --rollout-backend vllm",
+                hint="add --rollout-backend vllm, or remove rollout=... from --devices",
+            )
         if self.server and self.backend != "server":
-            raise XtkError("--rollout-server needs --rollout-backend server", hint="use it, or remove --rollout-server")
+            raise XtkError(
+                "--rollout-server needs --rollout-backend server",
+                hint="add --rollout-backend server, or remove --rollout-server",
+            )
         if self.engine and self.backend != "vllm":
-            raise XtkError("--rollout-engine needs --rollout-backend vllm", hint="use it, or remove --rollout-engine")
+            raise XtkError(
+                "--rollout-engine needs --rollout-backend vllm",
+                hint="add --rollout-backend vllm, or remove --rollout-engine",
+            )
         if self.backend not in GENERATORS:
             raise unknown_name_error("rollout backend", self.backend, GENERATORS)
 

@@ -511,7 +511,7 @@ def _read_rollout_records(path: Path) -> list[dict[str, Any]]:
         records, stated = [{}], [""]
     if stated != [_rollout_checksum(path, record) for record in records]:
         raise CorruptError(
-            "checksum mismatch in the stored rollouts",
+            "a file of the run's stored rollouts does not match its checksums",
             where=str(path),
             hint=f"run rm -r {path.parent} and the same command again, which generates them again",
         )

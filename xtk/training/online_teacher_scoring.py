@@ -74,7 +74,7 @@ class OnlineSource(TextSource):
     def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
         """Return the teachers' outputs for a document of the current block."""
         if self._block is None:
-            raise RuntimeError("teacher_outputs was called before open_caches: no block is scored")
+            raise RuntimeError("call open_caches before teacher_outputs: no block of documents is scored yet")
         return self._block.teacher_outputs(number, sample_set)
 
     def plan_jobs(self, numbers: NDArray[np.int64], epoch: int, folder: Path) -> list[CacheJob | None]:
@@ -281,9 +281,9 @@ def read_training_documents(
     parts: list[list[Document]] = [[] for _ in teachers]
     for number, document in enumerate(corpus):
         if document.teacher_name not in names:
-            unknown = f"names the unknown teacher {document.teacher_name!r}"
+            unknown = f"has {document.teacher_name!r}, which is not the name of a teacher"
             raise XtkError(
-                f"a document {unknown if document.teacher_name else 'names no teacher'}",
+                f"the --route-column of a document {unknown if document.teacher_name else 'is empty'}",
                 where=f"{corpus.name}, document {number}",
                 hint=f"use --route-column with a column of the data that contains {' or '.join(names)}",
             )
@@ -293,9 +293,9 @@ def read_training_documents(
     for teacher, part in zip(teachers, parts, strict=True):
         if not part:
             raise XtkError(
-                f"no document names the teacher {names[teachers.index(teacher)]}",
+                f"no document has the teacher {names[teachers.index(teacher)]} in its --route-column",
                 where=corpus.name,
-                hint="remove this teacher, or name it in the column of --route-column",
+                hint="remove this --teacher, or write its name into the --route-column of some documents",
             )
         read, sizes = read_corpus_for_all([teacher], InMemoryCorpus(part, corpus.sources, corpus.columns), COMMAND_NAME)
         documents += read

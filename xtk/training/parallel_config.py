@@ -183,7 +183,7 @@ def parse_devices(text: str) -> dict[str, tuple[int, ...]]:
         )
     if max(taken, default=0) >= available:
         raise XtkError(
-            f"--devices {text}: there is no device {max(taken)}",
-            hint=f"this machine has {available} device(s), numbered from 0",
+            f"--devices {text}: this machine has no device {max(taken)}",
+            hint=f"use indices from 0 to {available - 1}; this machine has {available} device(s)",
         )
     return devices

@@ -109,7 +109,9 @@ def report_lost_processes() -> Iterator[None]:
             raise
         silent = any(words in text for words in TIMEOUT_MESSAGES)
         raise XtkError(
-            "another process did not reach a collective operation in time" if silent else "another process has ended",
+            "a process of this run did not respond within --ddp-timeout"
+            if silent
+            else "a process of this run has ended",
             where=str(wrong).splitlines()[0][:200],
             hint="see the error of that process; run the same command again to resume from the last checkpoint"
             + ("; if it was only slow, use a longer --ddp-timeout" if silent else ""),

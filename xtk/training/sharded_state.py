@@ -222,7 +222,9 @@ class ShardedStateReader:
                 if stored
                 else "is missing"
             )
-            raise CorruptError(f"the checkpoint belongs to another model: {name} {shapes}", where=where, hint=SKIP_HINT)
+            raise CorruptError(
+                f"the checkpoint is from another model: its tensor {name} {shapes}", where=where, hint=SKIP_HINT
+            )
         here = local_tensor(sharded_like)
         values = torch.empty(here.shape, dtype=stored[0].dtype, device=here.device)
         missing = values.numel()
@@ -235,7 +237,9 @@ class ShardedStateReader:
                     missing -= common.num_elements
         if missing:
             where = str(stored[0].path.parent)
-            raise CorruptError(f"{missing:,} values of {name} are missing", where=where, hint=SKIP_HINT)
+            raise CorruptError(
+                f"the checkpoint lacks {missing:,} values of the tensor {name}", where=where, hint=SKIP_HINT
+            )
         return with_sharding_of(sharded_like, values)
 
     def read_unsharded(self, name: str) -> Tensor:
@@ -262,7 +266,7 @@ def as_corrupt_error(path: Path) -> Iterator[None]:
         raise
     except Exception as wrong:
         raise CorruptError(
-            f"cannot read the checkpoint: {wrong}",
+            f"a file of the checkpoint cannot be read: {wrong}",
             where=str(path),
             hint=SKIP_HINT,
         ) from None

@@ -137,7 +137,7 @@ class StudentGenerator:
             times_taken: how often these prompts were used before; changes the sampling seed.
         """
         if self._generator is None:
-            raise RuntimeError("generate was called in a process without a generator; only the main process has one")
+            raise RuntimeError("only the main process has a generator; call generate there")
         with autocast(self._precision, self._device):
             return generate_rollouts(
                 prompts,

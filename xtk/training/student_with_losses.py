@@ -147,12 +147,16 @@ def parallelize(
     """
     if parallel.cp > 1 and not (packing and student_model.enable_packing() and student_model.supports_context_parallel):
         raise XtkError(
-            "this model does not support context parallel" if packing else "--parallel cp needs --packing",
+            "the student does not support context parallelism (--parallel cp)"
+            if packing
+            else "--parallel cp needs --packing",
             where=f"{type(student_model.model).__name__}, --parallel {parallel}",
             hint="use --parallel fsdp or tp instead of cp" if packing else "use --packing, or another --parallel",
         )
     if offload and not parallel.is_sharded:
-        raise XtkError("--fsdp-offload needs --parallel fsdp=N or tp=N", hint="add it, or remove --fsdp-offload")
+        raise XtkError(
+            "--fsdp-offload needs --parallel fsdp=N or tp=N", hint="add --parallel fsdp=N, or remove --fsdp-offload"
+        )
     student = StudentWithLoss(student_model)
     if parallel.is_sharded:
         if getattr(student_model.model, "quantization_method", None) or getattr(

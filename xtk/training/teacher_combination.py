@@ -97,7 +97,9 @@ def parse_ensemble(method: str, weights: str, num_teachers: int) -> TeacherEnsem
         raise unknown_name_error("value of --combine-teachers", method, COMBINATION_METHODS)
     if num_teachers == 1 and (method, weights) != ("sum", ""):
         option = "--teacher-weights" if weights else "--combine-teachers"
-        raise XtkError(f"{option} needs several teachers, and there is one", hint=f"remove {option}, or add a teacher")
+        raise XtkError(
+            f"{option} needs several teachers, but this run has one", hint=f"remove {option}, or add a teacher"
+        )
     equal = (1 / num_teachers,) * num_teachers
     if method == "route" and weights:
         raise XtkError(

@@ -108,10 +108,15 @@ class TrainConfig:
             raise unknown_name_error("value of --long-documents", self.long_documents, LONG_DOCUMENTS)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
-                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 1")
+                raise XtkError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 1",
+                    hint=f"use --{name.replace('_', '-')} 1 or more",
+                )
         if self.max_steps < 0 or (self.max_steps == 0 and self.num_train_epochs <= 0):
             given = f"--max-steps is {self.max_steps} and --num-train-epochs is {self.num_train_epochs:g}"
-            raise XtkError(f"{given}: there is nothing to train", hint="set one of them above 0")
+            raise XtkError(
+                f"nothing would be trained with {given}", hint="use --max-steps or --num-train-epochs above 0"
+            )
         limits = {
             "num_train_epochs": (0, math.inf),
             "warmup_ratio": (0, 1),
@@ -126,19 +131,35 @@ class TrainConfig:
         for name, (low, high) in limits.items():
             if not (low <= getattr(self, name) <= high and math.isfinite(getattr(self, name))):
                 bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be {bounds}")
+                raise XtkError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be {bounds}",
+                    hint=f"use --{name.replace('_', '-')} with a number {bounds}",
+                )
         if self.max_batch_tokens < 0:
-            raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}, but must be at least 0 (0: not used)")
+            raise XtkError(
+                f"--max-batch-tokens is {self.max_batch_tokens}, but must be at least 0",
+                hint="use --max-batch-tokens 0 to limit a forward pass by --per-device-train-batch-size only",
+            )
         if self.teacher_block_steps < 0:
             raise XtkError(
-                f"--teacher-block-steps is {self.teacher_block_steps}, but must be at least 0 (0: automatic)"
+                f"--teacher-block-steps is {self.teacher_block_steps}, but must be at least 0",
+                hint="use --teacher-block-steps 0 for an automatic number",
             )
         if self.max_length is not None and self.max_length < 2:
-            raise XtkError(f"--max-length is {self.max_length}, but must be at least 2 tokens")
+            raise XtkError(
+                f"--max-length is {self.max_length}, but must be at least 2 tokens",
+                hint="use --max-length 0 for the student's context length",
+            )
         if not 0 <= self.ema_decay < 1:
-            raise XtkError(f"--ema-decay is {self.ema_decay}, but must be at least 0 and below 1, such as 0.999")
+            raise XtkError(
+                f"--ema-decay is {self.ema_decay}, but must be at least 0 and below 1",
+                hint="use --ema-decay 0.999, or 0 for no averaging",
+            )
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
-            raise XtkError(f"--learning-rate is {self.learning_rate}, but must be at least 0 (0: only evaluate)")
+            raise XtkError(
+                f"--learning-rate is {self.learning_rate}, but must be a finite number of at least 0",
+                hint="use for example --learning-rate 5e-5, or 0 to evaluate without training",
+            )
 
     def num_steps(self, documents: int, num_data_shards: int) -> int:
         """Return the number of optimizer steps; on-policy, each prompt counts once per completion and pass."""

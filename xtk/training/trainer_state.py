@@ -43,7 +43,10 @@ class TrainerState:
             if name == "best_bits_per_byte" and (value is None or (type(value) is float and math.isfinite(value))):
                 continue
             if type(value) is not int or not 0 <= value < 1 << 63:
-                raise CorruptError(f"the checkpoint's manifest has an invalid {name}: {value!r:.40}")
+                raise CorruptError(
+                    f"the value of {name} in the checkpoint's xtk.json is not valid: {value!r:.40}",
+                    hint="move this checkpoint out of the run folder to resume from an earlier one",
+                )
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +70,7 @@ class TrainerState:
         values = f"loss {loss}, gradient norm {gradient_norm}"
         if self.consecutive_skipped_steps > max_consecutive:
             raise XtkError(
-                f"loss or gradient is not finite in {max_consecutive + 1:,} step(s) in a row: {values}",
+                f"the loss or the gradient is not finite in {max_consecutive + 1:,} consecutive step(s): {values}",
                 where=f"step {step:,}",
                 hint="use a smaller --learning-rate, a larger --warmup-ratio or --mixed-precision no",
             )

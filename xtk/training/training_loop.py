@@ -216,7 +216,7 @@ def _checked_content(run: TrainingRun, state: TrainerState, steps: int, identity
     """
     if state.skipped_steps == steps:
         raise XtkError(
-            f"no student is written: loss or gradient was not finite in all {steps:,} steps",
+            f"no student is saved: the loss or the gradient was NaN or infinite in all {steps:,} steps",
             where=str(run.output),
             hint="use a smaller --learning-rate or --mixed-precision no; check the data and the teacher",
         )

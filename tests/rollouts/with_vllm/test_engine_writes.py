@@ -74,7 +74,7 @@ def test_the_rest_of_the_process_is_left_alone_and_mistakes_are_told(told):
         f"a prompt of {CONTEXT} tokens leaves no space for a completion; the context length is {CONTEXT}"
         in told["too long"]
     )
-    assert "the maximum of vLLM is 2" in told["too hot"]
+    assert "vLLM allows at most 2" in told["too hot"]
     assert "1 missing" in told["missing"]
 
 

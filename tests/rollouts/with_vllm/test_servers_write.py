@@ -59,7 +59,7 @@ def test_the_server_writes_what_transformers_writes_and_takes_new_weights(server
 
 def test_what_a_server_does_not_do_is_told_and_what_fails_is_asked_again(server, students, pair):
     writer = writer_of(students, server.url)
-    with pytest.raises(XtkError, match="load new weights from a folder only"):
+    with pytest.raises(XtkError, match="loads new weights only from a folder"):
         writer.update_weights([])
     with pytest.raises(XtkError, match="max-logprobs"):
         writer.generate(asks_of(), SamplingConfig(top_logprobs=30))

@@ -72,7 +72,7 @@ def test_a_server_that_dies_between_documents_is_told(teacher, server):
     with served(get_in_the_way, server.url) as proxy:
         found = ServerTeacher(request_of(teacher, [proxy.url], Support("top-k", top_k=4)))
         proxy.kill()
-        with pytest.raises(XtkError, match="no valid response after 5 attempts"):
+        with pytest.raises(XtkError, match="no server gave a valid response in 5 attempts"):
             found.score(documents_of(teacher, CONTEXT))
 
 
