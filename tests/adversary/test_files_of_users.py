@@ -156,7 +156,7 @@ def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_resu
     with pytest.raises(XtkError, match="another program wrote the output file while this command ran") as refused:
         write()
     assert path.read_text() == "mine"
-    assert refused.value.hint == f"the result of this command is in {path}.1"
+    assert refused.value.hint == f"compare both files and keep one; the result of this command is in {path}.1"
     assert (tmp_path / "out.jsonl.1").read_text() == "result"
     assert len(list(tmp_path.iterdir())) == 2
 

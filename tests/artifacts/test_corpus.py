@@ -171,7 +171,7 @@ def test_data_without_a_text_names_the_columns_that_it_has(tmp_path):
 
 def test_a_text_that_is_a_number_or_nothing_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 12}')
-    assert failure_of([tmp_path / "a.jsonl"]).what == "text must be text, not int"
+    assert failure_of([tmp_path / "a.jsonl"]).what == "the column text must be text, not a number"
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "completion": null}')
     assert failure_of([tmp_path / "a.jsonl"]).what == "completion must be text, not NoneType"
 

@@ -81,7 +81,7 @@ def test_nothing_is_said_of_a_document_without_trained_tokens():
         ([[0, 1]], [[-0.1, -0.2]], [-2.0], "sum to"),
         ([[0, 1]], [[-0.1, -3.0]], [-0.1], "sum to"),
         ([[0, 1]], [[float("inf"), -3.0]], [-3.0], "sum to"),
-        ([[1, 1]], [[-1.0, -1.0]], [-2.0], "twice"),
+        ([[1, 1]], [[-1.0, -1.0]], [-2.0], "two log-probabilities of the same token"),
         ([[0, 4]], [[-1.0, -2.0]], [-3.0], "token id 4"),
         ([[0, -1]], [[-1.0, -2.0]], [-3.0], "token id"),
         (

@@ -83,7 +83,7 @@ def atomic_write(
             raise XtkError(
                 "another program wrote the output file while this command ran",
                 where=str(path),
-                hint=f"the result of this command is in {kept}; compare both files and keep one",
+                hint=f"compare both files and keep one; the result of this command is in {kept}",
             )
         temporary.replace(path)
         _fsync(path.parent)
