@@ -173,7 +173,7 @@ def test_a_text_that_is_a_number_or_nothing_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 12}')
     assert failure_of([tmp_path / "a.jsonl"]).what == "the column text must be text, not a number"
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "completion": null}')
-    assert failure_of([tmp_path / "a.jsonl"]).what == "completion must be text, not NoneType"
+    assert failure_of([tmp_path / "a.jsonl"]).what == "the column completion must be text, not null"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
