@@ -67,7 +67,7 @@ def projection(inputs: DoctorInputs) -> Iterator[Finding]:
         f"student tokens: {exact:.1%} are teacher tokens, {rows['composed'] / tokens:.1%} are composed of several, "
         f"{rows['unmapped'] / tokens:.1%} are unmapped; unmapped mass {audit['unmapped_mass']:.4f}"
     )
-    figures = {"documents": rows, "unmapped_mass": audit["unmapped_mass"],
+    figures = {"rows": rows, "unmapped_mass": audit["unmapped_mass"],
                "unreachable_teacher_tokens": audit["unreachable_teacher_tokens"],
                "poorly_matched_categories": audit["poorly_matched_categories"]}  # fmt: skip
     warning = audit_warning(audit)

@@ -173,14 +173,13 @@ def parse_eval_task(text: str) -> EvalTask:
         XtkError: an unknown option, or data that cannot be read.
     """
     known = sorted({*option_names(ProblemOptions), *option_names(HarnessOptions)})
-    one = "|".join(name.replace("-", "[-_]") for name in known)
+    one = "|".join(known)
     found = re.search(rf":(?=(?:{one})=)", text)
     place, specs = (text[: found.start()], text[found.end() :]) if found else (text, "")
     stray = re.search(r":([a-z][a-z_-]*)=", place)
     if stray is not None:
         raise unknown_name_error("option of --eval-tasks", stray[1], known)
-    pairs = dict(option.split("=", 1) for option in re.split(rf",(?=(?:{one})=)", specs) if option)
-    options = {key.replace("_", "-"): value for key, value in pairs.items()}
+    options = dict(option.split("=", 1) for option in re.split(rf",(?=(?:{one})=)", specs) if option)
     kind: type[ProblemOptions | HarnessOptions] = ProblemOptions if "reward" in options else HarnessOptions
     for key in options:
         if key not in option_names(kind):
