@@ -65,7 +65,7 @@ def test_each_round_is_written_with_the_weights_of_its_step(tmp_path, tied):
     log.close()
     told = (tmp_path / "log").read_text()
     assert process.returncode == 0, told
-    assert "vllm writes, in 1 process(es)" in told
+    assert "generation with vllm" in told
     metrics = read_metrics(output / "metrics.jsonl")
     assert len(metrics) == 3
     for record in metrics:
@@ -103,7 +103,7 @@ def test_an_engine_that_keeps_its_old_head_is_refused_in_the_round_in_which_it_d
         command, env={**SURROUNDINGS, "PYTHONPATH": path}, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert "the engine's log-probabilities differ from the student's by" in done.stderr
+    assert "log-probabilities differ from the student's by" in done.stderr
     assert "Traceback" not in done.stderr
     assert [record["step"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")] == [1]
     again = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
