@@ -62,7 +62,7 @@ def test_a_checkpoint_is_exported_by_its_folder(trained, tmp_path):
         path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()
     }
     done = run_xtk("export", run / "checkpoint-2", "--checkpoint", 4, "-o", tmp_path / "out", code=2)
-    assert "--checkpoint 4 contradicts RUN, which is the checkpoint of step 2" in done.stderr
+    assert "remove --checkpoint 4: it contradicts RUN, which is the checkpoint of step 2" in done.stderr
     done = run_xtk("export", "checkpoint-4", "-o", "../out", cwd=run)
     assert json.loads((run.parent / "out" / "xtk.json").read_text())["steps"] == 4
     assert run_and_step_of_checkpoint(run) is None

@@ -171,13 +171,13 @@ def test_a_command_fails_without_an_output(run, pair, tmp_path, code):
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ({"test_list": 5}, "the field test_list is 5; --reward tests needs a string, or a list of lines"),
-    ({"test_list": [1]}, "the field test_list is [1]"),
-    ({"test": {}, "test_list": ["assert f()"]}, "the field test is {}"),
-    ({"test_list": ["assert f()"], "test_imports": True}, "the field test_imports is True"),
-    ({"test_list": ["assert f()"], "entry_point": 3}, "the field entry_point is 3"),
-    ({"test_list": ["assert f()"], "test_setup_code": ["a"]}, "the field test_setup_code is ['a']"),
-    ({"test": "assert f()", "entry_point": "f", "prompt": 5}, "the field prompt is 5"),
+    ({"test_list": 5}, "the column test_list has 5, but --reward tests needs a string, or a list of lines"),
+    ({"test_list": [1]}, "the column test_list has [1]"),
+    ({"test": {}, "test_list": ["assert f()"]}, "the column test has {}"),
+    ({"test_list": ["assert f()"], "test_imports": True}, "the column test_imports has True"),
+    ({"test_list": ["assert f()"], "entry_point": 3}, "the column entry_point has 3"),
+    ({"test_list": ["assert f()"], "test_setup_code": ["a"]}, "the column test_setup_code has ['a']"),
+    ({"test": "assert f()", "entry_point": "f", "prompt": 5}, "the column prompt has 5"),
 ])  # fmt: skip
 def test_fields_of_a_wrong_type_are_an_error_that_names_them(row, message):
     with pytest.raises(XtkError) as refused:
@@ -189,7 +189,7 @@ def test_a_row_with_a_wrong_field_is_named(run, pair, tmp_path):
     rows = [{"prompt": "One", "test_list": ["assert f() == 1"]}, {"prompt": "Two", "test_list": 5}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run("evaluate", pair.student, "p.jsonl", "--reward", "tests", code=1, cwd=tmp_path)
-    assert "the field test_list is 5" in done.stderr
+    assert "the column test_list has 5" in done.stderr
     assert "row 1 of the data" in done.stderr
     assert "Traceback" not in done.stderr
 

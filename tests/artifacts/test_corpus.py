@@ -147,7 +147,7 @@ def failure_of(sources: list[object], columns: dict[str, str] | None = None) -> 
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ('{"text": "unfinished', "this line of the data is not JSON"),
+        ('{"text": "unfinished', "this line of the data is not valid JSON"),
         ('["a list"]', "this document is not a JSON object"),
         ('"Anna"', "this document is not a JSON object"),
     ],
@@ -358,10 +358,10 @@ def test_messages_and_tools_that_are_json_in_a_column_are_decoded(tmp_path):
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"messages": "hello"}, "not JSON"),
+        ({"messages": "hello"}, "not valid JSON"),
         ({"messages": '{"role": "user"}'}, "messages must be a list of messages"),
         ({"messages": CHAT, "tools": {"type": "function"}}, "tools must be a list of tool descriptions, not an object"),
-        ({"messages": CHAT, "tools": "[{"}, "the text in the column tools is not JSON"),
+        ({"messages": CHAT, "tools": "[{"}, "the text in the column tools is not valid JSON"),
     ],
 )
 def test_messages_that_are_none_are_refused_by_their_document(tmp_path, record, what):
