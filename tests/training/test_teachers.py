@@ -202,7 +202,7 @@ def test_documents_are_found_in_whatever_order_they_are_cached(folder, tmp_path,
 def test_a_document_that_is_missing_in_a_cache_is_named(folder, step):
     with pytest.raises(XtkError) as told:
         step("teacher", "head")
-    assert told.value.what == "3 of 8 documents of the cache c-teacher are missing in c-head"
+    assert told.value.what == f"3 of 8 documents of the cache {folder}/c-teacher are missing in {folder}/c-head"
     assert repr(TEXTS[5][:40]) in told.value.where
     assert "route" in told.value.hint
     with pytest.raises(XtkError, match="has the weight 2 in the cache c-weighted and 1 in c-teacher"):
