@@ -58,7 +58,7 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
         (("--max-tokens-per-entry", "0"), "--max-tokens-per-entry is 0"),
         (("--special-tokens", "rolle"), "--special-tokens is not role, none or an existing file"),
         (("--special-tokens", "table.yaml"), "did you mean <|end_of_text|>?"),
-        (("--special-tokens", "list.json"), "{student token: teacher token}"),
+        (("--special-tokens", "list.json"), "not a mapping of student tokens to teacher tokens"),
         (("--special-tokens", "broken.yaml"), "neither valid JSON nor YAML"),
         (("--special-tokens", "deep.json"), "neither valid JSON nor YAML"),
         (("--special-tokens", "twice.json"), "occurs twice in --special-tokens"),

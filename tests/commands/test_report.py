@@ -272,7 +272,7 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
             "-o",
             "new",
         ),
-        ("contains a JSON value that is not an object", runs[0], "--evaluation", "broken.json", "-o", "new"),
+        ("has a JSON value that is not an object", runs[0], "--evaluation", "broken.json", "-o", "new"),
     ):
         done = run_xtk("report", *arguments, cwd=tmp_path, code=1)
         assert told in done.stderr

@@ -85,7 +85,7 @@ def test_an_oracle_has_all_of_gsm8k_right_and_what_it_changes_wrong(pair, real_d
     assert found.pass_at(2).value == 1.0
     assert (found.truncated_fraction, found.prompts_too_long) == (0.0, 0)
     assert set(found.scores[:, 1]) == {1.0}
-    with pytest.raises(XtkError, match="at temperature 0 all 2 answers"):
+    with pytest.raises(XtkError, match="at --temperature 0 all 2 answers"):
         evaluate_answers(
             prompts, writer, tokenizer, SamplingConfig(temperature=0.0), rewards("exact"), num_generations=2
         )
