@@ -112,7 +112,7 @@ def test_two_processes_stop_together_end_when_one_is_killed_and_go_on(arguments,
     code, stderr = ended(process, output)
     assert time.monotonic() - killed < 30
     assert code == 128 + signal.SIGKILL
-    assert "process 1 was killed by SIGKILL" in stderr
+    assert "training process 1 was killed by the signal SIGKILL" in stderr
     assert_none_left(output)
 
     assert "resuming from" in run_xtk(*arguments, output, *TWO, fresh=True).stderr
