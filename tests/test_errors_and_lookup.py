@@ -72,7 +72,7 @@ def test_a_typo_is_answered_with_the_nearest_name(name, near):
         load_registered(TABLE, name, "loss")
     question = f"; did you mean {near}?" if near else ""
     assert caught.value.what == f"no loss called {name!r}{question}"
-    assert caught.value.hint == "one of: counter, forward-kl, ordered"
+    assert caught.value.hint == "use one of: counter, forward-kl, ordered"
 
 
 def test_known_names_need_no_table():

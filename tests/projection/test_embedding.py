@@ -81,7 +81,7 @@ def test_an_embedding_with_numbers_that_are_none_is_refused(tokenizer_of, option
     options = options_of("embedding", "student", "teacher")
     broken = options[f"{side}_embedding"].copy()
     broken[7, 3] = value
-    with pytest.raises(XtkError, match="not finite"):
+    with pytest.raises(XtkError, match="contains NaN or infinite values"):
         build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "embedding",
                          **{**options, f"{side}_embedding": broken})  # fmt: skip
 

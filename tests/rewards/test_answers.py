@@ -163,11 +163,11 @@ def test_functions_and_sums(tmp_path):
         ("exact:weight=-1", "weight of the reward"),
         ("exact:last_number_fallback=maybe", "last_number_fallback of the reward exact"),
         ("regex", "needs a pattern"),
-        ("regex:pattern=(", "not a valid regular expression"),
+        ("regex:pattern=(", "not a valid Python regular expression"),
         ("regex:pattern=a,group=2", "no group '2'"),
         ("boxed:compare=letters", "is not a comparison"),
         ("json:schema=/no/such/file", "cannot be read"),
-        ("/no/such/file.py:score", "no such file"),
+        ("/no/such/file.py:score", "the Python file does not exist"),
         ("tests:seconds=0", "must be above 0"),
     ],
 )

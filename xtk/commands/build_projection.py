@@ -22,8 +22,8 @@ def build_projection(
     method: Annotated[
         str,
         typer.Option(
-            help="Mapping of student tokens that have no identical teacher token: none (exact), to one token, to "
-            "several, by counts or by similarity. docs/explanation/projection.md describes the methods.",
+            help="How to map student tokens without an identical teacher token; exact: not at all. "
+            "docs/explanation/projection.md describes the methods.",
             metavar="[exact|first-token|multitoken|partition|cooccurrence|embedding]",
         ),
     ] = "multitoken",

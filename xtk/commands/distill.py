@@ -65,8 +65,8 @@ def distill(
     teacher_block_steps: Annotated[
         int,
         typer.Option(
-            help="With --teacher: optimizer steps whose data is scored at once, before training on it; 0: 64, or fewer "
-            "above 4 GiB. More: fewer switches between teacher and student, more disk space.",
+            help="With --teacher: optimizer steps whose data is scored at once, before training on it. "
+            "0: 64, or fewer above 4 GiB of stored scores.",
             min=0,
         ),
     ] = 0,
@@ -198,8 +198,8 @@ def distill(
     max_batch_tokens: Annotated[
         int,
         typer.Option(
-            help="Maximum tokens per forward pass and process; more split a batch into several passes of the same "
-            "optimizer step. 0: passes follow --per-device-train-batch-size only.",
+            help="Maximum tokens per forward pass and process; a larger batch is split into several passes. "
+            "0: split by --per-device-train-batch-size only.",
             min=0,
         ),
     ] = 0,

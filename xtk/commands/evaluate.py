@@ -54,8 +54,8 @@ def evaluate(
     compare_to: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another model to evaluate on the same data; reports MODEL minus OTHER, paired by document or "
-            "problem. Repeatable.",
+            help="Another model to evaluate on the same data; reports MODEL minus OTHER, paired by document. "
+            "Repeatable.",
             metavar="OTHER",
         ),
     ] = None,
