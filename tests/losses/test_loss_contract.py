@@ -743,6 +743,9 @@ def test_a_bf16_gradient_that_adds_up_over_many_chunks_stays_near_the_exact_one(
 # --- specifications
 
 
+EXAMPLE = "use for example --loss ce:weight=0.5"
+
+
 def test_a_specification_names_losses_and_weights():
     assert parse_losses(["p-kl", "ce:weight=0.5"]) == [LossSpec("p-kl"), LossSpec("ce", 0.5)]
     assert [str(loss) for loss in parse_losses(["p-kl:weight=1.0", "ce:weight=0.50"])] == ["p-kl", "ce:weight=0.5"]
@@ -762,29 +765,29 @@ def test_a_specification_names_losses_and_weights():
         (
             ["ce:weight=0"],
             "the weight of the loss ce is '0', but must be above 0",
-            "use for example --loss ce:weight=0.5",
+            EXAMPLE,
         ),
         (
             ["ce:weight=-1"],
             "the weight of the loss ce is '-1', but must be above 0",
-            "use for example --loss ce:weight=0.5",
+            EXAMPLE,
         ),
         (
             ["ce:weight=nan"],
             "the weight of the loss ce is 'nan', but must be above 0",
-            "use for example --loss ce:weight=0.5",
+            EXAMPLE,
         ),
         (
             ["ce:weight=inf"],
             "the weight of the loss ce is 'inf', but must be above 0",
-            "use for example --loss ce:weight=0.5",
+            EXAMPLE,
         ),
         (
             ["ce:weight=half"],
             "the weight of the loss ce is 'half', but must be above 0",
-            "use for example --loss ce:weight=0.5",
+            EXAMPLE,
         ),
-        (["ce:weight"], "the weight of the loss ce is '', but must be above 0", "use for example --loss ce:weight=0.5"),
+        (["ce:weight"], "the weight of the loss ce is '', but must be above 0", EXAMPLE),
         (["ce", "p-kl", "ce:weight=2"], "--loss ce is given twice", "use it once, with a weight: --loss ce:weight=0.5"),
     ],
 )

@@ -43,7 +43,8 @@ def test_a_text_is_what_a_user_says_and_a_talk_stays(corpus, tmp_path):
 
 
 def test_what_no_template_can_be_filled_with_is_told(corpus):
-    for template, message in [("{{problm}}", "problm"), ("{{problem", "the prompt template is invalid"), ("{{answer.x.y}}", "fails"),
+    for template, message in [("{{problm}}", "problm"), ("{{problem", "the prompt template is invalid"),
+                              ("{{answer.x.y}}", "cannot be rendered for a row"),
                               ("{{problem.__class__.__mro__}}", "unsafe")]:  # fmt: skip
         with pytest.raises(XtkError, match=message):
             read_prompts(corpus(), None, PromptFormat(template))

@@ -22,7 +22,7 @@ def build_projection(
     method: Annotated[
         str,
         typer.Option(
-            help="How to map student tokens without an identical teacher token; exact: not at all. "
+            help="Method that maps student tokens without an identical teacher token; exact maps none. "
             "docs/explanation/projection.md describes the methods.",
             metavar="[exact|first-token|multitoken|partition|cooccurrence|embedding]",
         ),
