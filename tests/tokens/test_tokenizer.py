@@ -252,7 +252,7 @@ def test_a_folder_without_a_fast_tokenizer_is_named_with_a_next_step(tmp_path, p
 def test_a_broken_configuration_beside_the_tokenizer_is_named(families, tmp_path):
     folder = shutil.copytree(families["student"], tmp_path / "copy")
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(XtkError, match="this file is not JSON") as caught:
+    with pytest.raises(XtkError, match="this file is not valid JSON") as caught:
         Tokenizer(folder)
     assert caught.value.where == str(folder / "tokenizer_config.json")
 

@@ -114,7 +114,7 @@ def test_the_figures_are_those_of_evaluate_on_the_schedule(run, folder, asked):
 
     folders = {path.parent for path in (asked / "trackers").rglob("*tfevents*")}
     tags = {tag for one in folders for tag in EventAccumulator(str(one)).Reload().Tags()["scalars"]}
-    assert {"eval_choose_sum/acc", "eval_problems/truncated"} <= tags
+    assert {"eval_choose_sum/acc", "eval_problems/truncated_fraction"} <= tags
 
 
 @pytest.mark.long
@@ -145,7 +145,7 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
     assert not (folder / "never").exists()
     monkeypatch.chdir(folder)
     for text, message in [
-        ("problems.jsonl", "--eval-tasks with a file needs a reward"),
+        ("problems.jsonl", "--eval-tasks with a data file needs a reward"),
         ("problems.jsonl:prompt=question,reward=exat", "did you mean exact?"),
         ("choose_sum:shots=5", "no option of --eval-tasks called 'shots'"),
         ("choose_sum:include_path=tasks,temperature=1", "applies only to problems"),

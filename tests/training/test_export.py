@@ -194,7 +194,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     for told, run, options in (
         ("this is not a run of xtk distill", pair.student, {}),
-        ("this run is not finished.*, or use --checkpoint 2", unfinished, {}),
+        ("the run to export is not finished.*, or use --checkpoint 2", unfinished, {}),
         ("not a JSON object.*metrics.jsonl, line 1", damaged, {}),
         ("use --checkpoint with one of 2", tied, {"checkpoint": 7}),
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),

@@ -103,5 +103,5 @@ def test_a_finished_run_of_other_adapters_is_not_taken_for_this_one(pair, cache,
     run_xtk(*arguments)
     run_xtk(*arguments, "--attn-implementation", "eager")
     refused = run_xtk(*arguments, "--lora-r", 2, code=1)
-    assert "this folder has a run with other options or inputs" in refused.stderr
+    assert "the output folder has a run with other options or inputs" in refused.stderr
     assert "lora_r" in refused.stderr

@@ -89,7 +89,7 @@ def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, who
     other = [*arguments, output, "--max-steps", 1]
     refused = run_xtk(*other, code=1)
     assert refused.stdout == ""
-    assert "this folder has a run with other options or inputs" in refused.stderr
+    assert "the output folder has a run with other options or inputs" in refused.stderr
     assert f"max_steps: {STEPS} there, 1 now" in refused.stderr
     assert "--force" in refused.stderr
     assert_same(output, whole)
