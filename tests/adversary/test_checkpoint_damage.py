@@ -113,7 +113,7 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: flip(folder / "config.json", 40, 1), "does not match its checksum"),
     (swap_weights, "does not match its checksum"),
     (swap_state, "does not match its checksum"),
-    (other_step, "the manifest is for step 2"),
+    (other_step, "manifest is for step 2"),
     (cut_short, "this file has 1,000 bytes"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "but it is missing"),
     (lambda folder: shutil.rmtree(folder / "trainer"), "this folder is listed in the manifest, but it is missing"),

@@ -166,7 +166,7 @@ def test_merged_caches_are_the_cache_of_the_data_put_together(run, pair, tmp_pat
 
 def test_what_makes_no_sense_with_merge_is_told(run, cache, tmp_path):
     done = run("cache-teacher", "--merge", cache, "--top-k", 4, "-o", tmp_path / "out", code=2)
-    assert "--merge scores nothing and excludes --top-k" in done.stderr
+    assert "--merge does not run a teacher, so --top-k has no effect" in done.stderr
     done = run("cache-teacher", cache, cache, "--rows", "1:2", "-o", tmp_path / "out", code=2)
     assert "--rows needs --merge" in done.stderr
     done = run("cache-teacher", cache, "-o", tmp_path / "out", code=2)

@@ -154,7 +154,7 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
             "problems.jsonl:reward=exact,prompt=question,num_generations=4",
             "num_generations=4 of --eval-tasks generates equal answers at temperature 0",
         ),
-        ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max-prompts"),
+        ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max_prompts"),
         ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "not a JSON object"),
         ("run_sum:include_path=tasks", "executes generated code"),
     ]:

@@ -199,7 +199,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         ("use --checkpoint with one of 2", tied, {"checkpoint": 7}),
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size 'huge' is not a size", tied, {"max_shard_size": "huge"}),
-        ("not finite .* in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
+        ("NaN or infinite in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
         ("the file contains no evaluation result", tied, {"evaluations": (tmp_path / "empty.json",)}),
         ("was not found", tied, {"gguf": "f16"}),
         ("was not found", tied, {"gguf": "f16", "gguf_converter": str(tmp_path / "nowhere.py")}),
