@@ -95,8 +95,8 @@ def to_bfloat16(tensors: dict[str, Any], stored: dict[str, Any], name: str) -> N
     ("key", "change", "told"),
     [
         ("exp_avg", drop, "has no exp_avg"), ("step", drop, "has no step"),
-        ("exp_avg_sq", to_bfloat16, "has the dtype torch.bfloat16 instead of torch.float32"),
-        ("step", to_bfloat16, "has the dtype torch.bfloat16 instead of torch.float32"),
+        ("exp_avg_sq", to_bfloat16, "has the dtype torch.bfloat16, not torch.float32"),
+        ("step", to_bfloat16, "has the dtype torch.bfloat16, not torch.float32"),
     ],
 )  # fmt: skip
 def test_an_incomplete_state_of_the_optimizer_ends_in_a_sentence(trained, unfinished, key, change, told):

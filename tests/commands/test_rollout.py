@@ -172,7 +172,7 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
         (("-o", "x.jsonl", "--temperature", -1), "--temperature is -1"),
         (("-o", "x.jsonl", "--backend", "vlm"), "did you mean vllm?"),
         (("-o", "x.jsonl", "--chat-template-kwargs", "[1]"), "not a JSON object"),
-        (("-o", "x.jsonl", "--environment", "nothing.py:A"), "no such file"),
+        (("-o", "x.jsonl", "--environment", "nothing.py:A"), "the Python file does not exist"),
         (("-o", "x.jsonl", "--server", "http://localhost:1"), "--server needs --backend server"),
     ):
         done = run(*arguments, *wrong, cwd=tmp_path, code=1)
