@@ -39,7 +39,7 @@ ATTACKS = {
     "utf-32": ("a.csv", "text\na\n".encode("utf-32"), "a.csv", "this file is encoded in UTF-32"),
     "csv fields": ("a.csv", b'text,id\n"a",1\nb\n', "line 3", "this row has 1 fields; must have 2, like the header"),
     "csv quotes": ("a.csv", b'text,id\n"a,1\nb,2\n', "line 2", "this row is not valid CSV"),
-    "csv header": ("a.csv", b"text,text\na,b\n", "a.csv", "two columns called 'text'"),
+    "csv header": ("a.csv", b"text,text\na,b\n", "a.csv", "two columns named 'text'"),
 }  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size 'huge' is not a size", tied, {"max_shard_size": "huge"}),
         ("NaN or infinite in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
-        ("the file contains no evaluation result", tied, {"evaluations": (tmp_path / "empty.json",)}),
+        ("the file of evaluation results has no result", tied, {"evaluations": (tmp_path / "empty.json",)}),
         ("was not found", tied, {"gguf": "f16"}),
         ("was not found", tied, {"gguf": "f16", "gguf_converter": str(tmp_path / "nowhere.py")}),
         ("--gguf-converter needs --gguf", tied, {"gguf_converter": str(converter)}),
