@@ -250,7 +250,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named(packed, tmp_path):
     cache.read_document(0)
     with (place / shard_file_name(0)).open("r+b") as stream:
         stream.truncate(100)
-    with pytest.raises(CorruptError, match="another program truncated it") as caught:
+    with pytest.raises(CorruptError, match="another program truncated this shard") as caught:
         cache.read_document(1)
     assert caught.value.where == str(place / shard_file_name(0))
 

@@ -58,9 +58,9 @@ def test_a_run_that_fails_is_told_and_the_others_are_not_lost(swept):
     _, _, failed, mended = swept
     told = failed.stderr
     assert "seed=0 failed with exit code 1\n    xtk: another process is writing this student" in told
-    assert "1 of 2 runs failed\n  where: seed=0" in told
+    assert "1 of the 2 runs of the sweep failed\n  where: seed=0" in told
     assert [json.loads(line)["state"] for line in failed.stdout.splitlines()] == ["failed", "finished"]
-    assert "2 runs, 1 of them finished" in mended.stderr
+    assert "2 runs, 1 already finished" in mended.stderr
     assert [json.loads(line)["state"] for line in mended.stdout.splitlines()] == ["finished", "finished"]
 
 
@@ -353,7 +353,7 @@ def test_stopped_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_be
     assert process.returncode == INTERRUPTED
     assert_none_left(output / third)
 
-    assert "4 runs, 2 of them finished" in run_xtk(*arguments, output).stderr
+    assert "4 runs, 2 already finished" in run_xtk(*arguments, output).stderr
     assert times(output / first) == finished
     for run in runs:
         assert_same(output / run, whole / run)
