@@ -31,10 +31,10 @@ ATTACKS = {
     "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}": "the chat template exceeds",
     "{% set x = namespace(s='aa') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}": "1 GiB of memory",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "nested too deeply",
-    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "invalid chat template",
-    "{{ " + "[" * 900 + "]" * 900 + " }}": "invalid chat template",
-    "{% if 1 %}" * 3000 + "{% endif %}" * 3000: "invalid chat template",
-    "{{ " + "not " * 100_000 + "1 }}": "invalid chat template",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "the chat template is invalid",
+    "{{ " + "[" * 900 + "]" * 900 + " }}": "the chat template is invalid",
+    "{% if 1 %}" * 3000 + "{% endif %}" * 3000: "the chat template is invalid",
+    "{{ " + "not " * 100_000 + "1 }}": "the chat template is invalid",
     "a" * (1 << 20) + "b": "this chat template has 1,048,6",
 }
 
@@ -88,7 +88,7 @@ def test_a_prompt_template_has_the_same_limits(run, pair, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"problem": "12 + 5"}) + "\n")
     command = ("rollout", pair.student, tmp_path / "prompts.jsonl", "-o", tmp_path / "out.jsonl", "--prompt-template")
     refused(run(*command, "{{ problem * 2000000000 }}", code=None), "more than 1 GiB of memory")
-    refused(run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "invalid chat template")
+    refused(run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "the chat template is invalid")
 
 
 def test_a_template_that_drops_all_text_makes_no_cache(run, pair, tmp_path, talks):

@@ -27,8 +27,8 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "list": ("[1, 2]", "config.json must contain a JSON object"),
     "text": ('"model"', "config.json must contain a JSON object"),
     "latin": (b'{"model_type": "\xe9"}', "config.json is not UTF-8"),
-    "cut": ('{"model_type": "llama"', "this config.json is not JSON"),
-    "digits": ('{"vocab_size": ' + "9" * 5_000 + "}", "this config.json is not JSON"),
+    "cut": ('{"model_type": "llama"', "this config.json is not valid JSON"),
+    "digits": ('{"vocab_size": ' + "9" * 5_000 + "}", "this config.json is not valid JSON"),
     "large file": ('{"a": "' + " " * (17 << 20) + '"}', "bytes; must have at most 16,777,216"),
     "layers": (
         {"num_hidden_layers": 10**9},

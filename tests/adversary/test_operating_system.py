@@ -137,13 +137,13 @@ def test_memory_that_is_not_there_is_told():
     ("error", "told"),
     [
         (OSError(30, "Read-only file system", "/x"), "this file system is read-only"),
-        (OSError(27, "File too large", "/x"), "larger than the limit"),
-        (RuntimeError("I/O error: File too large (os error 27)"), "larger than the limit"),
+        (OSError(27, "File too large", "/x"), "exceeds the size limit"),
+        (RuntimeError("I/O error: File too large (os error 27)"), "exceeds the size limit"),
         (RuntimeError("Read-only file system (os error 30)"), "read-only"),
         (OSError(122, "Disk quota exceeded", "/x"), "the disk is full"),
         (OSError(24, "Too many open files", "/x"), "limit of open files of this shell is reached"),
         (OSError(5, "Input/output error", "/x"), "input/output error"),
-        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed"), "this path is not valid UTF-8"),
+        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed"), "the path is not valid UTF-8"),
     ],
 )
 def test_errors_of_the_system_and_of_libraries_are_sentences(error, told):

@@ -145,7 +145,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(run, commands,
     ending = ".jsonl" if command == "rollout" else ""
     for path, told in (
         (tmp_path / "file" / "below" / f"out{ending}", "is a file, not a folder"),
-        (tmp_path / ("x" * 300 + ending), "a name in the output path is too long"),
+        (tmp_path / ("x" * 300 + ending), "the file name is too long"),
         (tmp_path / f"link{ending}", "a broken symbolic link"),
     ):
         if path.name.startswith("link"):
