@@ -88,7 +88,7 @@ def test_a_prompt_template_has_the_same_limits(run, pair, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"problem": "12 + 5"}) + "\n")
     command = ("rollout", pair.student, tmp_path / "prompts.jsonl", "-o", tmp_path / "out.jsonl", "--prompt-template")
     refused(run(*command, "{{ problem * 2000000000 }}", code=None), "more than 1 GiB of memory")
-    refused(run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "the chat template is invalid")
+    refused(run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "the prompt template is invalid")
 
 
 def test_a_template_that_drops_all_text_makes_no_cache(run, pair, tmp_path, talks):
