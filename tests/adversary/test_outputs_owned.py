@@ -89,7 +89,10 @@ def test_force_names_the_users_files_and_removes_nothing(run, commands, cache, t
     (out / ".git").mkdir()
     (out / ".git" / "config").write_text("mine")
     before = snapshot(out)
-    refused(run(*commands[command], "-o", out, "--force", code=None), "contains files that xtk did not write (.git, notes.txt)")
+    refused(
+        run(*commands[command], "-o", out, "--force", code=None),
+        "contains files that xtk did not write (.git, notes.txt)",
+    )
     assert snapshot(out) == before
     shutil.rmtree(out / ".git")
     (out / "notes.txt").unlink()
