@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from xtk.artifacts.cache_manifest import FORMAT, VERSION
+
 pytestmark = pytest.mark.slow
 
 FORCE = ((), ("--force",))
@@ -197,7 +199,8 @@ def test_a_cache_that_was_killed_before_its_first_shard_goes_on(run, pair, corpu
     out.mkdir()
     if ".xtk-unfinished" in kept:
         header = json.loads((cache / "manifest.json").read_text())["header"]
-        (out / ".xtk-unfinished").write_text(json.dumps({"format": "xtk-teacher-cache", "header": header}))
+        marker = {"format": FORMAT, "version": VERSION, "header": header}
+        (out / ".xtk-unfinished").write_text(json.dumps(marker))
     if "tokenizer.json" in kept:
         (out / "tokenizer.json").write_bytes((cache / "tokenizer.json").read_bytes()[:100])
     if ".xtk-lock-0" in kept:
