@@ -104,7 +104,7 @@ def test_an_option_that_was_edited_in_a_recipe_is_named_and_one_on_the_command_l
     recipe = json.loads((several / "run" / "recipe.json").read_text())
     (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"learning_rate": 0.01}))
     done = run_xtk("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
-    assert "learning_rate: 0.001 there, 0.01 here" in done.stderr
+    assert "learning_rate: 0.001 in the recipe, 0.01 now" in done.stderr
     run_xtk("distill", "--config", several / "run" / "recipe.json", "--learning-rate", 0.01, "-o", tmp_path / "out")
     assert files(tmp_path / "out") != files(several / "run")
 
@@ -160,7 +160,7 @@ def test_so_it_is_with_a_student_that_writes_and_code_of_the_user(pair, tmp_path
     assert_again(tmp_path / "run", tmp_path / "again", cwd=tmp_path / "elsewhere")
     (tmp_path / "reward.py").write_text("def polite(completion, prompt, row):\n    return 1.0\n")
     done = run_xtk("distill", "--config", "run/recipe.json", "-o", "changed", cwd=tmp_path, code=1)
-    assert "on_policy.rewards differs" in done.stderr
+    assert "since this recipe was written: on_policy.rewards" in done.stderr
 
 
 @pytest.mark.slow

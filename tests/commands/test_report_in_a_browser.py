@@ -110,4 +110,4 @@ def test_a_report_is_drawn_with_a_colour_a_run_and_with_every_section(chromium, 
     wanted = ["Held-out text", "Losses", "Training", "Last metrics", "Evaluations", "Samples", "Alignment"]
     assert [head for head in heads if head in wanted] == wanted
     assert {"Audit of the projection", "Teacher log-probabilities", "Recipes"} <= set(heads)
-    assert chromium.ask('document.querySelectorAll("figure[data-metric=memory] polyline").length') == 2
+    assert chromium.ask('document.querySelectorAll("figure[data-metric=peak_memory_gib] polyline").length') == 2

@@ -108,7 +108,7 @@ def test_xtk_report_takes_all_of_the_folder(swept):
     root = swept[0]
     done = run_xtk("report", *sorted((root / "all").glob("*")), "-o", root / "page.html", "--json")
     assert [Path(one["path"]).name for one in json.loads(done.stdout)["runs"]] == ["seed=0", "seed=1"]
-    assert "no run" in run_xtk("report", root / "all" / "seed=0.log", "-o", root / "other.html", code=1).stderr
+    assert "names only log files of a sweep, not runs" in run_xtk("report", root / "all" / "seed=0.log", "-o", root / "other.html", code=1).stderr
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_another_request_for_a_finished_run_is_refused_and_one_that_gives_the_sa
     root, command, *_ = swept
     before = times(root)
     done = run_xtk(*command, "--learning-rate", 1e-3, cwd=root, code=1)
-    assert "seed=0: this folder has a run with other options or inputs" in done.stderr
+    assert "seed=0: the output folder has a run with other options or inputs" in done.stderr
     assert "learning_rate: 5e-05 there, 0.001 asked for" in done.stderr
     assert run_xtk(*command, "--save-steps", 7, cwd=root).stdout.startswith("2 of 2 runs")
     assert times(root) == before
@@ -183,7 +183,7 @@ def test_a_folder_that_is_something_else_is_refused(swept, tmp_path):
     (tmp_path / "mine" / "seed=0").mkdir(parents=True)
     (tmp_path / "mine" / "seed=0" / "notes").touch()
     for place, told in (
-        (tmp_path / "file", "a sweep is a folder"),
+        (tmp_path / "file", "a sweep must be a folder"),
         (root / "all" / "seed=0", "is a run of xtk distill"),
         (tmp_path / "mine", "seed=0: this folder holds other things"),
     ):
