@@ -97,7 +97,7 @@ def test_models_side_by_side_are_paired_by_documents(run, pair, folder, tmp_path
     assert (first["window"], first["stride"]) == (256, 128)
     table = run("evaluate", pair.student, "top", "--compare-to", pair.teacher, cwd=folder).stdout
     assert "teacher: teacher" in table
-    assert f"{pair.student} minus it" in table
+    assert f"{pair.student} minus this" in table
     line = run("evaluate", pair.student, "data.jsonl", "--max-length", 16, "-q", cwd=folder).stdout
     assert "windows of 16 tokens, 8 apart" in line
     assert " ± " in line
