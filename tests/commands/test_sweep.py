@@ -108,7 +108,10 @@ def test_xtk_report_takes_all_of_the_folder(swept):
     root = swept[0]
     done = run_xtk("report", *sorted((root / "all").glob("*")), "-o", root / "page.html", "--json")
     assert [Path(one["path"]).name for one in json.loads(done.stdout)["runs"]] == ["seed=0", "seed=1"]
-    assert "names only log files of a sweep, not runs" in run_xtk("report", root / "all" / "seed=0.log", "-o", root / "other.html", code=1).stderr
+    assert (
+        "names only log files of a sweep, not runs"
+        in run_xtk("report", root / "all" / "seed=0.log", "-o", root / "other.html", code=1).stderr
+    )
 
 
 @pytest.mark.slow

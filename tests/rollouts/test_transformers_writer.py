@@ -75,7 +75,7 @@ def slowly(model, tokenizer: Tokenizer, ask: GenerationRequest, sampling: Sampli
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingConfig(max_completion_length=24, stop=("a", "12", "s t"), given=3),
+        SamplingConfig(max_completion_length=24, stop=("a", "12", "s t"), top_logprobs=3),
         SamplingConfig(temperature=0.7, top_k=40, top_p=0.9, max_completion_length=16),
         SamplingConfig(temperature=0, max_completion_length=12),
     ],
@@ -180,7 +180,7 @@ def test_new_weights_are_written_with_and_wrong_ones_refused(model, tokenizer, p
         assert [one.ids.tolist() for one in writer.generate(asks, sampling)] != [one.ids.tolist() for one in expected]
         writer.update_weights(weights)
         assert [one.ids.tolist() for one in writer.generate(asks, sampling)] == [one.ids.tolist() for one in expected]
-    with pytest.raises(XtkError, match="is not in the model"):
+    with pytest.raises(XtkError, match="but the model has no such weight"):
         writer.update_weights([("head", torch.zeros(2))])
     with pytest.raises(XtkError, match=r"\[656, 32\] in the model"):
         writer.update_weights([("lm_head.weight", torch.zeros(1))])
