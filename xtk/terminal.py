@@ -239,7 +239,7 @@ def piped_lines() -> list[str]:
     lines = [line.rstrip("\r") for line in piped.split("\n") if line.strip()]
     if not lines:
         raise XtkError(
-            "standard input is empty; the command before | probably failed",
+            "standard input is empty: the command before the | probably failed",
             where="argument -",
             hint="read the messages of that command above, or run it alone",
         )

@@ -45,7 +45,7 @@ def test_a_merge_writes_nothing_outside_of_its_output(run, forged, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / ".profile").write_text("export PATH")
     done = run("cache-teacher", "--merge", forged, "-o", out, code=None)
-    refused(done, "refers to '../.profile'; must be a known file name in the same folder", "manifest.json")
+    refused(done, "refers to '../.profile', but must be a known file name in the same folder", "manifest.json")
     assert contents(tmp_path / "elsewhere") == {".profile": b"export PATH"}
 
 
@@ -90,7 +90,7 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda m: m["shards"][0].update(documents=-1), "shards[0].documents is -1; must be an integer from 1"),
+        (lambda m: m["shards"][0].update(documents=-1), "shards[0].documents is -1, but must be an integer from 1"),
         (lambda m: m["shards"][0].update(documents="12"), "shards[0].documents is '12'"),
         (lambda m: m["shards"][0].update(documents=True), "shards[0].documents is True"),
         (lambda m: m["shards"][0].update(bytes=10**30), "shards[0].bytes is 1000"),
@@ -102,7 +102,7 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
         ),
         (
             lambda m: m["shards"][0].update(source_header=7),
-            "shards[0].source_header in the manifest is 7; must be below 1",
+            "shards[0].source_header in the manifest is 7, but must be below 1",
         ),
         (lambda m: m["shards"][0].update(checksum=5), "shards[0].checksum is 5"),
         (lambda m: m["shards"][0].pop("positions"), "shards[0].positions"),

@@ -13,7 +13,7 @@ from xtk.training.parallel_config import parse_devices
 def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus, tmp_path):
     command = ["cache-teacher", pair.teacher, corpus, "--support", "top-k", "-o", tmp_path / "cache", "--top-k"]
     stderr = run(*command, 99_999, code=1).stderr
-    assert "--top-k is 99,999; must be at most the teacher's vocabulary size 496" in stderr
+    assert "--top-k is 99,999, but must be at most the teacher's vocabulary size 496" in stderr
     assert "--top-k all" in stderr
     assert not (tmp_path / "cache").exists()
     assert "'1_0' is neither a number of tokens nor the word all" in run(*command, "1_0", code=2).stderr

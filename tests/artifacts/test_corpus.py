@@ -247,7 +247,7 @@ def test_a_pipe_holds_json_lines_or_one_text(monkeypatch, piped, texts):
 
 def test_an_empty_pipe_points_to_the_command_before_it(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" \n")))
-    with pytest.raises(XtkError, match=r"the command before the \| seems to have failed"):
+    with pytest.raises(XtkError, match=r"the command before the \| probably failed"):
         Corpus(["-"])
 
 

@@ -227,7 +227,7 @@ def test_weights_and_routes_are_read_from_the_columns_that_are_asked_for_and_no_
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "2", None, True, [1]])
 def test_a_weight_that_is_none_is_refused(weight):
     failure = failure_of({"text": "a", "quality": weight}, weight="quality")
-    assert failure.what == f"the column quality is {weight!r}; must be a number from 0 to 1e12"
+    assert failure.what == f"the column quality is {weight!r}, but must be a number from 0 to 1e12"
 
 
 def test_a_weight_that_is_missing_is_named_with_its_file_and_row(tmp_path):
@@ -241,7 +241,7 @@ def test_a_weight_that_is_missing_is_named_with_its_file_and_row(tmp_path):
 
 def test_a_route_is_a_name():
     failure = failure_of({"text": "a", "by": 3}, route="by")
-    assert failure.what == "the column by is 3; must be the NAME of a --teacher"
+    assert failure.what == "the column by is 3, but must be the NAME of a --teacher"
 
 
 # Fingerprints.

@@ -41,5 +41,5 @@ def test_a_failed_command_stops_the_pipe(pair, tmp_path):
         tmp_path,
     )
     assert done.returncode == 1
-    assert "the command before | probably failed" in done.stderr
+    assert "the command before the | probably failed" in done.stderr
     assert not (tmp_path / "p4").exists()

@@ -134,7 +134,7 @@ def test_two_machines_that_finish_at_once_write_the_same(pair, corpus, cache, tm
     [
         (
             ("--machine-rank", 2, "--num-machines", 2),
-            "--machine-rank is 2; must be at least 0 and below --num-machines (2)",
+            "--machine-rank is 2, but must be at least 0 and below --num-machines (2)",
         ),
         (("--num-machines", 2, "--force"), "--force cannot be combined with --num-machines"),
     ],

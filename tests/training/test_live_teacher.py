@@ -333,7 +333,7 @@ def test_a_teacher_cut_over_two_processes_says_the_same(pair, corpus, tmp_path):
     ("options", "told"),
     [
         ("top=4", "no option of a teacher called 'top'"),
-        ("top_k=many", "top_k is 'many'; must be an integer"),
+        ("top_k=many", "top_k is 'many', but must be an integer"),
         ("top_k=0", "--top-k is 0"),
         ("top_k=4,top-k=5", "given twice"),
         ("backend=jax", "no backend called 'jax'"),

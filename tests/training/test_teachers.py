@@ -205,7 +205,7 @@ def test_a_document_that_is_missing_in_a_cache_is_named(folder, step):
     assert told.value.what == f"3 of 8 documents of the cache {folder}/c-teacher are missing in {folder}/c-head"
     assert repr(TEXTS[5][:40]) in told.value.where
     assert "route" in told.value.hint
-    with pytest.raises(XtkError, match="has the weight 2 in the cache .*c-weighted and 1 in .*c-teacher"):
+    with pytest.raises(XtkError, match=r"has the weight 2 in the cache .*c-weighted and 1 in .*c-teacher"):
         step("weighted", "teacher")
 
 

@@ -164,7 +164,8 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
         check_file_name(shard["file"], (shard_file_name(at),), where=where)
         if shard.get("source_header", 0) >= len(headers):
             raise CorruptError(
-                f"shards[{at}].source_header in the manifest is {shard['source_header']}; must be below {len(headers)}",
+                f"shards[{at}].source_header in the manifest is {shard['source_header']}, but must be below "
+                f"{len(headers)}",
                 where=where,
                 hint=hint,
             )

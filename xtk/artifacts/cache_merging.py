@@ -254,7 +254,8 @@ def _parse_row_range(rows: str, total: int) -> tuple[int, int]:
     match = _ROW_RANGE.fullmatch(rows) if rows else None
     if rows and match is None:
         raise XtkError(
-            f"--rows is {rows!r}; must be START:STOP", hint="use, for example, --rows 100:200, --rows :200, --rows 100:"
+            f"--rows is {rows!r}, but must be START:STOP",
+            hint="use, for example, --rows 100:200, --rows :200, --rows 100:",
         )
     start = int(match[1] or 0) if match else 0
     stop = int(match[2] or total) if match else total

@@ -184,7 +184,7 @@ def parse_columns_option(value: str | None, **asked: str) -> dict[str, str]:
     names = [pair[0].strip() for pair in pairs]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise XtkError(
-            f"--columns is {value!r}; must be FIELD=COLUMN,...",
+            f"--columns is {value!r}, but must be FIELD=COLUMN,...",
             hint=f"use, for example, --columns prompt=question; the fields are {', '.join(RECORD_FIELDS)}",
         )
     if named := sorted(set(names) & set(OPT_IN_FIELDS)):

@@ -348,12 +348,14 @@ def _with_weight_and_route(document: Document, row: _RecordReader) -> Document:
     if "weight" in row.columns:
         weight = row.get("weight")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
-            raise ValueError(f"the column {row.column_name('weight')} is {weight!r}; must be a number from 0 to 1e12")
+            raise ValueError(
+                f"the column {row.column_name('weight')} is {weight!r}, but must be a number from 0 to 1e12"
+            )
         document = replace(document, weight=float(weight))
     if "route" in row.columns:
         route = row.get("route")
         if not isinstance(route, str):
-            raise ValueError(f"the column {row.column_name('route')} is {route!r}; must be the NAME of a --teacher")
+            raise ValueError(f"the column {row.column_name('route')} is {route!r}, but must be the NAME of a --teacher")
         document = replace(document, teacher_name=replace_surrogates(route))
     return document
 

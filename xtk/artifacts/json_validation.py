@@ -21,7 +21,7 @@ class SchemaViolation(ValueError):
     def __init__(self, path: str, value: object, expected: str) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
-        super().__init__(f"{path or 'its content'} is {shown}; must be {expected}")
+        super().__init__(f"{path or 'its content'} is {shown}, but must be {expected}")
 
 
 class CheckedObject(dict[str, Any]):

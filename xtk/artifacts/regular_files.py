@@ -35,8 +35,8 @@ def check_file_name(name: object, allowed: Sequence[str | re.Pattern[str]], *, w
                 return name
     shown = repr(name)
     raise CorruptError(
-        f"this file refers to {shown if len(shown) <= 80 else shown[:77] + '...'}; must be a known file name in the "
-        "same folder",
+        f"this file refers to {shown if len(shown) <= 80 else shown[:77] + '...'}, but must be a known file name in "
+        "the same folder",
         where=where,
         hint="use this artifact only if you trust its source; else create it again, or copy it again",
     )

@@ -139,7 +139,7 @@ def _size_limit() -> int | None:
         limit = -1.0
     if not limit > 0:
         raise XtkError(
-            f"{LIMIT_VARIABLE} is {given}; must be a positive number of gigabytes",
+            f"{LIMIT_VARIABLE} is {given}, but must be a positive number of gigabytes",
             hint=f"set, for example, {LIMIT_VARIABLE}=200",
         )
     return int(limit * 1e9)

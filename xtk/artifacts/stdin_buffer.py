@@ -42,7 +42,7 @@ class StdinSpool:
                 blank = blank and not part.strip()
         if blank:
             raise XtkError(
-                "standard input is empty: the command before the | seems to have failed",
+                "standard input is empty: the command before the | probably failed",
                 where="standard input",
                 hint="check the messages of that command above, or run it alone",
             )

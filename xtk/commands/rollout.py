@@ -195,18 +195,18 @@ def rollout(
             figures = _write_rollouts(path, before, written(), len(read), corpus.columns, request)
             for name, count in rewards.unscored.items():
                 terminal.note(f"rollout: {count:,} rollouts have no {name} reward; their data lacks what it needs")
-    told = figures.summary()
+    summary = figures.summary()
     terminal.note(
-        f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, "
-        f"{told['truncated_fraction']:.1%} cut off"
+        f"{summary['rollouts']:,} rollouts, {summary['mean_length']:.1f} tokens each, "
+        f"{summary['truncated_fraction']:.1%} cut off"
         + (
-            f", {told['mean_turns']:.1f} turns, {told['environment_token_fraction']:.1%} from tools"
+            f", {summary['mean_turns']:.1f} turns, {summary['environment_token_fraction']:.1%} from tools"
             if environment
             else ""
         )
-        + ("" if told["mean_reward"] is None else f", mean reward {told['mean_reward']:.4f}")
+        + ("" if summary["mean_reward"] is None else f", mean reward {summary['mean_reward']:.4f}")
     )
-    terminal.result_artifact({"path": output, "kind": "rollouts", **told}, as_json=as_json)
+    terminal.result_artifact({"path": output, "kind": "rollouts", **summary}, as_json=as_json)
 
 
 def _checked_output(output: str, inputs: list[str]) -> Path:

@@ -39,14 +39,14 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
     from xtk.artifacts.run_folders import METRICS_FILE, read_run_manifest
     from xtk.training.metrics_file import read_metrics
 
-    told: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "path": str(run.folder),
         "kind": "student",
         "name": run.name,
         "varied_options": dict(varies),
     }
     if exit_code:
-        return {**told, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
+        return {**entry, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
     content = read_run_manifest(run.folder)
     metrics = dict(content.get("metrics", {}))
     if "best" in content:  # the best evaluation is the student
@@ -58,11 +58,10 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
         lines = []
     metrics |= {"steps": content["steps"], "training_seconds": total_seconds(lines) if lines else math.nan}
     rates = [one["tokens_per_second"] for one in lines if "tokens_per_second" in one]
-    metrics["tokens_per_second"] = statistics.median(
-        rates or [math.nan]
-    )  # the median, since the first one includes compilation
+    # The median, since the first one includes compilation.
+    metrics["tokens_per_second"] = statistics.median(rates or [math.nan])
     figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
-    return {**told, "state": "finished", **figures, "metrics": content["metrics"]}
+    return {**entry, "state": "finished", **figures, "metrics": content["metrics"]}
 
 
 def run_log_path(run: PlannedRun) -> Path:

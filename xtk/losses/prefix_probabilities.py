@@ -1,4 +1,4 @@
-"""Products of the student's probabilities of its own tokens before the last row of an item."""
+"""Products of the student's probabilities of the observed tokens before the last token of a span."""
 
 from __future__ import annotations
 

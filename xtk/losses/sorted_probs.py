@@ -217,7 +217,7 @@ def _largest_tokens(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
 def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
     """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
 
-    The same as `sorted_prob_kernels.largest_columns`, for GPUs; it works on a few rows at a time.
+    The same as `sorted_probs_numba.largest_columns`, for GPUs; it works on a few rows at a time.
 
     Args:
         logits: [n, V].

@@ -32,13 +32,13 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
     for _, weight in others:
         if not 0 < weight < 1:
             raise XtkError(
-                f"a weight of --merge is {weight}; must be above 0 and below 1",
+                f"a weight of --merge is {weight}, but must be above 0 and below 1",
                 hint="use, for example, --merge FILE=0.5",
             )
     rest = 1 - sum(weight for _, weight in others)
     if rest <= 0:
         raise XtkError(
-            f"the weights of --merge sum to {1 - rest:g}; must be below 1",
+            f"the weights of --merge sum to {1 - rest:g}, but must be below 1",
             hint="use smaller weights; the first projection gets the remainder to 1",
         )
     for other, _ in others:

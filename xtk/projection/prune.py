@@ -40,13 +40,13 @@ def prune_projection(
         XtkError: top_k below 1, min_weight outside of [0, 1], or mass outside of (0, 1].
     """
     if top_k is not None and top_k < 1:
-        raise XtkError(f"--top-k is {top_k}; must be at least 1", hint="use, for example, --top-k 4")
+        raise XtkError(f"--top-k is {top_k}, but must be at least 1", hint="use, for example, --top-k 4")
     if not 0 <= min_weight <= 1:
         raise XtkError(
-            f"--min-weight is {min_weight}; must be between 0 and 1", hint="use, for example, --min-weight 0.01"
+            f"--min-weight is {min_weight}, but must be between 0 and 1", hint="use, for example, --min-weight 0.01"
         )
     if not 0 < mass <= 1:
-        raise XtkError(f"--mass is {mass}; must be above 0 and at most 1", hint="use, for example, --mass 0.99")
+        raise XtkError(f"--mass is {mass}, but must be above 0 and at most 1", hint="use, for example, --mass 0.99")
     step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalize": renormalize}
     earlier = list(projection.header.get("prunings", []))
     if step in earlier[-1:]:

@@ -41,7 +41,7 @@ def match_special_tokens(
     if isinstance(matching, str):
         if matching not in (MATCH_BY_ROLE, NO_MATCHING):
             raise XtkError(
-                f"--special-tokens is {matching!r}; must be role, none or a JSON or YAML file with token pairs",
+                f"--special-tokens is {matching!r}, but must be role, none or a JSON or YAML file with token pairs",
                 hint='write, for example, {"<|im_end|>": "</s>"} (student token: teacher token) into this file',
             )
         matched = _match_by_role(student, teacher) if matching == MATCH_BY_ROLE else {}

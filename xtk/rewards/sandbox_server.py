@@ -59,7 +59,7 @@ def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
 
 
 def _enter_outer_namespaces(setup: dict[str, Any], proc: int) -> None:
-    """Leave the machine's files, network and users; root becomes the user nobody."""
+    """Leave the machine's files, network and users; root becomes the user `nobody`."""
     outer = (
         sandbox_isolation.CLONE_NEWNS
         | sandbox_isolation.CLONE_NEWNET

@@ -74,12 +74,12 @@ class CachePartition:
         """
         if self.num_processes < 1:
             raise XtkError(
-                f"--num-processes is {self.num_processes}; must be at least 1",
+                f"--num-processes is {self.num_processes}, but must be at least 1",
                 hint="use, for example, --num-processes 1",
             )
         if not 0 <= self.machine_rank < self.num_machines:
             raise XtkError(
-                f"--machine-rank is {self.machine_rank}; must be at least 0 and below --num-machines "
+                f"--machine-rank is {self.machine_rank}, but must be at least 0 and below --num-machines "
                 f"({self.num_machines})",
                 hint="number the machines from 0: with --num-machines 2, use --machine-rank 0 and 1",
             )

@@ -61,7 +61,7 @@ def check_cache_request(request: CacheRequest) -> None:
     support = request.support
     if request.max_length is not None and request.max_length < 4:
         raise XtkError(
-            f"--max-length is {request.max_length}; must be at least 4 tokens",
+            f"--max-length is {request.max_length}, but must be at least 4 tokens",
             hint="use, for example, --max-length 2048",
         )
     able: frozenset[str] = load_registered(BACKENDS, request.backend, "backend").support_kinds
@@ -140,7 +140,8 @@ def make_cache_header(
     own = tokenizer_identity(tokenizer)
     if support.top_k > max(tokenizer.embedding_rows, *DEFAULT_TOP_K.values()):
         raise XtkError(
-            f"--top-k is {support.top_k:,}; must be at most the teacher's vocabulary size {tokenizer.embedding_rows:,}",
+            f"--top-k is {support.top_k:,}, but must be at most the teacher's vocabulary size "
+            f"{tokenizer.embedding_rows:,}",
             where=request.teacher_name,
             hint="use --top-k all for the whole vocabulary",
         )

@@ -323,7 +323,7 @@ def _parse_number(text: str, key: str, value: str, kind: type) -> Any:
     except ValueError:
         number = "an integer" if kind is int else "a number"
         hint = f"use, for example, {key}={json.dumps(64 if kind is int else 0.99)}"
-        raise XtkError(f"--teacher {text}: {key} is {value!r}; must be {number}", hint=hint) from None
+        raise XtkError(f"--teacher {text}: {key} is {value!r}, but must be {number}", hint=hint) from None
 
 
 def read_corpus_for_all(

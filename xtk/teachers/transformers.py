@@ -71,7 +71,7 @@ class TransformersTeacher:
         parts = engine.pop("tp_size", 1)
         if not isinstance(parts, int) or parts < 1:
             raise XtkError(
-                f"--engine tp_size is {parts!r}; must be an integer of at least 1",
+                f"--engine tp_size is {parts!r}, but must be an integer of at least 1",
                 hint="use, for example, --engine tp_size=2",
             )
         loading: dict[str, Any] = {

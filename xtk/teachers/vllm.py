@@ -151,7 +151,7 @@ class VllmTeacher:
         at = np.flatnonzero(document.train_mask) - 1
         if ids.shape != (rows * columns,) or logprobs.shape != ids.shape:
             raise XtkError(
-                f"vLLM returned {len(ids):,} log-probabilities; must be {columns:,} for each of {rows:,} positions",
+                f"vLLM returned {len(ids):,} log-probabilities, but must be {columns:,} for each of {rows:,} positions",
                 where=self._name,
                 hint="use --backend transformers",
             )

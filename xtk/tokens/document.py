@@ -56,8 +56,8 @@ class Document:
             the content of a message; text that the template adds belongs to no segment.
         teacher_prompt: replaces the segments before the trained ones for the teacher only: messages, or a text, which
             becomes the system message of a conversation. None: the same prompt as for the student.
-        teacher_tokens: the document as token ids of the teacher, decoded to segments by its `TeacherView`; None for
-            text and messages.
+        teacher_tokens: the document as token ids of the teacher, decoded to segments by the teacher's tokenizer; None
+            for text and messages.
         candidate_ids: teacher token ids to store log-probabilities of, for each of its trained tokens.
         weight: weight in training: 2 is like two copies, 0 like none.
         teacher_name: name of the teacher for this document; "": any.
@@ -236,7 +236,7 @@ def _is_message_trained(message: Mapping[str, Any]) -> bool:
     flags = {key: message[key] for key in TRAIN_FLAG_KEYS if message.get(key) is not None}
     for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise ValueError(f"{key} of a message is {value!r}; must be true or false, or 1 or 0")
+            raise ValueError(f"{key} of a message is {value!r}, but must be true or false, or 1 or 0")
     if not flags.get("weight", 1):
         return False
     return bool(flags.get("train", message["role"] == "assistant"))
@@ -263,9 +263,7 @@ def message_content(message: Mapping[str, Any]) -> str:
         texts = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in texts):
             return replace_surrogates("".join(map(str, texts)))
-    raise ValueError(
-        f"the content of a message with role {message['role']!r} is not text; must be a string or a list of text parts"
-    )
+    raise ValueError(f"the content of a message with role {message['role']!r} must be a string or a list of text parts")
 
 
 def replace_surrogates(text: str) -> str:

@@ -99,7 +99,7 @@ class SampledTokens:
         if not (values[flags] <= 1e-3).all():
             raise ValueError("student_logprobs of a rollout must be natural logarithms of probabilities, at most 0")
         if not np.isfinite(advantage):
-            raise ValueError(f"the advantage of a rollout is {advantage}; must be finite")
+            raise ValueError(f"the advantage of a rollout is {advantage}, but must be finite")
         return cls(
             numbers,
             flags,

@@ -70,14 +70,14 @@ def _check_value(name: str, value: Any, path: Path) -> None:
         and value is not None
         and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
     ):
-        what = f"{name} in config.json is {_abbreviated_json(value)}; must be a non-negative integer"
+        what = f"{name} in config.json is {_abbreviated_json(value)}, but must be a non-negative integer"
         raise XtkError(what, where=str(path), hint=_HINT)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     for pattern, limit in MAX_VALUES:
         if pattern.search(name):
             if not value <= limit:
-                what = f"{name} in config.json is {value:,}; must be at most {limit:,}"
+                what = f"{name} in config.json is {value:,}, but must be at most {limit:,}"
                 raise XtkError(what, where=str(path), hint=_HINT)
             return
 

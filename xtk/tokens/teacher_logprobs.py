@@ -97,16 +97,17 @@ def make_support(
         **sampling,
     )
     if kind in DEFAULT_TOP_K and support.top_k < 1:
-        raise XtkError(f"--top-k is {top_k}; must be at least 1", hint="use, for example, --top-k 64")
+        raise XtkError(f"--top-k is {top_k}, but must be at least 1", hint="use, for example, --top-k 64")
     if not 0 < support.top_p <= 1:
-        raise XtkError(f"--top-p is {top_p}; must be above 0 and at most 1", hint="use, for example, --top-p 0.95")
+        raise XtkError(f"--top-p is {top_p}, but must be above 0 and at most 1", hint="use, for example, --top-p 0.95")
     if sampling and support.num_samples < 1:
         raise XtkError(
-            f"--num-samples is {support.num_samples}; must be at least 1", hint="use, for example, --num-samples 64"
+            f"--num-samples is {support.num_samples}, but must be at least 1", hint="use, for example, --num-samples 64"
         )
     if sampling and num_sample_sets < 1:
         raise XtkError(
-            f"--num-sample-sets is {num_sample_sets}; must be at least 1", hint="use, for example, --num-sample-sets 1"
+            f"--num-sample-sets is {num_sample_sets}, but must be at least 1",
+            hint="use, for example, --num-sample-sets 1",
         )
     return support
 

@@ -122,7 +122,7 @@ class StepReduction:
         """Return the mean importance ratio and the clipped fraction of policy-gradient losses.
 
         Args:
-            surrogate_sums: [terms, 3], sums of `SurrogateOfTerm.ratio_statistics`.
+            surrogate_sums: [terms, 3], sums of `ratio_statistics` of each policy-gradient term.
         """
         metrics: dict[str, float] = {}
         for objective, (items, ratios, clipped) in zip(self._objectives, surrogate_sums, strict=True):

@@ -63,7 +63,7 @@ class CooccurrenceMethod:
     def __post_init__(self) -> None:
         if not (self.smoothing >= 0 and math.isfinite(self.smoothing)):
             raise XtkError(
-                f"--smoothing is {self.smoothing}; must be a finite number of at least 0",
+                f"--smoothing is {self.smoothing}, but must be a finite number of at least 0",
                 hint="use, for example, --smoothing 1",
             )
 

@@ -51,12 +51,12 @@ class EmbeddingSimilarityMethod:
     def __post_init__(self) -> None:
         if self.num_neighbors < 1:
             raise XtkError(
-                f"--num-neighbors is {self.num_neighbors}; must be at least 1",
+                f"--num-neighbors is {self.num_neighbors}, but must be at least 1",
                 hint="use, for example, --num-neighbors 4",
             )
         if not self.temperature > 0:
             raise XtkError(
-                f"--temperature is {self.temperature}; must be above 0", hint="use, for example, --temperature 0.1"
+                f"--temperature is {self.temperature}, but must be above 0", hint="use, for example, --temperature 0.1"
             )
 
     def header_options(self) -> dict[str, Any]:

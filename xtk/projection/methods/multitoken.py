@@ -35,11 +35,13 @@ class MultitokenMethod:
     def __post_init__(self) -> None:
         if self.max_tokens_per_entry < 1:
             raise XtkError(
-                f"--max-tokens-per-entry is {self.max_tokens_per_entry}; must be at least 1",
+                f"--max-tokens-per-entry is {self.max_tokens_per_entry}, but must be at least 1",
                 hint="use, for example, --max-tokens-per-entry 4",
             )
         if not 0 <= self.decay <= 1:
-            raise XtkError(f"--decay is {self.decay}; must be between 0 and 1", hint="use, for example, --decay 0.5")
+            raise XtkError(
+                f"--decay is {self.decay}, but must be between 0 and 1", hint="use, for example, --decay 0.5"
+            )
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
         """Return the entries of all ordinary tokens."""
