@@ -39,8 +39,8 @@ def _command_details() -> dict[str, list[str]]:
     from xtk.rewards import REWARDS
     from xtk.teachers.online_teacher import STUDENT_WEIGHTS
     from xtk.tokens.teacher_logprobs import SUPPORTS
+    from xtk.training.combine_teachers import COMBINATION_METHODS, TEACHER_SCORES
     from xtk.training.on_policy_config import ROLLOUT_METRICS
-    from xtk.training.teacher_combination import COMBINATION_METHODS, TEACHER_SCORES
 
     rewards = [
         "## --reward",

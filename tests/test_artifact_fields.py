@@ -18,8 +18,8 @@ from command_line import run_xtk
 from safetensors import safe_open
 
 from xtk.artifacts import token_cooccurrence_counting
-from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.dataset_records import RECORD_FIELDS
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.record_to_document import RECORD_FIELDS
 from xtk.artifacts.teacher_cache import TeacherCache, _unfinished_marker_content
 from xtk.losses import LOSSES
 from xtk.projection.build import METHODS

@@ -32,8 +32,6 @@ DIALECT = re.compile(
 NATURAL: set[tuple[str, str]] = {
     ("docs/explanation/decisions.md", "four on two are no faster, because the"),
     ("docs/explanation/decisions.md", "would tell a pipe that"),
-    ("docs/explanation/head.md", "the gradient of its own columns. The"),
-    ("docs/explanation/losses.md", "probability of its own spelling of each"),
     ("docs/explanation/numbers.md", "median of 31 rounds | 97.4 % | 97 %"),
     ("docs/explanation/numbers.md", "median of three rounds"),
     ("docs/explanation/numbers.md", "of several rounds within"),

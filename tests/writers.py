@@ -16,10 +16,10 @@ def write(teacher: Path, corpus: Path, folder: Path, log: Path, processes: int, 
     for number in (1, 2):
         os.dup2(descriptor, number)
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
-    from xtk.artifacts.corpus import Corpus
+    from xtk.artifacts.corpus_reader import Corpus
     from xtk.errors import XtkError
+    from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.cache_building import CachePartition, cache_teacher
-    from xtk.teachers.cache_request import CacheRequest
     from xtk.tokens.teacher_logprobs import Support
 
     request = CacheRequest(teacher, "teacher", Support("top-k", top_k=4), shard_tokens=shard_tokens)
@@ -60,9 +60,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def write_share(teacher: Path, corpus: Path, folder: Path, rank: int, machines: int) -> None:
     """Write one machine's part of the cache of the fixtures."""
-    from xtk.artifacts.corpus import Corpus
+    from xtk.artifacts.corpus_reader import Corpus
+    from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.cache_building import CachePartition, cache_teacher
-    from xtk.teachers.cache_request import CacheRequest
     from xtk.tokens.teacher_logprobs import Support
 
     request = CacheRequest(teacher, "teacher", Support("top-k", top_k=16), shard_tokens=400)

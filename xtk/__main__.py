@@ -39,8 +39,8 @@ def _set_cache_folders(arguments: list[str]) -> None:
     """Set cache folders that libraries can write to, before they are imported."""
     if not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments):
         return
-    from xtk.cache_directories import use_writable_cache_folders
     from xtk.errors import XtkError
+    from xtk.user_cache_folders import use_writable_cache_folders
 
     try:
         use_writable_cache_folders(quiet=not {"-q", "--quiet"}.isdisjoint(arguments))

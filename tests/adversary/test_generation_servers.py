@@ -14,8 +14,8 @@ import pytest
 from command_line import run_xtk
 from processes_that_serve import Served, generate_as_vllm, served
 
-from xtk.engines import http_server_pool
-from xtk.engines.http_server_pool import RetryPolicy
+from xtk.engines import http_client_pool
+from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator
@@ -71,7 +71,7 @@ def with_its_head(student: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("dies_at", [None, 5], ids=["between two requests", "within a rollout batch"])
 def test_a_restarted_server_gets_the_weights_again(students, tmp_path, capsys, monkeypatch, dies_at):
-    monkeypatch.setattr(http_server_pool, "REPORT_INTERVAL_SECONDS", 0.5)
+    monkeypatch.setattr(http_client_pool, "REPORT_INTERVAL_SECONDS", 0.5)
     old, new = students
     first = Served(generate_as_vllm, str(old), {"dies_at": dies_at})
     port = urlsplit(first.url).port

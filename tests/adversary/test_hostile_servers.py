@@ -14,8 +14,8 @@ import pytest
 from command_line import run_xtk
 from processes_that_serve import Served, _Handler, _serve, served
 
-from xtk.engines import http_server_pool
-from xtk.engines.http_server_pool import (
+from xtk.engines import http_client_pool
+from xtk.engines.http_client_pool import (
     Endpoint,
     EndpointPool,
     NoResponseError,
@@ -191,7 +191,7 @@ def test_redirects_are_not_followed(server):
 
 
 def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, monkeypatch):
-    monkeypatch.setattr(http_server_pool, "REPORT_INTERVAL_SECONDS", 0.4)
+    monkeypatch.setattr(http_client_pool, "REPORT_INTERVAL_SECONDS", 0.4)
     with pytest.raises(NoResponseError):
         ask(server, "hang")
     assert "no response for" in capsys.readouterr().err

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from command_line import run_xtk
 
-from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.dataset_records import rollout_checksum
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.record_to_document import rollout_checksum
 from xtk.errors import XtkError
 
 

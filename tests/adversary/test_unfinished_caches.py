@@ -13,12 +13,12 @@ import pyarrow as pa
 import pytest
 
 from xtk.artifacts.cache_shard import ShardPosition, check_file_checksum
-from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.storage import open_folder
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.storage_interface import open_folder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, open_verified_shard, shard_file_name
 from xtk.errors import CorruptError
+from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher
-from xtk.teachers.cache_request import CacheRequest
 from xtk.tokens.teacher_logprobs import Support
 
 pytestmark = pytest.mark.slow

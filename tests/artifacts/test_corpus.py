@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from xtk.artifacts.corpus import Corpus, CorpusFingerprint, parse_columns_option
+from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, parse_columns_option
 from xtk.errors import XtkError
 from xtk.tokens.document import Document, replace_surrogates
 

@@ -13,7 +13,7 @@ import material
 import pytest
 
 from xtk.artifacts import token_cooccurrence_counting
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.token_cooccurrence_counting import (
     corpus_fingerprint,
     count_corpus_cooccurrences,

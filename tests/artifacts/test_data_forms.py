@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.data_file_readers import READ_BYTES
 from xtk.errors import XtkError
 from xtk.tokens.document import Document

@@ -15,11 +15,11 @@ import safetensors.numpy
 
 from xtk.artifacts import cache_manifest, cache_shard, teacher_cache, token_cooccurrence_counting
 from xtk.artifacts.atomic_files import canonical_json
-from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.dataset_records import record_to_document
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.projection_file import read_projection
+from xtk.artifacts.record_to_document import record_to_document
 from xtk.artifacts.run_folders import read_recipe, read_run_manifest
-from xtk.artifacts.storage import LocalFolder
+from xtk.artifacts.storage_interface import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.tokens.tokenizer import Tokenizer

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from xtk.artifacts import projection_cache
+from xtk.artifacts import projection_disk_cache
 from xtk.artifacts.atomic_files import atomic_write
-from xtk.artifacts.projection_cache import cached_next_bytes, cached_projection
+from xtk.artifacts.projection_disk_cache import cached_next_bytes, cached_projection
 from xtk.projection.build import build_projection
-from xtk.projection.byte_partition import build_byte_partition
 from xtk.projection.prune import prune_projection
+from xtk.projection.vocabulary_byte_partition import build_byte_partition
 from xtk.tokens.tokenizer import Tokenizer
 
 
@@ -41,7 +41,7 @@ def same(one, other) -> bool:
 def test_it_is_built_once_and_equals_what_is_built_by_hand(folder, sides, monkeypatch):
     first = cached_projection(*sides, "multitoken", top_k=2, decay=0.3)
     assert same(first, prune_projection(build_projection(*sides, "multitoken", decay=0.3), top_k=2))
-    monkeypatch.setattr(projection_cache, "build_projection", None)
+    monkeypatch.setattr(projection_disk_cache, "build_projection", None)
     assert same(cached_projection(*sides, "multitoken", top_k=2, decay=0.3), first)
     assert len(list(folder.iterdir())) == 1
 
@@ -85,7 +85,7 @@ def test_next_bytes_are_made_once_for_a_pair_and_its_special_tokens(folder, side
     assert arrays(cached_next_bytes(*sides, "none")) != made
     cached_next_bytes(*sides[::-1])
     assert len(list(folder.iterdir())) == 3
-    monkeypatch.setattr(projection_cache, "build_byte_partition", None)
+    monkeypatch.setattr(projection_disk_cache, "build_byte_partition", None)
     assert arrays(cached_next_bytes(*sides)) == made
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_is_done_without(tmp_path, sides, monkey
 
 ASK = """
 import sys
-from xtk.artifacts.projection_cache import cached_projection
+from xtk.artifacts.projection_disk_cache import cached_projection
 from xtk.tokens.tokenizer import Tokenizer
 for _ in range(5):
     print(len(cached_projection(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2])).teacher_ids))
@@ -142,7 +142,7 @@ def no_permission(sides, tmp_path, monkeypatch):
 
 def test_without_permission_nothing_is_kept(no_permission, sides):
     with pytest.raises(PermissionError):
-        (projection_cache.user_cache_folder() / "x").is_file()
+        (projection_disk_cache.user_cache_folder() / "x").is_file()
     assert len(cached_projection(*sides, "exact").teacher_ids)
 
 
@@ -154,7 +154,7 @@ def test_without_a_home_nothing_is_kept(sides, tmp_path, monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(RuntimeError):
-        projection_cache.user_cache_folder()
+        projection_disk_cache.user_cache_folder()
     assert len(cached_projection(*sides, "exact").teacher_ids)
     assert not any(tmp_path.iterdir())
 

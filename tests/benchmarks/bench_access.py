@@ -22,12 +22,12 @@ from common import report
 from language_model import held_out, language_model
 
 from xtk.artifacts.cache_shard import ScoredDocument
-from xtk.artifacts.shard_codecs import PRECISION_CODECS
-from xtk.artifacts.storage import LocalFolder
+from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
+from xtk.artifacts.storage_interface import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, store_shard
-from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import Support

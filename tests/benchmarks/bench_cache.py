@@ -17,10 +17,10 @@ from common import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from xtk.artifacts.cache_shard import ScoredDocument
-from xtk.artifacts.storage import LocalFolder
+from xtk.artifacts.storage_interface import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter
 from xtk.models.causal_lm import silence_transformers
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import Support

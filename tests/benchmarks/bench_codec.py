@@ -22,10 +22,10 @@ from common import gsm8k, machine, report
 from language_model import held_out, language_model
 
 from xtk.artifacts.codec.packed_codec import PackedCodec
-from xtk.artifacts.shard_codecs import to_teacher_logprobs
-from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence

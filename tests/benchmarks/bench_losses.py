@@ -33,19 +33,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.losses import LOSSES
 from xtk.losses.byte_kl_numba import prefix_range
-from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, join_inputs
 from xtk.models.output_head import MAX_CHUNK_BYTES, OutputHead, chunk_rows
 from xtk.name_registry import load_registered
 from xtk.projection.build import build_projection
-from xtk.projection.byte_partition import SortedVocabulary, build_byte_partition
 from xtk.projection.projection import Projection
+from xtk.projection.vocabulary_byte_partition import SortedVocabulary, build_byte_partition
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.loss_assignment import PAIR_PROJECTION_METHOD
+from xtk.training.losses_per_teacher import PAIR_PROJECTION_METHOD
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SORTED = ("uld", "gold", "h-kl")

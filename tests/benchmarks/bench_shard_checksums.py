@@ -16,7 +16,7 @@ from common import report
 
 from xtk.artifacts import cache_shard as shards
 from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, ShardPosition, check_file_checksum, write_shard
-from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 from xtk.tokens.token_sequence import TokenSequence

@@ -17,10 +17,10 @@ from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKLDivergence
 from xtk.losses.loss_term import LossTerm, TeacherOutput
 from xtk.name_registry import load_registered
-from xtk.projection.byte_partition import build_byte_partition
+from xtk.projection.vocabulary_byte_partition import build_byte_partition
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
-from xtk.training.loss_assignment import open_teachers
+from xtk.training.losses_per_teacher import open_teachers
 from xtk.training.metrics_file import read_metrics
 from xtk.training.micro_batches import BatchBuilder
 

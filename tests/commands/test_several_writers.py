@@ -14,11 +14,11 @@ import material
 import pytest
 import writers
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher
-from xtk.teachers.cache_request import CacheRequest
 from xtk.tokens.teacher_logprobs import Support
 
 pytestmark = pytest.mark.slow

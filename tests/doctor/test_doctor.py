@@ -15,17 +15,17 @@ import torch
 from tokenizers import processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.doctor import CHECKS
+from xtk.doctor.all_checks import run_checks
 from xtk.doctor.cache_and_loss_checks import auto_loss, cache_identity, projection
 from xtk.doctor.chat_template_checks import duplicate_start_token, template_content
 from xtk.doctor.data_checks import compression, conversations, document_lengths, special_tokens_in_text
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.doctor.environment_checks import library_versions
-from xtk.doctor.memory_footprint import measure_footprint
 from xtk.doctor.resource_estimates import _library_bytes, disk, estimate_training_memory, max_pass_tokens, memory
-from xtk.doctor.run_checks import run_checks
+from xtk.doctor.training_memory_estimate import measure_footprint
 from xtk.doctor.vocabulary_checks import embedding_rows, special_tokens
 from xtk.doctor.weight_checks import attention, dtypes, weight_tensors
 from xtk.errors import CorruptError, XtkError
@@ -33,7 +33,7 @@ from xtk.losses import parse_losses
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.packed_attention import ATTENTION_NAME, register_attention
 from xtk.tokens.token_sequence import tokenize_documents
-from xtk.training.loss_assignment import assign_losses, open_teachers
+from xtk.training.losses_per_teacher import assign_losses, open_teachers
 from xtk.training.parallel_config import parse_parallel
 
 PLAIN = (

@@ -10,7 +10,7 @@ import material
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.resource_estimates import estimate_caching_memory, estimate_training_memory
 

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from xtk.doctor.heap_fragmentation import fragmentation_bytes
+from xtk.doctor.heap_fragmentation_estimate import fragmentation_bytes
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc (2.33 and later) tells what its heap has"

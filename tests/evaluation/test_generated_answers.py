@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scripted import ScriptedWriter
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import (
     AnswerScores,

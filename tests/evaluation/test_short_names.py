@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xtk.errors import XtkError
-from xtk.evaluation.result_tables import EvaluationResult, read_results, result_rows, shorten_names
+from xtk.evaluation.evaluation_result_files import EvaluationResult, read_results, result_rows, shorten_names
 from xtk.training.model_card import add_evaluation_table
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xtk.errors import XtkError
-from xtk.evaluation.result_tables import read_results
+from xtk.evaluation.evaluation_result_files import read_results
 from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 

@@ -15,10 +15,10 @@ from plain_byte_kl import OF_A_CELL, Distance, Words, kl_with_other, plain_byte_
 from tiny_words import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
-from xtk.losses.fused_loss import MIN_REMAINDER
+from xtk.losses.fused_head_and_loss import MIN_REMAINDER
 from xtk.losses.loss_interface import LossCells, LossInputs, SortedProbs
-from xtk.projection.byte_partition import BytePartition
 from xtk.projection.projection import Projection
+from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 

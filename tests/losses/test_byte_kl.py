@@ -20,12 +20,17 @@ from torch import Tensor
 from xtk.losses import byte_kl_numba
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.byte_kl_numba import prefix_range
-from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.losses.loss_interface import LossCells, LossInputs
 from xtk.losses.same_tokenizer_losses import ForwardKL
 from xtk.models.output_head import OutputHead
-from xtk.projection.byte_partition import BytePartition, SortedVocabulary, build_byte_partition, sort_vocabulary
 from xtk.projection.projection import Projection
+from xtk.projection.vocabulary_byte_partition import (
+    BytePartition,
+    SortedVocabulary,
+    build_byte_partition,
+    sort_vocabulary,
+)
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs

@@ -29,13 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES, SURROGATE_LOSSES, TEACHER_REQUIREMENTS, LossSpec, parse_losses
-from xtk.losses.fused_loss import LossTensors, chunk_starts, fused_loss
+from xtk.losses.fused_head_and_loss import LossTensors, chunk_starts, fused_loss
 from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, join_inputs
-from xtk.losses.projected_cells_numba import fill_cells
+from xtk.losses.projected_kl_numba import fill_cells
 from xtk.models.output_head import HeadAdapter, OutputHead
 from xtk.name_registry import load_registered
-from xtk.projection.byte_partition import BytePartition, sort_vocabulary
 from xtk.projection.projection import Projection, ProjectionColumns
+from xtk.projection.vocabulary_byte_partition import BytePartition, sort_vocabulary
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 CPU = torch.device("cpu")

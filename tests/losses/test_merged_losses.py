@@ -30,11 +30,11 @@ from tiny_words import partition_of
 from torch import Tensor
 
 from xtk.losses import parse_losses
-from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.losses.loss_interface import LossCells, LossInputs
-from xtk.losses.prefix_probabilities import log_tempered_remainder
 from xtk.losses.sorted_probs import largest_by_topk, scale_rows
 from xtk.losses.sorted_probs_numba import largest_columns
+from xtk.losses.span_prefix_probabilities import log_tempered_remainder
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
 

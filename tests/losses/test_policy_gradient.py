@@ -18,7 +18,7 @@ from torch import Tensor
 from xtk.errors import XtkError
 from xtk.losses import LOSSES, parse_losses
 from xtk.losses.divergences import DIVERGENCES
-from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.losses.loss_interface import LossCells, LossInputs
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection

@@ -12,10 +12,10 @@ from tiny_words import draw_spellings, next_bytes_of, partition_of
 
 from xtk.artifacts.codec.logprob_packing import pack_logprobs
 from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
-from xtk.artifacts.shard_codecs import to_teacher_logprobs
+from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
 from xtk.evaluation.top1_agreement import ByProjection, TeacherTopTokens
 from xtk.losses import LOSSES, SURROGATE_LOSSES, LossSpec
-from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.losses.loss_interface import LossInputs
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead

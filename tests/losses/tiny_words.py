@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from plain_byte_kl import Words
 
-from xtk.projection.byte_partition import BytePartition, SortedVocabulary, sort_vocabulary
+from xtk.projection.vocabulary_byte_partition import BytePartition, SortedVocabulary, sort_vocabulary
 
 LETTERS = [b"a", b"b", b"\xc3", b"\xa9"]
 

@@ -25,7 +25,7 @@ from transformers import (
 from whole_model import assert_as_the_whole_model, cells_of, plain
 
 from xtk.errors import XtkError
-from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.models.causal_lm import BackboneWithHead, check_embedding_rows
 from xtk.models.output_head import ChunkedLogits
 from xtk.tokens.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xtk.losses.divergences import ForwardKLDivergence, ReverseKLDivergence
-from xtk.losses.fused_loss import LossTensors
+from xtk.losses.fused_head_and_loss import LossTensors
 from xtk.losses.loss_interface import LossCells
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.training.student_with_losses import StudentWithLoss

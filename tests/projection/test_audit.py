@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from xtk.projection import coverage_audit as module
 from xtk.projection.build import build_projection
 from xtk.projection.coverage_audit import audit_projection, audit_warning
-from xtk.projection.merge import merge_projections
+from xtk.projection.merge_projections import merge_projections
 from xtk.projection.prune import prune_projection
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.projection.token_categories import CATEGORIES, token_categories

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtk.projection.build import build_projection
-from xtk.projection.methods.partition import connected_components
+from xtk.projection.methods.byte_partition import connected_components
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.tokens.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xtk.errors import MismatchError, XtkError
 from xtk.projection.build import assemble_projection, build_projection
-from xtk.projection.merge import merge_projections
+from xtk.projection.merge_projections import merge_projections
 from xtk.projection.prune import prune_projection
 
 

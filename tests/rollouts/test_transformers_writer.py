@@ -182,7 +182,7 @@ def test_new_weights_are_written_with_and_wrong_ones_refused(model, tokenizer, p
         assert [one.ids.tolist() for one in writer.generate(asks, sampling)] == [one.ids.tolist() for one in expected]
     with pytest.raises(XtkError, match="but the model has no such weight"):
         writer.update_weights([("head", torch.zeros(2))])
-    with pytest.raises(XtkError, match=r"\[656, 32\] in the model"):
+    with pytest.raises(XtkError, match=r"but the model has shape \[656, 32\] there"):
         writer.update_weights([("lm_head.weight", torch.zeros(1))])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scripted import ScriptedWriter
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.advantages import group_advantages

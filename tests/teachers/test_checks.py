@@ -10,12 +10,12 @@ import material
 import numpy as np
 import pytest
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.teachers import BACKENDS
+from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher
-from xtk.teachers.cache_request import CacheRequest
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 

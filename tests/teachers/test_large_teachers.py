@@ -19,7 +19,7 @@ import writers
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.models.causal_lm import load_causal_lm
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import Support

@@ -8,8 +8,8 @@ from pathlib import Path
 import material
 import pytest
 
-from xtk.artifacts.corpus import Corpus
-from xtk.teachers.cache_request import CacheRequest, sharding_options
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.teachers.cache_build_config import CacheRequest, sharding_options
 from xtk.teachers.cache_shard_planning import make_shard_plan
 from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer

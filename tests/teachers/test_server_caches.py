@@ -11,12 +11,12 @@ import pytest
 from material import Pair
 from processes_that_serve import answer_as_vllm, get_in_the_way, served
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.engines.http_server_pool import RetryPolicy
+from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
+from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher
-from xtk.teachers.cache_request import CacheRequest
 from xtk.tokens.teacher_logprobs import Support
 
 HASTY = RetryPolicy(max_attempts=3, total_seconds=300, attempt_seconds=60, initial_backoff=0.02, max_backoff=0.1)

@@ -16,10 +16,10 @@ from material import Pair
 from processes_that_serve import SPOIL, Served, answer_as_vllm, get_in_the_way, served
 from said import assert_is_the_truth, documents_of, said_plainly
 
-from xtk.engines.http_server_pool import RetryPolicy
+from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import MismatchError, XtkError
 from xtk.teachers import vllm_server_client
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.vllm_server_client import ServerTeacher
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 from xtk.tokens.token_sequence import TokenSequence

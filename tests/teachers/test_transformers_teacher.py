@@ -15,7 +15,7 @@ from xtk.artifacts.cache_shard import ScoredDocument
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.logprob_checks import check_scored_document
 from xtk.teachers.transformers import (
     BLOCK_SIZE,

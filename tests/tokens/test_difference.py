@@ -11,7 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from texts import TEXTS, quick
 
-from xtk.tokens.text_diff import align_different_texts, longest_common_runs, matching_runs, text_similarity
+from xtk.tokens.different_text_alignment import (
+    align_different_texts,
+    longest_common_runs,
+    matching_runs,
+    text_similarity,
+)
 
 FEW_LETTERS = st.text("abc", max_size=14)
 ENOUGH = 64

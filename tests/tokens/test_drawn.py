@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from test_chat import HEADERS, TURNS, with_template
 from texts import quick
 
-from xtk.artifacts.dataset_records import record_to_document
+from xtk.artifacts.record_to_document import record_to_document
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document, Segment
 from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.sampled_tokens import decode_tokens
+from xtk.tokens.rollout_tokens import decode_tokens
 from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer

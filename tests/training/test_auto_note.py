@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xtk.losses import parse_losses
-from xtk.training.loss_assignment import AssignedLoss, describe_auto_losses
+from xtk.training.losses_per_teacher import AssignedLoss, describe_auto_losses
 
 
 def test_the_note_of_auto_states_one_weight_for_a_loss_that_teachers_share():

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from xtk.artifacts.run_folders import file_entries, write_run_manifest
 from xtk.errors import XtkError
-from xtk.evaluation.result_tables import EvaluationResult
-from xtk.training.export_student import ExportConfig, export_student
+from xtk.evaluation.evaluation_result_files import EvaluationResult
 from xtk.training.model_card import add_evaluation_table
 from xtk.training.sharded_state import ShardedStateReader
+from xtk.training.student_export import ExportConfig, export_student
 
 IDS = torch.arange(3, 40)[None]
 TEMPLATE = (

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from xtk.errors import XtkError
-from xtk.training.export_student import upload_to_hub
+from xtk.training.student_export import upload_to_hub
 
 TRAINING = ["--loss", "ce", "--max-steps", 2, "--learning-rate", 1e-2, "--per-device-train-batch-size", 4]
 OWN = """

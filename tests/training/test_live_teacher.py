@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from steps import inputs_of, recipe_of
 
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.loss_term import TeacherOutput
 from xtk.teachers.cache_building import cache_teacher

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.shard_codecs import to_teacher_logprobs
+from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
 from xtk.errors import XtkError
 from xtk.losses.loss_interface import LossInputs
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
-from xtk.training.teacher_combination import (
+from xtk.training.combine_teachers import (
     COMBINATION_METHODS,
     MIN_SCORE,
     TEACHER_SCORES,
@@ -23,7 +23,7 @@ from xtk.training.teacher_combination import (
     parse_ensemble,
     score_tallies,
 )
-from xtk.training.teacher_mixture import mix_teacher_logprobs
+from xtk.training.teacher_probability_mixture import mix_teacher_logprobs
 
 V = 9
 

@@ -20,7 +20,7 @@ from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS, LossSpec, parse_losses
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import match_documents
-from xtk.training.loss_assignment import AUTO_LOSSES, assign_losses, open_teachers
+from xtk.training.losses_per_teacher import AUTO_LOSSES, assign_losses, open_teachers
 
 TEXTS = material.sentences(8, seed=11)
 ROUTES = ["teacher", "twin", "twin", "teacher", "twin", "teacher", "teacher", "teacher"]

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import parse_losses
-from xtk.losses.fused_loss import fused_loss
+from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
-from xtk.training.loss_assignment import DistillationTeacher, assign_losses, open_teachers
+from xtk.training.losses_per_teacher import DistillationTeacher, assign_losses, open_teachers
 from xtk.training.micro_batches import BatchBuilder
 
 # Nothing is clipped, so that each item has a gradient.

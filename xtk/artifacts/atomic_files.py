@@ -18,7 +18,7 @@ from typing import Any
 
 from xtk.artifacts.regular_files import read_regular_file
 from xtk.errors import CorruptError, XtkError
-from xtk.safe_json import parse_json
+from xtk.untrusted_json import parse_json
 
 TEMPORARY_PREFIX = ".xtk-tmp-"
 MAX_JSON_BYTES = 1 << 28  # recipes, run files and weight indexes

@@ -20,7 +20,7 @@ from xtk.artifacts.json_validation import (
     text,
 )
 from xtk.artifacts.regular_files import check_file_name
-from xtk.artifacts.shard_codecs import PRECISION_CODECS
+from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
 from xtk.errors import CorruptError
 from xtk.tokens.tokenizer_validation import MAX_TOKENS
 

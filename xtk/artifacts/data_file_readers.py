@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.dataset_records import OPT_IN_FIELDS, RECORD_FIELDS, TEXT_FIELDS, Record
+from xtk.artifacts.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, TEXT_FIELDS, Record
 from xtk.artifacts.regular_files import check_file_name, read_regular_file
 from xtk.errors import XtkError
 from xtk.name_registry import nearest_name
-from xtk.safe_json import check_depth, parse_json
+from xtk.untrusted_json import check_depth, parse_json
 
 MAX_DOCUMENT_BYTES = 16_000_000
 READ_BYTES = 1 << 18  # chunk size

@@ -16,7 +16,7 @@ from xtk.artifacts.atomic_files import (
     sha256,
     temporary_name,
 )
-from xtk.artifacts.projection_cache import user_cache_folder
+from xtk.artifacts.projection_disk_cache import user_cache_folder
 from xtk.artifacts.regular_files import check_file_name
 from xtk.errors import CorruptError, XtkError
 

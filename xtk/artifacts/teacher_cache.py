@@ -41,9 +41,9 @@ from xtk.artifacts.cache_shard import (
     frame_checksum,
     write_shard,
 )
-from xtk.artifacts.output_checks import foreign_files_error
-from xtk.artifacts.storage import LocalFolder, StorageFolder, open_folder
-from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.artifacts.output_path_checks import foreign_files_error
+from xtk.artifacts.storage_interface import LocalFolder, StorageFolder, open_folder
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError, XtkError
 

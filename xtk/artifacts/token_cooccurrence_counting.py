@@ -15,8 +15,8 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, remove_stale_temporary_files, sha256
-from xtk.artifacts.corpus import CorpusFingerprint
-from xtk.artifacts.output_checks import check_output_file
+from xtk.artifacts.corpus_reader import CorpusFingerprint
+from xtk.artifacts.output_path_checks import check_output_file
 from xtk.projection.build import ALGORITHM_VERSION
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
 from xtk.tokens.document import Document

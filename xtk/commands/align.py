@@ -66,7 +66,12 @@ def align(
         ),
     ] = "worst",
     force: shared_options.Force = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines on a terminal, too.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print JSON lines on a terminal as well; without --stats, pipes and files always get them."
+        ),
+    ] = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
@@ -81,7 +86,7 @@ def align(
     from pathlib import Path
 
     from xtk.artifacts.atomic_files import canonical_json, sha256
-    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.artifacts.token_cooccurrence_counting import corpus_fingerprint
     from xtk.commands.alignment_html import alignment_page
@@ -193,7 +198,7 @@ def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher:
 def _print_different_texts(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
     """Print the aligned spans of two different texts."""
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.tokens.text_diff import align_different_texts
+    from xtk.tokens.different_text_alignment import align_different_texts
     from xtk.tokens.tokenizer import Tokenizer
 
     one, other = (Tokenizer(resolve_model_folder(side, with_weights=False), name=side) for side in sides)
@@ -230,7 +235,7 @@ def _alignment_record(document: AlignedDocument, student: Tokenizer, teacher: To
         "exact": document.student.exact and document.teacher.exact,
     }
     if not record["exact"]:
-        from xtk.tokens.text_diff import compare_texts
+        from xtk.tokens.different_text_alignment import compare_texts
 
         one = _span_texts(student, document.student.ids, document.spans[:, :2])
         other = _span_texts(teacher, document.teacher.ids, document.spans[:, 2:])

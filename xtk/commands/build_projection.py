@@ -37,7 +37,8 @@ def build_projection(
     max_tokens_per_entry: Annotated[
         int | None,
         typer.Option(
-            help="With --method multitoken: maximum teacher tokens of a mapped student token. [default: 4]",
+            help="With --method multitoken: maximum teacher tokens per student token; longer ones are unmapped. "
+            "[default: 4]",
             show_default=False,
         ),
     ] = None,
@@ -101,7 +102,7 @@ def build_projection(
     from pathlib import Path
 
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.artifacts.output_checks import check_output_file
+    from xtk.artifacts.output_path_checks import check_output_file
     from xtk.artifacts.projection_file import looks_like_projection, write_projection
     from xtk.commands.projection_reuse import reuse_projection
     from xtk.errors import XtkError
@@ -127,7 +128,7 @@ def build_projection(
     folders = [resolve_model_folder(side, with_weights=method == "embedding") for side in (student, teacher)]
     one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
     if method == "cooccurrence":
-        from xtk.artifacts.corpus import Corpus, parse_columns_option
+        from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
 
         data = Corpus(corpus or [], parse_columns_option(columns), max_document_bytes)
         projection = _counts_projection(one, other, data, chosen, matching, path, force=force)

@@ -45,7 +45,7 @@ def cache_teacher(
     support: Annotated[
         str,
         typer.Option(
-            help="Tokens whose log-probabilities are stored at each position, besides the observed token. "
+            help="Tokens stored besides the observed one; candidates: from rollout --top-logprobs; none: no other. "
             "Default: the kind that --top-k, --top-p or --num-samples imply, else top-k+sample.",
             metavar="[top-k|top-p|sample|top-k+sample|candidates|none]",
             show_default=False,
@@ -80,7 +80,7 @@ def cache_teacher(
         str,
         typer.Option(
             help="Precision of stored log-probabilities: float32 is exact, the others are quantized. Maximum "
-            "error in nats: fine 0.13, standard 0.53, coarse 1.06.",
+            "error in nats, at very small probabilities: fine 0.13, standard 0.53, coarse 1.06.",
             metavar="[float32|fine|standard|coarse]",
         ),
     ] = "standard",
@@ -99,7 +99,7 @@ def cache_teacher(
         str,
         typer.Option(
             help="Engine that runs the teacher: transformers or vllm (both in this process), or a vLLM server."
-            " Engines other than transformers support top-k, top-p and none only.",
+            " With the vLLM engines, only --support top-k, top-p and none.",
             metavar="[transformers|vllm|server]",
         ),
     ] = "transformers",
@@ -107,7 +107,7 @@ def cache_teacher(
         list[str] | None,
         typer.Option(
             help="Engine argument, such as tensor_parallel_size=4 (vllm) or device_map=auto (transformers). "
-            "Repeatable; tp_size=4 splits a transformers teacher over 4 processes.",
+            "Repeatable; tp_size=4 starts 4 processes that share one transformers teacher.",
             metavar="NAME=VALUE",
         ),
     ] = None,
@@ -171,7 +171,7 @@ def cache_teacher(
         xtk cache-teacher ./teacher corpus.jsonl --top-k 64 -o cache
         xtk cache-teacher --merge cache-1 cache-2 -o cache
     """
-    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered, unknown_name_error
     from xtk.teachers import BACKENDS
@@ -189,12 +189,12 @@ def cache_teacher(
     corpus = Corpus(data, parse_columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
     folder, adapter = base_model_and_adapter(resolve_model_folder(teacher, with_weights=backend != "server"))
 
-    from xtk.artifacts.shard_codecs import codec_for_precision
+    from xtk.artifacts.shard_codec_registry import codec_for_precision
     from xtk.models.causal_lm import DTYPES
     from xtk.teachers.backend_cli_options import backend_options
+    from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.cache_building import CachePartition
     from xtk.teachers.cache_building import cache_teacher as cache
-    from xtk.teachers.cache_request import CacheRequest
     from xtk.teachers.cache_shard_planning import LONG_DOCUMENTS
     from xtk.tokens.teacher_logprobs import make_support
 

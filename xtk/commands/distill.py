@@ -26,14 +26,15 @@ def distill(
     student: Annotated[
         str,
         typer.Argument(
-            help="Student model: a folder, a hub id, or a PEFT adapter to train on; - for standard input.",
+            help="Student: a folder, hub id or PEFT adapter to train further; - reads its path from standard input.",
             metavar="STUDENT",
         ),
     ],
     cache: Annotated[
         list[str],
         typer.Argument(
-            help="Teacher caches, or plain data for --teacher, --on-policy or --loss ce alone; - for standard input.",
+            help="Teacher caches, or plain data for --teacher, --on-policy or --loss ce alone. - reads one path from "
+            "standard input.",
             metavar="CACHE...",
         ),
     ],
@@ -80,7 +81,7 @@ def distill(
     scale_kd_to: Annotated[
         str,
         typer.Option(
-            help="ce: rescale the distillation losses to the size of the CE loss at every step; a third slower.",
+            help="ce: scale the distillation losses to the value of the ce loss at every step; a third slower.",
             metavar="[none|ce]",
         ),
     ] = "none",
@@ -95,8 +96,8 @@ def distill(
     teacher_weights: Annotated[
         str,
         typer.Option(
-            help="Teacher weights such as 0.7,0.3, or a score: ce, entropy or max-probability. "
-            "ce:alpha=5,per=span weighs by softmax(alpha * score); per: batch, document or span.",
+            help="Weights in the order of the teachers, such as 0.7,0.3, or a score to compute them from. "
+            "ce:alpha=5,per=span: softmax(-alpha * CE) per span; docs/how-to/several-teachers.md lists all.",
             metavar="W,W...|SCORE[:KEY=VALUE,...]",
         ),
     ] = "",
@@ -106,14 +107,15 @@ def distill(
         bool,
         typer.Option(
             "--on-policy",
-            help="Train on completions sampled from the student and scored by --teacher; CACHE is data with prompts.",
+            help="Train on completions sampled from the student, scored by --teacher, --reward or both. "
+            "CACHE is then data with prompts.",
         ),
     ] = False,
     prompt_template: shared_options.PromptTemplate = "",
     apply_chat_template: shared_options.ApplyChatTemplate = False,
     chat_template_kwargs: shared_options.ChatTemplateKwargs = "",
     num_generations: Annotated[
-        int, typer.Option(help="Rollouts per prompt; all are in the same optimizer step.", min=1)
+        int, typer.Option(help="Rollouts per prompt, in one optimizer step; each is a document of the batch.", min=1)
     ] = 1,
     max_completion_length: Annotated[int, typer.Option(help="Maximum number of tokens per completion.", min=1)] = 256,
     temperature: shared_options.Temperature = 1.0,
@@ -122,7 +124,7 @@ def distill(
     stop: shared_options.Stop = None,
     steps_per_generation: Annotated[
         int,
-        typer.Option(help="Steps per batch of rollouts, all sampled from the same student weights.", min=1),
+        typer.Option(help="Optimizer steps per batch of rollouts, which one version of the weights generates.", min=1),
     ] = 1,
     num_iterations: Annotated[
         int,
@@ -137,7 +139,7 @@ def distill(
     reward: shared_options.Rewards = None,
     reward_beta: Annotated[
         float,
-        typer.Option(help="Weight a prompt's rollouts by softmax(reward / beta); 0: equal weights."),
+        typer.Option(help="Weight the losses of a prompt's rollouts by softmax(reward / beta); 0: equally."),
     ] = 0.0,
     scale_rewards: shared_options.ScaleRewards = True,
     environment: shared_options.Environment = "",
@@ -156,13 +158,17 @@ def distill(
     ] = None,
     rollout_server: Annotated[
         list[str] | None,
-        typer.Option(help="Server URL of --rollout-backend server. Repeatable.", metavar="URL"),
+        typer.Option(
+            help="Server URL of --rollout-backend server, such as http://localhost:8000/v1. Repeatable; "
+            "docs/how-to/on-policy-vllm.md starts one.",
+            metavar="URL",
+        ),
     ] = None,
     rollout_dtype: Annotated[
         str, typer.Option(help="Computation data type of --rollout-backend vllm.", metavar="[float32|bfloat16|float16]")
     ] = "float32",
     rollout_batch_tokens: Annotated[
-        int, typer.Option(help="Tokens generated at once by the student, padding included.", min=1)
+        int, typer.Option(help="Tokens of prompts and completions generated at once, padding included.", min=1)
     ] = 16384,
     devices: Annotated[
         str,
@@ -175,7 +181,7 @@ def distill(
     stop_if: Annotated[
         list[str] | None,
         typer.Option(
-            help="Rollout metric and limit that end the run, such as entropy<0.05. Repeatable; "
+            help="Rollout metric and limit that end the run, such as 'entropy<0.05'. Repeatable; "
             "docs/reference/metrics.md lists the metrics.",
             metavar="METRIC<N|METRIC>N",
         ),
@@ -315,13 +321,13 @@ def distill(
         bool,
         typer.Option(
             "--load-in-4bit",
-            help="QLoRA: load the frozen weights in 4-bit NF4 (bitsandbytes); the student is a LoRA adapter.",
+            help="QLoRA: load the student's frozen weights in 4-bit NF4 (bitsandbytes); needs --lora-r.",
         ),
     ] = False,
     load_in_8bit: Annotated[
         bool,
         typer.Option(
-            "--load-in-8bit", help="Load the frozen weights in int8 (bitsandbytes); the student is a LoRA adapter."
+            "--load-in-8bit", help="Load the student's frozen weights in int8 (bitsandbytes); needs --lora-r."
         ),
     ] = False,
     freeze: Annotated[
@@ -351,7 +357,9 @@ def distill(
             help="Maximum number of tokens per document, up to the student's context length; 0: the context length."
         ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Random seed of document order and dropout.", min=0)] = 42,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of document order, dropout, LoRA initialization and rollouts.", min=0)
+    ] = 42,
     logging_steps: Annotated[int, typer.Option(help="Steps between two lines of metrics.jsonl.", min=1)] = 10,
     save_steps: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: no checkpoints.", min=0)] = 500,
     save_total_limit: Annotated[
@@ -368,17 +376,16 @@ def distill(
     eval_data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Held-out documents, for bits per byte and CE; or their caches, one per teacher. Caches add "
-            "all losses and the top-1 agreement with the teachers.",
+            help="Held-out documents, for bits per byte and CE; or caches of them, one per teacher: repeat it. "
+            "Caches add all losses and the top-1 agreement with the teachers.",
             metavar="DATA|CACHE",
         ),
     ] = None,
     eval_tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Task to evaluate during training: data with a reward, or lm-evaluation-harness tasks. "
-            "Repeatable. Examples: test.jsonl:reward=exact,max_prompts=200 and "
-            "arc_easy,hellaswag:max_prompts=200.",
+            help="Task evaluated during training: data with a reward, or lm-evaluation-harness tasks. Repeatable. "
+            "Keys are options of evaluate: test.jsonl:reward=exact,max_prompts=200 or arc_easy:max_prompts=200.",
             metavar="DATA:reward=NAME[,KEY=VALUE,...]|NAME[=FOLDER],...[:KEY=VALUE,...]",
         ),
     ] = None,
@@ -449,15 +456,15 @@ def distill(
     """
     given = dict(locals())
     started = time.monotonic()
-    from xtk.commands.recipe_rerun import check_rerun, recipe_options
+    from xtk.commands.recipe_json import check_rerun, recipe_options
     from xtk.subprocesses import die_with_parent
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs, run_identity
     from xtk.training.distributed_launch import Machines, is_worker, launch, world_size
-    from xtk.training.eval_tasks import check_supports_eval_tasks
     from xtk.training.graceful_stop import exit_resumable_on_signal
     from xtk.training.parallel_config import parse_parallel
+    from xtk.training.task_evaluation import check_supports_eval_tasks
 
     if is_worker():
         terminal.set_main_process(os.environ.get("RANK", "0") == "0")
@@ -504,15 +511,15 @@ def read_configs(
     """
     from pathlib import Path
 
-    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.artifacts.teacher_cache import is_cache
     from xtk.errors import XtkError
     from xtk.losses import AUTO_LOSS, parse_losses
     from xtk.models.student_model_setup import StudentModelConfig
     from xtk.teachers.online_teacher import parse_online_teacher
-    from xtk.training.eval_tasks import parse_eval_tasks
     from xtk.training.parallel_config import parse_devices
+    from xtk.training.task_evaluation import parse_eval_tasks
     from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
     _check_on_policy_options(options)

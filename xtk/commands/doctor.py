@@ -104,11 +104,11 @@ def doctor(
     import dataclasses
     from pathlib import Path
 
-    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.artifacts.teacher_cache import TeacherCache, is_cache
+    from xtk.doctor.all_checks import run_checks
     from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
-    from xtk.doctor.run_checks import run_checks
     from xtk.models.causal_lm import DTYPES, silence_transformers
     from xtk.name_registry import load_registered, unknown_name_error
     from xtk.training.parallel_config import parse_parallel

@@ -10,12 +10,12 @@ import typer
 from xtk import terminal
 from xtk.commands import shared_options
 from xtk.commands.config_file import config_name
-from xtk.commands.result_tables import format_with_error, print_table
+from xtk.commands.terminal_tables import format_with_error, print_table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from xtk.artifacts.corpus import Corpus
+    from xtk.artifacts.corpus_reader import Corpus
     from xtk.evaluation.generated_answers import AnswerScores
 
 
@@ -83,7 +83,8 @@ def evaluate(
         ),
     ] = "",
     num_generations: Annotated[
-        int, typer.Option(help="Number of answers per problem, for avg@n and pass@n.", min=1)
+        int,
+        typer.Option(help="Answers per problem, for avg@n and pass@n; above 1 needs --temperature above 0.", min=1),
     ] = 1,
     temperature: shared_options.Temperature = 0.0,
     top_p: shared_options.TopP = 1.0,
@@ -166,9 +167,9 @@ def evaluate(
 
     Examples:
         xtk evaluate ./student heldout.jsonl --compare-to ./baseline
-        xtk evaluate ./student gsm8k.jsonl --reward exact --num-generations 4
+        xtk evaluate ./student gsm8k.jsonl --reward exact --num-generations 4 --temperature 1
     """
-    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.commands.load_models import check_models
     from xtk.errors import XtkError

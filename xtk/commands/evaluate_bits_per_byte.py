@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
-from xtk.artifacts.corpus import Corpus, parse_columns_option
+from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.commands.load_models import load_model_and_tokenizer
-from xtk.commands.result_tables import format_with_error, print_table
+from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.errors import XtkError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from xtk.evaluation.standard_errors import Ratio
     from xtk.losses.loss_term import LossTerm
     from xtk.tokens.document import Document
-    from xtk.training.loss_assignment import DistillationTeacher
+    from xtk.training.losses_per_teacher import DistillationTeacher
 
 BITS_METRIC = "bits_per_byte"
 NAN_TEXT = "not a number"
@@ -60,7 +60,7 @@ def evaluate_bits_per_byte(
         options: options of the command by parameter name.
         as_json: print a JSON object per model instead of a table.
     """
-    from xtk.evaluation.student_teacher_comparison import CachedDocuments
+    from xtk.evaluation.cached_teacher_comparison import CachedDocuments
 
     cached = [place for place in data if place != "-" and is_cache(place)]
     if cached and (len(data) > 1 or options["teacher"]):
@@ -117,9 +117,9 @@ def _measured(
 ) -> _ModelResult:
     """Measure one model."""
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
-    from xtk.evaluation.student_teacher_comparison import compare_with_teacher
+    from xtk.evaluation.cached_teacher_comparison import compare_with_teacher
     from xtk.models.causal_lm import BackboneWithHead
-    from xtk.training.loss_assignment import DistillationTeacher
+    from xtk.training.losses_per_teacher import DistillationTeacher
 
     network, tokenizer = load_model_and_tokenizer(name, places, given)
     model = BackboneWithHead(network)

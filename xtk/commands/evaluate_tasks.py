@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.output_checks import check_output_path
+from xtk.artifacts.output_path_checks import check_output_path
 from xtk.commands.load_models import load_model_and_tokenizer
-from xtk.commands.result_tables import format_with_error, print_table
+from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.errors import XtkError
 
 

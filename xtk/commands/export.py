@@ -74,8 +74,8 @@ def export(
     place = Path(terminal.path_argument(run))
 
     from xtk.artifacts.run_folders import run_and_step_of_checkpoint
-    from xtk.training.export_student import ExportConfig, check_hub_access, upload_to_hub
-    from xtk.training.export_student import export_student as write
+    from xtk.training.student_export import ExportConfig, check_hub_access, upload_to_hub
+    from xtk.training.student_export import export_student as write
 
     if (of := run_and_step_of_checkpoint(place)) is not None:
         place, step = of

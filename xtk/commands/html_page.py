@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from xtk.artifacts.output_checks import HEAD_BYTES, check_output_file
+from xtk.artifacts.output_path_checks import HEAD_BYTES, check_output_file
 from xtk.errors import XtkError
 
 PAGE_END = "</main>\n</body>\n</html>\n"

@@ -85,7 +85,7 @@ def _describe(place: str, options: _InspectOptions) -> dict[str, Any]:
     Raises:
         XtkError: there is no artifact, or it is corrupt.
     """
-    from xtk.artifacts.storage import is_remote
+    from xtk.artifacts.storage_interface import is_remote
     from xtk.errors import XtkError, path_exists
 
     if is_remote(place):
@@ -139,7 +139,7 @@ def _describe_projection(path: Path) -> dict[str, Any]:
 
 def _describe_cache(place: str, options: _InspectOptions) -> dict[str, Any]:
     from xtk.artifacts import cache_statistics
-    from xtk.artifacts.storage import open_folder
+    from xtk.artifacts.storage_interface import open_folder
     from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished_cache
 
     if options.verify:

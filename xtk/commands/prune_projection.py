@@ -48,10 +48,10 @@ def prune_projection(
     """
     from pathlib import Path
 
-    from xtk.artifacts.output_checks import check_output_file
+    from xtk.artifacts.output_path_checks import check_output_file
     from xtk.artifacts.projection_file import looks_like_projection, read_projection, write_projection
     from xtk.commands.projection_reuse import reuse_projection
-    from xtk.projection.merge import merge_projections
+    from xtk.projection.merge_projections import merge_projections
     from xtk.projection.prune import prune_projection as prune
 
     terminal.set_quiet(quiet)

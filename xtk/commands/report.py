@@ -81,11 +81,11 @@ def report(
 
     from xtk.artifacts.atomic_files import read_json_lines, sha256
     from xtk.commands import alignment_html, cache_html, projection_audit_html
+    from xtk.commands.completions_html import read_samples
     from xtk.commands.html_page import check_page, write_page
     from xtk.commands.report_html import report_page
-    from xtk.commands.samples_html import read_samples
     from xtk.errors import XtkError
-    from xtk.evaluation.result_tables import read_results, shorten_names
+    from xtk.evaluation.evaluation_result_files import read_results, shorten_names
 
     terminal.set_quiet(quiet)
     named = [str(one["path"]) for run in runs for one in (terminal.piped_records() if run == "-" else [{"path": run}])]
@@ -163,7 +163,7 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     """
     from xtk.artifacts.atomic_files import read_json_lines
     from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
-    from xtk.commands.recipe_rerun import rerun_command
+    from xtk.commands.recipe_json import rerun_command
     from xtk.commands.report_html import ReportedRun
 
     recipe = read_recipe(path)
@@ -209,7 +209,7 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
     from pathlib import Path
 
     from xtk.artifacts import cache_statistics
-    from xtk.artifacts.projection_cache import cached_projection
+    from xtk.artifacts.projection_disk_cache import cached_projection
     from xtk.artifacts.projection_file import read_projection
     from xtk.artifacts.teacher_cache import TeacherCache
     from xtk.commands import alignment_html, projection_audit_html

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from xtk.commands import samples_html, svg_curves
+from xtk.commands import completions_html, svg_curves
 from xtk.commands.html_page import PAGE_END, page_start
-from xtk.evaluation.result_tables import result_rows, shorten_names
+from xtk.evaluation.evaluation_result_files import result_rows, shorten_names
 from xtk.name_registry import unknown_name_error
 
 if TYPE_CHECKING:
-    from xtk.commands.samples_html import GeneratedSample
-    from xtk.evaluation.result_tables import EvaluationResult
+    from xtk.commands.completions_html import GeneratedSample
+    from xtk.evaluation.evaluation_result_files import EvaluationResult
 
 CLOCK_METRICS = ("step", "training_seconds", "tokens")  # are no curves
 GENERATION_METRICS = ("reward", "is_on_policy_step", "staleness_steps", "rollout_")
@@ -125,7 +125,7 @@ def report_page(
         HTML.
     """
     title = ("Runs " if len(runs) > 1 else "Run ") + ", ".join(run.name for run in runs)
-    yield page_start(title, style + svg_curves.CURVE_STYLE + samples_html.SAMPLES_STYLE + REPORT_STYLE, request)
+    yield page_start(title, style + svg_curves.CURVE_STYLE + completions_html.SAMPLES_STYLE + REPORT_STYLE, request)
     yield from _runs_table(runs)
     if len(runs) > 1:
         legend = "".join(f"<span>{_swatch(at)}{escape(run.name)}</span>" for at, run in enumerate(runs))
@@ -133,11 +133,11 @@ def report_page(
     yield from _curves(runs)
     yield from _last_metrics_table(runs)
     yield from _evaluations(results, baselines)
-    yield from samples_html.samples_section(samples, svg_curves.format_number)
+    yield from completions_html.samples_section(samples, svg_curves.format_number)
     for at, run in enumerate(runs):
         if run.samples:
             yield f"<section>\n<h2>{_swatch(at)}Completions of {escape(run.name)}</h2>\n"
-            yield from samples_html.samples_over_time(run.samples, svg_curves.format_number)
+            yield from completions_html.samples_over_time(run.samples, svg_curves.format_number)
             yield "</section>\n"
     yield from extra_sections
     yield from _recipes(runs)

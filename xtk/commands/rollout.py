@@ -110,7 +110,7 @@ def rollout(
         xtk rollout ./student prompts.jsonl -o r.jsonl | xtk cache-teacher ./teacher - -o cache
     """
     from xtk.artifacts.atomic_files import file_state
-    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.artifacts.write_locks import only_writer_of_path
     from xtk.name_registry import unknown_name_error
@@ -215,7 +215,7 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
     Raises:
         XtkError: it does not end in .jsonl, or is a folder, an input or another file.
     """
-    from xtk.artifacts.output_checks import check_output_file
+    from xtk.artifacts.output_path_checks import check_output_file
     from xtk.errors import XtkError
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint
 

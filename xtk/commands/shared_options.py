@@ -30,7 +30,9 @@ Config = Annotated[
         metavar="FILE",
     ),
 ]
-Output = Annotated[str, typer.Option("--output", "-o", help="Output path, used exactly as given.", metavar="PATH")]
+Output = Annotated[
+    str, typer.Option("--output", "-o", help="Path of the output; nothing is added to its name.", metavar="PATH")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Execute Python code shipped with the model; read that code first.")
 ]
@@ -59,7 +61,7 @@ WeightColumn = Annotated[
 RouteColumn = Annotated[
     str,
     typer.Option(
-        help="Data column with each document's teacher name, read by distill --combine-teachers route.",
+        help="Data column with the folder name of each document's teacher, for distill --combine-teachers route.",
         metavar="NAME",
     ),
 ]
@@ -128,7 +130,8 @@ ScaleRewards = Annotated[
 Environment = Annotated[
     str,
     typer.Option(
-        help="Python class that replies to the student (a tool, a game); its file is run.",
+        help="Python class that replies to the student (a tool, a game); its file is executed. "
+        "docs/how-to/tools.md describes its methods.",
         metavar="FILE.py:CLASS",
     ),
 ]

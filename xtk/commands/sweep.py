@@ -44,8 +44,8 @@ def sweep(
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            help="Option of distill with its values, such as 'seed=0 1 2'; quote values of several words. "
-            "Repeat it for all combinations: --vary \"loss=alm 'ce byte-kl'\" --vary 'seed=0 1'.",
+            help="Option of distill with its values, such as 'seed=0 1 2'; repeat it for all combinations. "
+            "Quoted values: \"loss=alm 'ce byte-kl'\" runs --loss alm, then --loss ce --loss byte-kl.",
             metavar="NAME=VALUE...",
         ),
     ] = None,
@@ -84,11 +84,11 @@ def sweep(
         xtk sweep ./student cache --runs runs.txt --dry-run -o sweep
     """
     started = time.monotonic()
-    from xtk.artifacts.output_checks import check_output_folder
+    from xtk.artifacts.output_path_checks import check_output_folder
     from xtk.artifacts.write_locks import exclusive_write_lock
-    from xtk.commands.result_tables import print_table
     from xtk.commands.sweep_plan import plan_runs, replace_piped_arguments, varying_options
     from xtk.commands.sweep_table import add_seed_means, run_record, sweep_table
+    from xtk.commands.terminal_tables import print_table
     from xtk.errors import XtkError
 
     terminal.set_quiet(quiet)

@@ -75,7 +75,7 @@ def check_log(path: Path) -> None:
     Raises:
         XtkError: the path is another file.
     """
-    from xtk.artifacts.output_checks import check_output_file
+    from xtk.artifacts.output_path_checks import check_output_file
 
     check_output_file(path, "logs", _is_log)
 

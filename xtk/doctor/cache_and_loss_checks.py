@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from xtk.artifacts.model_resolver import weights_fingerprint
-from xtk.artifacts.projection_cache import cached_projection
+from xtk.artifacts.projection_disk_cache import cached_projection
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.projection.coverage_audit import audit_warning
 from xtk.tokens.teacher_logprobs import DEFAULT_SUPPORT
-from xtk.training.loss_assignment import DEFAULT_PROJECTION_METHOD, DistillationTeacher
+from xtk.training.losses_per_teacher import DEFAULT_PROJECTION_METHOD, DistillationTeacher
 
 
 def cache_identity(inputs: DoctorInputs) -> Iterator[Finding]:

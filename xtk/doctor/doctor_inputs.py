@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.model_resolver import base_model_and_adapter
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import XtkError, path_exists

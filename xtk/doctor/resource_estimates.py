@@ -20,7 +20,7 @@ from pathlib import Path
 
 from xtk import __version__
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
-from xtk.artifacts.projection_cache import user_cache_folder
+from xtk.artifacts.projection_disk_cache import user_cache_folder
 from xtk.artifacts.teacher_cache import cache_totals
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan, max_document_tokens
 from xtk.doctor.weight_checks import transformers_class
@@ -69,7 +69,7 @@ class MemoryEstimate:
 
 def memory(inputs: DoctorInputs) -> Iterator[Finding]:
     """Compare the estimated memory of each command with the available memory."""
-    from xtk.doctor.memory_footprint import UnsupportedModel
+    from xtk.doctor.training_memory_estimate import UnsupportedModel
 
     _ = inputs.data_sample  # an error in the data is reported once, by the first check that reads it
     for command, forecast in (("cache-teacher", estimate_caching_memory), ("distill", estimate_training_memory)):
@@ -113,7 +113,7 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
     Raises:
         UnsupportedModel: the memory of this model cannot be estimated.
     """
-    from xtk.doctor.memory_footprint import measure_footprint
+    from xtk.doctor.training_memory_estimate import measure_footprint
 
     plan, layout = inputs.plan, inputs.plan.parallel
     tokens = max(1, -(-max_pass_tokens(inputs) // layout.cp))
@@ -178,8 +178,8 @@ def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
     Raises:
         UnsupportedModel: the memory of this model cannot be estimated.
     """
-    from xtk.doctor.memory_footprint import measure_footprint
-    from xtk.teachers.cache_request import CacheRequest
+    from xtk.doctor.training_memory_estimate import measure_footprint
+    from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.transformers import CHUNK_PASSES
 
     plan = inputs.plan

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.engines.http_server_pool import VLLM_SERVER_HINT, RetryableError
+from xtk.engines.http_client_pool import VLLM_SERVER_HINT, RetryableError
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
 # Nats above 0 that a log-probability may have: a softmax in bfloat16 or float16 is not exactly normalized.

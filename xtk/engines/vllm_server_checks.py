@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from xtk import terminal
-from xtk.engines.http_server_pool import VLLM_SERVER_HINT, Endpoint, PermanentError, RetryableError
+from xtk.engines.http_client_pool import VLLM_SERVER_HINT, Endpoint, PermanentError, RetryableError
 from xtk.errors import MismatchError, XtkError
 from xtk.tokens.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import AnswerScores, ProcessShare, check_rewards_apply, evaluate_answers
 from xtk.name_registry import unknown_name_error

@@ -17,7 +17,7 @@ LOSSES = {
     "skew-reverse-kl": "xtk.losses.same_tokenizer_losses:SkewReverseKL",
     "tvd": "xtk.losses.same_tokenizer_losses:TVD",
     "boundary-kl": "xtk.losses.boundary_kl:BoundaryKL",
-    "p-kl": "xtk.losses.p_kl:PKL",
+    "p-kl": "xtk.losses.projected_kl:PKL",
     "byte-kl": "xtk.losses.byte_kl:ByteKL",
     "alm": "xtk.losses.alm:ALM",
     "uld": "xtk.losses.uld:ULD",

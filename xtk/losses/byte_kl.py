@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from xtk.errors import CorruptError
 from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, PrefixAlternatives
-from xtk.projection.byte_partition import BytePartition
+from xtk.projection.vocabulary_byte_partition import BytePartition
 
 
 class ByteKL:
@@ -37,7 +37,7 @@ class ByteKL:
             fill_byte_cells,
             find_boundaries,
         )
-        from xtk.losses.sampling_correction import exact_entry_stops, mean_surprisals
+        from xtk.losses.sampled_teacher_correction import exact_entry_stops, mean_surprisals
 
         stored = example.teacher_logprobs
         assert isinstance(comparison_space, BytePartition)

@@ -11,8 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.losses.sampling_correction import negentropy, remainder_correction, sampled_log_correction
-from xtk.projection.byte_partition import PrefixContinuations, SortedVocabulary
+from xtk.losses.sampled_teacher_correction import negentropy, remainder_correction, sampled_log_correction
+from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
 
 NONE = -1
 # Up to this many tokens with the same prefix per cell, a linear scan is faster than a binary search.

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xtk.losses import projected_cells_numba
-from xtk.losses.alternative_tokenizations import ChunkAlternatives
+from xtk.losses import projected_kl_numba
 from xtk.losses.clipped_surrogate import TermSurrogate
 from xtk.losses.divergences import Divergence
-from xtk.losses.prefix_probabilities import ChunkPrefixProduct
 from xtk.losses.sorted_probs import ChunkSortedProbs, LargestLogits, scale_rows
+from xtk.losses.span_prefix_probabilities import ChunkPrefixProduct
+from xtk.losses.tokenization_marginalization import ChunkAlternatives
 from xtk.models.output_head import HeadShard
 
 MIN_SUM = 1e-37
@@ -371,6 +371,6 @@ def logits_gradient(
 def scatter_add_(values: Tensor, indices: Tensor, increments: Tensor) -> None:
     """Add increments to values [n], in place, at indices that may repeat."""
     if values.device.type == "cpu":  # three times as fast as torch's general scatter
-        projected_cells_numba.scatter_add_(values.numpy(), indices.numpy(), increments.numpy())
+        projected_kl_numba.scatter_add_(values.numpy(), indices.numpy(), increments.numpy())
     else:
         values.scatter_add_(0, indices, increments)

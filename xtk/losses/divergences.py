@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
-from xtk.option_specs import from_options, option_names
+from xtk.option_spec_parsing import from_options, option_names
 
 DIVERGENCES = {
     "forward-kl": "xtk.losses.divergences:ForwardKLDivergence",

@@ -8,7 +8,7 @@ import numpy as np
 
 from xtk.errors import XtkError
 from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, span_ranges
-from xtk.losses.paired_and_sorted_cells import paired_and_ranked_cells
+from xtk.losses.paired_and_sorted_tokens import paired_and_ranked_cells
 from xtk.projection.projection import ProjectionColumns, TokenPairs
 
 DEFAULT_MAX_RANKS = 8192  # as in X-Token, arXiv 2605.21699

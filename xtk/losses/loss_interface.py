@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.losses.divergences import Divergence, ForwardKLDivergence
-from xtk.projection.byte_partition import BytePartition
 from xtk.projection.projection import ProjectionColumns
+from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 # What a loss needs in addition to its inputs: the projection W by teacher token, a partition of both vocabularies, or
@@ -385,8 +385,8 @@ def projected_cells(
     Teacher tokens that no student token maps to are in the remainder of both. `published`: use the teacher's means of
     p-kl as published.
     """
-    from xtk.losses.projected_cells_numba import fill_cells
-    from xtk.losses.sampling_correction import exact_entry_stops, mean_surprisals
+    from xtk.losses.projected_kl_numba import fill_cells
+    from xtk.losses.sampled_teacher_correction import exact_entry_stops, mean_surprisals
     from xtk.losses.sorted_probs_numba import fill_published_cells
 
     teacher = example.teacher_logprobs

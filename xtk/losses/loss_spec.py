@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered, unknown_name_error
-from xtk.option_specs import OptionSpec, from_options, option_names, parse_weight
+from xtk.option_spec_parsing import OptionSpec, from_options, option_names, parse_weight
 
 if TYPE_CHECKING:
     from xtk.losses.divergences import Divergence

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.losses.divergences import Divergence
-from xtk.losses.fused_loss import LossTensors
+from xtk.losses.fused_head_and_loss import LossTensors
 from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document

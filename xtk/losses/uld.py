@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, LossCells, LossInputs, span_ranges
-from xtk.losses.paired_and_sorted_cells import paired_and_ranked_cells
+from xtk.losses.paired_and_sorted_tokens import paired_and_ranked_cells
 
 
 class ULD:

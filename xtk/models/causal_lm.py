@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from xtk.errors import CorruptError, XtkError
 from xtk.models import packed_attention
+from xtk.models.fsdp_and_tensor_parallel import apply_tensor_parallel, to_local_tensor
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
 from xtk.models.packed_attention import PackedSequence
 from xtk.models.safetensors_headers import ADAPTER_FILE, read_weight_headers, weight_files
-from xtk.models.weight_sharding import apply_tensor_parallel, to_local_tensor
 from xtk.models.weight_validation import (
     WeightMismatches,
     check_adapter_weights,
@@ -30,9 +30,9 @@ from xtk.models.weight_validation import (
     compare_headers_with_config,
     note_once,
 )
-from xtk.safe_json import parse_json
 from xtk.tokens.model_config_json import hub_kernel_repositories, read_model_config
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.untrusted_json import parse_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RELATIVE_TOLERANCE = 1e-3

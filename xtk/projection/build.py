@@ -21,7 +21,7 @@ METHODS = {
     "exact": "xtk.projection.methods.exact_match:ExactMatchMethod",
     "first-token": "xtk.projection.methods.first_token:FirstTokenMethod",
     "multitoken": "xtk.projection.methods.multitoken:MultitokenMethod",
-    "partition": "xtk.projection.methods.partition:PartitionMethod",
+    "partition": "xtk.projection.methods.byte_partition:PartitionMethod",
     "cooccurrence": "xtk.projection.methods.cooccurrence:CooccurrenceMethod",
     "embedding": "xtk.projection.methods.embedding_similarity:EmbeddingSimilarityMethod",
 }
@@ -85,7 +85,7 @@ def build_projection(
     special = SparseEntries(rows, columns, np.ones(len(rows), np.float32))
     projection = assemble_projection(*concatenate_entries(made.build_entries(pair), special), pair.shape, {})
     if made.stores_cells:
-        from xtk.projection.methods.partition import partition_vocabularies
+        from xtk.projection.methods.byte_partition import partition_vocabularies
 
         cells = partition_vocabularies(pair, rows, columns)
         projection = dataclasses.replace(projection, student_cells=cells[0], teacher_cells=cells[1])

@@ -15,7 +15,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json, write_json
-from xtk.artifacts.output_checks import check_output_folder, foreign_files_error, list_folder
+from xtk.artifacts.output_path_checks import check_output_folder, foreign_files_error, list_folder
 from xtk.errors import XtkError
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 

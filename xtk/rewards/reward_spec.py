@@ -12,7 +12,7 @@ from typing import Any
 
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered, unknown_name_error
-from xtk.option_specs import OptionSpec, from_options, option_names, parse_weight
+from xtk.option_spec_parsing import OptionSpec, from_options, option_names, parse_weight
 from xtk.rewards import REWARDS
 from xtk.user_code import load_user_object, user_code_errors
 

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any, BinaryIO
 
-from xtk.rewards.value_serialization import NotPlainError, decode_value, encode_value
+from xtk.rewards.sandbox_value_serialization import NotPlainError, decode_value, encode_value
 
 MAX_MESSAGE_BYTES = 1 << 24
 MAX_ERROR_BYTES = 1 << 16

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.dataset_records import Record, record_to_document, record_to_prompt
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.record_to_document import Record, record_to_document, record_to_prompt
 from xtk.errors import XtkError
 from xtk.rollouts.rollout import Prompt
 from xtk.tokens.document import Conversation, Document
-from xtk.tokens.template_rendering import PROMPT_TEMPLATE, SandboxedTemplate
+from xtk.tokens.jinja_subprocess import PROMPT_TEMPLATE, SandboxedTemplate
 from xtk.tokens.tokenizer import Tokenizer
 
 RESERVED_TEMPLATE_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt"}  # of chat templates

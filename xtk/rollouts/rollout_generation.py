@@ -20,7 +20,7 @@ from xtk.rollouts.prompts import tokenize_between_turns, tokenize_continuation, 
 from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.tokens.document import Document, Segment
 from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.sampled_tokens import decode_tokens
+from xtk.tokens.rollout_tokens import decode_tokens
 from xtk.tokens.tokenizer import Tokenizer
 
 DEFAULT_MAX_TURNS = 8

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.dataset_records import RECORD_FIELDS, ROLLOUT_CHECKSUM, check_rollout_checksum, rollout_checksum
+from xtk.artifacts.record_to_document import RECORD_FIELDS, ROLLOUT_CHECKSUM, check_rollout_checksum, rollout_checksum
 from xtk.errors import CorruptError
 from xtk.rollouts.rollout import Prompt, Rollout
-from xtk.safe_json import parse_json
 from xtk.tokens.document import Document
+from xtk.untrusted_json import parse_json
 
 MAX_LINE_BYTES = 1 << 28  # bytes
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from xtk import terminal
-from xtk.engines.http_server_pool import (
+from xtk.engines.http_client_pool import (
     VLLM_SERVER_HINT,
     Endpoint,
     EndpointPool,

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.cache_shard import ScoredDocument, ShardPosition
-from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.output_checks import check_output_folder
-from xtk.artifacts.storage import LocalFolder, StorageFolder, open_folder
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.output_path_checks import check_output_folder
+from xtk.artifacts.storage_interface import LocalFolder, StorageFolder, open_folder
 from xtk.artifacts.teacher_cache import (
     CacheWriter,
     cache_totals,
@@ -28,13 +28,13 @@ from xtk.artifacts.teacher_cache import (
     remove_cache,
     store_shard,
 )
-from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
-from xtk.teachers.backend import TeacherBackend
-from xtk.teachers.cache_request import (
+from xtk.teachers.backend_interface import TeacherBackend
+from xtk.teachers.cache_build_config import (
     CacheRequest,
     check_cache_request,
     make_cache_header,

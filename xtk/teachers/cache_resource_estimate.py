@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, ShardPosition, write_shard
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
-from xtk.teachers.cache_request import (
+from xtk.teachers.cache_build_config import (
     CacheRequest,
     check_cache_request,
     make_cache_header,

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.corpus import Corpus, CorpusFingerprint
-from xtk.artifacts.dataset_records import OPT_IN_FIELDS
+from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint
+from xtk.artifacts.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
 from xtk.tokens.normalization_changes import NormalizationLoss, count_normalization_loss

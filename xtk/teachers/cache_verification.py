@@ -15,7 +15,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, MismatchError
 from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
-from xtk.teachers.backend import BackendConfig, TeacherBackend
+from xtk.teachers.backend_interface import BackendConfig, TeacherBackend
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.tokens.tokenizer import Tokenizer
 

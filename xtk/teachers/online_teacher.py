@@ -14,17 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.artifacts.corpus import Corpus, CorpusFingerprint, InMemoryCorpus
+from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-from xtk.artifacts.shard_codecs import codec_for_precision
+from xtk.artifacts.shard_codec_registry import codec_for_precision
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.teachers import BACKENDS
-from xtk.teachers.backend import TeacherBackend
 from xtk.teachers.backend_cli_options import backend_options
-from xtk.teachers.cache_building import CacheJob, write_shards
-from xtk.teachers.cache_request import (
+from xtk.teachers.backend_interface import TeacherBackend
+from xtk.teachers.cache_build_config import (
     CacheRequest,
     check_cache_request,
     make_cache_header,
@@ -32,6 +31,7 @@ from xtk.teachers.cache_request import (
     open_teacher,
     sharding_options,
 )
+from xtk.teachers.cache_building import CacheJob, write_shards
 from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
 from xtk.teachers.worker_pool import WorkerPool
 from xtk.tokens.document import Document

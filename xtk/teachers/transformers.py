@@ -17,8 +17,8 @@ from xtk.engines.engine_options import check_not_reserved
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS, BackboneWithHead, default_device, load_causal_lm
 from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
-from xtk.teachers.backend import BackendConfig
-from xtk.teachers.logprob_conversion import (
+from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.logprobs_to_cache_arrays import (
     LogprobArrays,
     arrays_to_stored,
     concatenate_arrays,

@@ -14,7 +14,7 @@ from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.engines.engine_options import check_not_reserved
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
     TopLogprobs,

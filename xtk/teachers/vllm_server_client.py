@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.engines.http_server_pool import (
+from xtk.engines.http_client_pool import (
     BYTES_PER_ENTRY,
     Endpoint,
     EndpointPool,
@@ -41,7 +41,7 @@ from xtk.engines.vllm_server_checks import (
     tokenizer_probe,
 )
 from xtk.errors import MismatchError, XtkError
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
     TopLogprobs,

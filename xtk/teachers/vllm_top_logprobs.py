@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.teachers.backend import BackendConfig
-from xtk.teachers.logprob_conversion import LogprobArrays, arrays_to_stored, trained_positions
+from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, trained_positions
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 

@@ -55,7 +55,7 @@ class WorkerProcess:
         name: str,
         environment: dict[str, str],
         inherited_descriptors: list[int],
-        main_module: str = "xtk.teachers.shard_worker",
+        main_module: str = "xtk.teachers.cache_shard_worker",
     ) -> None:
         self.name = name
         self.pipe, theirs = Pipe()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.tokens.document import Conversation
-from xtk.tokens.template_rendering import CHAT_TEMPLATE, SandboxedTemplate
+from xtk.tokens.jinja_subprocess import CHAT_TEMPLATE, SandboxedTemplate
 
 # Characters that Unicode never assigns; templates neither strip them nor split at them.
 PLACEHOLDER_CHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -57,7 +57,7 @@ class ChatTemplate:
         where: name of its tokenizer in errors.
 
     Raises:
-        XtkError: it has a syntax error, or exceeds the limits of `template_rendering` during compilation.
+        XtkError: it has a syntax error, or exceeds the limits of `jinja_subprocess` during compilation.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
@@ -240,7 +240,7 @@ def _locate_content(content: str, text: str, region: tuple[int, int]) -> Content
         at = content.rfind(kept)
         if kept and at >= 0:
             return _single_run_position(at, start + part.find(kept), len(kept))
-    from xtk.tokens.text_diff import matching_runs
+    from xtk.tokens.different_text_alignment import matching_runs
 
     back = matching_runs(content[::-1], part[::-1])[::-1]
     ends = np.array([len(content), len(part)]) - back[:, :2]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.safe_json import parse_json
 from xtk.tokens.tokenizer_validation import MAX_TOKENS
+from xtk.untrusted_json import parse_json
 
 CONFIG_FILE = "config.json"
 MAX_BYTES = 16 << 20

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 from xtk.tokens.document import SYSTEM_ROLES, Conversation, Document, Segment
 from xtk.tokens.document_token_ids import TeacherTokenIds
-from xtk.tokens.sampled_tokens import replace_prompt, splice_sampled_tokens
+from xtk.tokens.rollout_tokens import replace_prompt, splice_sampled_tokens
 from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 

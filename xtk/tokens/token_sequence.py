@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from xtk.tokens.chat_template import RenderedConversation
 from xtk.tokens.document import Document
-from xtk.tokens.sampled_tokens import sampled_tokens_for, sequence_fields_from_sampled
+from xtk.tokens.rollout_tokens import sampled_tokens_for, sequence_fields_from_sampled
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 

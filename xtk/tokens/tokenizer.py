@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.safe_json import parse_json
 from xtk.tokens.model_config_json import read_model_config
 from xtk.tokens.normalized_byte_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
 from xtk.tokens.tokenizer_validation import bpe_dropout, check_tokenizer_json, wrap_backend_errors
@@ -35,6 +34,7 @@ from xtk.tokens.vocabulary import (
     ByteVocabulary,
     decode_vocabulary,
 )
+from xtk.untrusted_json import parse_json
 
 if TYPE_CHECKING:
     from xtk.tokens.chat_template import ChatTemplate

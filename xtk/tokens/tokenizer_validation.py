@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.safe_json import MAX_DEPTH, check_depth
+from xtk.untrusted_json import MAX_DEPTH, check_depth
 
 MAX_TOKENS = 10_000_000  # the largest published vocabulary has 1.3 million; tables of all ids are in memory
 MAX_NORMALIZER_GROWTH = 1_000  # output bytes per input byte of a normalizer; the NFKC charsmap has at most 11

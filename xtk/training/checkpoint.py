@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json, set_default_permissions
-from xtk.artifacts.output_checks import foreign_files_error, list_folder
-from xtk.artifacts.run_folder_ownership import (
+from xtk.artifacts.output_path_checks import foreign_files_error, list_folder
+from xtk.artifacts.run_folder_removal import (
     keep_file_of_user,
     refuse_foreign_files_in_run,
     remove_run,

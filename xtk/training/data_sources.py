@@ -12,7 +12,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.loss_term import TeacherOutput
 from xtk.tokens.document import Document
-from xtk.training.teacher_mixture import mix_teacher_logprobs
+from xtk.training.teacher_probability_mixture import mix_teacher_logprobs
 
 NO_ROW = -1
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import canonical_json, sha256
-from xtk.artifacts.corpus import Corpus, CorpusFingerprint, is_data_path
+from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, is_data_path
 from xtk.artifacts.model_resolver import weights_fingerprint
-from xtk.artifacts.output_checks import check_output_folder
-from xtk.artifacts.storage import is_remote
+from xtk.artifacts.output_path_checks import check_output_folder
+from xtk.artifacts.storage_interface import is_remote
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import MismatchError, XtkError
@@ -33,6 +33,7 @@ from xtk.tokens.document import Document
 from xtk.tokens.normalization_changes import count_normalization_loss
 from xtk.tokens.token_sequence import count_lost_bytes, format_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combine_teachers import ScoreWeighting, TeacherEnsemble, parse_ensemble
 from xtk.training.data_sources import (
     CacheSource,
     DocumentSource,
@@ -41,7 +42,7 @@ from xtk.training.data_sources import (
     match_documents,
     route_documents,
 )
-from xtk.training.loss_assignment import AssignedLoss, DistillationTeacher, assign_losses, open_teachers
+from xtk.training.losses_per_teacher import AssignedLoss, DistillationTeacher, assign_losses, open_teachers
 from xtk.training.metrics_file import metric_name
 from xtk.training.micro_batches import BatchBuilder, BatchSampler
 from xtk.training.model_card import Provenance, public_model_name
@@ -54,7 +55,6 @@ from xtk.training.online_teacher_scoring import (
     read_training_documents,
     read_training_prompts,
 )
-from xtk.training.teacher_combination import ScoreWeighting, TeacherEnsemble, parse_ensemble
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 
     from xtk.models.causal_lm import BackboneWithHead
     from xtk.models.student_model_setup import StudentSource
-    from xtk.training.eval_tasks import TaskEvaluator
     from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
     from xtk.training.parallel_config import ParallelConfig
+    from xtk.training.task_evaluation import TaskEvaluator
     from xtk.training.training_loop import TrainingRun
 
 DOCUMENTS_PER_CHECK = 1000
@@ -599,7 +599,7 @@ def _task_evaluator(
     logging_config: LoggingConfig, student: BackboneWithHead, inputs: DistillInputs, recipe: TrainConfig
 ) -> TaskEvaluator | None:
     """Return the evaluator of `--eval-tasks`; None: there are none."""
-    from xtk.training.eval_tasks import TaskEvaluator
+    from xtk.training.task_evaluation import TaskEvaluator
 
     if not logging_config.eval_tasks:
         return None

@@ -22,13 +22,13 @@ from xtk.models.output_head import OutputHead
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combine_teachers import ScoreWeighting
+from xtk.training.cross_process_reduction import StepReduction
 from xtk.training.data_sources import DocumentSource, TextSource
 from xtk.training.metrics_file import metric_name
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, group_by_tokens, pad_or_pack, prefetch_in_thread
 from xtk.training.parallel_config import ParallelConfig
-from xtk.training.step_reduction import StepReduction
 from xtk.training.student_with_losses import forward_student, reshard_weights
-from xtk.training.teacher_combination import ScoreWeighting
 
 CE_METRIC = "ce"
 DOCUMENTS_PER_READ = 256

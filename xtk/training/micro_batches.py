@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.evaluation.top1_agreement import TeacherTopTokens
-from xtk.losses.fused_loss import LossTensors
+from xtk.losses.fused_head_and_loss import LossTensors
 from xtk.losses.loss_interface import LossInputs, join_inputs
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
 from xtk.tokens.document import Document
@@ -19,8 +19,8 @@ from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combine_teachers import ScoreWeighting, score_tallies
 from xtk.training.data_sources import DocumentSource
-from xtk.training.teacher_combination import ScoreWeighting, score_tallies
 
 _NO_IDS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 EMPTY_LOGPROBS = TeacherLogprobs(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_NUMBERS,) * 4)

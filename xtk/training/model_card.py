@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from xtk import __version__
-from xtk.evaluation.result_tables import EvaluationResult, format_result, result_rows, shorten_names
+from xtk.evaluation.evaluation_result_files import EvaluationResult, format_result, result_rows, shorten_names
 
 _HUB_CACHE_FOLDER = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 # Parts of the recipe that the first table of the card shows.

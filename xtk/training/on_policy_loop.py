@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.atomic_files import atomic_write, read_json, sha256, write_json
 from xtk.artifacts.cache_manifest import MANIFEST
-from xtk.artifacts.corpus import CorpusFingerprint, InMemoryCorpus
+from xtk.artifacts.corpus_reader import CorpusFingerprint, InMemoryCorpus
 from xtk.artifacts.run_folders import CHECKPOINT, ROLLOUTS_FILE, list_checkpoints
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
-from xtk.artifacts.corpus import Corpus, InMemoryCorpus
-from xtk.artifacts.storage import open_folder
+from xtk.artifacts.corpus_reader import Corpus, InMemoryCorpus
+from xtk.artifacts.storage_interface import open_folder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 from xtk.errors import XtkError
 from xtk.losses.loss_term import TeacherOutput
@@ -33,7 +33,7 @@ from xtk.tokens.document import Document
 from xtk.training import process_group
 from xtk.training.data_sources import NO_ROW, DocumentSource, TextSource
 from xtk.training.graceful_stop import StopListener
-from xtk.training.loss_assignment import number_duplicate_names
+from xtk.training.losses_per_teacher import number_duplicate_names
 from xtk.training.micro_batches import BatchSampler
 
 COMMAND_NAME = "distill"

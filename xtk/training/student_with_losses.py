@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from xtk.errors import XtkError
-from xtk.losses.fused_loss import LossTensors, fused_loss
-from xtk.losses.hidden_state_exchange import StateExchange
+from xtk.losses.context_parallel_states import StateExchange
+from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.fsdp_and_tensor_parallel import apply_fsdp
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.models.packed_attention import PackedSequence
-from xtk.models.weight_sharding import apply_fsdp
 from xtk.training.parallel_config import ParallelConfig
 
 

@@ -15,9 +15,9 @@ from xtk.models.student_model_setup import StudentModelConfig
 from xtk.name_registry import unknown_name_error
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.document import Document
-from xtk.training.eval_tasks import EvalTask
 from xtk.training.lr_schedules import SCHEDULES, lr_factor
 from xtk.training.on_policy_config import OnPolicyConfig
+from xtk.training.task_evaluation import EvalTask
 
 LONG_DOCUMENTS = ("refuse", "truncate", "skip")
 KD_SCALES = ("none", "ce")

@@ -24,7 +24,7 @@ from xtk.models.weight_validation import non_finite_parameters
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
 from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, ResumePoint, remove_old_checkpoints
-from xtk.training.eval_tasks import TaskEvaluator
+from xtk.training.cross_process_reduction import StepReduction
 from xtk.training.graceful_stop import StopListener
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.metrics_file import MetricsFile, first_values, last_values, metric_name, peak_memory_bytes
@@ -32,9 +32,9 @@ from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch
 from xtk.training.model_card import Provenance, model_card
 from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.parallel_config import ParallelConfig
-from xtk.training.step_reduction import StepReduction
 from xtk.training.student_offload import offload_student
 from xtk.training.student_with_losses import clip_gradients, forward_student, reshard_weights
+from xtk.training.task_evaluation import TaskEvaluator
 from xtk.training.train_config import LoggingConfig, TrainConfig
 from xtk.training.trainer_state import TrainerState, step_is_finite
 from xtk.training.weight_ema import ExponentialMovingAverage

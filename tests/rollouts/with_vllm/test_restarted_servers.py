@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_on_cpu import Server
 
-from xtk.engines.http_server_pool import RetryPolicy
+from xtk.engines.http_client_pool import RetryPolicy
 from xtk.rollouts.server_generator import ServerGenerator
 
 from .asked import CONTEXT, GREEDY, asks_of, assert_same, error_of, greedily, request_of

@@ -9,7 +9,7 @@ import pytest
 from processes_that_serve import get_in_the_way, served
 from vllm_on_cpu import Server
 
-from xtk.engines.http_server_pool import RetryPolicy
+from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import MismatchError, XtkError
 from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator

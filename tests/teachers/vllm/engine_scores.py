@@ -20,7 +20,7 @@ def main() -> None:
     from said import documents_of
 
     from xtk.engines.engine_options import parse_engine_options
-    from xtk.teachers.backend import BackendConfig
+    from xtk.teachers.backend_interface import BackendConfig
     from xtk.teachers.vllm import VllmTeacher
     from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
     from xtk.tokens.tokenizer import Tokenizer

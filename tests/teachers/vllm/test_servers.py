@@ -14,9 +14,9 @@ from processes_that_serve import SPOIL, answer_as_vllm, get_in_the_way, served
 from said import assert_is_the_truth, documents_of, said_plainly
 from vllm_on_cpu import MOST
 
-from xtk.engines.http_server_pool import RetryPolicy
+from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
-from xtk.teachers.backend import BackendConfig
+from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.vllm_server_client import ServerTeacher
 from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.ans_streams import decode_varints, encode_varints, split_bytes
+from xtk.artifacts.codec.ans_byte_streams import decode_varints, encode_varints, split_bytes
 from xtk.artifacts.codec.logprob_packing import pack_logprobs
 from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS
 from xtk.artifacts.codec.token_packing import TokenDecoder, pack_tokens
-from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 

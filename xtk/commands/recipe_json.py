@@ -12,7 +12,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.run_folders import RECIPE_FILE, RECIPE_KEYS, read_recipe, recipe_version
-from xtk.artifacts.storage import is_remote
+from xtk.artifacts.storage_interface import is_remote
 from xtk.errors import MismatchError, path_exists
 
 # Options of one execution, which are not part of the run.

@@ -40,7 +40,7 @@ MAX_OUTPUT_RATIO, MIN_OUTPUT_LIMIT = (
 _SIZE_HEADER = struct.Struct("<Q")
 _WORKER_CODE = (
     "import sys; sys.path[:] = {path!r}; "
-    "from xtk.tokens.template_rendering import serve_render_requests; serve_render_requests()"
+    "from xtk.tokens.jinja_subprocess import serve_render_requests; serve_render_requests()"
 )
 _MAX_ERROR_CHARACTERS = 300  # of a template's error message
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, has_same_content, next_free_path, read_json
-from xtk.artifacts.output_checks import foreign_files_error
+from xtk.artifacts.output_path_checks import foreign_files_error
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError
 

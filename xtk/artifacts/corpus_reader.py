@@ -26,8 +26,8 @@ from xtk.artifacts.data_file_readers import (
     saved_dataset_files,
     unsupported_format_error,
 )
-from xtk.artifacts.dataset_records import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
 from xtk.artifacts.model_resolver import ADAPTER_CONFIG, check_dataset_reachable, is_run_folder
+from xtk.artifacts.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
 from xtk.artifacts.stdin_buffer import StdinSpool
 from xtk.errors import XtkError, path_exists
 from xtk.name_registry import unknown_name_error

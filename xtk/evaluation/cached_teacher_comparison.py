@@ -16,7 +16,7 @@ from xtk.evaluation.bits_per_byte import BATCH_TOKENS, READ_BATCH_SIZE, max_inpu
 from xtk.evaluation.standard_errors import Ratio
 from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.evaluation.top1_agreement import TeacherTopTokens, TokenMatching
-from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.output_head import chunk_rows

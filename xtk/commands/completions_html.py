@@ -10,7 +10,7 @@ from typing import Any
 
 from xtk.commands.alignment_html import text_direction
 from xtk.errors import XtkError
-from xtk.evaluation.result_tables import shorten_names
+from xtk.evaluation.evaluation_result_files import shorten_names
 
 MAX_PROMPTS, MAX_CHARACTERS = 6, 1200  # shown; characters per text
 

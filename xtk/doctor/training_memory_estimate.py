@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from xtk.doctor import heap_fragmentation
+from xtk.doctor import heap_fragmentation_estimate
 from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.causal_lm import DTYPES, load_model_config
@@ -220,7 +220,7 @@ def _measure_passes(model: Any, shape: tuple[int, int], autocast: Any, passes: i
         kept_activations=kept,
         forward_peak=forward,
         backward_peak=most,
-        heap_fragmentation=heap_fragmentation.fragmentation_bytes(live.events)
+        heap_fragmentation=heap_fragmentation_estimate.fragmentation_bytes(live.events)
         if passes and embedding.device.type == "cpu"
         else 0,
     )

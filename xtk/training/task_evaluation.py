@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import torch
 
-from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import ProcessShare, check_rewards_apply, evaluate_answers
 from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states
 from xtk.evaluation.local_task_data import parse_tasks
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.name_registry import unknown_name_error
-from xtk.option_specs import from_options, option_names
+from xtk.option_spec_parsing import from_options, option_names
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments

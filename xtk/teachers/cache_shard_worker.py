@@ -36,8 +36,8 @@ def main(pipe: Connection) -> None:
 
 
 def _write_shards(pipe: Connection, work: Any) -> None:
+    from xtk.teachers.cache_build_config import open_teacher
     from xtk.teachers.cache_building import write_shards
-    from xtk.teachers.cache_request import open_teacher
     from xtk.tokens.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(work.request.teacher_folder, name=work.request.teacher_name)

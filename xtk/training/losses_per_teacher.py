@@ -12,7 +12,7 @@ import numpy as np
 
 from xtk import terminal
 from xtk.artifacts.cache_shard import optional_columns
-from xtk.artifacts.projection_cache import cached_next_bytes, cached_projection, cached_projection_path
+from xtk.artifacts.projection_disk_cache import cached_next_bytes, cached_projection, cached_projection_path
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.losses.fused_loss import LossTensors, allowed_splits
+from xtk.losses.fused_head_and_loss import LossTensors, allowed_splits
 
 
 @dataclass(frozen=True)

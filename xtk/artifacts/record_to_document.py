@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.errors import CorruptError, XtkError
 from xtk.name_registry import nearest_name
-from xtk.safe_json import parse_json
 from xtk.tokens.document import TRAIN_FLAG_KEYS, Conversation, Document, Segment, replace_surrogates
 from xtk.tokens.document_token_ids import SampledTokens
+from xtk.untrusted_json import parse_json
 
 MASK_FIELDS = (
     "completion_mask",

@@ -25,8 +25,8 @@ from xtk.artifacts.atomic_files import (
     temporary_name,
 )
 from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
-from xtk.artifacts.output_checks import check_output_folder, foreign_files_error, list_folder
-from xtk.artifacts.run_folder_ownership import refuse_foreign_files_in_run
+from xtk.artifacts.output_path_checks import check_output_folder, foreign_files_error, list_folder
+from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
 from xtk.artifacts.run_folders import (
     CARD_FILE,
     CHECKPOINT,
@@ -44,7 +44,7 @@ from xtk.artifacts.run_folders import (
 )
 from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import CorruptError, XtkError
-from xtk.evaluation.result_tables import EvaluationResult, read_results
+from xtk.evaluation.evaluation_result_files import EvaluationResult, read_results
 from xtk.models.causal_lm import DTYPES, load_causal_lm
 from xtk.models.student_model_setup import (
     StudentModelConfig,

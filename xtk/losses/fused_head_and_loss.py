@@ -25,8 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses import projected_cells_numba
-from xtk.losses.alternative_tokenizations import TermAlternatives, group_logsumexp
+from xtk.losses import projected_kl_numba
 from xtk.losses.chunked_softmax import (
     ChunkGradients,
     ChunkStatistics,
@@ -41,8 +40,9 @@ from xtk.losses.chunked_softmax import (
 from xtk.losses.clipped_surrogate import TermSurrogate
 from xtk.losses.divergences import Divergence
 from xtk.losses.loss_interface import LossCells
-from xtk.losses.prefix_probabilities import TermPrefixProduct
 from xtk.losses.sorted_probs import ChunkSortedProbs, LargestLogits, TermSortedProbs
+from xtk.losses.span_prefix_probabilities import TermPrefixProduct
+from xtk.losses.tokenization_marginalization import TermAlternatives, group_logsumexp
 from xtk.models.output_head import ChunkedLogits, OutputHead
 
 # Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller remainder counts as 0.
@@ -672,9 +672,7 @@ class _GroupLogSumExp:
     def __init__(self, values: Tensor, groups: Tensor, count: int) -> None:
         self._groups = groups
         if values.device.type == "cpu":
-            self.log_sums = torch.from_numpy(
-                projected_cells_numba.group_logsumexp_(values.numpy(), groups.numpy(), count)
-            )
+            self.log_sums = torch.from_numpy(projected_kl_numba.group_logsumexp_(values.numpy(), groups.numpy(), count))
             self._softmax = values
             return
         groups = groups.long()

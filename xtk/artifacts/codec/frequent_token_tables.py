@@ -8,8 +8,14 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from xtk.artifacts.codec.ans_byte_streams import (
+    StreamEncoder,
+    bytes_to_words,
+    decode_varints,
+    encode_varints,
+    split_bytes,
+)
 from xtk.artifacts.codec.ans_coder import append_number, decode_number, decode_raw_bits, decode_symbol, initial_state
-from xtk.artifacts.codec.ans_streams import StreamEncoder, bytes_to_words, decode_varints, encode_varints, split_bytes
 from xtk.artifacts.codec.entropy_coding_contexts import (
     FREQUENT_ID_COUNT,
     FREQUENT_ID_FAMILIES,
@@ -20,8 +26,8 @@ from xtk.artifacts.codec.entropy_coding_contexts import (
     first_contexts,
 )
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
-from xtk.artifacts.codec.logprob_stream_numba import ID_BITS
-from xtk.artifacts.codec.position_clustering import FrequentIds
+from xtk.artifacts.codec.likely_token_clusters import FrequentIds
+from xtk.artifacts.codec.logprob_coding_numba import ID_BITS
 from xtk.artifacts.codec.symbol_frequencies import (
     DecodingTables,
     make_decoding_tables,

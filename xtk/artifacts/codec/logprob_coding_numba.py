@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from xtk.artifacts.codec.ans_byte_streams import bytes_to_words
 from xtk.artifacts.codec.ans_coder import (
     MIN_STATE,
     WORD_BITS,
@@ -23,7 +24,6 @@ from xtk.artifacts.codec.ans_coder import (
     slot_index,
     symbol_info_index,
 )
-from xtk.artifacts.codec.ans_streams import bytes_to_words
 from xtk.artifacts.codec.entropy_coding_contexts import (
     CLUSTER,
     COUNT,

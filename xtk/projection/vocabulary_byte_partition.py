@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.projection.methods.partition import partition_vocabularies
+from xtk.projection.methods.byte_partition import partition_vocabularies
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
 from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.tokens.tokenizer import Tokenizer

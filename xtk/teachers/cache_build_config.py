@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.shard_codecs import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
-from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.artifacts.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.teachers import BACKENDS
-from xtk.teachers.backend import BackendConfig, TeacherBackend
+from xtk.teachers.backend_interface import BackendConfig, TeacherBackend
 from xtk.teachers.cache_shard_planning import ShardingOptions, ShardPlan
 from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, Support
 from xtk.tokens.tokenizer import Tokenizer

@@ -15,16 +15,16 @@ from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
 from xtk.artifacts.projection_file import VERSION, read_projection, write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection, projection_header, tokenizer_identity
-from xtk.projection.byte_partition import (
+from xtk.projection.projection import Projection
+from xtk.projection.prune import prune_projection
+from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching
+from xtk.projection.vocabulary_byte_partition import (
     ALGORITHM_VERSION,
     BytePartition,
     PrefixContinuations,
     SortedVocabulary,
     build_byte_partition,
 )
-from xtk.projection.projection import Projection
-from xtk.projection.prune import prune_projection
-from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching
 from xtk.tokens.tokenizer import Tokenizer
 
 NEXT_BYTES_PARTS: dict[str, Any] = {

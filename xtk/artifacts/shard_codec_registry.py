@@ -11,12 +11,15 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.token_frequency_order import VocabularyOrder
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.name_registry import unknown_name_error
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
-CODECS = {"raw": "xtk.artifacts.shard_codecs:RawCodec", "packed": "xtk.artifacts.codec.packed_codec:PackedCodec"}
+CODECS = {
+    "raw": "xtk.artifacts.shard_codec_registry:RawCodec",
+    "packed": "xtk.artifacts.codec.packed_codec:PackedCodec",
+}
 DEFAULT_PRECISION = "standard"
 PRECISION_CODECS = {"float32": "raw", "fine": "packed", DEFAULT_PRECISION: "packed", "coarse": "packed"}
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xtk.losses.alternative_tokenizations import group_logsumexp
 from xtk.losses.loss_interface import PrefixProduct
+from xtk.losses.tokenization_marginalization import group_logsumexp
 
 # Lower bound of 1 - P in the formula near P = 1, to keep it and its gradient finite.
 MIN_REMAINDER = 1e-30
