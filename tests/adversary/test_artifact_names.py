@@ -45,7 +45,7 @@ def test_a_merge_writes_nothing_outside_of_its_output(run, forged, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / ".profile").write_text("export PATH")
     done = run("cache-teacher", "--merge", forged, "-o", out, code=None)
-    refused(done, "refers to '../.profile', but must be a known file name in the same folder", "manifest.json")
+    refused(done, "refers to '../.profile', which is not a file of an xtk artifact in the same folder", "manifest.json")
     assert contents(tmp_path / "elsewhere") == {".profile": b"export PATH"}
 
 

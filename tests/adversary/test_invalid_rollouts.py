@@ -135,6 +135,6 @@ def test_ids_beyond_the_vocabulary_are_refused(pair, run, tmp_path, beyond):
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
     command = ("cache-teacher", pair.student, tmp_path / "rollouts.jsonl", "-o", tmp_path / "cache")
     assert (
-        f"student_ids of a rollout contains token id {len(student.vocabulary) + beyond}; this tokenizer"
+        f"student_ids of a rollout contains token id {len(student.vocabulary) + beyond}, but this tokenizer"
         in run(*command, code=1).stderr
     )

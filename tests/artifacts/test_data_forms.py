@@ -110,7 +110,7 @@ def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path):
     state = json.loads((tmp_path / "one" / "state.json").read_text())
     state["_data_files"][0]["filename"] = "../elsewhere.arrow"
     (tmp_path / "one" / "state.json").write_text(json.dumps(state))
-    assert "must be a known file name in the same folder" in failure_of(tmp_path / "one").what
+    assert "which is not a file of an xtk artifact in the same folder" in failure_of(tmp_path / "one").what
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])

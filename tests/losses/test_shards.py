@@ -82,7 +82,7 @@ def test_a_process_without_rows_of_the_head_is_told(alone):
 
 @pytest.mark.parametrize("held", [[[0, 1, 1]], [[0, 2]], [[1, 2, 3]]])
 def test_rows_that_are_held_twice_or_not_at_all_are_told(alone, held):
-    with pytest.raises(XtkError, match="each row of hidden states must be on exactly one process"):
+    with pytest.raises(XtkError, match="hidden states of other positions than the processes"):
         StateExchange.make_plan([np.array(rows) for rows in held], [], alone)
 
 

@@ -149,7 +149,7 @@ def test_the_reverse_pass_reaches_more_teacher_tokens(tokenizer_of):
         ("multitoken", {"decay": 1.5}, "--decay is 1.5"),
         ("multitoken", {"decay": float("nan")}, "--decay is nan"),
         ("first-token", {"decay": 0.5}, "--method first-token does not support --decay"),
-        ("cooccurrence", {}, "--method cooccurrence lacks its arguments counts"),
+        ("cooccurrence", {}, "the method cooccurrence of build_projection needs the arguments counts"),
     ],
 )
 def test_options_that_a_method_cannot_use_are_refused(tokenizer_of, method, options, message):
@@ -339,8 +339,8 @@ def bad(**changes: object) -> Projection:
             {"row_offsets": np.array([0, 0, 2], np.int64), "teacher_ids": np.array([1, 1], np.int32)},
             "not strictly increasing",
         ),
-        ({"student_cells": np.array([-2, 0], np.int32)}, "cell numbers that are out of range"),
-        ({"teacher_cells": np.array([0, 4], np.int32)}, "cell numbers that are out of range"),
+        ({"student_cells": np.array([-2, 0], np.int32)}, "numbers of its cells are out of range"),
+        ({"teacher_cells": np.array([0, 4], np.int32)}, "numbers of its cells are out of range"),
     ],
 )
 def test_a_matrix_that_is_no_projection_is_refused(changes, message):

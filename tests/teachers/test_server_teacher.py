@@ -328,7 +328,7 @@ def test_a_password_in_an_address_is_not_told(pair, model):
 def test_a_server_that_tells_nothing_of_prompts_is_refused(pair):
     with (
         served(answer_as_vllm, str(pair.teacher), ["teacher"], {"plain": True}) as plain,
-        pytest.raises(XtkError, match="which only vLLM servers return"),
+        pytest.raises(XtkError, match="only vLLM servers return them"),
     ):
         ServerTeacher(request_of(pair.teacher, [plain.url]))
 

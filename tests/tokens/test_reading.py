@@ -514,7 +514,7 @@ def test_given_ids_are_as_many_as_trained_tokens(tokenizer_of):
     assert document.candidate_ids.to_padded().tolist() == [[at, at + 1] for at in range(len(ids) - 1)]
     with pytest.raises(
         XtkError,
-        match=rf"candidate_ids of a document has {len(lists) - 1} lists, but the teacher scores {len(lists)} of",
+        match=rf"candidate_ids of a document has {len(lists) - 1} lists, but {len(lists)} of its tokens",
     ):
         read(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists[1:]))
     for wrong in (-1, teacher.embedding_rows):

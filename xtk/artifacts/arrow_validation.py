@@ -12,6 +12,11 @@ from xtk.errors import CorruptError
 RESTORE_HINT = "copy the file again, or delete it and run the same xtk cache-teacher command again"
 
 
+def corrupt_shard_error(why: str) -> CorruptError:
+    """Return the error for a shard with invalid content; the caller that knows the shard adds its name."""
+    return CorruptError(f"this shard of a teacher cache is corrupt: {why}", hint=RESTORE_HINT)
+
+
 def validate_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield batches after validating every offset, index and string in them.
 

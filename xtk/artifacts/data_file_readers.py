@@ -376,7 +376,7 @@ class _JsonBuffer:
                         f"{wrong.msg} (line {self.line}" if isinstance(wrong, json.JSONDecodeError) else f"{wrong} ("
                     )
                     raise XtkError(
-                        f"this document is not JSON: {reason})",
+                        f"this document is not valid JSON: {reason})",
                         where=where,
                         hint="correct the JSON, or write one JSON object per line (.jsonl)",
                     ) from None
@@ -465,7 +465,7 @@ def _read_csv(name: str, reading: RecordReadOptions) -> Iterator[Record]:
                 raise XtkError(
                     f"this row is not valid CSV: {wrong}",
                     where=f"{name}, line {first}",
-                    hint="put fields with a comma, a quote or a newline in double quotes, and double quotes in them",
+                    hint='put fields with a comma, a quote or a newline in double quotes, and write inner quotes as ""',
                 ) from None
             if row is None:
                 return

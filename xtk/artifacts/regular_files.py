@@ -35,10 +35,10 @@ def check_file_name(name: object, allowed: Sequence[str | re.Pattern[str]], *, w
                 return name
     shown = repr(name)
     raise CorruptError(
-        f"this file refers to {shown if len(shown) <= 80 else shown[:77] + '...'}, but must be a known file name in "
-        "the same folder",
+        f"this file refers to {shown if len(shown) <= 80 else shown[:77] + '...'}, which is not a file of an xtk "
+        "artifact in the same folder",
         where=where,
-        hint="use this artifact only if you trust its source; else create it again, or copy it again",
+        hint="the artifact was altered: copy it again from a source that you trust, or create it again",
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.artifacts.arrow_validation import RESTORE_HINT
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, canonical_json, parse_json_object, sha256
 from xtk.artifacts.cache_manifest import (
     CODEC_FILE_KEYS,
@@ -493,7 +494,7 @@ class TeacherCache:
             CorruptError: the document does not match its checksum.
         """
         if not 0 <= number < len(self):
-            raise IndexError(f"document {number} does not exist; the cache has {len(self):,} documents")
+            raise IndexError(f"document {number} does not exist; the cache has the documents 0 to {len(self) - 1:,}")
         shard = bisect_right(self._first_rows, number) - 1
         at = number - self._first_rows[shard]
         opened = self._open(shard)
@@ -690,7 +691,9 @@ def read_shard_counts(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _corrupt_document_error(shard: CacheShard, row: int) -> CorruptError:
     return CorruptError(
-        "a document of this teacher cache does not match its checksum", where=f"{shard.name}, row {row}"
+        "a document of this teacher cache does not match its checksum",
+        where=f"{shard.name}, row {row}",
+        hint=RESTORE_HINT,
     )
 
 

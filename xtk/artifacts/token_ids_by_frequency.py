@@ -66,9 +66,9 @@ class VocabularyOrder:
         """
         if vocabulary_order_file_name(content) != file:
             raise CorruptError(
-                "the file of token ids by frequency does not match the checksum in its name",
+                "this file of a teacher cache does not match the checksum in its name",
                 where=where,
-                hint="copy this file of the teacher cache again",
+                hint="copy the file again, or make the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
             )
         batch, _ = read_single_batch(content, where, full=True)
         check_columns(batch, VOCABULARY_ORDER_SCHEMA, where)
@@ -77,7 +77,7 @@ class VocabularyOrder:
             raise CorruptError(
                 "the file of token ids by frequency must list every token id exactly once",
                 where=where,
-                hint="copy this file of the teacher cache again",
+                hint="copy the file again, or make the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
             )
         by_id = np.zeros(len(order), np.int32)
         by_id[order] = lengths

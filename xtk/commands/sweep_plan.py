@@ -120,7 +120,7 @@ def plan_runs(
             raise XtkError(
                 f"the runs {same.name} and {name} have the same options",
                 where=f"{place}{shlex.join(words[:-2])}",
-                hint="remove varied options from the shared arguments",
+                hint="remove one of them; an option of --vary must not also be among the arguments that all runs share",
             )
     return list(runs.values())
 

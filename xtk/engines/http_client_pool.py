@@ -29,7 +29,7 @@ BYTES_PER_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":
 RESPONSE_SIZE_MARGIN = 4  # factor on the expected size: tokens differ in length
 REPORT_INTERVAL_SECONDS = 30.0
 T = TypeVar("T")
-VLLM_SERVER_HINT = "check the server's version and that the address is a vLLM server"
+VLLM_SERVER_HINT = "check that the address is that of a vLLM server with the model of the command, and its version"
 
 
 class RetryableError(Exception):
@@ -479,7 +479,7 @@ def parse_response(raw: bytes) -> Any:
     try:
         return json.loads(raw, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as wrong:
-        raise RetryableError(f"the server's response is not valid JSON: {wrong}"[:500]) from None
+        raise RetryableError(f"the server's response is not valid JSON: {wrong}"[:500], VLLM_SERVER_HINT) from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -98,8 +98,8 @@ class AnswerScores:
         both = self.is_scored & other.is_scored
         if not both.any():
             raise XtkError(
-                "--reward could not score any problem for both models, so the models cannot be compared",
-                hint="check that each row has the column with the expected answer, such as --reward exact:column=NAME",
+                "--reward scored no problem for both models, so they cannot be compared",
+                hint="check that a column has the expected answers, and name it: --reward exact:column=NAME",
             )
         return Estimate.mean_of(self.scores[both].mean(axis=1) - other.scores[both].mean(axis=1))
 

@@ -66,9 +66,9 @@ class StateExchange:
         rows = len(everything)
         if not np.array_equal(np.sort(everything), np.arange(rows)):
             raise XtkError(
-                "with --parallel cp, each row of hidden states must be on exactly one process",
+                "the loss got hidden states of other positions than the processes of --parallel cp have",
                 where=f"{ranks} processes with {', '.join(str(len(some)) for some in rows_by_rank)} rows",
-                hint="number the compared rows from 0 over all documents of the micro-batch, each on one rank",
+                hint="in an own loss, number the compared positions of a micro-batch 0, 1, ..., each on one process",
             )
         owner, place = np.empty(rows, np.int64), np.empty(rows, np.int64)
         for number, some in enumerate(rows_by_rank):

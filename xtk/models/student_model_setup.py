@@ -286,7 +286,8 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
             raise XtkError(
                 "the student's embedding and output head share one weight, so neither can get a LoRA adapter",
                 where=f"--lora-target-modules {','.join(targets)}",
-                hint=f"use --lora-modules-to-save {min(tied)}, which fully trains both",
+                hint=f"remove {' and '.join(sorted(set(targets) & tied))} from --lora-target-modules; to train "
+                f"both in full, use --lora-modules-to-save {min(tied)}",
             )
         described = LoraConfig(
             task_type="CAUSAL_LM",

@@ -123,8 +123,8 @@ def make_method(method: str, options: Mapping[str, Any]) -> ProjectionMethod:
                if field.default is dataclasses.MISSING and field.name not in options]  # fmt: skip
     if lacking:
         raise XtkError(
-            f"--method {method} lacks its arguments {', '.join(lacking)}",
-            hint="use xtk build-projection, which sets them, or pass them to build_projection",
+            f"the method {method} of build_projection needs the arguments {', '.join(lacking)}",
+            hint="pass them, or use the command xtk build-projection, which sets them",
         )
     made: ProjectionMethod = kind(**options)
     return made

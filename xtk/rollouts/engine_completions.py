@@ -92,9 +92,9 @@ def checked_completion(
     """
     if not len(ids):
         raise XtkError(
-            "the engine returned a completion without tokens",
+            "vLLM returned a completion without tokens",
             where=tokenizer.name,
-            hint="check the version of vLLM, or use the backend transformers",
+            hint="install a vLLM version that xtk supports (pip install 'xtk[vllm]'), or use --backend transformers",
         )
     if ids.min() < 0 or ids.max() >= len(tokenizer):
         raise XtkError(

@@ -106,7 +106,9 @@ class TransformersGenerator:
                 if len(request.input_ids)
                 else "a prompt is empty: it has no tokens",
                 where=self.tokenizer.name,
-                hint="shorten or remove this prompt" if len(request.input_ids) else "remove it, or add text to it",
+                hint="shorten or remove this prompt"
+                if len(request.input_ids)
+                else "remove this prompt, or add text to it",
             )
         return length
 

@@ -315,7 +315,7 @@ def _candidate_ids(job: CacheJob, pieces: list[tuple[Document, TokenSequence]]) 
         raise XtkError(
             "--support candidates needs the column candidate_ids, which a document of the data lacks",
             where=f"{job.corpus.name}, the document that begins {''.join(one.text for one in lacking.segments)[:40]!r}",
-            hint="add candidate_ids: one list of token ids per teacher token that is scored (all but the first)",
+            hint="add one list of token ids for each trained teacher token but the first of the text, in order",
         )
     return [
         document.candidate_ids.to_padded(int(tokens.train_mask.sum()))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.engines.http_client_pool import (
     BYTES_PER_ENTRY,
+    VLLM_SERVER_HINT,
     Endpoint,
     EndpointPool,
     PermanentError,
@@ -246,9 +247,12 @@ def _response_choice(answer: Any) -> dict[str, Any]:
     """Return the only choice of a response, with its `prompt_logprobs`."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RetryableError("the server's response does not contain exactly one choice")
+        raise RetryableError("the server's response does not contain exactly one choice", VLLM_SERVER_HINT)
     if not isinstance(choices[0].get("prompt_logprobs"), list):
-        raise RetryableError("the server's response has no prompt_logprobs, which only vLLM servers return")
+        raise RetryableError(
+            "the server's response has no prompt_logprobs; only vLLM servers return them",
+            "serve the teacher with vLLM (vllm serve MODEL), or use --backend transformers",
+        )
     return choices[0]
 
 
@@ -270,12 +274,14 @@ def _parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogp
     at = np.flatnonzero(document.train_mask)
     entries = [returned[position] for position in at.tolist()]
     if not all(isinstance(entry, dict) and len(entry) in (top_k, top_k + 1) and entry for entry in entries):
-        raise RetryableError(f"the server's response does not have {top_k:,} log-probabilities for each token")
+        raise RetryableError(
+            f"the server's response does not have {top_k:,} log-probabilities for each token", VLLM_SERVER_HINT
+        )
     ids = parse_token_ids([token for entry in entries for token in entry])
     try:
         values = [value["logprob"] for entry in entries for value in entry.values()]
     except (TypeError, KeyError):
-        raise RetryableError("the server's response contains a token without a log-probability") from None
+        raise RetryableError("the server's response has a token without a log-probability", VLLM_SERVER_HINT) from None
     logprobs = checked_logprobs(values)
     lengths = np.array([len(entry) for entry in entries])
     return _separate_observed(ids, logprobs, lengths, document.ids[at], top_k)
@@ -304,7 +310,9 @@ def _separate_observed(
     values[filled] = np.where(logprobs <= CLAMPED_LOGPROB, -np.inf, logprobs)
     own = table == observed_ids[:, None]
     if not (own.sum(1) == 1).all():
-        raise RetryableError("the server's response has log-probabilities of other tokens than those in the request")
+        raise RetryableError(
+            "the server's response has log-probabilities of other tokens than those in the request", VLLM_SERVER_HINT
+        )
     # An observed token outside of the top K is sorted after them, even with equal log-probabilities.
     last = (~filled | (own & (lengths == top_k + 1)[:, None])).astype(np.int8)
     order = np.lexsort((-values, last), axis=1)[:, :top_k]
@@ -324,7 +332,9 @@ def _last_token_logprobs(choice: dict[str, Any], top_k: int) -> dict[str, dict[s
         found = {token.removeprefix("token_id:"): {"logprob": value} for token, value in entry.items()}
         own = own.rpartition(":")[2]
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise RetryableError("the server's response has no log-probability for the last token") from None
+        raise RetryableError(
+            "the server's response has no log-probability for the last token", VLLM_SERVER_HINT
+        ) from None
     if ruled_out and ruled_out == len(entry) - 1:
         raise XtkError(
             "the server returns log-probabilities after sampling restrictions instead of those of the model",

@@ -158,9 +158,9 @@ def _check_top_logprobs(heads: TopLogprobs, observed_ids: NDArray[np.int32], wid
         )
     if heads.ids.size and not (heads.ids.min() >= 0 and heads.ids.max() < width):
         raise XtkError(
-            f"the teacher returned the token id {heads.ids.max():,}; its vocabulary has {width:,} ids",
+            f"the teacher returned the token id {heads.ids.max():,}, but its vocabulary has {width:,} ids",
             where=where,
-            hint="check that the tokenizer and configuration in TEACHER belong to the model that computes",
+            hint="check that tokenizer and config.json of TEACHER belong to the model that the backend or server runs",
         )
     in_order = np.sort(heads.ids, 1)
     if (in_order[:, 1:] == in_order[:, :-1]).any():

@@ -100,7 +100,7 @@ class WorkerProcess:
             code = self.process.wait(TERMINATE_SECONDS)
         except subprocess.TimeoutExpired:
             return XtkError(
-                "a worker process of the teacher still runs, but its connection is closed",
+                "the connection to a worker process of the teacher is closed; xtk stops this process",
                 where=self.name,
                 hint="run the same command again; finished parts are kept",
             )

@@ -68,10 +68,10 @@ def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledToken
     size = len(tokenizer.vocabulary)
     if len(sampled.ids) and int(sampled.ids.max()) >= size:
         raise XtkError(
-            f"student_ids of a rollout contains token id {int(sampled.ids.max())}; this tokenizer has ids 0 to "
+            f"student_ids of a rollout contains token id {int(sampled.ids.max())}, but this tokenizer has ids 0 to "
             f"{size - 1:,}",
             where=f"{tokenizer.name}; the rollout that begins {document.text[:40]!r}",
-            hint="use the output of xtk rollout unchanged",
+            hint="use the rollouts of xtk rollout with this student, unchanged",
         )
     template = tokenizer.template_fingerprint if document.conversation is not None else ""
     return sampled if sampled.template_fingerprint == template else None

@@ -78,9 +78,9 @@ def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: Tok
     trained = int(sequence.train_mask.sum())
     if len(given) != trained:
         raise XtkError(
-            f"candidate_ids of a document has {len(given):,} lists, but the teacher scores {trained:,} of its tokens",
+            f"candidate_ids of a document has {len(given):,} lists, but {trained:,} of its tokens are scored",
             where=tokenizer.name,
-            hint="use one list per teacher token that is scored, in order (all trained tokens but the first token)",
+            hint="use one list of token ids for each trained teacher token but the first of the text, in order",
         )
     if len(given.ids) and not 0 <= given.ids.min() <= given.ids.max() < tokenizer.embedding_rows:
         wrong = int(given.ids.min() if given.ids.min() < 0 else given.ids.max())
@@ -296,7 +296,7 @@ class _TextBuilder:
         except UnicodeDecodeError as wrong:
             token = first + int(np.searchsorted(edges, wrong.start, side="right")) - 1
             raise XtkError(
-                f"input_ids of a document cannot be decoded: token {token} (id {self._ids[token]}) "
+                f"input_ids of a document cannot be decoded: its token {token} (id {self._ids[token]}) "
                 "results in invalid UTF-8",
                 where=self._tokenizer.name,
                 hint="remove the document, or set the train mask to 0 from this token on",

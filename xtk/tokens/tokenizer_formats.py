@@ -144,10 +144,11 @@ def _read_tiktoken(path: Path) -> FileContents:
     scheme = TIKTOKEN_SPECS.get(len(ranks)) or TIKTOKEN_SPECS.get(len(ranks) - 1)
     if scheme is None:
         raise XtkError(
-            f"this tiktoken file of {len(ranks):,} tokens is unknown to xtk and does not contain the regular "
-            "expression that splits a text before merging",
+            f"this tiktoken file of {len(ranks):,} tokens is unknown to xtk, and tiktoken files do not contain the "
+            "regular expression that splits a text before merging",
             where=str(path),
-            hint="create tokenizer.json with transformers.convert_slow_tokenizer.TikTokenConverter(file, pattern=...)",
+            hint="use tokenizer.json of the model; or write it: transformers.convert_slow_tokenizer."
+            'TikTokenConverter(FILE, pattern=PATTERN).converted().save("tokenizer.json")',
         )
     return _files_from_bpe_ranks(ranks, scheme)
 

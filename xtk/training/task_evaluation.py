@@ -211,7 +211,10 @@ def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
     names = [name for task in tasks for name in task.names]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise XtkError(f"two --eval-tasks have the name {twice}", hint="add name=ANOTHER to one that has reward=")
+        raise XtkError(
+            f"two --eval-tasks have the name {twice}",
+            hint="remove one of them, or rename one with a reward: FILE:reward=REWARD,name=ANOTHER",
+        )
     return tasks
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_coder import SYMBOL_MASK, encode_words
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
 from xtk.artifacts.codec.symbol_frequencies import counts_to_frequencies
-from xtk.errors import CorruptError
 
 MAX_VARINT_BYTES = 5
 Index = np.uint64
@@ -101,9 +101,7 @@ def decode_varints(packed: bytes | memoryview, count: int) -> tuple[list[int], i
     numbers = np.empty(count, np.int64)
     at = decode_varints_into(np.frombuffer(packed, np.uint8), numbers)
     if at < 0:
-        raise CorruptError(
-            "this shard of a teacher cache is corrupt: its compressed data is truncated within the length fields"
-        )
+        raise corrupt_shard_error("its compressed data ends too early")
     return numbers.tolist(), at
 
 
@@ -118,5 +116,5 @@ def split_bytes(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> li
         parts.append(packed[at : at + size])
         at += size
     if at > len(packed):
-        raise CorruptError("this shard of a teacher cache is corrupt: its length fields exceed its compressed data")
+        raise corrupt_shard_error("its compressed data is shorter than its stated length")
     return [*parts, packed[at:]]

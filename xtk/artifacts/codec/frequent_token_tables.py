@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_byte_streams import (
     StreamEncoder,
     bytes_to_words,
@@ -34,7 +35,6 @@ from xtk.artifacts.codec.symbol_frequencies import (
     pack_frequencies,
     unpack_frequencies,
 )
-from xtk.errors import CorruptError
 
 FIRST_CONTEXTS = first_contexts(FREQUENT_ID_FAMILIES)
 NUM_CONTEXTS = int(FIRST_CONTEXTS[-1])
@@ -77,7 +77,7 @@ def unpack_frequent_ids(
     """
     (clusters, count, size), at = decode_varints(packed, 3)
     if not 1 <= clusters <= NUM_SYMBOLS or count > clusters * len(ids_by_frequency):
-        raise CorruptError("this shard of a teacher cache is corrupt: its table of frequent token ids is invalid")
+        raise corrupt_shard_error("its table of frequent token ids is invalid")
     frequencies, stream = split_bytes(packed, at, [size])
     slots = make_decoding_tables(
         unpack_frequencies(frequencies, NUM_CONTEXTS), np.zeros((NUM_CONTEXTS, NUM_SYMBOLS), np.int64)
@@ -86,7 +86,7 @@ def unpack_frequent_ids(
     if not decode_frequent_ids(
         np.frombuffer(stream, np.uint8), slots, FIRST_CONTEXTS, ids_by_frequency, starts, frequent_ids
     ):
-        raise CorruptError("this shard of a teacher cache is corrupt: its table of frequent token ids is invalid")
+        raise corrupt_shard_error("its table of frequent token ids is invalid")
     return starts, frequent_ids
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_byte_streams import decode_varints, decode_varints_into, split_bytes
 from xtk.artifacts.codec.entropy_coding_contexts import (
     GAP,
@@ -189,7 +190,7 @@ class LogprobDecoder:
 
 
 def _corruption_error() -> CorruptError:
-    return CorruptError("this shard of a teacher cache is corrupt: its log-probabilities cannot be decoded")
+    return corrupt_shard_error("its log-probabilities cannot be decoded")
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS, UNUSED_SYMBOL
-from xtk.errors import CorruptError
 
 FREQUENCY_BITS = 10
 FREQUENCY_TOTAL = 1 << FREQUENCY_BITS
@@ -71,7 +71,7 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
         one = bits.find("1", at, at + FREQUENCY_BITS + 1)
         stop = 2 * one - at + 1
         if one < 0 or stop > len(bits):
-            raise CorruptError("this shard of a teacher cache is corrupt: its compression tables are truncated")
+            raise corrupt_shard_error("its compression tables are truncated")
         number = int(bits[one:stop], 2) - 1
         at = stop
         return number
@@ -79,13 +79,11 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
     for row in frequencies:
         size = gamma()
         if size > NUM_SYMBOLS:
-            raise CorruptError("this shard of a teacher cache is corrupt: its compression tables have too many symbols")
+            raise corrupt_shard_error("its compression tables are invalid (number of symbols)")
         row[:size] = [gamma() for _ in range(size)]
     sums = frequencies.sum(1)
     if ((sums != 0) & (sums != FREQUENCY_TOTAL)).any() or len(bits) - at > 7:
-        raise CorruptError(
-            "this shard of a teacher cache is corrupt: the frequencies in its compression tables have a wrong sum"
-        )
+        raise corrupt_shard_error("its compression tables are invalid (sum of frequencies)")
     return frequencies
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_byte_streams import StreamEncoder, bytes_to_words
 from xtk.artifacts.codec.ans_coder import (
     MIN_STATE,
@@ -34,7 +35,6 @@ from xtk.artifacts.codec.symbol_frequencies import (
     pack_frequencies,
     unpack_frequencies,
 )
-from xtk.errors import CorruptError
 
 FIRST_CONTEXTS = first_contexts(TOKEN_FAMILIES)
 
@@ -96,7 +96,7 @@ class TokenDecoder:
             np.frombuffer(packed, np.uint8), self._slots, FIRST_CONTEXTS, self._order, self._token_bytes, length
         )
         if not whole:
-            raise CorruptError("this shard of a teacher cache is corrupt: its tokens cannot be decoded")
+            raise corrupt_shard_error("its tokens cannot be decoded")
         return ids, ends
 
 
