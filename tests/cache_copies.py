@@ -9,7 +9,7 @@ from pathlib import Path
 import material
 import numpy as np
 
-from xtk.artifacts.storage_interface import LocalFolder
+from xtk.artifacts.local_and_remote_folders import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 
 KINDS = {

@@ -17,7 +17,7 @@ import pytest
 from command_line import run_xtk
 from safetensors import safe_open
 
-from xtk.artifacts import token_cooccurrence_counting
+from xtk.artifacts import corpus_cooccurrence_counts
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.record_to_document import RECORD_FIELDS
 from xtk.artifacts.teacher_cache import TeacherCache, _unfinished_marker_content
@@ -170,9 +170,9 @@ def test_a_projection_is_documented(pair, projection, corpus, folder):
 
 
 def test_unfinished_counts_are_documented(pair, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cooccurrence_counting, "SAVE_INTERVAL_SECONDS", 0)
+    monkeypatch.setattr(corpus_cooccurrence_counts, "SAVE_INTERVAL_SECONDS", 0)
     student, teacher = Tokenizer(pair.student), Tokenizer(pair.teacher)
-    token_cooccurrence_counting.count_corpus_cooccurrences(student, teacher, Corpus([str(corpus)]), tmp_path / "p")
+    corpus_cooccurrence_counts.count_corpus_cooccurrences(student, teacher, Corpus([str(corpus)]), tmp_path / "p")
     (path,) = tmp_path.iterdir()
     header, tensors = safetensors_names(path)
     assert not undocumented(keys_of(header) | tensors, "artifacts.md", "Unfinished counts")
@@ -311,7 +311,7 @@ def test_rollouts_are_documented(rollouts):
 
 
 def test_stored_rollouts_of_an_unfinished_run_are_documented(tmp_path):
-    from xtk.rollouts.rollout import Rollout
+    from xtk.rollouts.rollout_record import Rollout
     from xtk.tokens.document import Document
     from xtk.training import on_policy_loop
 

@@ -26,7 +26,7 @@ import xxhash
 
 from xtk.artifacts.cache_shard import CHECKSUM_PREFIX, CacheShard, frame_checksum
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.storage_interface import LocalFolder
+from xtk.artifacts.local_and_remote_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache, write_cache_manifest
 from xtk.errors import XtkError
 

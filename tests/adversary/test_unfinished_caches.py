@@ -14,7 +14,7 @@ import pytest
 
 from xtk.artifacts.cache_shard import ShardPosition, check_file_checksum
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.storage_interface import open_folder
+from xtk.artifacts.local_and_remote_folders import open_folder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, open_verified_shard, shard_file_name
 from xtk.errors import CorruptError
 from xtk.teachers.cache_build_config import CacheRequest

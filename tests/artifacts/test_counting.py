@@ -12,14 +12,14 @@ import time
 import material
 import pytest
 
-from xtk.artifacts import token_cooccurrence_counting
-from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.token_cooccurrence_counting import (
+from xtk.artifacts import corpus_cooccurrence_counts
+from xtk.artifacts.corpus_cooccurrence_counts import (
     corpus_fingerprint,
     count_corpus_cooccurrences,
     counting_state_path,
     remove_counting_state,
 )
+from xtk.artifacts.corpus_reader import Corpus
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = [text for number in range(6) for text in material.sentences(20, seed=number)]
@@ -29,7 +29,7 @@ TEXTS = [text for number in range(6) for text in material.sentences(20, seed=num
 def small(monkeypatch):
     """Batches of eight texts, a state after each."""
     monkeypatch.setattr("xtk.projection.methods.cooccurrence.BATCH_TEXTS", 8)
-    monkeypatch.setattr(token_cooccurrence_counting, "SAVE_INTERVAL_SECONDS", 0)
+    monkeypatch.setattr(corpus_cooccurrence_counts, "SAVE_INTERVAL_SECONDS", 0)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_counts_of_something_else_are_begun_anew(small, sides, families, data, t
         raw[-3] ^= 1
         counting_state_path(path).write_bytes(bytes(raw))
     if change in ("algorithm_version", "version"):
-        monkeypatch.setattr(token_cooccurrence_counting, change.upper(), 99)
+        monkeypatch.setattr(corpus_cooccurrence_counts, change.upper(), 99)
     told: list[int] = []
     found = count_corpus_cooccurrences(*sides, Corpus([str(data)]), path, told.append)
     assert told[0] == 0
@@ -111,7 +111,7 @@ def test_counts_of_something_else_are_begun_anew(small, sides, families, data, t
 
 COUNT = """
 import sys, time
-from xtk.artifacts import token_cooccurrence_counting as counting
+from xtk.artifacts import corpus_cooccurrence_counts as counting
 from xtk.projection.methods import cooccurrence
 cooccurrence.BATCH_TEXTS = 8
 counting.SAVE_INTERVAL_SECONDS = 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_teacher_cache import row_of
 
-from xtk.artifacts.storage_interface import LocalFolder
+from xtk.artifacts.local_and_remote_folders import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.tokens.document import Document

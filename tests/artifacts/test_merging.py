@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_teacher_cache import DOCUMENTS, HEADER, ScoredDocument, assert_equal, files_of, row_of
 
 from xtk.artifacts.cache_merging import merge_caches
-from xtk.artifacts.storage_interface import open_folder
+from xtk.artifacts.local_and_remote_folders import open_folder
 from xtk.artifacts.teacher_cache import (
     CacheWriter,
     TeacherCache,

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from xtk.artifacts import cache_manifest, cache_shard, teacher_cache, token_cooccurrence_counting
+from xtk.artifacts import cache_manifest, cache_shard, corpus_cooccurrence_counts, teacher_cache
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.local_and_remote_folders import LocalFolder
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.record_to_document import record_to_document
 from xtk.artifacts.run_folders import read_recipe, read_run_manifest
-from xtk.artifacts.storage_interface import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.tokens.tokenizer import Tokenizer
@@ -114,9 +114,9 @@ def test_a_recipe_and_with_it_the_metrics_of_its_run(tmp_path, run):
 
 def test_unfinished_counts_are_counted_again(pair, corpus, tmp_path):
     student, teacher = Tokenizer(pair.student), Tokenizer(pair.teacher)
-    state = token_cooccurrence_counting.counting_state_path(tmp_path / "p")
+    state = corpus_cooccurrence_counts.counting_state_path(tmp_path / "p")
     stated = {
-        "format": token_cooccurrence_counting.FORMAT,
+        "format": corpus_cooccurrence_counts.FORMAT,
         "version": 1,
         "rules": 3,
         "documents": 3,
@@ -125,7 +125,7 @@ def test_unfinished_counts_are_counted_again(pair, corpus, tmp_path):
     tensors = {"keys": np.zeros(1, np.int64), "times": np.ones(1, np.int64)}
     safetensors.numpy.save_file(tensors, state, metadata={"xtk": canonical_json(stated)})
     documents = Corpus([str(corpus)])
-    found = token_cooccurrence_counting.count_corpus_cooccurrences(student, teacher, documents, tmp_path / "p")
+    found = corpus_cooccurrence_counts.count_corpus_cooccurrences(student, teacher, documents, tmp_path / "p")
     assert found.num_documents == 40
 
 

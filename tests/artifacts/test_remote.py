@@ -14,8 +14,8 @@ import pytest
 from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of, row_of, write
 
 from xtk.artifacts.cache_shard import ScoredDocument
+from xtk.artifacts.local_and_remote_folders import LocalFolder, StorageFolder, open_folder
 from xtk.artifacts.remote_storage import RemoteFolder
-from xtk.artifacts.storage_interface import LocalFolder, StorageFolder, open_folder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, read_finished_cache, remove_cache
 from xtk.errors import CorruptError, XtkError
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, StoredDocument
-from xtk.artifacts.storage_interface import LocalFolder
+from xtk.artifacts.local_and_remote_folders import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, cache_totals, read_finished_cache, remove_cache
 from xtk.errors import CorruptError, XtkError
 from xtk.tokens.document import Document, Segment

@@ -27,7 +27,7 @@ from test_teacher_cache import HEADER, row_of
 
 from xtk.artifacts.cache_merging import merge_caches
 from xtk.artifacts.cache_shard import CacheShard, ShardPosition, write_shard
-from xtk.artifacts.storage_interface import LocalFolder, open_folder
+from xtk.artifacts.local_and_remote_folders import LocalFolder, open_folder
 from xtk.artifacts.teacher_cache import (
     CacheWriter,
     TeacherCache,

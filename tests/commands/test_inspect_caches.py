@@ -12,7 +12,7 @@ import pytest
 
 from xtk.artifacts.cache_shard import ScoredDocument
 from xtk.artifacts.cache_statistics import bytes_by_section
-from xtk.artifacts.storage_interface import LocalFolder
+from xtk.artifacts.local_and_remote_folders import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 
 

@@ -24,7 +24,13 @@ from xtk.doctor.chat_template_checks import duplicate_start_token, template_cont
 from xtk.doctor.data_checks import compression, conversations, document_lengths, special_tokens_in_text
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.doctor.environment_checks import library_versions
-from xtk.doctor.resource_estimates import _library_bytes, disk, estimate_training_memory, max_pass_tokens, memory
+from xtk.doctor.memory_disk_and_time_estimates import (
+    _library_bytes,
+    disk,
+    estimate_training_memory,
+    max_pass_tokens,
+    memory,
+)
 from xtk.doctor.training_memory_estimate import measure_footprint
 from xtk.doctor.vocabulary_checks import embedding_rows, special_tokens
 from xtk.doctor.weight_checks import attention, dtypes, weight_tensors
@@ -382,7 +388,8 @@ def test_libraries_that_end_without_a_word_are_told(monkeypatch, tmp_path):
 
 def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "xtk.doctor.resource_estimates.IMPORT_CODE", "from xtk.doctor.resource_estimates import resident"
+        "xtk.doctor.memory_disk_and_time_estimates.IMPORT_CODE",
+        "from xtk.doctor.memory_disk_and_time_estimates import resident",
     )  # the rest takes seconds
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "counted.py").write_text(

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
-from xtk.doctor.resource_estimates import estimate_caching_memory, estimate_training_memory
+from xtk.doctor.memory_disk_and_time_estimates import estimate_caching_memory, estimate_training_memory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from /proc")
 

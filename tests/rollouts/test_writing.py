@@ -18,9 +18,9 @@ from xtk.rollouts.advantages import group_advantages
 from xtk.rollouts.environments import load_environment
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import read_prompts, tokenize_prompts
-from xtk.rollouts.rollout import Rollout
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_jsonl import json_line, rollout_record
+from xtk.rollouts.rollout_record import Rollout
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 

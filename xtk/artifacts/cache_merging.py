@@ -15,8 +15,8 @@ from xtk import terminal
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.cache_manifest import CODEC_FILE_KEYS, SHARD_NAME, TOKENIZER_FILES, shard_file_name
 from xtk.artifacts.cache_shard import CacheShard
+from xtk.artifacts.local_and_remote_folders import StorageFolder, is_remote, open_folder
 from xtk.artifacts.output_path_checks import check_output_folder
-from xtk.artifacts.storage_interface import StorageFolder, is_remote, open_folder
 from xtk.artifacts.teacher_cache import (
     TeacherCache,
     _header_identity,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.atomic_files import is_stale_temporary_file, temporary_name
+from xtk.artifacts.local_and_remote_folders import MAX_FILE_BYTES
 from xtk.artifacts.remote_file_cache import DownloadCache
-from xtk.artifacts.storage_interface import MAX_FILE_BYTES
 from xtk.errors import CorruptError, XtkError
 
 # In these stores an object is visible only when it is complete; elsewhere readers see a growing file.

@@ -42,8 +42,8 @@ from xtk.artifacts.cache_shard import (
     frame_checksum,
     write_shard,
 )
+from xtk.artifacts.local_and_remote_folders import LocalFolder, StorageFolder, open_folder
 from xtk.artifacts.output_path_checks import foreign_files_error
-from xtk.artifacts.storage_interface import LocalFolder, StorageFolder, open_folder
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError, XtkError

@@ -86,9 +86,9 @@ def align(
     from pathlib import Path
 
     from xtk.artifacts.atomic_files import canonical_json, sha256
+    from xtk.artifacts.corpus_cooccurrence_counts import corpus_fingerprint
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.artifacts.token_cooccurrence_counting import corpus_fingerprint
     from xtk.commands.alignment_html import alignment_page
     from xtk.commands.html_page import check_page, write_page
     from xtk.name_registry import unknown_name_error

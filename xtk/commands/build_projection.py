@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def build_projection(
     student: Annotated[str, typer.Argument(help=shared_options.STUDENT_HELP, metavar="STUDENT")],
     teacher: Annotated[str, typer.Argument(help=shared_options.TEACHER_HELP, metavar="TEACHER")],
-    output: shared_options.Output,
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help="Output file (safetensors); nothing is added to its name.", metavar="FILE"),
+    ],
     method: Annotated[
         str,
         typer.Option(
@@ -217,12 +220,12 @@ def _counts_projection(
 
     import numpy as np
 
-    from xtk.artifacts.projection_file import write_projection
-    from xtk.artifacts.token_cooccurrence_counting import (
+    from xtk.artifacts.corpus_cooccurrence_counts import (
         corpus_fingerprint,
         count_corpus_cooccurrences,
         remove_counting_state,
     )
+    from xtk.artifacts.projection_file import write_projection
     from xtk.commands.projection_reuse import reuse_projection
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import projection_header

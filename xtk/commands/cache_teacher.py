@@ -17,12 +17,20 @@ def cache_teacher(
         str,
         typer.Argument(help="Teacher model: a folder or hub id. With --merge: the first cache.", metavar="TEACHER"),
     ],
-    output: shared_options.Output,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Output folder of the cache, or a URL of an object store such as s3://BUCKET/NAME.",
+            metavar="FOLDER|URL",
+        ),
+    ],
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Documents: files, a folder, a quoted glob, a hub dataset, a URL, or - for standard input. docs/how-"
-            "to/data.md lists the formats; with --merge: more caches.",
+            help="Documents: files, a folder, a quoted glob, a hub dataset, a URL, or - for documents from stdin. "
+            "docs/how-to/data.md lists the formats; with --merge: more caches.",
             metavar="DATA...",
             show_default=False,
         ),
@@ -116,14 +124,14 @@ def cache_teacher(
     long_documents: Annotated[
         str,
         typer.Option(
-            help="Handling of documents longer than the teacher's context: refuse the data, truncate, split or skip.",
+            help="Handling of documents above --max-length or the context: refuse the data, truncate, split or skip.",
             metavar="[refuse|truncate|split|skip]",
         ),
     ] = "refuse",
     max_length: Annotated[
         int,
         typer.Option(
-            help="Maximum number of tokens per document, up to the teacher's context length; 0: the context length."
+            help="Maximum number of tokens per document; --long-documents handles longer ones. 0: the context length."
         ),
     ] = 0,
     batch_tokens: Annotated[
@@ -146,7 +154,7 @@ def cache_teacher(
     num_machines: Annotated[
         int,
         typer.Option(
-            help="Number of machines that run the same command, write to one shared folder and divide the shards.",
+            help="Number of machines that write one cache in a shared folder, each with its own --machine-rank.",
             min=1,
         ),
     ] = 1,

@@ -38,7 +38,15 @@ def distill(
             metavar="CACHE...",
         ),
     ],
-    output: shared_options.Output,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Output folder of the run: the trained student, checkpoints and metrics.",
+            metavar="FOLDER",
+        ),
+    ],
     projection: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,7 +89,7 @@ def distill(
     scale_kd_to: Annotated[
         str,
         typer.Option(
-            help="ce: scale the distillation losses to the value of the ce loss at every step; a third slower.",
+            help="ce: scale the sum of distillation losses to the value of --loss ce at every step; a third slower.",
             metavar="[none|ce]",
         ),
     ] = "none",
@@ -294,8 +302,8 @@ def distill(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Data type of the stored weights; bfloat16 needs half the memory. In bfloat16, small updates "
-            "of trained weights are lost.",
+            help="Data type of the weights in memory; computation: --mixed-precision. bfloat16 needs half the "
+            "memory, but loses small updates of trained weights.",
             metavar="[float32|bfloat16]",
         ),
     ] = "float32",
@@ -347,14 +355,14 @@ def distill(
     long_documents: Annotated[
         str,
         typer.Option(
-            help="Handling of documents longer than the student's context: refuse the run, truncate or skip.",
+            help="Handling of documents longer than --max-length or the context: refuse the run, truncate or skip.",
             metavar="[refuse|truncate|skip]",
         ),
     ] = "refuse",
     max_length: Annotated[
         int,
         typer.Option(
-            help="Maximum number of tokens per document, up to the student's context length; 0: the context length."
+            help="Maximum number of tokens per document; --long-documents handles longer ones. 0: the context length."
         ),
     ] = 0,
     seed: Annotated[
@@ -384,7 +392,7 @@ def distill(
     eval_tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Task evaluated during training: data with a reward, or lm-evaluation-harness tasks. Repeatable. "
+            help="Task evaluated during training: data with a reward, or tasks as in evaluate --tasks. Repeatable. "
             "Keys are options of evaluate: test.jsonl:reward=exact,max_prompts=200 or arc_easy:max_prompts=200.",
             metavar="DATA:reward=NAME[,KEY=VALUE,...]|NAME[=FOLDER],...[:KEY=VALUE,...]",
         ),
@@ -423,7 +431,9 @@ def distill(
     ] = 1,
     num_machines: Annotated[
         int,
-        typer.Option(help="Number of machines that run the same command with shared folders.", min=1),
+        typer.Option(
+            help="Number of machines with shared folders; each runs the command with its own --machine-rank.", min=1
+        ),
     ] = 1,
     machine_rank: Annotated[
         int, typer.Option(help="Index of this machine, from 0, when --num-machines is above 1.", min=0)

@@ -60,7 +60,10 @@ def doctor(
         ),
     ] = "refuse",
     dtype: Annotated[
-        str, typer.Option(help="Planned data type of the student's stored weights.", metavar="[float32|bfloat16]")
+        str,
+        typer.Option(
+            help="Planned data type of the student's weights in memory (distill --dtype).", metavar="[float32|bfloat16]"
+        ),
     ] = "float32",
     mixed_precision: Annotated[
         str, typer.Option(help="Planned mixed precision of the training.", metavar="[no|bf16]")
@@ -87,7 +90,10 @@ def doctor(
         int, typer.Option(help="Planned number of stored tokens per position; 0: the default of cache-teacher.", min=0)
     ] = 0,
     tokens_per_second: Annotated[
-        float, typer.Option(help="Teacher speed, as printed by cache-teacher --estimate; 0: unknown.", min=0)
+        float,
+        typer.Option(
+            help="Teacher speed that cache-teacher --estimate prints, to estimate its time; 0: no estimate.", min=0
+        ),
     ] = 0.0,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,

@@ -244,7 +244,7 @@ def _answers(
     from xtk.rollouts import GENERATORS
     from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
     from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
-    from xtk.rollouts.rollout import Prompt, Rollout
+    from xtk.rollouts.rollout_record import Prompt, Rollout
     from xtk.teachers.backend_cli_options import backend_options
     from xtk.tokens.tokenizer import Tokenizer
 

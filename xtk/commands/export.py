@@ -17,7 +17,7 @@ def export(
             help="Output folder of xtk distill, or one of its checkpoints; - for standard input.", metavar="RUN"
         ),
     ],
-    output: shared_options.Output,
+    output: Annotated[str, typer.Option("--output", "-o", help="Output folder of the model.", metavar="FOLDER")],
     checkpoint: Annotated[
         int,
         typer.Option(help="Step of the checkpoint to export; 0: the finished student.", min=0, metavar="STEP"),

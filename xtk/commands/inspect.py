@@ -85,7 +85,7 @@ def _describe(place: str, options: _InspectOptions) -> dict[str, Any]:
     Raises:
         XtkError: there is no artifact, or it is corrupt.
     """
-    from xtk.artifacts.storage_interface import is_remote
+    from xtk.artifacts.local_and_remote_folders import is_remote
     from xtk.errors import XtkError, path_exists
 
     if is_remote(place):
@@ -139,7 +139,7 @@ def _describe_projection(path: Path) -> dict[str, Any]:
 
 def _describe_cache(place: str, options: _InspectOptions) -> dict[str, Any]:
     from xtk.artifacts import cache_statistics
-    from xtk.artifacts.storage_interface import open_folder
+    from xtk.artifacts.local_and_remote_folders import open_folder
     from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished_cache
 
     if options.verify:
@@ -162,7 +162,7 @@ def _describe_cache(place: str, options: _InspectOptions) -> dict[str, Any]:
     statistics = {**cache_statistics.summarize_cache(cache, positions, documents), "verified": options.verify or None}
     if options.teacher:
         from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-        from xtk.teachers.cache_verification import verify_cache
+        from xtk.teachers.cache_rescoring import verify_cache
 
         folder, adapter = base_model_and_adapter(resolve_model_folder(options.teacher, with_weights=True))
         statistics["scored_again"] = verify_cache(

@@ -14,7 +14,10 @@ def prune_projection(
     projection: Annotated[
         str, typer.Argument(help="Projection file; - reads its path from standard input.", metavar="PROJECTION")
     ],
-    output: shared_options.Output,
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help="Output file (safetensors); nothing is added to its name.", metavar="FILE"),
+    ],
     top_k: Annotated[int, typer.Option(help="Maximum number of teacher tokens per student token; 0: all.", min=0)] = 0,
     min_weight: Annotated[float, typer.Option(help="Minimum weight of an entry; smaller ones are removed.")] = 0.0,
     mass: Annotated[

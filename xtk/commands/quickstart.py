@@ -11,7 +11,9 @@ from xtk.commands import shared_options
 
 
 def quickstart(
-    output: shared_options.Output,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Output folder of the models, caches and report.", metavar="FOLDER")
+    ],
     seeds: Annotated[
         int,
         typer.Option(help="Number of random seeds; each trains two students and takes about two minutes more.", min=1),

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
+from xtk.artifacts.local_and_remote_folders import is_remote
 from xtk.artifacts.run_folders import RECIPE_FILE, RECIPE_KEYS, read_recipe, recipe_version
-from xtk.artifacts.storage_interface import is_remote
 from xtk.errors import MismatchError, path_exists
 
 # Options of one execution, which are not part of the run.

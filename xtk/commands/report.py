@@ -27,7 +27,7 @@ def report(
             metavar="RUN...",
         ),
     ],
-    output: shared_options.Output,
+    output: Annotated[str, typer.Option("--output", "-o", help="Output file, an HTML page.", metavar="FILE")],
     evaluation: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,7 +59,9 @@ def report(
     projection: Annotated[
         str,
         typer.Option(
-            help="Projection whose audit is shown. Default with --cache: a multitoken projection.", metavar="PROJECTION"
+            help="Projection file whose coverage of the vocabularies is shown. With --cache, the default is built with "
+            "--method multitoken.",
+            metavar="PROJECTION",
         ),
     ] = "",
     force: shared_options.Force = False,

@@ -15,8 +15,8 @@ from xtk.commands import shared_options
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xtk.rollouts.rollout import Prompt, Rollout
     from xtk.rollouts.rollout_jsonl import RolloutStatistics
+    from xtk.rollouts.rollout_record import Prompt, Rollout
 
 COMPLETIONS_PER_BATCH = 256
 
@@ -31,8 +31,8 @@ def rollout(
     prompts: Annotated[
         list[str],
         typer.Argument(
-            help="Data with a prompt, messages (the last answer is dropped) or text; - for standard input. docs/how-"
-            "to/data.md lists the formats.",
+            help="Data with a prompt, text (all of it is the prompt) or messages (the last answer is dropped). "
+            "- reads rows or a path from standard input.",
             metavar="PROMPTS...",
         ),
     ],
@@ -102,8 +102,8 @@ def rollout(
 ) -> None:
     """Sample completions of prompts from a student.
 
-    Each line of the output has a prompt, a completion, the sampled tokens and their log-probabilities. It is data for
-    cache-teacher.
+    Each line of the output has a prompt, a completion, the sampled tokens and their log-probabilities; with --reward
+    also rewards and advantages. It is data for cache-teacher.
 
     Examples:
         xtk rollout ./student prompts.jsonl --num-generations 4 -o rollouts.jsonl

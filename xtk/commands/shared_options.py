@@ -30,9 +30,6 @@ Config = Annotated[
         metavar="FILE",
     ),
 ]
-Output = Annotated[
-    str, typer.Option("--output", "-o", help="Path of the output; nothing is added to its name.", metavar="PATH")
-]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Execute Python code shipped with the model; read that code first.")
 ]
@@ -54,14 +51,15 @@ MAX_DOCUMENT_BYTES = 16_000_000  # as in `xtk.artifacts.data_file_readers`, whic
 WeightColumn = Annotated[
     str,
     typer.Option(
-        help="Data column with a training weight per document: 2 counts twice, 0 excludes the document.",
+        help="Data column with the weight of each document in training: 2 counts twice, 0 not at all.",
         metavar="NAME",
     ),
 ]
 RouteColumn = Annotated[
     str,
     typer.Option(
-        help="Data column with the folder name of each document's teacher, for distill --combine-teachers route.",
+        help="Data column that names each document's teacher by the last part of its path or hub id. Used by "
+        "distill --combine-teachers route.",
         metavar="NAME",
     ),
 ]

@@ -29,7 +29,7 @@ BYTES_PER_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":
 RESPONSE_SIZE_MARGIN = 4  # factor on the expected size: tokens differ in length
 REPORT_INTERVAL_SECONDS = 30.0
 T = TypeVar("T")
-VLLM_SERVER_HINT = "check that the address is that of a vLLM server with the model of the command, and its version"
+VLLM_SERVER_HINT = "check that a vLLM server with the model of this command answers at the address"
 
 
 class RetryableError(Exception):

@@ -15,8 +15,8 @@ from xtk.errors import XtkError
 from xtk.evaluation.standard_errors import Estimate
 from xtk.rewards.reward_spec import WeightedRewards, name_row_in_errors
 from xtk.rollouts.generator_interface import Generator, SamplingConfig
-from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.rollouts.rollout_generation import generate_rollouts
+from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.tokenizer import Tokenizer
 
 COMPLETIONS_PER_BATCH = 256

@@ -15,7 +15,7 @@ from xtk.name_registry import unknown_name_error
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, read_prompts
-from xtk.rollouts.rollout import Prompt, Rollout
+from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.tokenizer import Tokenizer
 
 MMLU = "mmlu"

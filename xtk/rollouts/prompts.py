@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.record_to_document import Record, record_to_document, record_to_prompt
 from xtk.errors import XtkError
-from xtk.rollouts.rollout import Prompt
+from xtk.rollouts.rollout_record import Prompt
 from xtk.tokens.document import Conversation, Document
 from xtk.tokens.jinja_subprocess import PROMPT_TEMPLATE, SandboxedTemplate
 from xtk.tokens.tokenizer import Tokenizer

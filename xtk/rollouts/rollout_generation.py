@@ -17,7 +17,7 @@ from xtk.rollouts.advantages import group_advantages
 from xtk.rollouts.environments import CheckedEnvironment, Environment
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 from xtk.rollouts.prompts import tokenize_between_turns, tokenize_continuation, tokenize_prompts
-from xtk.rollouts.rollout import Prompt, Rollout
+from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.document import Document, Segment
 from xtk.tokens.document_token_ids import SampledTokens
 from xtk.tokens.rollout_tokens import decode_tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 from xtk.artifacts.record_to_document import RECORD_FIELDS, ROLLOUT_CHECKSUM, check_rollout_checksum, rollout_checksum
 from xtk.errors import CorruptError
-from xtk.rollouts.rollout import Prompt, Rollout
+from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.document import Document
 from xtk.untrusted_json import parse_json
 

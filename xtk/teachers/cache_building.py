@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.artifacts.cache_shard import ScoredDocument, ShardPosition
 from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.local_and_remote_folders import LocalFolder, StorageFolder, open_folder
 from xtk.artifacts.output_path_checks import check_output_folder
-from xtk.artifacts.storage_interface import LocalFolder, StorageFolder, open_folder
 from xtk.artifacts.teacher_cache import (
     CacheWriter,
     cache_totals,

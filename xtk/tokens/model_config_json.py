@@ -43,7 +43,9 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except ValueError as wrong:
-        raise XtkError(f"config.json is not UTF-8: {wrong}", where=str(path), hint=_HINT) from None
+        raise XtkError(
+            f"config.json is not UTF-8: {wrong}", where=str(path), hint="copy or download the file again"
+        ) from None
     content = parse_json(text, what="this config.json", where=str(path))
     if not isinstance(content, dict):
         what = "config.json must contain a JSON object, but contains another JSON value"

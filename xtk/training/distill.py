@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.artifacts.atomic_files import canonical_json, sha256
 from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, is_data_path
+from xtk.artifacts.local_and_remote_folders import is_remote
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.artifacts.output_path_checks import check_output_folder
-from xtk.artifacts.storage_interface import is_remote
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import MismatchError, XtkError
@@ -27,7 +27,7 @@ from xtk.losses.loss_term import LossTerm
 from xtk.name_registry import load_registered
 from xtk.projection.projection import Projection
 from xtk.rollouts.prompts import tokenize_prompts
-from xtk.rollouts.rollout import Prompt
+from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.document import Document
 from xtk.tokens.normalization_changes import count_normalization_loss

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.artifacts.corpus_reader import Corpus, InMemoryCorpus
-from xtk.artifacts.storage_interface import open_folder
+from xtk.artifacts.local_and_remote_folders import open_folder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 from xtk.errors import XtkError
 from xtk.losses.loss_term import TeacherOutput
 from xtk.rollouts.prompts import PromptFormat, read_prompts
-from xtk.rollouts.rollout import Prompt
+from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.cache_building import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher, read_corpus_for_all
 from xtk.tokens.document import Document

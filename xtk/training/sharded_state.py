@@ -223,7 +223,9 @@ class ShardedStateReader:
                 else "is missing"
             )
             raise CorruptError(
-                f"the checkpoint is from another model: its tensor {name} {shapes}", where=where, hint=SKIP_HINT
+                f"the checkpoint is from another model: its tensor {name} {shapes}",
+                where=where,
+                hint="use the student and options of this run, or another output path (-o)",
             )
         here = local_tensor(sharded_like)
         values = torch.empty(here.shape, dtype=stored[0].dtype, device=here.device)

@@ -213,7 +213,7 @@ def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
     if twice is not None:
         raise XtkError(
             f"two --eval-tasks have the name {twice}",
-            hint="remove one of them, or rename one with a reward: FILE:reward=REWARD,name=ANOTHER",
+            hint="remove one of them, or name one that has reward= differently: FILE:reward=REWARD,name=ANOTHER",
         )
     return tasks
 

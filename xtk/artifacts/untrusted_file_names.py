@@ -38,7 +38,7 @@ def check_file_name(name: object, allowed: Sequence[str | re.Pattern[str]], *, w
         f"this file refers to {shown if len(shown) <= 80 else shown[:77] + '...'}, which is not a file of an xtk "
         "artifact in the same folder",
         where=where,
-        hint="the artifact was altered: copy it again from a source that you trust, or create it again",
+        hint="copy the artifact again from a source that you trust, or create it again",
     )
 
 

@@ -44,7 +44,7 @@ PACKING_BYTES_PER_ENTRY = 64  # of the shard that is being compressed; fitted to
 IMPORT_CODE = (
     "import accelerate, numba, pyarrow, xtk.training.distill, xtk.training.training_loop, "
     "xtk.training.held_out_evaluation; "
-    "from xtk.doctor.resource_estimates import resident"
+    "from xtk.doctor.memory_disk_and_time_estimates import resident"
 )
 DEFAULT_DOCUMENT_TOKENS = 1024  # tokens per document, if there is no data
 
