@@ -16,7 +16,7 @@ def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus,
     assert "--top-k is 99,999, but must be at most the teacher's vocabulary size 496" in stderr
     assert "--top-k all" in stderr
     assert not (tmp_path / "cache").exists()
-    assert "'1_0' is neither a number of tokens nor the word all" in run(*command, "1_0", code=2).stderr
+    assert "'1_0' is neither a number of tokens nor 'all'" in run(*command, "1_0", code=2).stderr
     run(*command, "all")
     record = json.loads(run("inspect", tmp_path / "cache", "--json").stdout)
     assert record["header"]["options"]["top_k"] == 496

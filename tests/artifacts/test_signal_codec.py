@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, ShardPosition, write_shard
-from xtk.artifacts.codec.packed_codec import PackedCodec
+from xtk.artifacts.codec.packed_shard_codec import PackedCodec
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError
@@ -364,7 +364,7 @@ def test_counts_that_are_not_a_set_of_draws_are_refused():
 def test_kinds_of_positions_make_signals_smaller():
     """Positions of two sorts that keep different ids: told apart, an id costs less than half of what it did."""
     random = np.random.default_rng(0)
-    from xtk.artifacts.codec.likely_token_clusters import cluster_positions
+    from xtk.artifacts.codec.position_clusters import cluster_positions
 
     sorts = random.integers(0, 2, 400)
     ids = np.concatenate([np.sort(random.choice(50, 20, replace=False)) + 50 * sort for sort in sorts]).astype(np.int32)

@@ -21,7 +21,7 @@ from codec_alternatives import alternatives
 from common import gsm8k, machine, report
 from language_model import held_out, language_model
 
-from xtk.artifacts.codec.packed_codec import PackedCodec
+from xtk.artifacts.codec.packed_shard_codec import PackedCodec
 from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.likely_token_clusters import cluster_positions, find_frequent_ids
+from xtk.artifacts.codec.position_clusters import cluster_positions, find_frequent_ids
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs, nearest_levels
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.tokens.teacher_logprobs import StoredLogprobs

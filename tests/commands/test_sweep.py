@@ -137,7 +137,7 @@ def test_another_request_for_a_finished_run_is_refused_and_one_that_gives_the_sa
     before = times(root)
     done = run_xtk(*command, "--learning-rate", 1e-3, cwd=root, code=1)
     assert "seed=0: the output folder has a run with other options or inputs" in done.stderr
-    assert "learning_rate: 5e-05 there, 0.001 asked for" in done.stderr
+    assert "learning_rate: 5e-05 there, 0.001 now" in done.stderr
     assert run_xtk(*command, "--save-steps", 7, cwd=root).stdout.startswith("2 of 2 runs")
     assert times(root) == before
 
@@ -188,7 +188,7 @@ def test_a_folder_that_is_something_else_is_refused(swept, tmp_path):
     for place, told in (
         (tmp_path / "file", "a sweep must be a folder"),
         (root / "all" / "seed=0", "is a run of xtk distill"),
-        (tmp_path / "mine", "seed=0: this folder holds other things"),
+        (tmp_path / "mine", "seed=0: this folder contains files that xtk did not write"),
     ):
         assert told in run_xtk(*command[:-1], place, "--force", cwd=root, code=1).stderr
 

@@ -99,7 +99,7 @@ def test_models_side_by_side_are_paired_by_documents(run, pair, folder, tmp_path
     assert "teacher: teacher" in table
     assert f"{pair.student} minus this" in table
     line = run("evaluate", pair.student, "data.jsonl", "--max-length", 16, "-q", cwd=folder).stdout
-    assert "windows of 16 tokens, 8 apart" in line
+    assert "windows of 16 tokens, stride 8" in line
     assert " ± " in line
 
 

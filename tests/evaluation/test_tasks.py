@@ -129,7 +129,7 @@ def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
         (("x.jsonl", "--tasks", "a"), "remove DATA"),
         (("--tasks", "a", "--reward", "exact"), "remove --reward"),
         (("--tasks", "a", "--stop", "x"), "--stop applies only to --reward"),
-        (("--tasks", "a", "--backend", "vllm"), "--backend is about --reward"),
+        (("--tasks", "a", "--backend", "vllm"), "--backend applies only to --reward"),
     ]:
         told = run("evaluate", pair.student, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "200"}).stderr
         assert message in told, told

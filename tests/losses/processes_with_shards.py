@@ -16,7 +16,7 @@ from plain_losses import Case, draw_case
 from torch import Tensor, distributed, multiprocessing
 
 from xtk.losses import LOSSES
-from xtk.losses.context_parallel_states import StateExchange
+from xtk.losses.context_parallel_hidden_states import StateExchange
 from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.losses.loss_interface import join_inputs
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead

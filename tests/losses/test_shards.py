@@ -12,7 +12,7 @@ from torch import distributed
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES
-from xtk.losses.context_parallel_states import StateExchange
+from xtk.losses.context_parallel_hidden_states import StateExchange
 from xtk.models.output_head import HeadShard
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}

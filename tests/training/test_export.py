@@ -150,7 +150,7 @@ def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair,
     assert all(torch.equal(one, expected[name]) for name, one in found.items())
     assert not torch.equal(logits_of(tmp_path / "out"), logits_of(tmp_path / "long"))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| Steps | 2 of 4 documents |" in card
+    assert "| Training | 2 steps of 4 documents |" in card
     assert "text alone" not in card
 
 

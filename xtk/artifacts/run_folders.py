@@ -316,7 +316,7 @@ def verify_files(
             raise CorruptError(
                 "this folder is listed in the manifest, but it is missing",
                 where=str(folder / name),
-                hint=_ALTERED_FILE_HINT,
+                hint="restore this folder from a copy, or make the artifact again",
             )
         listed += [(folder / name, file, entry) for file, entry in files.items()]
     for place, name, entry in listed:

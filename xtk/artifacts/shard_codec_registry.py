@@ -18,7 +18,7 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 CODECS = {
     "raw": "xtk.artifacts.shard_codec_registry:RawCodec",
-    "packed": "xtk.artifacts.codec.packed_codec:PackedCodec",
+    "packed": "xtk.artifacts.codec.packed_shard_codec:PackedCodec",
 }
 DEFAULT_PRECISION = "standard"
 PRECISION_CODECS = {"float32": "raw", "fine": "packed", DEFAULT_PRECISION: "packed", "coarse": "packed"}

@@ -69,7 +69,7 @@ def align(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print JSON lines on a terminal as well; without --stats, pipes and files always get them."
+            "--json", help="Print JSON lines instead of tables; pipes and files get them anyway, except with --stats."
         ),
     ] = False,
     quiet: shared_options.Quiet = False,

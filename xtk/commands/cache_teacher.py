@@ -257,7 +257,7 @@ def _read_top_k(text: str, teacher: Path) -> int | None:
         return Tokenizer(teacher).embedding_rows
     if text and not (text.isascii() and text.removeprefix("-").isdecimal()):
         raise typer.BadParameter(
-            f"{text!r} is neither a number of tokens nor the word all; use for example 64", param_hint="--top-k"
+            f"{text!r} is neither a number of tokens nor 'all'; use for example --top-k 64", param_hint="--top-k"
         )
     return int(text) if text else None
 

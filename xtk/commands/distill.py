@@ -74,8 +74,8 @@ def distill(
     teacher_block_steps: Annotated[
         int,
         typer.Option(
-            help="With --teacher: optimizer steps whose data is scored at once, before training on it. "
-            "0: 64, or fewer above 4 GiB of stored scores.",
+            help="With --teacher: optimizer steps whose data the teacher scores at once, before training on it. "
+            "0: automatic (64, or what fits in 4 GiB).",
             min=0,
         ),
     ] = 0,
@@ -454,7 +454,14 @@ def distill(
     force: shared_options.Force = False,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
+    config: Annotated[
+        str,
+        typer.Option(
+            help="YAML or JSON file with values of these options, such as the recipe.json of another run. Options on "
+            "the command line override it.",
+            metavar="FILE",
+        ),
+    ] = "",
 ) -> None:
     """Train a student from teacher caches or online teachers.
 

@@ -62,7 +62,7 @@ def evaluate(
     teacher: Annotated[
         str,
         typer.Option(
-            help="Teacher to compare with, such as MODEL:top_k=64: adds top-1 agreement and divergences. A "
+            help="Teacher to compare with: adds top-1 agreement and divergences; options as in distill --teacher. A "
             "teacher cache as DATA does the same without scoring again.",
             metavar="MODEL[:KEY=VALUE,...]",
         ),

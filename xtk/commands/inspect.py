@@ -175,8 +175,8 @@ def _describe_cache(place: str, options: _InspectOptions) -> dict[str, Any]:
         )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
     if options.html:
-        from xtk.commands.cache_html import cache_page
         from xtk.commands.html_page import write_page
+        from xtk.commands.teacher_cache_html import cache_page
 
         write_page(Path(options.html), "".join(cache_page(record, cache, positions, page_request)))
     return record

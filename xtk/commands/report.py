@@ -59,8 +59,8 @@ def report(
     projection: Annotated[
         str,
         typer.Option(
-            help="Projection file whose coverage of the vocabularies is shown. With --cache, the default is built with "
-            "--method multitoken.",
+            help="Projection file whose coverage of the vocabularies is shown. Default: with --cache, "
+            "one is built; else none.",
             metavar="PROJECTION",
         ),
     ] = "",
@@ -82,7 +82,7 @@ def report(
     from pathlib import Path
 
     from xtk.artifacts.atomic_files import read_json_lines, sha256
-    from xtk.commands import alignment_html, cache_html, projection_audit_html
+    from xtk.commands import alignment_html, projection_audit_html, teacher_cache_html
     from xtk.commands.completions_html import read_samples
     from xtk.commands.html_page import check_page, write_page
     from xtk.commands.report_html import report_page
@@ -118,7 +118,7 @@ def report(
     generated = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
     sections = [*(_alignment_sections(cache, Path(named[0]), projection) if cache or projection else ())]
     sections += _cache(cache) if cache else []
-    style = alignment_html.ALIGNMENT_STYLE + cache_html.CACHE_STYLE + projection_audit_html.AUDIT_STYLE
+    style = alignment_html.ALIGNMENT_STYLE + teacher_cache_html.CACHE_STYLE + projection_audit_html.AUDIT_STYLE
     write_page(Path(output), "".join(report_page(shown, results, baselines, generated, sections, style, request)))
     records = [
         {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
@@ -187,7 +187,7 @@ def _cache(place: str) -> list[str]:
 
     from xtk.artifacts import cache_statistics
     from xtk.artifacts.teacher_cache import TeacherCache
-    from xtk.commands.cache_html import cache_sections
+    from xtk.commands.teacher_cache_html import cache_sections
 
     cache = TeacherCache(place)
     positions = cache_statistics.sample_positions(cache)

@@ -25,8 +25,7 @@ Config = Annotated[
     str,
     typer.Option(
         "--config",
-        help="YAML or JSON file with values of these options, such as a run's recipe.json. Options on the "
-        "command line override it.",
+        help="YAML or JSON file with values of these options; options on the command line override it.",
         metavar="FILE",
     ),
 ]
@@ -97,7 +96,7 @@ ChatTemplateKwargs = Annotated[
 PromptTemplate = Annotated[
     str,
     typer.Option(
-        help="Jinja template that builds the prompt from a data row; text or a .jinja file.",
+        help="Jinja template of the prompt, text or .jinja file; variables: fields of a row.",
         metavar="TEXT|FILE.jinja",
     ),
 ]

@@ -22,7 +22,7 @@ LOSSES = {
     "alm": "xtk.losses.alm:ALM",
     "uld": "xtk.losses.uld:ULD",
     "gold": "xtk.losses.gold:GOLD",
-    "h-kl": "xtk.losses.hybrid_kl:HKL",
+    "h-kl": "xtk.losses.gold_with_projection:HKL",
     "policy-gradient": "xtk.losses.policy_gradient:PolicyGradient",
 }
 

@@ -60,8 +60,8 @@ class ByteKL:
             )
         except ZeroDivisionError:
             raise CorruptError(
-                "the teacher's tokens of a document in the cache do not match the document's text",
-                hint="the cache is corrupt; run the same cache-teacher command again with --force",
+                "the teacher's tokens of a document do not match its text",
+                hint="find the corrupt cache with xtk inspect --verify CACHE, and make it again",
             ) from None
         following, previous = (items[:, STUDENT_COLUMNS + one] for one in (NEXT_DISTRIBUTION, PREVIOUS_DISTRIBUTION))
         return LossCells(

@@ -225,7 +225,7 @@ class _Episode:
             raise XtkError(
                 "the chat template adds no tokens between two turns, so a next turn cannot begin",
                 where=self._tokenizer.name,
-                hint="use a chat template that marks where each turn begins",
+                hint="edit the model's chat_template.jinja so that it marks the start of a turn, or omit --environment",
             )
 
     def completion_text(self) -> str:

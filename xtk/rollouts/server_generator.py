@@ -382,7 +382,7 @@ def _top_token_ids(top: dict[str, float], own: int, count: int) -> list[int]:
 
 def _check_reload_response(response: Any) -> None:
     if not isinstance(response, dict) or "results" not in response:
-        raise RetryableError("the server's response to /collective_rpc has no key results", VLLM_SERVER_HINT)
+        raise RetryableError("the server's response to /collective_rpc has no key 'results'", VLLM_SERVER_HINT)
 
 
 def _check_prefix_cache_reset(response: Any) -> None:

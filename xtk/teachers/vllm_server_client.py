@@ -275,7 +275,8 @@ def _parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogp
     entries = [returned[position] for position in at.tolist()]
     if not all(isinstance(entry, dict) and len(entry) in (top_k, top_k + 1) and entry for entry in entries):
         raise RetryableError(
-            f"the server's response does not have {top_k:,} log-probabilities for each token", VLLM_SERVER_HINT
+            f"the server's response does not have {top_k:,} log-probabilities for each token",
+            f"start the vLLM server with --max-logprobs {top_k} or more, or use a smaller --top-k",
         )
     ids = parse_token_ids([token for entry in entries for token in entry])
     try:

@@ -240,7 +240,7 @@ class ShardedStateReader:
         if missing:
             where = str(stored[0].path.parent)
             raise CorruptError(
-                f"the checkpoint lacks {missing:,} values of the tensor {name}", where=where, hint=SKIP_HINT
+                f"the checkpoint's files do not have each value of the tensor {name} once", where=where, hint=SKIP_HINT
             )
         return with_sharding_of(sharded_like, values)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from xtk.errors import XtkError
-from xtk.losses.context_parallel_states import StateExchange
+from xtk.losses.context_parallel_hidden_states import StateExchange
 from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.fsdp_and_tensor_parallel import apply_fsdp

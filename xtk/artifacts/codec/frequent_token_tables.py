@@ -9,15 +9,30 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import corrupt_shard_error
-from xtk.artifacts.codec.ans_byte_streams import (
+from xtk.artifacts.codec.ans_entropy_coder import (
+    append_number,
+    decode_number,
+    decode_raw_bits,
+    decode_symbol,
+    initial_state,
+)
+from xtk.artifacts.codec.entropy_coded_streams import (
     StreamEncoder,
     bytes_to_words,
     decode_varints,
     encode_varints,
     split_bytes,
 )
-from xtk.artifacts.codec.ans_coder import append_number, decode_number, decode_raw_bits, decode_symbol, initial_state
-from xtk.artifacts.codec.entropy_coding_contexts import (
+from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
+from xtk.artifacts.codec.logprob_coding_numba import ID_BITS
+from xtk.artifacts.codec.position_clusters import FrequentIds
+from xtk.artifacts.codec.symbol_frequencies import (
+    DecodingTables,
+    make_decoding_tables,
+    pack_frequencies,
+    unpack_frequencies,
+)
+from xtk.artifacts.codec.symbol_probability_contexts import (
     FREQUENT_ID_COUNT,
     FREQUENT_ID_FAMILIES,
     FREQUENT_ID_GAP,
@@ -25,15 +40,6 @@ from xtk.artifacts.codec.entropy_coding_contexts import (
     NEXT_GAP_STATE,
     NUM_LEVEL_CONTEXTS,
     first_contexts,
-)
-from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
-from xtk.artifacts.codec.likely_token_clusters import FrequentIds
-from xtk.artifacts.codec.logprob_coding_numba import ID_BITS
-from xtk.artifacts.codec.symbol_frequencies import (
-    DecodingTables,
-    make_decoding_tables,
-    pack_frequencies,
-    unpack_frequencies,
 )
 
 FIRST_CONTEXTS = first_contexts(FREQUENT_ID_FAMILIES)

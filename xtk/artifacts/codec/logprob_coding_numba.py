@@ -12,8 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.ans_byte_streams import bytes_to_words
-from xtk.artifacts.codec.ans_coder import (
+from xtk.artifacts.codec.ans_entropy_coder import (
     MIN_STATE,
     WORD_BITS,
     Index,
@@ -24,7 +23,17 @@ from xtk.artifacts.codec.ans_coder import (
     slot_index,
     symbol_info_index,
 )
-from xtk.artifacts.codec.entropy_coding_contexts import (
+from xtk.artifacts.codec.entropy_coded_streams import bytes_to_words
+from xtk.artifacts.codec.integer_coding import (
+    FIRST_NUMBER,
+    NUM_DIRECT_SYMBOLS,
+    RAW_BITS,
+    SPECIAL_SYMBOL,
+    UNUSED_SYMBOL,
+)
+from xtk.artifacts.codec.quantization_levels import LEVEL_PADDING, NUM_LEVELS
+from xtk.artifacts.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT, DecodingTables
+from xtk.artifacts.codec.symbol_probability_contexts import (
     CLUSTER,
     COUNT,
     ENTROPY,
@@ -38,15 +47,6 @@ from xtk.artifacts.codec.entropy_coding_contexts import (
     OBSERVED_ODDS,
     TAIL,
 )
-from xtk.artifacts.codec.integer_coding import (
-    FIRST_NUMBER,
-    NUM_DIRECT_SYMBOLS,
-    RAW_BITS,
-    SPECIAL_SYMBOL,
-    UNUSED_SYMBOL,
-)
-from xtk.artifacts.codec.quantization_levels import LEVEL_PADDING, NUM_LEVELS
-from xtk.artifacts.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT, DecodingTables
 
 ONE = Index(1)
 ID_BITS = 20

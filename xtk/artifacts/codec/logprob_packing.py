@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.ans_byte_streams import StreamEncoder, encode_varints
-from xtk.artifacts.codec.entropy_coding_contexts import NUM_LEVEL_CONTEXTS, first_contexts, logprob_families
+from xtk.artifacts.codec.entropy_coded_streams import StreamEncoder, encode_varints
 from xtk.artifacts.codec.frequent_token_tables import pack_frequent_ids
 from xtk.artifacts.codec.integer_coding import NUMBER_LIMIT
-from xtk.artifacts.codec.likely_token_clusters import (
+from xtk.artifacts.codec.logprob_coding_numba import encode_entries, encode_positions
+from xtk.artifacts.codec.position_clusters import (
     FrequentIds,
     choose_num_clusters,
     cluster_positions,
     find_frequent_ids,
 )
-from xtk.artifacts.codec.logprob_coding_numba import encode_entries, encode_positions
 from xtk.artifacts.codec.quantization import QuantizationTables, QuantizedLogprobs, quantize, sizes_to_offsets
 from xtk.artifacts.codec.quantization_levels import NUM_LEVELS
 from xtk.artifacts.codec.sampled_token_coding_numba import encode_samples
 from xtk.artifacts.codec.symbol_frequencies import pack_frequencies
+from xtk.artifacts.codec.symbol_probability_contexts import NUM_LEVEL_CONTEXTS, first_contexts, logprob_families
 from xtk.errors import XtkError
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 

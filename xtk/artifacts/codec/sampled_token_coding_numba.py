@@ -12,8 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.ans_byte_streams import bytes_to_words
-from xtk.artifacts.codec.ans_coder import (
+from xtk.artifacts.codec.ans_entropy_coder import (
     MIN_STATE,
     WORD_BITS,
     Index,
@@ -24,10 +23,11 @@ from xtk.artifacts.codec.ans_coder import (
     slot_index,
     symbol_info_index,
 )
-from xtk.artifacts.codec.entropy_coding_contexts import NEXT_GAP_STATE, SAMPLED_COUNT, SAMPLED_GAP
+from xtk.artifacts.codec.entropy_coded_streams import bytes_to_words
 from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, RAW_BITS, SPECIAL_SYMBOL
 from xtk.artifacts.codec.logprob_coding_numba import ID_MASK, ShardTables
 from xtk.artifacts.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT
+from xtk.artifacts.codec.symbol_probability_contexts import NEXT_GAP_STATE, SAMPLED_COUNT, SAMPLED_GAP
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -10,8 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import corrupt_shard_error
-from xtk.artifacts.codec.ans_byte_streams import StreamEncoder, bytes_to_words
-from xtk.artifacts.codec.ans_coder import (
+from xtk.artifacts.codec.ans_entropy_coder import (
     MIN_STATE,
     WORD_BITS,
     Index,
@@ -21,19 +20,20 @@ from xtk.artifacts.codec.ans_coder import (
     slot_index,
     symbol_info_index,
 )
-from xtk.artifacts.codec.entropy_coding_contexts import (
-    LENGTH,
-    NUM_TOKEN_CONTEXTS,
-    TOKEN,
-    TOKEN_FAMILIES,
-    first_contexts,
-)
+from xtk.artifacts.codec.entropy_coded_streams import StreamEncoder, bytes_to_words
 from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, NUM_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL, zigzag
 from xtk.artifacts.codec.symbol_frequencies import (
     DecodingTables,
     make_decoding_tables,
     pack_frequencies,
     unpack_frequencies,
+)
+from xtk.artifacts.codec.symbol_probability_contexts import (
+    LENGTH,
+    NUM_TOKEN_CONTEXTS,
+    TOKEN,
+    TOKEN_FAMILIES,
+    first_contexts,
 )
 
 FIRST_CONTEXTS = first_contexts(TOKEN_FAMILIES)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.ans_byte_streams import decode_varints, encode_varints, split_bytes
+from xtk.artifacts.codec.entropy_coded_streams import decode_varints, encode_varints, split_bytes
 from xtk.artifacts.codec.logprob_packing import pack_logprobs
 from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS

@@ -10,7 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import corrupt_shard_error
-from xtk.artifacts.codec.ans_coder import SYMBOL_MASK, encode_words
+from xtk.artifacts.codec.ans_entropy_coder import SYMBOL_MASK, encode_words
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
 from xtk.artifacts.codec.symbol_frequencies import counts_to_frequencies
 

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.entropy_coding_contexts import NUM_LEVEL_CONTEXTS
+from xtk.artifacts.codec.symbol_probability_contexts import NUM_LEVEL_CONTEXTS
 
 MAX_CLUSTERS = 64
 ENTRIES_PER_CLUSTER = 8192  # a list of frequent ids is worth its bytes only if it is used often
