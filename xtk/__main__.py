@@ -40,7 +40,7 @@ def _set_cache_folders(arguments: list[str]) -> None:
     if not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments):
         return
     from xtk.errors import XtkError
-    from xtk.user_cache_folders import use_writable_cache_folders
+    from xtk.writable_cache_folders import use_writable_cache_folders
 
     try:
         use_writable_cache_folders(quiet=not {"-q", "--quiet"}.isdisjoint(arguments))

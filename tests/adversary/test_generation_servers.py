@@ -62,7 +62,7 @@ def with_its_head(student: Path, folder: Path) -> Path:
     """The weights as a run hands them to servers."""
     from safetensors.torch import load_file
 
-    from xtk.rollouts.weight_sync import save_weights
+    from xtk.rollouts.engine_weight_files import save_weights
 
     folder.mkdir()
     save_weights(load_file(student / "model.safetensors").items(), folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import xtk
-from xtk import user_cache_folders
+from xtk import writable_cache_folders
 from xtk.errors import XtkError
 
 pytestmark = pytest.mark.slow
@@ -103,18 +103,18 @@ def test_a_run_with_loader_processes_needs_no_shared_memory(package, place):
 
 def test_no_folder_at_all_is_an_error_in_one_sentence(alone, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/proc/none")
-    monkeypatch.setattr(user_cache_folders, "TEMPORARY_FOLDERS", ("/proc", "/proc/nonexistent"))
+    monkeypatch.setattr(writable_cache_folders, "TEMPORARY_FOLDERS", ("/proc", "/proc/nonexistent"))
     with pytest.raises(XtkError, match="no folder for temporary files is writable") as refused:
-        user_cache_folders.use_writable_cache_folders(quiet=False)
+        writable_cache_folders.use_writable_cache_folders(quiet=False)
     assert refused.value.where == "/proc/none, /proc, /proc/nonexistent"
 
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
     """No variable of the caches, and a HOME and a TMPDIR of the test."""
-    for name in (*user_cache_folders.USER_CACHE_VARIABLES, *user_cache_folders.HOME_VARIABLES,
-        *user_cache_folders.HF_HOME_VARIABLES, *user_cache_folders.READABLE_HF_VARIABLES, "NUMBA_CACHE_DIR",
-                 "XDG_CACHE_HOME", user_cache_folders.INDUCTOR_CACHE_VARIABLE, "RANK",
+    for name in (*writable_cache_folders.USER_CACHE_VARIABLES, *writable_cache_folders.HOME_VARIABLES,
+        *writable_cache_folders.HF_HOME_VARIABLES, *writable_cache_folders.READABLE_HF_VARIABLES, "NUMBA_CACHE_DIR",
+                 "XDG_CACHE_HOME", writable_cache_folders.INDUCTOR_CACHE_VARIABLE, "RANK",
                      "HUGGINGFACE_HUB_CACHE"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "tmp").mkdir()
@@ -131,7 +131,7 @@ def test_a_home_that_can_be_written_changes_nothing(alone, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(alone / "home"))
     monkeypatch.setenv("USER", "somebody")
     before = dict(os.environ)
-    user_cache_folders.use_writable_cache_folders(quiet=False)
+    writable_cache_folders.use_writable_cache_folders(quiet=False)
     assert dict(os.environ) == before
     assert list((alone / "home").iterdir()) == list((alone / "tmp").iterdir()) == []
     assert capsys.readouterr().err == ""
@@ -142,10 +142,10 @@ def test_models_in_a_folder_that_can_only_be_read_are_read(alone, monkeypatch):
     (shared / "hub").mkdir(parents=True)
     (shared / "token").write_text("key")
     monkeypatch.setenv("HF_HOME", str(shared))
-    monkeypatch.setattr(user_cache_folders, "_can_write", lambda path,
+    monkeypatch.setattr(writable_cache_folders, "_can_write", lambda path,
         probe=True: path is not None and shared not in path.parents
                         and path != shared and "/proc" not in str(path))  # fmt: skip
-    user_cache_folders.use_writable_cache_folders(quiet=True)
+    writable_cache_folders.use_writable_cache_folders(quiet=True)
     assert os.environ["HF_HUB_CACHE"] == str(shared / "hub")
     assert os.environ["HF_TOKEN_PATH"] == str(shared / "token")
     assert os.environ["HF_HOME"].startswith(str(alone / "tmp"))
@@ -162,7 +162,7 @@ def test_a_folder_that_others_could_have_made_is_not_used(alone, kind):
     else:
         known.mkdir()
         known.chmod(0o777)
-    user_cache_folders.use_writable_cache_folders(quiet=True)
+    writable_cache_folders.use_writable_cache_folders(quiet=True)
     chosen = Path(os.environ["XTK_CACHE"]).parent
     assert chosen != known
     assert stat.S_IMODE(chosen.stat().st_mode) == 0o700
@@ -171,5 +171,5 @@ def test_a_folder_that_others_could_have_made_is_not_used(alone, kind):
 
 def test_the_choice_is_fast(alone):
     started = time.monotonic()
-    user_cache_folders.use_writable_cache_folders(quiet=True)
+    writable_cache_folders.use_writable_cache_folders(quiet=True)
     assert time.monotonic() - started < 0.1

@@ -32,7 +32,7 @@ def main() -> None:
     from vllm_on_cpu import ENGINE, SURROUNDINGS, make_llama
 
     from xtk.engines.vllm_engine import import_vllm
-    from xtk.rollouts.engine_completions import seed_from_key
+    from xtk.rollouts.engine_request_checks import seed_from_key
     from xtk.rollouts.generator_interface import GenerationRequest, GeneratorConfig, SamplingConfig
     from xtk.rollouts.subprocess_generator import SubprocessGenerator
     from xtk.rollouts.vllm_generator import VllmGenerator

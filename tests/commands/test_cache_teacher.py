@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -221,3 +222,23 @@ def test_a_teacher_reads_a_prompt_of_its_own_and_students_do_not(run, pair, proj
     assert len(helped.teacher_logprobs) == len(alone.teacher_logprobs)
     assert helped.teacher_logprobs.logprobs.tolist() != alone.teacher_logprobs.logprobs.tolist()
     run("distill", pair.student, tmp_path / "c", "--projection", projection, "--max-steps", 1, "-o", tmp_path / "s")
+
+
+def test_a_route_names_a_teacher_of_the_hub_by_its_id(run, pair, tmp_path):
+    """A model of the hub lies in a folder that is called after a commit, which no column would contain."""
+    folder = tmp_path / "models--own--My-Teacher" / "snapshots" / "0123456789abcdef"
+    shutil.copytree(pair.teacher, folder)
+    data = tmp_path / "data.jsonl"
+    rows = [{"text": f"the number {number}", "by": ["My-Teacher", "other"][number % 2]} for number in range(6)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copytree(pair.teacher, tmp_path / "other")
+    for name, teacher in (("one", folder), ("two", tmp_path / "other")):
+        run("cache-teacher", teacher, data, "--route-column", "by", "--top-k", 4, "-o", tmp_path / name)
+    assert TeacherCache(tmp_path / "one").header["teacher"]["name"] == "My-Teacher"
+    routed = run("distill", pair.student, tmp_path / "one", tmp_path / "two", "--combine-teachers", "route", "--loss",
+                 "byte-kl", "--max-steps", 1, "-o", tmp_path / "run")  # fmt: skip
+    assert not routed.returncode
+    online = run("distill", pair.student, data, "--route-column", "by", "--teacher", folder, "--teacher",
+                 tmp_path / "other", "--combine-teachers", "route", "--loss", "byte-kl", "--max-steps", 1, "-o",
+                 tmp_path / "online")  # fmt: skip
+    assert not online.returncode

@@ -24,6 +24,7 @@ from xtk.doctor.chat_template_checks import duplicate_start_token, template_cont
 from xtk.doctor.data_checks import compression, conversations, document_lengths, special_tokens_in_text
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.doctor.environment_checks import library_versions
+from xtk.doctor.fake_tensor_memory import measure_footprint
 from xtk.doctor.memory_disk_and_time_estimates import (
     _library_bytes,
     disk,
@@ -31,7 +32,6 @@ from xtk.doctor.memory_disk_and_time_estimates import (
     max_pass_tokens,
     memory,
 )
-from xtk.doctor.training_memory_estimate import measure_footprint
 from xtk.doctor.vocabulary_checks import embedding_rows, special_tokens
 from xtk.doctor.weight_checks import attention, dtypes, weight_tensors
 from xtk.errors import CorruptError, XtkError

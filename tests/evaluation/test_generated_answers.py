@@ -89,7 +89,7 @@ def test_an_oracle_has_all_of_gsm8k_right_and_what_it_changes_wrong(pair, real_d
         evaluate_answers(
             prompts, writer, tokenizer, SamplingConfig(temperature=0.0), rewards("exact"), num_generations=2
         )
-    with pytest.raises(XtkError, match="could not score any answer"):
+    with pytest.raises(XtkError, match="cannot score any row of the data"):
         evaluate_answers(prompts[:2], writer, tokenizer, sampling, rewards("exact:column=nowhere"))
 
 
@@ -166,14 +166,14 @@ def test_what_no_reward_can_judge_is_found_before_anything_is_written(run, pair,
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
     for told in ("exact", "boxed:compare=strings", "regex:pattern=.,column=answer", "tests"):
-        with pytest.raises(XtkError, match="could not score any answer") as refused:
+        with pytest.raises(XtkError, match="cannot score any row of the data") as refused:
             check_rewards_apply(rewards(told), prompts)
         assert "prompt, question, answer, test_list" in str(refused.value)
     check_rewards_apply(rewards("json"), prompts)
     (tmp_path / "own.py").write_text("def own(completion, prompt, row):\n    raise ValueError\n")
     check_rewards_apply(rewards(f"{tmp_path / 'own.py'}:own"), prompts)  # nobody knows
     done = run("evaluate", pair.student, "problems.jsonl", "--reward", "exact", "--quiet", cwd=tmp_path, code=1)
-    assert "could not score any answer" in done.stderr
+    assert "cannot score any row of the data" in done.stderr
 
 
 def test_options_that_say_nothing_about_what_is_asked_for_are_refused(run, pair, corpus, tmp_path):

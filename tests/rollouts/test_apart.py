@@ -17,10 +17,10 @@ import torch
 from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import load_causal_lm
 from xtk.rollouts import generator_ipc
+from xtk.rollouts.engine_weight_files import WeightNames, save_weights
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
 from xtk.rollouts.subprocess_generator import SHARED_MEMORY, WEIGHTS_FOLDER_PREFIX, SubprocessGenerator
 from xtk.rollouts.transformers_generator import TransformersGenerator
-from xtk.rollouts.weight_sync import WeightNames, save_weights
 from xtk.tokens.tokenizer import Tokenizer
 
 ASKS = [

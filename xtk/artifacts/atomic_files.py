@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.untrusted_file_names import read_regular_file
+from xtk.artifacts.safe_artifact_files import read_regular_file
 from xtk.errors import CorruptError, XtkError
 from xtk.untrusted_json import parse_json
 

@@ -19,8 +19,8 @@ from xtk.artifacts.json_validation import (
     optional,
     text,
 )
+from xtk.artifacts.safe_artifact_files import check_file_name
 from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
-from xtk.artifacts.untrusted_file_names import check_file_name
 from xtk.errors import CorruptError
 from xtk.tokens.tokenizer_validation import MAX_TOKENS
 

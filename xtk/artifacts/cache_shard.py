@@ -23,9 +23,9 @@ from xtk.artifacts.arrow_validation import RESTORE_HINT, check_columns, read_sin
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.cache_manifest import VERSION, VOCABULARY_ORDER_NAME
 from xtk.artifacts.local_and_remote_folders import MAX_FILE_BYTES
+from xtk.artifacts.safe_artifact_files import check_file_name, read_regular_file
 from xtk.artifacts.shard_codec_registry import CODECS, Codec
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, VocabularyOrderLoader
-from xtk.artifacts.untrusted_file_names import check_file_name, read_regular_file
 from xtk.errors import CorruptError, XtkError
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Conversation, Document, Segment

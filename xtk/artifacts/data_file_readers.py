@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, TEXT_FIELDS, Record
-from xtk.artifacts.untrusted_file_names import check_file_name, read_regular_file
+from xtk.artifacts.safe_artifact_files import check_file_name, read_regular_file
 from xtk.errors import XtkError
 from xtk.name_registry import nearest_name
 from xtk.untrusted_json import check_depth, parse_json

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from xtk.artifacts.atomic_files import atomic_write, remove_stale_temporary_files
-from xtk.artifacts.untrusted_file_names import open_regular_file, read_regular_file
+from xtk.artifacts.safe_artifact_files import open_regular_file, read_regular_file
 from xtk.artifacts.write_locks import remove_stale_locks
 from xtk.errors import XtkError
 

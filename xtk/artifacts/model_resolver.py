@@ -15,12 +15,26 @@ from xtk.tokens.model_config_json import read_model_config
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
+_HUB_CACHE_FOLDER = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 _TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template*", "config.json", "*.model", "vocab.*",
                     "tekken.json", "*.tiktoken"]  # fmt: skip
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py",
                 ADAPTER_CONFIG]  # fmt: skip
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 16, 64
 HUB_TIMEOUT_SECONDS = 8.0
+
+
+def hub_id(folder: Path) -> str:
+    """Return the hub id of a model in the Hugging Face cache; "" for other folders."""
+    for part in reversed(folder.resolve().parts):
+        if found := _HUB_CACHE_FOLDER.match(part):
+            return f"{found[1]}/{found[2]}"
+    return ""
+
+
+def model_name(folder: Path) -> str:
+    """Return the last part of a model's hub id if it is in the Hugging Face cache, else the name of its folder."""
+    return hub_id(folder).rpartition("/")[2] or folder.resolve().name
 
 
 def resolve_model_folder(source: str, *, with_weights: bool) -> Path:

@@ -17,7 +17,7 @@ from xtk.artifacts.atomic_files import (
     temporary_name,
 )
 from xtk.artifacts.projection_disk_cache import user_cache_folder
-from xtk.artifacts.untrusted_file_names import check_file_name
+from xtk.artifacts.safe_artifact_files import check_file_name
 from xtk.errors import CorruptError, XtkError
 
 # Allowed names of remote files.

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from xtk.artifacts.atomic_files import canonical_json, sha256, write_json
-from xtk.artifacts.untrusted_file_names import check_file_name, open_regular_file, read_regular_file
+from xtk.artifacts.safe_artifact_files import check_file_name, open_regular_file, read_regular_file
 from xtk.errors import CorruptError, XtkError
 
 RECIPE_FILE, RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = (

@@ -179,8 +179,8 @@ class CacheWriter:
         if shard.position != self.shard_position(number) or len(shard) != shard.position.documents:
             raise CorruptError(
                 f"this file contains documents {shard.position.first_document:,} to "
-                f"{shard.position.first_document + len(shard):,} of shard {shard.position.shard}, not documents "
-                f"{self._first_rows[number]:,} to {self._first_rows[number + 1]:,} of shard {number}",
+                f"{shard.position.first_document + len(shard) - 1:,} of shard {shard.position.shard}, not documents "
+                f"{self._first_rows[number]:,} to {self._first_rows[number + 1] - 1:,} of shard {number}",
                 where=self.folder.path_of(file),
                 hint=_repair_hint(self.folder, file),
             )

@@ -432,7 +432,9 @@ def distill(
     num_machines: Annotated[
         int,
         typer.Option(
-            help="Number of machines with shared folders; each runs the command with its own --machine-rank.", min=1
+            help="Number of machines with shared folders; each runs the command with its own --machine-rank. "
+            "All use the same --main-process-ip.",
+            min=1,
         ),
     ] = 1,
     machine_rank: Annotated[

@@ -256,7 +256,7 @@ def _write_rollouts(
 ) -> RolloutStatistics:
     from xtk.artifacts.atomic_files import atomic_write
     from xtk.errors import XtkError
-    from xtk.rollouts.rollout_jsonl import RolloutStatistics, json_line, rollout_record
+    from xtk.rollouts.rollout_jsonl import RolloutStatistics, json_line, rollout_to_json
 
     figures = RolloutStatistics()
     with (
@@ -269,7 +269,7 @@ def _write_rollouts(
                 if one.unusable_reason:
                     figures.dropped[one.unusable_reason] = figures.dropped.get(one.unusable_reason, 0) + 1
                     continue
-                record = rollout_record(one, prompt, columns, request)
+                record = rollout_to_json(one, prompt, columns, request)
                 figures.add_record(record)
                 stream.write(json_line(record))
             progress.advance(1, f"{figures.tokens:,} tokens")

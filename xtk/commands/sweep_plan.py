@@ -153,7 +153,8 @@ def _parse_run(name: str, words: Sequence[str]) -> dict[str, Any]:
         )
     if given["num_machines"] > 1:
         raise typer.BadParameter(
-            "a sweep runs on one machine; remove --num-machines, or use --dry-run to print the commands for several"
+            "a sweep runs on one machine; remove --num-machines. For several machines, print the commands "
+            "with --dry-run and start each on one of them"
         )
     return given
 

@@ -69,7 +69,7 @@ class MemoryEstimate:
 
 def memory(inputs: DoctorInputs) -> Iterator[Finding]:
     """Compare the estimated memory of each command with the available memory."""
-    from xtk.doctor.training_memory_estimate import UnsupportedModel
+    from xtk.doctor.fake_tensor_memory import UnsupportedModel
 
     _ = inputs.data_sample  # an error in the data is reported once, by the first check that reads it
     for command, forecast in (("cache-teacher", estimate_caching_memory), ("distill", estimate_training_memory)):
@@ -113,7 +113,7 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
     Raises:
         UnsupportedModel: the memory of this model cannot be estimated.
     """
-    from xtk.doctor.training_memory_estimate import measure_footprint
+    from xtk.doctor.fake_tensor_memory import measure_footprint
 
     plan, layout = inputs.plan, inputs.plan.parallel
     tokens = max(1, -(-max_pass_tokens(inputs) // layout.cp))
@@ -178,7 +178,7 @@ def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
     Raises:
         UnsupportedModel: the memory of this model cannot be estimated.
     """
-    from xtk.doctor.training_memory_estimate import measure_footprint
+    from xtk.doctor.fake_tensor_memory import measure_footprint
     from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.transformers import CHUNK_PASSES
 

@@ -317,7 +317,7 @@ class EndpointPool:
             raise XtkError(
                 f"no server gave a valid response in {attempts} attempts; last error: {last}",
                 where=what,
-                hint=hint or "check the server's log, then run the same command again; finished shards are kept",
+                hint=hint or "check the server's log, then run the same command again; finished parts are kept",
             )
 
     def _freest(self, failed: Endpoint | None) -> Endpoint:
@@ -465,7 +465,7 @@ def _check_model(endpoint: Endpoint, answer: Any) -> None:
             raise XtkError(
                 f"the server answered with the model {endpoint.answers_as!r} first, and now with {model!r}",
                 where=str(endpoint),
-                hint="use a server that keeps one model, and run the same command again; finished shards are kept",
+                hint="use a server that keeps one model, and run the same command again; finished parts are kept",
             )
         endpoint.answers_as = model
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.evaluation.bits_by_byte_position import TokenByteCosts, attribute_to_bytes
 from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES, WHITE_SPACE, categorize_bytes
 from xtk.evaluation.standard_errors import Ratio
+from xtk.evaluation.token_bits_to_bytes import TokenByteCosts, attribute_to_bytes
 from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.models.causal_lm import BackboneWithHead, max_context_length
 from xtk.tokens.document import Document

@@ -159,7 +159,7 @@ def check_rewards_apply(rewards: WeightedRewards, prompts: Sequence[Prompt]) -> 
 
 def _unscored_error(rewards: WeightedRewards, where: str | None = None) -> XtkError:
     return XtkError(
-        f"--reward {', '.join(map(str, rewards.specs))} could not score any answer",
+        f"--reward {', '.join(map(str, rewards.specs))} cannot score any row of the data",
         where=where,
         hint="give the data the columns that this reward needs (docs/reference/rewards.md lists them), or name the "
         "column of the expected answer with --reward NAME:column=COLUMN",

@@ -18,7 +18,7 @@ from xtk.untrusted_json import parse_json
 MAX_LINE_BYTES = 1 << 28  # bytes
 
 
-def rollout_record(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], request: str) -> dict[str, Any]:
+def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], request: str) -> dict[str, Any]:
     """Return a rollout as a record: document, sampled tokens, rewards, and the other fields of the prompt's record.
 
     Args:

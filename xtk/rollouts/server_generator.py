@@ -35,7 +35,7 @@ from xtk.engines.vllm_server_checks import (
     tokenizer_probe,
 )
 from xtk.errors import XtkError
-from xtk.rollouts.engine_completions import (
+from xtk.rollouts.engine_request_checks import (
     MAX_LOGIT_BIASES,
     check_temperature,
     checked_completion,
@@ -43,8 +43,8 @@ from xtk.rollouts.engine_completions import (
     num_requested_top_ids,
     seed_from_key,
 )
+from xtk.rollouts.engine_weight_files import WeightNames
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
-from xtk.rollouts.weight_sync import WeightNames
 
 DEFAULT_CONCURRENCY = 128
 FORBIDDEN_BIAS = -100.0  # the lowest that the API accepts

@@ -18,10 +18,10 @@ from typing import Any, Self
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.rollouts import GENERATORS, generator_ipc
+from xtk.rollouts.engine_weight_files import save_weights
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
-from xtk.rollouts.weight_sync import save_weights
 from xtk.subprocesses import block_sigint, environment_without_launcher_variables
-from xtk.user_cache_folders import SHARED_MEMORY, shared_memory_is_writable
+from xtk.writable_cache_folders import SHARED_MEMORY, shared_memory_is_writable
 
 SHUTDOWN_SECONDS = 10.0
 WEIGHTS_FOLDER_PREFIX = "xtk-weights-"

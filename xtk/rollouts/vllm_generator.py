@@ -13,7 +13,7 @@ import numpy as np
 from xtk.engines.engine_options import check_not_reserved, parse_engine_options
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
-from xtk.rollouts.engine_completions import (
+from xtk.rollouts.engine_request_checks import (
     MAX_LOGIT_BIASES,
     check_temperature,
     checked_completion,
@@ -21,8 +21,8 @@ from xtk.rollouts.engine_completions import (
     num_requested_top_ids,
     seed_from_key,
 )
+from xtk.rollouts.engine_weight_files import WeightNames, save_weights, with_tied_head
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
-from xtk.rollouts.weight_sync import WeightNames, save_weights, with_tied_head
 
 # Engine options that xtk sets, with the xtk option to use instead (None: cannot be changed).
 RESERVED_ENGINE_OPTIONS = {

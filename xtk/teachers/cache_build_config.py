@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xtk.artifacts.model_resolver import model_name
 from xtk.artifacts.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import XtkError
@@ -50,6 +51,11 @@ class CacheRequest:
     shard_tokens: int = 65536
     trust_remote_code: bool = False
     backend_options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def teacher_short_name(self) -> str:
+        """The teacher's name in cache headers, metrics and routes: the last part of its path or hub id."""
+        return model_name(Path(self.backend_options.get("adapter") or self.teacher_folder))
 
 
 def check_cache_request(request: CacheRequest) -> None:
@@ -155,7 +161,7 @@ def make_cache_header(
             **({} if vocabulary_order is None else {"vocabulary_order": vocabulary_order.file_name}),
         },
         "teacher": {
-            "name": request.teacher_folder.resolve().name,
+            "name": request.teacher_short_name,
             "weights": backend.weights_identity(request.teacher_folder, request.backend_options),
             "template": tokenizer.template_fingerprint,
             "embedding_rows": tokenizer.embedding_rows,

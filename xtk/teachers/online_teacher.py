@@ -114,7 +114,7 @@ class OnlineTeacher:
             where = f"runs in a subprocess on devices {'+'.join(map(str, self.devices))}"
         elif self.needs_subprocess:
             where = "runs in a subprocess while training waits"
-        return f"the teacher {self.request.teacher_folder.resolve().name} {where}"
+        return f"the teacher {self.request.teacher_short_name} {where}"
 
     @property
     def estimated_bytes_per_document(self) -> float:

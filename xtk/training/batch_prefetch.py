@@ -18,7 +18,7 @@ from xtk import terminal
 from xtk.errors import XtkError
 from xtk.subprocesses import die_with_parent
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch, prefetch_in_thread
-from xtk.user_cache_folders import shared_memory_is_writable
+from xtk.writable_cache_folders import shared_memory_is_writable
 
 PREFETCH_STEPS = 2  # per worker process
 

@@ -319,7 +319,7 @@ def assign_losses(
             name = teachers[min(idle)].name
             raise XtkError(
                 f"no --loss can be computed from the teacher {name}",
-                hint="use --loss auto, or add --loss byte-kl, which works for any teacher",
+                hint="use --loss auto, or add --loss alm, which works for any teacher",
             )
         return assigned, ""
     reasons = [teacher.auto_losses() for teacher in teachers]

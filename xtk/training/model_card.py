@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import yaml
 
 from xtk import __version__
+from xtk.artifacts.model_resolver import hub_id
 from xtk.evaluation.evaluation_result_files import EvaluationResult, format_result, result_rows, shorten_names
 
-_HUB_CACHE_FOLDER = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 # Parts of the recipe that the first table of the card shows.
 _IN_FIRST_TABLE = ("losses", "inputs")
 
@@ -35,10 +34,7 @@ class Provenance:
 
 def public_model_name(folder: Path) -> str:
     """Return the Hub id of a model in the Hugging Face cache, else the name of its folder."""
-    for part in reversed(folder.resolve().parts):
-        if found := _HUB_CACHE_FOLDER.match(part):
-            return f"{found[1]}/{found[2]}"
-    return folder.resolve().name
+    return hub_id(folder) or folder.resolve().name
 
 
 def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metrics: Mapping[str, Any]) -> str:

@@ -328,8 +328,8 @@ def read_training_prompts(
 
 
 def teacher_names(teachers: Sequence[OnlineTeacher]) -> list[str]:
-    """Return the teachers' names in metrics and routes: their folder names, numbered if they are equal."""
-    return number_duplicate_names([teacher.request.teacher_folder.resolve().name for teacher in teachers])
+    """Return the teachers' names in metrics and routes: the last parts of their paths or hub ids, numbered if equal."""
+    return number_duplicate_names([teacher.request.teacher_short_name for teacher in teachers])
 
 
 def create_teacher_blocks(

@@ -179,7 +179,8 @@ def parse_devices(text: str) -> dict[str, tuple[int, ...]]:
     available = max(torch.cuda.device_count(), 1)  # a machine without GPUs has one device, the CPU
     if len(set(taken)) < len(taken):
         raise XtkError(
-            f"--devices {text}: a device has two roles", hint="omit one role; it then shares the student's GPUs"
+            f"--devices {text}: a device is listed twice",
+            hint="list each device once; a role that is omitted shares the student's GPUs",
         )
     if max(taken, default=0) >= available:
         raise XtkError(

@@ -14,11 +14,11 @@ from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.errors import XtkError
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.rewards.reward_spec import WeightedRewards
+from xtk.rollouts.engine_weight_files import write_tied_head
 from xtk.rollouts.environments import load_environment
 from xtk.rollouts.generator_interface import Generator, GeneratorConfig
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_record import Prompt, Rollout
-from xtk.rollouts.weight_sync import write_tied_head
 from xtk.subprocesses import cuda_visible_devices
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training import process_group

@@ -87,7 +87,7 @@ def test_each_round_is_written_with_the_weights_of_its_step(tmp_path, tied):
 
 
 BROKEN = """
-import xtk.rollouts.weight_sync as weights
+import xtk.rollouts.engine_weight_files as weights
 weights.write_tied_head = lambda folder: None
 weights.WeightNames.check_complete = lambda *_: None
 """

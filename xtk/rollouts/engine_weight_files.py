@@ -65,7 +65,7 @@ class WeightNames:
             raise MismatchError(
                 f"the new weights do not match the model: {len(missing):,} are missing, {len(other):,} are unknown",
                 where=f"{where}: {', '.join(words)}",
-                hint="add the tied output head with xtk.rollouts.weight_sync.write_tied_head"
+                hint="add the tied output head with xtk.rollouts.engine_weight_files.write_tied_head"
                 if missing == {HEAD_NAME}
                 else "pass all weights of the same model",
             )
