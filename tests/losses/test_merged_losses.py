@@ -34,7 +34,7 @@ from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
 from xtk.losses.loss_interface import LossCells, LossInputs
 from xtk.losses.sorted_probs import largest_by_topk, scale_rows
 from xtk.losses.sorted_probs_numba import largest_columns
-from xtk.losses.token_prefix_products import log_tempered_remainder
+from xtk.losses.span_probability_products import log_tempered_remainder
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
 

@@ -28,7 +28,8 @@ def check_output_path(path: Path, *, require_utf8: bool = False) -> None:
     """
     shown = str(path)
     if "\0" in shown or not shown:
-        raise XtkError("this is not a valid output path", where=repr(shown), hint="use another output path (-o)")
+        problem = "contains a NUL character" if shown else "is empty"
+        raise XtkError(f"the output path {problem}", where=repr(shown), hint="use another output path (-o)")
     if require_utf8:
         try:
             shown.encode("utf-8")

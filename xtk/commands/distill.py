@@ -104,7 +104,7 @@ def distill(
     teacher_weights: Annotated[
         str,
         typer.Option(
-            help="Weights in the order of the teachers, such as 0.7,0.3, or a score to compute them from. "
+            help="Teacher weights in their order, such as 0.7,0.3 (default: equal), or a score to compute them from. "
             "ce:alpha=5,per=span: softmax(-alpha * CE) per span; docs/how-to/several-teachers.md lists all.",
             metavar="W,W...|SCORE[:KEY=VALUE,...]",
         ),
@@ -394,7 +394,7 @@ def distill(
         typer.Option(
             help="Task evaluated during training: data with a reward, or tasks as in evaluate --tasks. Repeatable. "
             "Keys are options of evaluate: test.jsonl:reward=exact,max_prompts=200 or arc_easy:max_prompts=200.",
-            metavar="DATA:reward=NAME[,KEY=VALUE,...]|NAME[=FOLDER],...[:KEY=VALUE,...]",
+            metavar="DATA:reward=REWARD[,KEY=VALUE,...]|TASK[=FOLDER],...[:KEY=VALUE,...]",
         ),
     ] = None,
     eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: only at the end.", min=0)] = 0,
@@ -475,7 +475,7 @@ def distill(
     """
     given = dict(locals())
     started = time.monotonic()
-    from xtk.commands.recipe_json import check_rerun, recipe_options
+    from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.subprocesses import die_with_parent
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train

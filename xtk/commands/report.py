@@ -52,7 +52,7 @@ def report(
     cache: Annotated[
         str,
         typer.Option(
-            help="Teacher cache to describe: stored mass, alignment with the student's tokens, projection audit.",
+            help="Teacher cache to describe: stored mass, alignment with the student, coverage of its projection.",
             metavar="CACHE",
         ),
     ] = "",
@@ -165,7 +165,7 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     """
     from xtk.artifacts.atomic_files import read_json_lines
     from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
-    from xtk.commands.recipe_json import rerun_command
+    from xtk.commands.recorded_run_options import rerun_command
     from xtk.commands.report_html import ReportedRun
 
     recipe = read_recipe(path)

@@ -310,7 +310,7 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     Raises:
         XtkError: inputs do not match, or the folder has other files or a run with another recipe.
     """
-    from xtk.commands.recipe_json import check_rerun, recipe_options
+    from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.checkpoint import find_existing_run
     from xtk.training.distill import open_inputs, run_identity

@@ -37,7 +37,7 @@ class ByteKL:
             fill_byte_cells,
             find_boundaries,
         )
-        from xtk.losses.sampled_teacher_correction import exact_entry_stops, mean_surprisals
+        from xtk.losses.sampled_support_correction import exact_entry_stops, mean_surprisals
 
         stored = example.teacher_logprobs
         assert isinstance(comparison_space, BytePartition)

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.losses.sampled_teacher_correction import negentropy, remainder_correction, sampled_log_correction
+from xtk.losses.sampled_support_correction import negentropy, remainder_correction, sampled_log_correction
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
 
 NONE = -1

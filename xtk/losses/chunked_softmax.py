@@ -15,7 +15,7 @@ from xtk.losses import projected_kl_numba
 from xtk.losses.clipped_surrogate import TermSurrogate
 from xtk.losses.divergences import Divergence
 from xtk.losses.sorted_probs import ChunkSortedProbs, LargestLogits, scale_rows
-from xtk.losses.token_prefix_products import ChunkPrefixProduct
+from xtk.losses.span_probability_products import ChunkPrefixProduct
 from xtk.losses.tokenization_marginalization import ChunkAlternatives
 from xtk.models.output_head import HeadShard
 

@@ -41,7 +41,7 @@ from xtk.losses.clipped_surrogate import TermSurrogate
 from xtk.losses.divergences import Divergence
 from xtk.losses.loss_interface import LossCells
 from xtk.losses.sorted_probs import ChunkSortedProbs, LargestLogits, TermSortedProbs
-from xtk.losses.token_prefix_products import TermPrefixProduct
+from xtk.losses.span_probability_products import TermPrefixProduct
 from xtk.losses.tokenization_marginalization import TermAlternatives, group_logsumexp
 from xtk.models.output_head import ChunkedLogits, OutputHead
 

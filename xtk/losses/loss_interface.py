@@ -386,7 +386,7 @@ def projected_cells(
     p-kl as published.
     """
     from xtk.losses.projected_kl_numba import fill_cells
-    from xtk.losses.sampled_teacher_correction import exact_entry_stops, mean_surprisals
+    from xtk.losses.sampled_support_correction import exact_entry_stops, mean_surprisals
     from xtk.losses.sorted_probs_numba import fill_published_cells
 
     teacher = example.teacher_logprobs

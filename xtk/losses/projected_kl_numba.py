@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.losses.sampled_teacher_correction import negentropy, remainder_correction, sampled_log_correction
+from xtk.losses.sampled_support_correction import negentropy, remainder_correction, sampled_log_correction
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -98,7 +98,7 @@ def fill_cells(
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
     """Return the first six arrays of `LossCells`, for items that average rows and teacher positions; and corrections.
 
-    `exact_stops` and `surprisals` are those of `xtk.losses.sampled_teacher_correction`, per teacher position.
+    `exact_stops` and `surprisals` are those of `xtk.losses.sampled_support_correction`, per teacher position.
     """
     items = len(row_start)
     width = len(column_offsets) - 1

@@ -203,7 +203,9 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
             )
         if content.get("run_fingerprint") != run:
             raise CorruptError(
-                "the checkpoint was written by a run with other options or inputs", where=str(folder), hint=SKIP_HINT
+                "the checkpoint was written by a run with other options or inputs",
+                where=str(folder),
+                hint="use the options and inputs of that run, or another output path (-o); or move this checkpoint away",
             )
         verify_files(folder, content, subset=here)
         rank_files(folder, content)

@@ -44,7 +44,7 @@ class TrainerState:
                 continue
             if type(value) is not int or not 0 <= value < 1 << 63:
                 raise CorruptError(
-                    f"the value of {name} in the checkpoint's xtk.json is not valid: {value!r:.40}",
+                    f"the value of {name} in the xtk.json of a checkpoint is not valid: {value!r:.40}",
                     hint="move this checkpoint out of the run folder to resume from an earlier one",
                 )
         return cls(**found)
