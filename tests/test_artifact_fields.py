@@ -316,7 +316,7 @@ def test_stored_rollouts_of_an_unfinished_run_are_documented(tmp_path):
     from xtk.training import on_policy_loop
 
     path = tmp_path / "rollouts-00000-of-00001.jsonl"
-    on_policy_loop._write_rollouts(path, [Rollout(Document.from_text("a"), 0, 0, "stop")])
+    on_policy_loop._write_rollouts(path, [Rollout(Document.from_text("a"), 0, 0, "stop")], "run")
     found = keys_of(lines_of(path)) | {on_policy_loop.COMPARISON_FILE}
     assert not undocumented(found, "artifacts.md", "Rollout batches")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -92,6 +93,28 @@ def test_a_run_that_ends_keeps_files_of_the_user_that_are_called_as_those_of_a_s
     shutil.rmtree(out / "checkpoint-1", ignore_errors=True)
     assert "renamed" not in run(*command).stderr
     assert {path.name for path in out.iterdir() if path.is_file() and "kept" not in path.name} == set(left)
+
+
+@pytest.mark.slow
+def test_files_of_the_user_among_stored_rollouts_are_kept(run, pair, tmp_path):
+    """In the folder of all batches, in one that is removed after a checkpoint, and in one of the last steps."""
+    out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n} plus {n} is"}) + "\n" for n in range(8)))
+    command = ["distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=8", "--loss",
+               "byte-kl", "--max-completion-length", 4, "--max-steps", 3, "--save-steps", 1, "-o", out]  # fmt: skip
+    run(*command, "--max-seconds", 0.001, code=75)
+    mine = [
+        out / "rollout_batches" / name for name in ("note.txt", "000000/note.txt", "000002/note.txt", "my/note.txt")
+    ]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("mine")
+    run(*command)
+    left = [path for path in (out / "rollout_batches").rglob("*") if path.is_file()]
+    assert sum(path.read_bytes() == b"mine" for path in left) == len(mine)
+    refused = run(*command, "--force", code=1).stderr
+    assert "this folder contains files that xtk did not write (rollout_batches/" in refused
+    assert sum(path.is_file() for path in (out / "rollout_batches").rglob("*")) == len(left)
 
 
 @pytest.mark.slow

@@ -31,6 +31,10 @@ def killed(pair, tmp_path_factory) -> tuple[list[object], Path]:
     process.send_signal(signal.SIGKILL)
     process.communicate()
     run_xtk(*arguments, folder / "whole")
+    other = start([*arguments, folder / "other", "--seed", 7])
+    wait_for(folder / "other" / "checkpoint-3", other)
+    other.send_signal(signal.SIGKILL)
+    other.communicate()
     return arguments, folder
 
 
@@ -50,21 +54,37 @@ def test_a_run_that_goes_back_a_checkpoint_reads_the_rollouts_of_that_time(kille
     assert losses[0] == losses[1]
 
 
-def test_rollouts_that_were_altered_or_removed_are_not_trained_from(killed, tmp_path):
+ATTACKS = {
+    "a line is lost": lambda lines: lines[:-1],
+    "the first line is left": lambda lines: lines[:1],
+    "a line within is lost": lambda lines: [*lines[:1], *lines[2:]],
+    "a line is there twice": lambda lines: [*lines, lines[0]],
+    "a line replaces another": lambda lines: [lines[0], lines[0], *lines[2:]],
+    "two lines are swapped": lambda lines: [lines[1], lines[0], *lines[2:]],
+    "no line is left": lambda lines: [],
+}
+
+
+@pytest.mark.parametrize("attack", ["a bit is flipped", "the batch is removed", "of another run", *ATTACKS])
+def test_rollouts_that_were_altered_or_removed_are_not_trained_from(killed, tmp_path, attack):
     arguments, folder = killed
-    for attack, message in (
-        ("flip", "a file of the run's stored rollouts does not match its checksums"),
-        ("remove", "are missing"),
-    ):
-        run = Path(shutil.copytree(folder / "killed", tmp_path / attack))
-        for step in range(4, 11):
-            shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
-        (rollouts,) = (run / "rollout_batches" / "000001").glob("rollouts-*.jsonl")
-        if attack == "flip":
-            flip(rollouts, rollouts.read_bytes().index(b'"sampled_tokens": "') + 60, 1)
-        else:
-            shutil.rmtree(rollouts.parent)
-        done = run_xtk(*arguments, run, code=1)
-        assert message in done.stderr
-        assert "rollout_batches/000001" in done.stderr
-        assert "Traceback" not in done.stderr
+    run = Path(shutil.copytree(folder / "killed", tmp_path / "run"))
+    for step in range(4, 11):
+        shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
+    (rollouts,) = (run / "rollout_batches" / "000001").glob("rollouts-*.jsonl")
+    if attack == "a bit is flipped":
+        flip(rollouts, rollouts.read_bytes().index(b'"sampled_tokens": "') + 60, 1)
+    elif attack == "the batch is removed":
+        shutil.rmtree(rollouts.parent)
+    elif attack == "of another run":
+        shutil.copyfile(folder / "other" / rollouts.relative_to(run), rollouts)
+    else:
+        rollouts.write_text("".join(ATTACKS[attack](rollouts.read_text().splitlines(keepends=True))))
+    done = run_xtk(*arguments, run, code=1)
+    if attack == "the batch is removed":
+        assert "are missing" in done.stderr
+    else:
+        assert "stored rollouts" in done.stderr
+    assert "rollout_batches/000001" in done.stderr
+    assert "move checkpoint-3 out of the run folder" in done.stderr  # nothing else could make them again
+    assert "Traceback" not in done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, has_same_content, next_free_path, read_json
 from xtk.artifacts.output_path_checks import foreign_files_error
+from xtk.artifacts.teacher_cache import is_cache_file
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError
 
@@ -28,7 +29,9 @@ _TRAINER_FILE_NAMES = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
 _MODEL_CODE_NAMES = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
 _STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*")
 # Of the rollouts of a run; `rounds` is the folder of versions up to 2 of the recipe, which --force replaces.
-_ROLLOUT_BATCHES, _TRACKERS = ("rollout_batches", "rounds"), "trackers"
+ROLLOUT_BATCHES, _OLD_ROLLOUT_BATCHES, _TRACKERS = "rollout_batches", "rounds", "trackers"
+COMPARISON_FILE = "comparison.json"
+_ROLLOUT_FILE_NAMES = re.compile(r"rollouts-\d{5}-of-\d{5}\.jsonl")
 # `name` holds the name of the run; the others are what TensorBoard (through Accelerate), Weights & Biases and Trackio
 # write below the folder of trackers.
 _OF_TRACKERS = re.compile(r"(.*/)?(events\.out\.tfevents[^/]*|hparams\.yml)|name|(.*/)?(wandb|trackio)/.*")
@@ -78,6 +81,37 @@ def remove_run_subfolder(folder: Path) -> None:
     _keep(folder, f"contains files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest")
 
 
+def remove_rollout_batch(folder: Path) -> None:
+    """Remove the stored rollouts of a batch; a folder with other files is renamed instead."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    foreign = [file for file in _foreign_batch_files(folder.parent) if file.startswith(f"{folder.name}/")]
+    if foreign:
+        _keep(folder, f"contains files that xtk did not write ({', '.join(foreign[:3])})")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _foreign_batch_files(folder: Path) -> list[str]:
+    """Return the relative paths of files that xtk did not write, in the folder of all rollout batches of a run."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        names = path.relative_to(folder).parts
+        if path.is_dir() and not path.is_symlink():
+            continue
+        is_own = (
+            not path.is_symlink()
+            and all(name.isdecimal() for name in names[:-1])
+            and (
+                (len(names) == 2 and bool(names[1] == COMPARISON_FILE or _ROLLOUT_FILE_NAMES.fullmatch(names[1])))
+                or (len(names) == 3 and is_cache_file(names[2]))
+            )
+        )
+        if not is_own and not names[-1].startswith(TEMPORARY_PREFIX):
+            found.append("/".join(names))
+    return found
+
+
 def _keep(path: Path, what: str) -> None:
     kept = next_free_path(path, ".kept-")
     path.replace(kept)
@@ -120,7 +154,9 @@ def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
         elif is_folder and run and name == _TRACKERS:
             files = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if not one.is_dir())
             found += [f"{prefix}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
-        elif on_policy and name in (_ROLLOUT_BATCHES if is_folder else (_ROLLOUTS,)):
+        elif on_policy and name == ROLLOUT_BATCHES and is_folder:
+            found += [f"{prefix}{name}/{file}" for file in _foreign_batch_files(path)]
+        elif on_policy and name == (_OLD_ROLLOUT_BATCHES if is_folder else _ROLLOUTS):
             continue
         elif is_folder or path.is_symlink() or not _is_xtk_file(name, listed, code, run=run):
             found.append(prefix + name)

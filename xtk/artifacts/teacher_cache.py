@@ -711,7 +711,8 @@ def codec_files(header: dict[str, Any]) -> list[str]:
     return [str(header["codec"][key]) for key in CODEC_FILE_KEYS if header["codec"].get(key)]
 
 
-def _is_cache_file(name: str) -> bool:
+def is_cache_file(name: str) -> bool:
+    """Return whether a file of this name can be part of a teacher cache."""
     return (
         name in (MANIFEST, UNFINISHED_MARKER, *TOKENIZER_FILES)
         or name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX))
@@ -730,7 +731,7 @@ def refuse_foreign_cache_folder(folder: StorageFolder) -> None:
         XtkError: names the other files.
     """
     held = folder.file_sizes()
-    foreign = sorted({*(file for file in held if not _is_cache_file(file)), *_unlisted(folder, held)})
+    foreign = sorted({*(file for file in held if not is_cache_file(file)), *_unlisted(folder, held)})
     there = sorted(file for file in held if not file.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)))
     if there and not foreign and not _contains_cache(folder, held):
         foreign = there

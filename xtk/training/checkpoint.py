@@ -205,7 +205,7 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
             raise CorruptError(
                 "the checkpoint was written by a run with other options or inputs",
                 where=str(folder),
-                hint="use the options and inputs of that run, or another output path (-o); or move this checkpoint away",
+                hint="use the options and inputs of that run, or another -o; or move this checkpoint away",
             )
         verify_files(folder, content, subset=here)
         rank_files(folder, content)

@@ -19,6 +19,7 @@ from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, is_data_path
 from xtk.artifacts.local_and_remote_folders import is_remote
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.artifacts.output_path_checks import check_output_folder
+from xtk.artifacts.run_folders import run_fingerprint
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import MismatchError, XtkError
@@ -563,7 +564,7 @@ def distill(
             else None,
         )
         run.resume_point = resumed
-        run.teacher_blocks = _teacher_blocks(run, inputs, paths, packing, trust_remote_code)
+        run.teacher_blocks = _teacher_blocks(run, inputs, paths, packing, run_fingerprint(identity), trust_remote_code)
         _print_plan(run, inputs, per_step, len(documents))
         with report_killed_workers(), report_lost_processes():
             return train(run, identity)
@@ -645,7 +646,7 @@ def _batch_sampler(recipe: TrainConfig, documents: np.ndarray, sizes: np.ndarray
 
 
 def _teacher_blocks(
-    run: TrainingRun, inputs: DistillInputs, paths: RunPaths, packing: int, trust_remote_code: bool
+    run: TrainingRun, inputs: DistillInputs, paths: RunPaths, packing: int, fingerprint: str, trust_remote_code: bool
 ) -> TeacherBlocks | None:
     """Return the teacher blocks of a run with online teachers, or its on-policy loop, and print its settings."""
     on_policy = run.recipe.on_policy
@@ -682,7 +683,9 @@ def _teacher_blocks(
     check = None
     if on_policy.backend != IN_PROCESS_BACKEND:
         check = LogprobCheck(run.wrapped_student, run.parallel, packing, run.accelerator.device)
-    return OnPolicyLoop(inputs.source, run.sampler, run.steps, on_policy, paths.output, run.accelerator, writer, check)
+    return OnPolicyLoop(
+        inputs.source, run.sampler, run.steps, on_policy, paths.output, run.accelerator, writer, fingerprint, check
+    )
 
 
 def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: LoggingConfig) -> Any:

@@ -7,9 +7,9 @@ within a batch resumes with the same rollouts, although the weights that generat
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from xtk.artifacts.atomic_files import atomic_write, read_json, sha256, write_json
 from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.corpus_reader import CorpusFingerprint, InMemoryCorpus
+from xtk.artifacts.run_folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, remove_rollout_batch
 from xtk.artifacts.run_folders import CHECKPOINT, ROLLOUTS_FILE, list_checkpoints
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
@@ -42,9 +43,6 @@ from xtk.training.graceful_stop import StopListener
 from xtk.training.metrics_file import MetricsFile
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
 from xtk.training.online_teacher_scoring import CombineCaches, OnlineSource, TeacherBlocks
-
-ROLLOUT_BATCHES_FOLDER = "rollout_batches"
-COMPARISON_FILE = "comparison.json"
 
 
 class RolloutGenerator(Protocol):
@@ -228,10 +226,12 @@ class OnPolicyLoop(TeacherBlocks):
         output: Path,
         accelerator: Any,
         generator: RolloutGenerator,
+        run_fingerprint: str,
         check: LogprobCheck | None = None,
     ) -> None:
         super().__init__(source, sampler, num_steps, on_policy.steps_per_rollout_batch, output, accelerator)
-        self._on_policy, self._batches_folder, self._check = on_policy, output / ROLLOUT_BATCHES_FOLDER, check
+        self._on_policy, self._batches_folder, self._check = on_policy, output / ROLLOUT_BATCHES, check
+        self._fingerprint = run_fingerprint
         self._generator = generator
         self._source: OnPolicySource = source
         self._order: PromptSampler = sampler
@@ -283,7 +283,10 @@ class OnPolicyLoop(TeacherBlocks):
         """End the generator and remove stored rollout batches."""
         self._generator.close()
         if self._accelerator.is_main_process:
-            shutil.rmtree(self._batches_folder, ignore_errors=True)
+            for _, folder in self._stored_batches():
+                remove_rollout_batch(folder)
+            with contextlib.suppress(OSError):  # it contains files of the user
+                self._batches_folder.rmdir()
 
     def staleness(self, step: int) -> int:
         """Return the number of optimizer steps between generating a step's rollouts and training on them."""
@@ -308,7 +311,7 @@ class OnPolicyLoop(TeacherBlocks):
         if self._accelerator.is_main_process:
             for number, folder in self._stored_batches():
                 if number * self.size > start:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    remove_rollout_batch(folder)
         self._accelerator.wait_for_everyone()
 
     def _remove_saved_batches(self) -> None:
@@ -317,7 +320,7 @@ class OnPolicyLoop(TeacherBlocks):
         for number, folder in self._stored_batches() if saved and self._accelerator.is_main_process else []:
             start, stop = number * self.size, (number + 1) * self.size
             if stop <= saved[-1] and not any(start < step < stop for step in saved):
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_rollout_batch(folder)
 
     def _stored_batches(self) -> list[tuple[int, Path]]:
         return [(int(folder.name), folder) for folder in self._batches_folder.glob("[0-9]*") if folder.name.isdecimal()]
@@ -360,11 +363,13 @@ class OnPolicyLoop(TeacherBlocks):
             ]
             self._generator.sleep()
             if rank is not None:
-                _write_rollouts(folder / _rollout_file_name(rank, ranks), rollouts)
+                _write_rollouts(folder / _rollout_file_name(rank, ranks), rollouts, self._fingerprint)
         accelerator.wait_for_everyone()
         parts = stored or _complete_rollout_files(folder) or []
-        found = [rollout for part in parts for rollout in _read_rollouts(part, self._source)]
+        found = self._read_batch(parts, block)
         by_document = {one.prompt * on_policy.num_generations + one.sample: one for one in found}
+        if len(found) != len(by_document) or len(found) != len(epochs) * on_policy.num_generations:
+            raise self._corrupt_batch_error("the stored rollouts are not those of these steps", str(folder), block)
         weights = dict.fromkeys(by_document, 1.0)
         for step in on_policy_steps:
             numbers = [number for number in dict.fromkeys(self._order.documents_of_step(step)) if number in by_document]
@@ -383,6 +388,31 @@ class OnPolicyLoop(TeacherBlocks):
                 self.rollout_metrics |= self._compare_logprobs(self._check, found, folder / COMPARISON_FILE, is_current)
             self._log_sample(block, found)
 
+    def _read_batch(self, parts: Sequence[Path], block: range) -> list[Rollout]:
+        """Return the rollouts in the files of a batch.
+
+        Raises:
+            CorruptError: a record does not match its checksum, which covers its run and its place in the file.
+        """
+        found = []
+        for path in parts:
+            try:
+                records = _read_rollout_records(path, self._fingerprint)
+            except CorruptError as wrong:
+                raise self._corrupt_batch_error(wrong.what, str(path), block) from None
+            found += [_rollout_of_record(record, self._source) for record in records]
+        return found
+
+    def _corrupt_batch_error(self, what: str, where: str, block: range) -> CorruptError:
+        """Return the error for a stored batch; only the weights before its first step could generate it again."""
+        folder = self._batches_folder / f"{block.start // self.size:06d}"
+        hint = (
+            f"move {CHECKPOINT}-{self._first_step} out of the run folder to resume from an earlier one"
+            if block.start < self._first_step
+            else f"run rm -r {folder} and the same command again, which generates them again"
+        )
+        return CorruptError(what, where=where, hint=hint)
+
     def _compare_logprobs(
         self, check: LogprobCheck, rollouts: Sequence[Rollout], path: Path, is_current: bool
     ) -> dict[str, float]:
@@ -392,7 +422,7 @@ class OnPolicyLoop(TeacherBlocks):
                 difference = check(rollouts)
             except XtkError:  # the same command generates them again
                 if self._accelerator.is_main_process:
-                    shutil.rmtree(path.parent, ignore_errors=True)
+                    remove_rollout_batch(path.parent)
                 raise
             if difference is not None and self._accelerator.is_main_process:
                 write_json(path, {"logprob_difference": difference})
@@ -473,9 +503,9 @@ def _complete_rollout_files(folder: Path) -> list[Path] | None:
     return None
 
 
-def _write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+def _write_rollouts(path: Path, rollouts: Sequence[Rollout], run: str) -> None:
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
-        for one in rollouts:
+        for number, one in enumerate(rollouts):
             sampled, top_ids = one.document.sampled_tokens, one.top_ids
             record = {
                 "prompt": one.prompt,
@@ -490,54 +520,60 @@ def _write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
                 "sampled_tokens": None if sampled is None else base64.b64encode(sampled.to_bytes()).decode(),
                 "top_ids": None if top_ids is None else np.asarray(top_ids).tolist(),
             }
-            stream.write(json.dumps({**record, "checksum": _rollout_checksum(path, record)}) + "\n")
+            place = _record_place(path, run, number, len(rollouts))
+            stream.write(json.dumps({**record, "checksum": _rollout_checksum(place, record)}) + "\n")
 
 
-def _rollout_checksum(path: Path, record: Mapping[str, Any]) -> str:
-    """Return the xxh3 checksum of a rollout record, including its folder and file name."""
-    return "xxh3:" + xxhash.xxh3_64_hexdigest(f"{path.parent.name}/{path.name} {json.dumps(record)}".encode())
+def _record_place(path: Path, run: str, number: int, count: int) -> str:
+    """Return what a record's checksum covers besides its content, so that no record is lost, added or moved."""
+    return f"{run} {path.parent.name}/{path.name} {number} of {count}"
 
 
-def _read_rollout_records(path: Path) -> list[dict[str, Any]]:
+def _rollout_checksum(place: str, record: Mapping[str, Any]) -> str:
+    """Return the xxh3 checksum of a rollout record and its place."""
+    return "xxh3:" + xxhash.xxh3_64_hexdigest(f"{place} {json.dumps(record)}".encode())
+
+
+def _read_rollout_records(path: Path, run: str) -> list[dict[str, Any]]:
     """Return the records of a rollout file.
 
+    Args:
+        path: the file.
+        run: fingerprint of the run that wrote it.
+
     Raises:
-        CorruptError: a record does not match its checksum.
+        CorruptError: a record does not match its checksum, which covers its place in the file of this run.
     """
     try:
         records = [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         stated = [record.pop("checksum") for record in records]
     except (ValueError, TypeError, KeyError, RecursionError):
         records, stated = [{}], [""]
-    if stated != [_rollout_checksum(path, record) for record in records]:
-        raise CorruptError(
-            "a file of the run's stored rollouts does not match its checksums",
-            where=str(path),
-            hint=f"run rm -r {path.parent} and the same command again, which generates them again",
-        )
+    places = [_record_place(path, run, number, len(records)) for number in range(len(records))]
+    if stated != list(map(_rollout_checksum, places, records)):
+        raise CorruptError("a file of the run's stored rollouts does not match its checksums")
     return records
 
 
-def _read_rollouts(path: Path, source: OnPolicySource) -> Iterator[Rollout]:
-    for record in _read_rollout_records(path):
-        prompt_document = source.prompts[record["prompt"]].document
-        conversation = prompt_document.conversation
-        document = replace(
-            prompt_document,
-            segments=tuple(Segment(*part) for part in record["segments"]),
-            is_complete=record["complete"],
-            conversation=None if conversation is None else replace(conversation, messages=tuple(record["messages"])),
-            sampled_tokens=None
-            if record["sampled_tokens"] is None
-            else SampledTokens.from_bytes(base64.b64decode(record["sampled_tokens"])),
-        )
-        yield Rollout(
-            document,
-            prompt=record["prompt"],
-            sample=record["sample"],
-            finish_reason=record["finish_reason"],
-            num_turns=record["turns"],
-            reward=math.nan if record["reward"] is None else record["reward"],
-            rewards={name: math.nan if value is None else value for name, value in record["rewards"].items()},
-            top_ids=None if record["top_ids"] is None else np.array(record["top_ids"], np.int32),
-        )
+def _rollout_of_record(record: Mapping[str, Any], source: OnPolicySource) -> Rollout:
+    prompt_document = source.prompts[record["prompt"]].document
+    conversation = prompt_document.conversation
+    document = replace(
+        prompt_document,
+        segments=tuple(Segment(*part) for part in record["segments"]),
+        is_complete=record["complete"],
+        conversation=None if conversation is None else replace(conversation, messages=tuple(record["messages"])),
+        sampled_tokens=None
+        if record["sampled_tokens"] is None
+        else SampledTokens.from_bytes(base64.b64decode(record["sampled_tokens"])),
+    )
+    return Rollout(
+        document,
+        prompt=record["prompt"],
+        sample=record["sample"],
+        finish_reason=record["finish_reason"],
+        num_turns=record["turns"],
+        reward=math.nan if record["reward"] is None else record["reward"],
+        rewards={name: math.nan if value is None else value for name, value in record["rewards"].items()},
+        top_ids=None if record["top_ids"] is None else np.array(record["top_ids"], np.int32),
+    )
