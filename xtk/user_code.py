@@ -35,7 +35,8 @@ def _exit_outside_user_code(status: int) -> NoReturn:
 def user_code_errors(subject: str, *, where: str | None = None, hint: str | None = None) -> Iterator[None]:
     """Turn exceptions of user code, also `sys.exit` and `os._exit`, into an XtkError that names it.
 
-    Ctrl-C, SIGTERM and errors of xtk pass through. The current directory is restored afterwards.
+    Ctrl-C, SIGTERM and errors of xtk pass through. The current directory is restored afterwards. A process that the
+    code forks ends here.
 
     Args:
         subject: subject of the error sentence, such as `the reward score.py:f`.
@@ -45,8 +46,8 @@ def user_code_errors(subject: str, *, where: str | None = None, hint: str | None
     Raises:
         XtkError: the code raised an exception.
     """
-    before, directory = getattr(_user_code_state, "process", None), _current_directory()
-    os._exit, _user_code_state.process = _exit_outside_user_code, os.getpid()
+    before, directory, process = getattr(_user_code_state, "process", None), _current_directory(), os.getpid()
+    os._exit, _user_code_state.process = _exit_outside_user_code, process
     try:
         yield
     except (XtkError, Terminated):
@@ -57,8 +58,10 @@ def user_code_errors(subject: str, *, where: str | None = None, hint: str | None
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not _was_raised_by_code(error):
             raise
-        raise XtkError(f"{subject} failed: {type(error).__name__}: {error}", where=where, hint=hint) from error
+        raise XtkError(f"{subject} failed: {_describe(error)}", where=where, hint=hint) from error
     finally:
+        if os.getpid() != process:  # a process that the code forked returned from it; it must not continue the command
+            _original_exit(1)
         _user_code_state.process = before
         if directory is not None and directory != _current_directory():
             os.chdir(directory)
@@ -68,6 +71,14 @@ def _current_directory() -> Path | None:
     with contextlib.suppress(FileNotFoundError):  # the directory was removed
         return Path.cwd()
     return None
+
+
+def _describe(error: BaseException) -> str:
+    """Return type and message of an exception, whose `__str__` may fail as well."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (its message cannot be printed)"
 
 
 def _was_raised_by_code(error: BaseException) -> bool:

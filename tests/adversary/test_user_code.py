@@ -29,6 +29,10 @@ REWARDS = {
     "KeyboardInterrupt": ("raise KeyboardInterrupt", "failed: KeyboardInterrupt"),
     "GeneratorExit": ("raise GeneratorExit", "failed: GeneratorExit"),
     "an exception of its own": ("class Own(BaseException): pass\n    raise Own('x')", "failed: Own: x"),
+    "an exception without a message": (
+        "class Own(Exception):\n        def __str__(self): raise ValueError\n    raise Own",
+        "failed: Own (its message cannot be printed)",
+    ),
     "a text": ("return '0.5'", "returned '0.5', which is not a number"),
     "a list": ("return [1.0, 2.0]", "returned [1.0, 2.0], which is not a number"),
     "an object": ("return {}", "returned {}, which is not a number"),
@@ -48,6 +52,18 @@ def test_a_reward_that_does_anything_is_an_error_that_names_it(tmp_path, name):
         rewards("text", "prompt", {})
     assert message in str(refused.value)
     assert "completion 'text'" in str(refused.value)
+
+
+def test_a_process_that_a_reward_forks_does_not_continue_the_command(tmp_path):
+    (tmp_path / "own.py").write_text("import os\ndef score(completion, prompt, row):\n    os.fork()\n    return 1.0\n")
+    code = textwrap.dedent(f"""
+        from xtk.rewards.reward_spec import WeightedRewards, parse_reward
+        rewards = WeightedRewards([parse_reward({str(tmp_path / "own.py") + ":score"!r})])
+        for number in range(3):
+            print(rewards("text", "prompt", {{}})[0], flush=True)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1.0\n" * 3, done.stdout
 
 
 def test_code_of_the_user_changes_neither_the_row_nor_the_current_directory(tmp_path):
