@@ -7,6 +7,8 @@ from typing import Any
 
 from xtk.errors import XtkError
 
+MAX_WEIGHT = 1e12
+
 
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
@@ -81,15 +83,15 @@ def parse_weight(value: str, name: str, noun: str) -> float:
     """Return the weight of a variant.
 
     Raises:
-        XtkError: it is not a finite number above 0.
+        XtkError: it is not above 0 and at most `MAX_WEIGHT`.
     """
     try:
         number = float(value)
     except ValueError:
         number = float("nan")
-    if not 0 < number < float("inf"):
+    if not 0 < number <= MAX_WEIGHT:
         raise XtkError(
-            f"the weight of the {noun} {name} is {value!r}, but must be above 0",
+            f"the weight of the {noun} {name} is {value!r}, but must be above 0 and at most {MAX_WEIGHT:g}",
             hint=f"use for example --{noun} {name}:weight=0.5",
         )
     return number

@@ -29,7 +29,7 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "latin": (b'{"model_type": "\xe9"}', "config.json is not UTF-8"),
     "cut": ('{"model_type": "llama"', "this config.json is not valid JSON"),
     "digits": ('{"vocab_size": ' + "9" * 5_000 + "}", "this config.json is not valid JSON"),
-    "large file": ('{"a": "' + " " * (17 << 20) + '"}', "bytes; must have at most 16,777,216"),
+    "large file": ('{"a": "' + " " * (17 << 20) + '"}', "bytes, but must have at most 16,777,216"),
     "layers": (
         {"num_hidden_layers": 10**9},
         "num_hidden_layers in config.json is 1,000,000,000, but must be at most 10,000",

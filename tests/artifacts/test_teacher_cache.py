@@ -237,7 +237,7 @@ def test_a_shard_of_another_size_is_named_when_the_cache_is_opened(cache, change
     path = cache / "shard-00002.arrow"
     raw = path.read_bytes()
     path.write_bytes(raw[:change] if change < 0 else raw + b"\0")
-    with pytest.raises(CorruptError, match=f"has {len(raw) + change} bytes; must have {len(raw)}") as caught:
+    with pytest.raises(CorruptError, match=f"has {len(raw) + change} bytes, but must have {len(raw)}") as caught:
         TeacherCache(cache)
     assert caught.value.where.endswith("shard-00002.arrow")
 

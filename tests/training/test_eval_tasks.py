@@ -162,6 +162,8 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
             parse_eval_tasks([text])
         assert message in f"{refusal.value} {refusal.value.hint}", text
     problems = "problems.jsonl:reward=regex:pattern=[0-9],[0-9],match=full,prompt=question"
+    with pytest.raises(XtkError, match="a value of --eval-tasks is empty"):
+        parse_eval_tasks([""])
     with pytest.raises(XtkError, match="two --eval-tasks have the name problems"):
         parse_eval_tasks([problems, problems])
     assert [one.names for one in parse_eval_tasks([problems, problems + ",name=again"])] == [("problems",), ("again",)]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from xtk.artifacts.run_folders import file_entries, write_run_manifest
-from xtk.errors import XtkError
+from xtk.errors import CorruptError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult
 from xtk.training.model_card import add_evaluation_table
 from xtk.training.sharded_state import ShardedStateReader
@@ -121,6 +121,19 @@ def test_the_tokens_at_which_the_model_stopped_stay_and_text_is_no_end(tied, tmp
     told = export_student(ExportConfig(run), tmp_path / "out", force=False)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert written == told["eos_token_ids"] == [0, 1, end]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_an_export_that_lacks_a_file_is_not_found_again(tied, tmp_path, name):
+    out = tmp_path / "out"
+    export_student(ExportConfig(tied), out, force=False)
+    assert export_student(ExportConfig(tied), out, force=False)["kind"] == "exported-student"
+    (out / name).unlink()
+    with pytest.raises(CorruptError, match="listed in the manifest, but it is missing") as refused:
+        export_student(ExportConfig(tied), out, force=False)
+    assert refused.value.where == str(out / name)
+    export_student(ExportConfig(tied), out, force=True)
+    assert (out / name).is_file()
 
 
 def test_a_link_to_a_folder_stays_one_and_leads_to_what_was_exported(tied, tmp_path):

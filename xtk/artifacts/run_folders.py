@@ -332,14 +332,14 @@ def verify_files(
         list(threads.map(lambda one: _check_checksum(*one), listed[subset[0] :: subset[1]]))
 
 
-def check_weight_sizes(folder: Path, content: Mapping[str, Any]) -> None:
-    """Compare the sizes of the weight files in a folder with its manifest, without reading them.
+def check_listed_files(folder: Path, content: Mapping[str, Any]) -> None:
+    """Check that the files of a manifest exist, and that weights have their sizes, without reading them.
 
     Raises:
-        CorruptError: names the first file that does not match.
+        CorruptError: names the first file that is missing or has another size.
     """
     for name, entry in content["files"].items():
-        if name.endswith(".safetensors"):
+        if name.endswith((".safetensors", ".gguf")) or not (folder / name).is_file():
             _check_size(folder, name, entry)
 
 
@@ -368,7 +368,7 @@ def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
         size = os.fstat(stream.fileno()).st_size
     if size != entry["bytes"]:
         raise CorruptError(
-            f"this file has {size:,} bytes; must have {entry['bytes']:,} according to the manifest",
+            f"this file has {size:,} bytes, but must have {entry['bytes']:,} according to the manifest",
             where=str(folder / name),
             hint=_ALTERED_FILE_HINT,
         )

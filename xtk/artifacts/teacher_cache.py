@@ -462,7 +462,7 @@ class TeacherCache:
                 raise self._damaged_error("a shard of this cache is missing", file)
             if held[file] != shard["bytes"]:
                 raise self._damaged_error(
-                    f"a shard of this cache has {held[file]} bytes; must have {shard['bytes']}", file
+                    f"a shard of this cache has {held[file]} bytes, but must have {shard['bytes']}", file
                 )
         self._first_rows: list[int] = [
             0,

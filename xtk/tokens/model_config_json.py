@@ -38,7 +38,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     if path.stat().st_size > MAX_BYTES:
-        what = f"config.json has {path.stat().st_size:,} bytes; must have at most {MAX_BYTES:,}"
+        what = f"config.json has {path.stat().st_size:,} bytes, but must have at most {MAX_BYTES:,}"
         raise XtkError(what, where=str(path), hint=_HINT)
     try:
         text = path.read_text(encoding="utf-8")

@@ -38,7 +38,7 @@ from xtk.artifacts.run_folders import (
     ROLLOUTS_FILE,
     RUN_MANIFEST,
     TRAINER_FOLDER,
-    check_weight_sizes,
+    check_listed_files,
     file_entries,
     list_checkpoints,
     listed_file_names,
@@ -116,7 +116,7 @@ def _finished(output: Path) -> dict[str, Any]:
     """
     try:
         content = read_run_manifest(output, (STUDENT,))
-        check_weight_sizes(output, content)
+        check_listed_files(output, content)
     except CorruptError as wrong:
         hint = f"run `rm {output / RUN_MANIFEST}` and the same command again; it resumes from the last checkpoint"
         raise CorruptError(wrong.what, where=wrong.where, hint=hint) from None

@@ -35,6 +35,7 @@ from xtk.artifacts.run_folders import (
     ROLLOUTS_FILE,
     RUN_MANIFEST,
     TRAINER_FOLDER,
+    check_listed_files,
     list_checkpoints,
     read_recipe,
     read_run_manifest,
@@ -235,6 +236,7 @@ def _finished_export(output: Path, request: Mapping[str, Any], *, force: bool) -
     previous = content.get("request") or {}
     different = [name for name, value in request.items() if previous.get(name) != value]
     if not different:
+        check_listed_files(output, content)
         return content
     raise XtkError(
         "the output folder has an export with other options or weights",

@@ -205,8 +205,10 @@ def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
     """Return the tasks of all --eval-tasks values.
 
     Raises:
-        XtkError: as `parse_eval_task`, or two tasks have the same name.
+        XtkError: as `parse_eval_task`, or a value is empty, or two tasks have the same name.
     """
+    if not all(map(str.strip, texts)):
+        raise XtkError("a value of --eval-tasks is empty", hint="use for example --eval-tasks arc_easy:max_prompts=200")
     tasks = tuple(map(parse_eval_task, texts))
     names = [name for task in tasks for name in task.names]
     twice = next((name for name in names if names.count(name) > 1), None)
