@@ -13,8 +13,10 @@ from pathlib import Path
 
 import interrupting
 import pytest
+from command_line import run_xtk
 
 from xtk.artifacts.atomic_files import atomic_write, temporary_name
+from xtk.artifacts.local_and_remote_folders import LocalFolder
 from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import XtkError
 
@@ -182,6 +184,81 @@ def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_resu
     assert refused.value.hint == f"compare both files and keep one; the result of this command is in {path}.1"
     assert (tmp_path / "out.jsonl.1").read_text() == "result"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+LATE = """
+import sys
+from pathlib import Path
+import {module}
+written = {module}.{function}
+def late(*given, **options):
+    Path({out!r}).write_text("mine")
+    return written(*given, **options)
+{module}.{function} = late
+from xtk.__main__ import main
+sys.argv[0] = "xtk"
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "option", "writer"),
+    [
+        (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.commands.html_page.write_page"),
+        (["inspect", "CACHE"], "--html", "xtk.commands.html_page.write_page"),
+        (["build-projection", "STUDENT", "TEACHER"], "-o", "xtk.artifacts.projection_file.write_projection"),
+        (["prune-projection", "PROJECTION", "--top-k", "1"], "-o", "xtk.artifacts.projection_file.write_projection"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_file_that_appears_between_the_check_and_the_end_of_a_command_stays(
+    pair, corpus, cache, projection, tmp_path, command, option, writer
+):
+    """The file appears when the result is ready: after the check of the output path, before anything is written."""
+    out = tmp_path / "out"
+    names = {"STUDENT": pair.student, "TEACHER": pair.teacher, "CORPUS": corpus, "CACHE": cache,
+             "PROJECTION": projection}  # fmt: skip
+    module, _, function = writer.rpartition(".")
+    code = LATE.format(module=module, function=function, out=str(out))
+    arguments = [str(names.get(word, word)) for word in command]
+    done = subprocess.run([sys.executable, "-c", code, *arguments, option, str(out)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "another program wrote the output file while this command ran" in done.stderr
+    assert out.read_text() == "mine"
+    assert (tmp_path / "out.1").stat().st_size > 100
+
+
+def test_a_file_with_the_name_of_a_shard_that_appears_meanwhile_stays(tmp_path):
+    folder = LocalFolder(tmp_path)
+    for name in ("shard-00005.arrow", "manifest.json"):
+        (tmp_path / name).write_text("mine")
+        with (
+            pytest.raises(XtkError, match="this file already exists, and this command did not write it"),
+            folder.write(name, exclusive=True) as temporary,
+        ):
+            temporary.write_text("xtk's")
+        assert (tmp_path / name).read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_manifest_that_appears_while_a_cache_is_written_stays(pair, tmp_path):
+    out = tmp_path / "out"
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n} apples " * 30}) + "\n" for n in range(300)))
+    command = ["cache-teacher", str(pair.teacher), str(texts), "--shard-tokens", "400", "-o", str(out)]
+    with subprocess.Popen([sys.executable, "-m", "xtk", *command], stderr=subprocess.PIPE, text=True) as process:
+        while not (out / "shard-00001.arrow").exists() and process.poll() is None:
+            time.sleep(0.001)
+        (out / "manifest.json").write_text("mine")
+        _, stderr = process.communicate()
+    assert process.returncode == 1, stderr
+    assert f"this file already exists, and this command did not write it\n  where: {out}/manifest.json" in stderr
+    assert (out / "manifest.json").read_text() == "mine"
+    (out / "manifest.json").unlink()
+    run_xtk(*command)
+    run_xtk("inspect", out, "--verify")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])

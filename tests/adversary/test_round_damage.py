@@ -65,23 +65,38 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("attack", ["a bit is flipped", "the batch is removed", "of another run", *ATTACKS])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "a bit is flipped",
+        "the batch is removed",
+        "renamed to none of none",
+        "renamed to one of many",
+        "of another run",
+        *ATTACKS,
+    ],
+)
 def test_rollouts_that_were_altered_or_removed_are_not_trained_from(killed, tmp_path, attack):
     arguments, folder = killed
     run = Path(shutil.copytree(folder / "killed", tmp_path / "run"))
     for step in range(4, 11):
         shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
     (rollouts,) = (run / "rollout_batches" / "000001").glob("rollouts-*.jsonl")
+    shutil.copyfile(rollouts, rollouts.with_name(f"{rollouts.stem} (copy).jsonl"))  # of the user; not read
     if attack == "a bit is flipped":
         flip(rollouts, rollouts.read_bytes().index(b'"sampled_tokens": "') + 60, 1)
     elif attack == "the batch is removed":
         shutil.rmtree(rollouts.parent)
+    elif attack == "renamed to none of none":
+        rollouts.rename(rollouts.with_name("rollouts-00000-of-00000.jsonl"))
+    elif attack == "renamed to one of many":
+        rollouts.rename(rollouts.with_name("rollouts-00000-of-3000000.jsonl"))
     elif attack == "of another run":
         shutil.copyfile(folder / "other" / rollouts.relative_to(run), rollouts)
     else:
         rollouts.write_text("".join(ATTACKS[attack](rollouts.read_text().splitlines(keepends=True))))
     done = run_xtk(*arguments, run, code=1)
-    if attack == "the batch is removed":
+    if attack.startswith(("the batch", "renamed")):
         assert "are missing" in done.stderr
     else:
         assert "stored rollouts" in done.stderr

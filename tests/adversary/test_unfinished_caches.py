@@ -114,8 +114,8 @@ def test_shards_that_were_swapped_or_copied_over_each_other_are_refused(packed, 
     rows = [entry["documents"] for entry in cache.manifest["shards"]]
     first, second = sum(rows[:1]), sum(rows[:2])
     assert (
-        f"{place / shard_file_name(2)}: this file contains documents {first} to {second} of shard 1, not "
-        f"documents {second} to {second + rows[2]} of shard 2; writing this shard again"
+        f"{place / shard_file_name(2)}: this file contains documents {first} to {second - 1} of shard 1, not "
+        f"documents {second} to {second + rows[2] - 1} of shard 2; writing this shard again"
     ) in capsys.readouterr().err
 
 

@@ -23,6 +23,7 @@ from interrupting import assert_none_left, assert_same, processes_that_name, sta
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.commands.sweep_plan import plan_runs
 from xtk.commands.sweep_table import total_seconds
+from xtk.errors import XtkError
 from xtk.training.metrics_file import read_metrics
 
 COME_AGAIN, INTERRUPTED = 75, 130
@@ -258,6 +259,28 @@ def test_a_list_names_its_runs_and_reads_what_dry_run_prints(tmp_path):
     runs = [plan_runs([], [("here", line)], [], tmp_path)[0].distill_options for line in printed.splitlines()]
     assert [one["seed"] for one in runs] == [0, 1] * 3
     assert (runs[-1]["student"], runs[-1]["freeze"], runs[-1]["max_steps"]) == ("my student", ["a b"], 5)
+
+
+def test_a_number_sign_begins_a_comment_only_at_the_beginning_of_a_word(tmp_path):
+    """As in a shell: the address of a server has one before the name of its model."""
+    lines = [
+        "--rollout-server http://h:8000/v1#MODEL --seed 5 -o a  # a comment with a ' quote",
+        "--rollout-server 'http://h:8000/v1 # x' -o \"b #2\"#3",
+        "  # only a comment",
+        "--rollout-server \\# -o c",
+    ]
+    runs = plan_runs(["STUDENT", "DATA"], [(f"line {n}", line) for n, line in enumerate(lines) if n != 2], [], tmp_path)
+    given = [run.distill_options for run in runs]
+    assert [one["rollout_server"] for one in given] == [["http://h:8000/v1#MODEL"], ["http://h:8000/v1 # x"], ["#"]]
+    assert given[0]["seed"] == 5
+    assert [run.name for run in runs] == ["a", "b-2-3", "c"]
+
+
+def test_runs_whose_logs_would_be_runs_are_refused(tmp_path):
+    for names in (("a", "a.log"), ("a.log", "a")):
+        lines = [(f"line {n}", f"--seed {n} -o {name}") for n, name in enumerate(names)]
+        with pytest.raises(XtkError, match="the log of one of the runs"):
+            plan_runs(["STUDENT", "DATA"], lines, [], tmp_path)
 
 
 def test_a_mistake_in_a_list_is_told_with_its_line(tmp_path):

@@ -38,7 +38,7 @@ def sha256(content: bytes | str) -> str:
 
 
 FileState = tuple[int, ...] | None
-UNKNOWN_STATE: FileState = ()
+_checked_states: dict[Path, FileState] = {}  # state of each output path when the command checked it
 
 
 def sha256_of_file(path: Path) -> str:
@@ -49,19 +49,19 @@ def sha256_of_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def atomic_write(
-    path: Path, *, keep_others: bool = False, before: FileState = UNKNOWN_STATE, clean: bool = True
+    path: Path, *, keep_others: bool = False, exclusive: bool = False, clean: bool = True
 ) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; it is synced and renamed if the block succeeds, else removed.
 
     Args:
         path: the file to write.
-        keep_others: if another program wrote `path` in the meantime, keep that file and raise.
-        before: state of `path` when it was checked (`file_state`); default: its current state.
+        keep_others: if another program wrote `path` since `record_state`, or since now, keep that file and raise.
+        exclusive: if there is a file with other content, keep it and raise.
         clean: list the folder and remove temporary files that killed writers of this file left.
 
     Raises:
-        XtkError: `path` is a folder, or, with `keep_others`, another program wrote it; the error names the file that
-            has the result.
+        XtkError: `path` is a folder; or another program wrote it: with `keep_others`, the error names the file that has
+            the result.
     """
     if path.is_dir():
         raise XtkError(
@@ -73,10 +73,16 @@ def atomic_write(
     if clean:
         remove_stale_temporary_files(path.parent, path.name)
     temporary = path.parent / temporary_name(path.name)
-    before = file_state(path) if before == UNKNOWN_STATE else before
+    before = _checked_states.get(path.absolute(), file_state(path))
     try:
         yield temporary
         _fsync(temporary)
+        if exclusive and not _may_replace(temporary, path, None) and not has_same_content(temporary, path):
+            raise XtkError(
+                "this file already exists, and this command did not write it",
+                where=str(path),
+                hint="move it to another folder, and run the same command again; finished parts are kept",
+            )
         if keep_others and not _may_replace(temporary, path, before) and not has_same_content(temporary, path):
             kept = next_free_path(path, ".")
             temporary.replace(kept)
@@ -86,10 +92,16 @@ def atomic_write(
                 hint=f"compare both files and keep one; the result of this command is in {kept}",
             )
         temporary.replace(path)
+        _checked_states.pop(path.absolute(), None)
         _fsync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def record_state(path: Path) -> None:
+    """Record the state of an output path at its check: `atomic_write` replaces a file only in this state."""
+    _checked_states[path.absolute()] = file_state(path)
 
 
 def _may_replace(temporary: Path, path: Path, before: FileState) -> bool:

@@ -97,9 +97,8 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
     _report_duplicates(header["data"]["sources"])
     entries = _write_slices(folder, taken)
     files = _copy_shared_files(folder, sources, parts)
-    return cache_totals(
-        write_cache_manifest(folder, {"header": header, "source_headers": parts, "files": files, "shards": entries})
-    )
+    content = {"header": header, "source_headers": parts, "files": files, "shards": entries}
+    return cache_totals(write_cache_manifest(folder, content, exclusive=True))
 
 
 def _open_caches(places: Sequence[str]) -> list[TeacherCache]:

@@ -132,9 +132,8 @@ class LocalFolder:
     @contextlib.contextmanager
     def write(self, file: str, *, exclusive: bool = False) -> Iterator[Path]:
         """Yield a temporary path in the folder; it is synced and renamed when the block succeeds."""
-        with atomic_write(
-            self.path / file, clean=False
-        ) as temporary:  # `remove_stale_temporary_files` cleans the whole folder
+        # `remove_stale_temporary_files` cleans the whole folder.
+        with atomic_write(self.path / file, exclusive=exclusive, clean=False) as temporary:
             yield temporary
 
     def copy_from(self, source: StorageFolder, files: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
+from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, record_state
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import XtkError, path_exists
 
@@ -67,6 +67,8 @@ def check_output_path(path: Path, *, require_utf8: bool = False) -> None:
 def check_output_file(path: Path, kind: str, is_xtk_file: Callable[[Path], bool], inputs: Iterable[str] = ()) -> bool:
     """Refuse an output path with a file that xtk did not write, `--force` or not.
 
+    A file that appears there later is kept as well, by `atomic_write` with `keep_others`.
+
     Args:
         path: of the output.
         kind: plural name of such files in messages, such as "projections".
@@ -86,6 +88,7 @@ def check_output_file(path: Path, kind: str, is_xtk_file: Callable[[Path], bool]
             hint="use another output path (-o)",
         )
     check_output_path(path)
+    record_state(path)
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -31,7 +31,7 @@ _STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*")
 # Of the rollouts of a run; `rounds` is the folder of versions up to 2 of the recipe, which --force replaces.
 ROLLOUT_BATCHES, _OLD_ROLLOUT_BATCHES, _TRACKERS = "rollout_batches", "rounds", "trackers"
 COMPARISON_FILE = "comparison.json"
-_ROLLOUT_FILE_NAMES = re.compile(r"rollouts-\d{5}-of-\d{5}\.jsonl")
+ROLLOUT_FILE_NAMES = re.compile(r"rollouts-(\d{5})-of-(\d{5})\.jsonl")
 # `name` holds the name of the run; the others are what TensorBoard (through Accelerate), Weights & Biases and Trackio
 # write below the folder of trackers.
 _OF_TRACKERS = re.compile(r"(.*/)?(events\.out\.tfevents[^/]*|hparams\.yml)|name|(.*/)?(wandb|trackio)/.*")
@@ -103,7 +103,7 @@ def _foreign_batch_files(folder: Path) -> list[str]:
             not path.is_symlink()
             and all(name.isdecimal() for name in names[:-1])
             and (
-                (len(names) == 2 and bool(names[1] == COMPARISON_FILE or _ROLLOUT_FILE_NAMES.fullmatch(names[1])))
+                (len(names) == 2 and bool(names[1] == COMPARISON_FILE or ROLLOUT_FILE_NAMES.fullmatch(names[1])))
                 or (len(names) == 3 and is_cache_file(names[2]))
             )
         )

@@ -151,7 +151,8 @@ class CacheWriter:
                 write_file(self.folder, name, content)
         files = {name: sha256(content) for name, content in self._files.items()}
         entries = [self._entries[number] for number in range(self.num_shards)]
-        return write_cache_manifest(self.folder, {"header": self.header, "files": files, "shards": entries})
+        manifest = {"header": self.header, "files": files, "shards": entries}
+        return write_cache_manifest(self.folder, manifest, exclusive=True)
 
     def _check(self, numbers: Sequence[int]) -> Iterator[tuple[int, CorruptError]]:
         """Read shards completely; keep the manifest entries of valid ones and yield the others.
@@ -242,18 +243,19 @@ def store_shard(
         return _manifest_entry(shard_file_name(position.shard), CacheShard(temporary))
 
 
-def write_file(folder: StorageFolder, name: str, content: bytes) -> None:
-    """Write a small file atomically."""
-    with folder.write(name) as temporary:
+def write_file(folder: StorageFolder, name: str, content: bytes, *, exclusive: bool = False) -> None:
+    """Write a small file atomically; with `exclusive`, refuse to replace a file with other content."""
+    with folder.write(name, exclusive=exclusive) as temporary:
         temporary.write_bytes(content)
 
 
-def write_cache_manifest(folder: StorageFolder, content: dict[str, Any]) -> dict[str, Any]:
+def write_cache_manifest(folder: StorageFolder, content: dict[str, Any], *, exclusive: bool = False) -> dict[str, Any]:
     """Write the manifest of a cache, which marks it as finished.
 
     Args:
         folder: of the cache.
         content: "header", "shards", and "files": the sha256 of each file that is not a shard.
+        exclusive: refuse to replace another file of this name.
 
     Returns:
         The manifest, with format, version and checksum.
@@ -261,7 +263,7 @@ def write_cache_manifest(folder: StorageFolder, content: dict[str, Any]) -> dict
     manifest = {"format": FORMAT, "version": VERSION, **content}
     manifest["checksum"] = _checksum(manifest)
     # Written last, on purpose: a folder without a manifest is unfinished.
-    write_file(folder, MANIFEST, _manifest_bytes(manifest))
+    write_file(folder, MANIFEST, _manifest_bytes(manifest), exclusive=exclusive)
     remove_writer_files(folder)
     return manifest
 

@@ -109,7 +109,6 @@ def rollout(
         xtk rollout ./student prompts.jsonl --num-generations 4 -o rollouts.jsonl
         xtk rollout ./student prompts.jsonl -o r.jsonl | xtk cache-teacher ./teacher - -o cache
     """
-    from xtk.artifacts.atomic_files import file_state
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.artifacts.write_locks import only_writer_of_path
@@ -164,7 +163,6 @@ def rollout(
         }
     )
     with only_writer_of_path(path.resolve(), "file"):
-        before = file_state(path)
         _checked_output(output, [student, *prompts])  # again: a file may have appeared since the first check
         figures = None if force else _finished_rollouts(path, request)
         if figures is None:
@@ -192,7 +190,7 @@ def rollout(
                     for prompt in group:
                         yield prompt, [one for one in found if one.prompt == prompt.number]
 
-            figures = _write_rollouts(path, before, written(), len(read), corpus.columns, request)
+            figures = _write_rollouts(path, written(), len(read), corpus.columns, request)
             for name, count in rewards.unscored.items():
                 terminal.note(f"rollout: {count:,} rollouts have no {name} reward; their data lacks what it needs")
     summary = figures.summary()
@@ -248,7 +246,6 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
 
 def _write_rollouts(
     path: Path,
-    before: tuple[int, ...] | None,
     groups: Iterator[tuple[Prompt, list[Rollout]]],
     count: int,
     columns: dict[str, str],
@@ -260,7 +257,7 @@ def _write_rollouts(
 
     figures = RolloutStatistics()
     with (
-        atomic_write(path, keep_others=True, before=before) as temporary,
+        atomic_write(path, keep_others=True) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
         terminal.Progress("rollout", count, "prompts") as progress,
     ):

@@ -140,7 +140,7 @@ def _read_run_list(runs: str) -> list[tuple[str, str]]:
     if not runs:
         return []
     try:
-        lines = terminal.piped_lines() if runs == "-" else Path(runs).read_text(encoding="utf-8").split("\n")
+        lines = terminal.piped_lines() if runs == "-" else Path(runs).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise XtkError("the --runs file is not valid UTF-8", where=runs, hint="save the file as UTF-8") from None
     place = "stdin" if runs == "-" else runs

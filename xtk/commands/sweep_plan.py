@@ -115,6 +115,13 @@ def plan_runs(
                 hint="give each value once; in a --runs file, -o NAME names a run",
             )
         runs[name] = run = PlannedRun(name, folder / name, tuple(words), _parse_run(f"{place}{name}", words), place)
+        logs = next((one for one in runs if f"{one}.log" == name or f"{name}.log" == one), None)
+        if logs is not None:
+            raise XtkError(
+                f"the log of one of the runs {logs} and {name} has the name of the other",
+                where=f"{place}{shlex.join(words[:-2])}",
+                hint="use names that do not end in .log",
+            )
         same = next((one for one in runs.values() if one is not run and one.options == run.options), None)
         if same is not None:
             raise XtkError(
@@ -187,13 +194,31 @@ def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split_words(text: str, where: str, *, comments: bool = False) -> list[str]:
-    """Return a text split into words as in a shell."""
+    """Return a text split into words as in a shell; with `comments`, a word that begins with # begins a comment."""
     try:
-        return shlex.split(text, comments=comments)
+        return shlex.split(_without_comment(text) if comments else text)
     except ValueError as wrong:
         raise XtkError(
             f"the arguments cannot be split into words: {str(wrong).lower()}", where=where, hint="close all quotes"
         ) from None
+
+
+def _without_comment(line: str) -> str:
+    """Return a line up to an unquoted # at the beginning of a word; `shlex` also takes one inside of a word."""
+    quote = ""
+    at = 0
+    while at < len(line):
+        letter = line[at]
+        if letter == "\\" and quote != "'":
+            at += 1
+        elif quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter == "#" and (at == 0 or line[at - 1].isspace()):
+            return line[:at]
+        at += 1
+    return line
 
 
 def _of_option(name: str, values: Sequence[str]) -> list[_Part]:

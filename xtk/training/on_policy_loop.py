@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from xtk.artifacts.atomic_files import atomic_write, read_json, sha256, write_json
 from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.corpus_reader import CorpusFingerprint, InMemoryCorpus
-from xtk.artifacts.run_folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, remove_rollout_batch
+from xtk.artifacts.run_folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, ROLLOUT_FILE_NAMES, remove_rollout_batch
 from xtk.artifacts.run_folders import CHECKPOINT, ROLLOUTS_FILE, list_checkpoints
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
@@ -495,11 +495,13 @@ def _rollout_file_name(rank: int, ranks: int) -> str:
 
 def _complete_rollout_files(folder: Path) -> list[Path] | None:
     """Return the rollout files of a batch, if those of all processes exist."""
-    for first in sorted(folder.glob("rollouts-00000-of-*.jsonl")):
-        ranks = int(first.stem.rpartition("-")[2])
-        parts = [folder / _rollout_file_name(rank, ranks) for rank in range(ranks)]
-        if all(part.is_file() for part in parts):
-            return parts
+    by_ranks: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.glob("rollouts-*.jsonl")):
+        if found := ROLLOUT_FILE_NAMES.fullmatch(path.name):
+            by_ranks.setdefault(int(found[2]), {})[int(found[1])] = path
+    for ranks, parts in sorted(by_ranks.items()):
+        if len(parts) == ranks and max(parts) < ranks:
+            return [parts[rank] for rank in range(ranks)]
     return None
 
 
