@@ -98,6 +98,46 @@ def test_a_run_that_ends_keeps_files_of_the_user_that_are_called_as_those_of_a_s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpoint-9/model.safetensors", "best-9/config.json", "checkpoint-9/trainer/x",
+                                  "adapter/README.md", "adapter/model.safetensors"])  # fmt: skip
+def test_files_of_the_user_with_names_of_a_model_in_folders_of_a_run_are_not_removed(run, pair, corpus, tmp_path, name):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--lora-r", 2, "--max-steps", 2, "--save-steps", 1,
+               "-o", out]  # fmt: skip
+    run(*command)
+    (out / name).parent.mkdir(exist_ok=True, parents=True)
+    (out / name).write_text("mine")
+    refused = run(*command, "--seed", 7, "--force", code=1).stderr
+    assert f"this folder contains files that xtk did not write ({name.rpartition('/x')[0] or name}" in refused
+    assert (out / name).read_text() == "mine"
+    assert (out / "xtk.json").exists()
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_user_in_an_unfinished_run_is_renamed_and_one_left_by_a_kill_is_not(
+    run, pair, corpus, tmp_path
+):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--lora-r", 2, "--max-steps", 2, "--save-steps", 1,
+               "-o", out]  # fmt: skip
+    run(*command)
+    adapter = {path.name: path.read_bytes() for path in (out / "adapter").iterdir()}
+    assert set(adapter) == {"adapter_config.json", "adapter_model.safetensors"}
+    (out / "xtk.json").unlink()  # as a kill after the adapter was written
+    run(*command)
+    assert sorted(path.name for path in out.iterdir() if "adapter" in path.name) == ["adapter"]
+    assert {path.name: path.read_bytes() for path in (out / "adapter").iterdir()} == adapter
+    (out / "xtk.json").unlink()
+    (out / "adapter" / "README.md").write_text("mine")
+    stderr = run(*command).stderr
+    assert f"{out / 'adapter'} was not written by this run; kept as adapter.kept-1" in stderr
+    assert (out / "adapter.kept-1" / "README.md").read_text() == "mine"
+    assert {path.name: path.read_bytes() for path in (out / "adapter").iterdir()} == adapter
+    targets = json.loads(adapter["adapter_config.json"])["target_modules"]
+    assert targets == sorted(targets)
+
+
+@pytest.mark.slow
 def test_files_of_the_user_among_stored_rollouts_are_kept(run, pair, tmp_path):
     """In the folder of all batches, in one that is removed after a checkpoint, and in one of the last steps."""
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"

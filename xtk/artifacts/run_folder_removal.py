@@ -27,6 +27,11 @@ _RECIPE, _ROLLOUTS = "recipe.json", "rollouts.jsonl"
 _RUN_FILE_NAMES = re.compile(r"recipe\.json|metrics\.jsonl")
 _TRAINER_FILE_NAMES = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
 _MODEL_CODE_NAMES = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
+# Of subfolders, if no manifest lists their files.
+_SUBFOLDER_FILE_NAMES = {
+    "trainer": _TRAINER_FILE_NAMES,
+    "adapter": re.compile(r"adapter_config\.json|adapter_model(-\d{5}-of-\d{5})?\.safetensors"),
+}
 _STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*")
 # Of the rollouts of a run; `rounds` is the folder of versions up to 2 of the recipe, which --force replaces.
 ROLLOUT_BATCHES, _OLD_ROLLOUT_BATCHES, _TRACKERS = "rollout_batches", "rounds", "trackers"
@@ -68,17 +73,37 @@ def remove_run(folder: Path) -> None:
 
 
 def remove_run_subfolder(folder: Path) -> None:
-    """Remove a checkpoint, best weights or an adapter of a run; a folder with other files is renamed instead.
+    """Remove a checkpoint or best weights of a run; a folder with other files is renamed instead.
 
     Checkpoints and best weights of xtk have a manifest, since they get their final name only when they are complete.
     """
     if not folder.is_dir() or folder.is_symlink():
         return
     foreign = _foreign_files(folder, run=False)
-    if not foreign and (folder.name == "adapter" or (folder / MANIFEST).is_file()):
+    if not foreign and (folder / MANIFEST).is_file():
         shutil.rmtree(folder, ignore_errors=True)
         return
     _keep(folder, f"contains files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest")
+
+
+def replace_run_subfolder(new: Path, final: Path) -> None:
+    """Rename a folder of the student, such as its adapter, to its final path in an unfinished run.
+
+    A folder there is removed if it has the same content, as after a kill at this point, and renamed otherwise.
+    """
+    if final.is_symlink() or final.exists():
+        same = final.is_dir() and not final.is_symlink() and _has_same_files(new, final)
+        if same:
+            shutil.rmtree(final)
+        else:
+            _keep(final, "was not written by this run")
+    new.replace(final)
+
+
+def _has_same_files(one: Path, other: Path) -> bool:
+    names = [{path.relative_to(folder).as_posix() for path in folder.rglob("*")} for folder in (one, other)]
+    files = [name for name in names[0] if (one / name).is_file()]
+    return names[0] == names[1] and all(has_same_content(one / name, other / name) for name in files)
 
 
 def remove_rollout_batch(folder: Path) -> None:
@@ -142,6 +167,7 @@ def keep_file_of_user(path: Path, new: Path) -> None:
 def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
     """Return the relative paths in a folder of files that xtk did not write."""
     listed = _manifest_files(folder)
+    subfolders = _manifest_subfolders(folder)
     code = _auto_map(folder)
     on_policy = run and _is_on_policy(folder)
     found = []
@@ -149,8 +175,19 @@ def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
         name, is_folder = path.name, path.is_dir() and not path.is_symlink()
         if name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)):
             continue
-        if (is_folder and run and _STEP_FOLDER_NAMES.fullmatch(name)) or (is_folder and name in ("trainer", "adapter")):
-            found += _foreign_files(path, run=False, prefix=f"{prefix}{name}/")
+        if is_folder and run and _STEP_FOLDER_NAMES.fullmatch(name):
+            is_complete = (path / MANIFEST).is_file()  # xtk's have a manifest
+            files = _foreign_files(path, run=False) if is_complete else sorted(one.name for one in path.iterdir())
+            found += [f"{prefix}{name}/{file}" for file in files] or ([] if is_complete else [f"{prefix}{name}"])
+        elif is_folder and name in _SUBFOLDER_FILE_NAMES:
+            own = None if subfolders is None else set(subfolders.get(name) or ())
+            files = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if not one.is_dir())
+            found += [
+                f"{prefix}{name}/{file}"
+                for file in files
+                if (path / file).is_symlink()
+                or not (_SUBFOLDER_FILE_NAMES[name].fullmatch(file) if own is None else file in own)
+            ]
         elif is_folder and run and name == _TRACKERS:
             files = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if not one.is_dir())
             found += [f"{prefix}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
@@ -185,6 +222,14 @@ def _manifest_files(folder: Path) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, CorruptError):
         files = read_json(folder / MANIFEST).get("files")
         return files if isinstance(files, dict) else None
+    return None
+
+
+def _manifest_subfolders(folder: Path) -> dict[str, Any] | None:
+    """Return the files of each subfolder that the manifest of a folder lists; None without a manifest."""
+    with contextlib.suppress(OSError, CorruptError):
+        folders = read_json(folder / MANIFEST).get("folders")
+        return folders if isinstance(folders, dict) else None
     return None
 
 

@@ -153,7 +153,8 @@ def evaluate(
         int, typer.Option(help="Maximum number of tokens per window, up to the context length; 0: the context length.")
     ] = 0,
     batch_tokens: Annotated[
-        int, typer.Option(help="Tokens per forward pass, padding included; more is faster and needs more memory.")
+        int,
+        typer.Option(help="Tokens per forward pass, padding included; more is faster and needs more memory.", min=1),
     ] = 8192,
     trust_remote_code: shared_options.TrustRemoteCode = False,
     as_json: shared_options.Json = False,

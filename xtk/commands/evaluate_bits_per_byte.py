@@ -59,6 +59,9 @@ def evaluate_bits_per_byte(
         data: the DATA arguments.
         options: options of the command by parameter name.
         as_json: print a JSON object per model instead of a table.
+
+    Raises:
+        XtkError: log-probabilities of a model are not finite; the results are printed before.
     """
     from xtk.evaluation.cached_teacher_comparison import CachedDocuments
 
@@ -91,6 +94,11 @@ def evaluate_bits_per_byte(
             terminal.result_json(line)
     else:
         _print_bits_results(results, lines, data, teacher)
+    if broken := [name for name, result in results.items() if math.isnan(result.bits.bits_per_byte)]:
+        raise XtkError(
+            f"log-probabilities of {', '.join(broken)} are not finite",
+            hint=f"check the weights and config.json of the model, or use a wider --dtype than {options['dtype']}",
+        )
 
 
 def _score_with_teacher(text: str, corpus: Corpus, place: Path, given: dict[str, Any]) -> TeacherCache:
@@ -125,11 +133,6 @@ def _measured(
     model = BackboneWithHead(network)
     sizes = {"batch_tokens": given["batch_tokens"], "max_length": given["max_length"] or None}
     bits = evaluate_bits_per_byte(model, tokenizer, documents, by_category=given["by_category"], **sizes)
-    if math.isnan(bits.bits_per_byte):
-        terminal.note(
-            f"evaluate: log-probabilities of {name} are not finite; check its weights, or use a wider --dtype than "
-            f"{given['dtype']}"
-        )
     if cache is None:
         return _ModelResult(bits, {})
     teacher = DistillationTeacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)

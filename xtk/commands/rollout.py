@@ -92,7 +92,7 @@ def rollout(
         ),
     ] = "float32",
     batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of prompts and completions generated at once, padding included.")
+        int, typer.Option(help="Tokens of prompts and completions generated at once, padding included.", min=1)
     ] = 8192,
     trust_remote_code: shared_options.TrustRemoteCode = False,
     force: shared_options.Force = False,

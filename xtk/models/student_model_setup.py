@@ -397,6 +397,9 @@ def save_trainable(model: Any, folder: Path, state_dict: Mapping[str, Tensor] | 
     if not is_peft_model(model):
         model.save_pretrained(folder, safe_serialization=True, **given)
         return
+    for configuration in model.peft_config.values():
+        if isinstance(configuration.target_modules, set):  # in an order that differs between processes
+            configuration.target_modules = sorted(configuration.target_modules)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Modules to save are named in the options; otherwise peft would query the hub for the original vocabulary size.

@@ -27,6 +27,7 @@ from xtk.artifacts.run_folder_removal import (
     refuse_foreign_files_in_run,
     remove_run,
     remove_run_subfolder,
+    replace_run_subfolder,
 )
 from xtk.artifacts.run_folders import (
     ADAPTER_FOLDER,
@@ -447,11 +448,11 @@ class CheckpointSaver:
                 else {}
             )
             for path in sorted(temporary.iterdir()):
-                if path.is_dir():  # left by a run that was killed at this point
-                    remove_run_subfolder(output / path.name)
+                if path.is_dir():
+                    replace_run_subfolder(path, output / path.name)
                 else:
                     keep_file_of_user(output / path.name, path)
-                path.replace(output / path.name)
+                    path.replace(output / path.name)
             for name in run_files:
                 fsync(output / name)
             fsync(output)
