@@ -7,6 +7,7 @@ of a few rows at a time with the head.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -43,9 +44,11 @@ PLACEMENT_OPTIONS = frozenset({"device_map", "max_memory", "offload_folder", "di
 
 
 def silence_transformers() -> None:
-    """Disable transformers' warnings and progress bars; errors are still shown."""
+    """Disable warnings and progress bars of transformers, and warnings of bitsandbytes; errors are still shown."""
     import transformers
 
+    # On a CPU it warns that it has no kernel of the hub, also if nothing is quantized.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
