@@ -80,10 +80,10 @@ def write_projection(projection: Projection, path: Path, *, keep_others: bool = 
 
 
 def looks_like_projection(path: Path) -> bool:
-    """Return whether a file may be replaced: a projection of xtk, intact or corrupt."""
+    """Return whether a file may be replaced: a projection of xtk, intact or corrupt, or an empty file."""
     with path.open("rb") as stream:
         start = stream.read(8 + len(HEADER_PREFIX))
-    return start[8:] == HEADER_PREFIX
+    return not start or start[8:] == HEADER_PREFIX
 
 
 def read_projection_header(path: Path) -> dict[str, Any]:
