@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -110,3 +111,35 @@ def test_of_many_that_take_and_remove_the_lock_only_one_is_ever_inside(tmp_path)
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
     assert list(tmp_path.glob("**/.xtk-lock*")) == []
+
+
+def make_and_remove(folder: Path, until: float) -> None:
+    while time.time() < until:
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def test_a_folder_that_others_make_and_remove_is_never_written_without_its_lock(tmp_path):
+    until = time.time() + 2
+    other = _forks.Process(target=make_and_remove, args=(tmp_path / "c", until))
+    other.start()
+    while time.time() < until:
+        with exclusive_write_lock(tmp_path / "c", "cache"):
+            assert (tmp_path / "c" / ".xtk-lock-0").exists()
+    other.join(60)
+
+
+def test_a_link_where_the_lock_would_be_changes_no_file_of_the_user(tmp_path):
+    (tmp_path / "notes").write_text("notes")
+    (tmp_path / "c").mkdir()
+    for target in (tmp_path / "notes", tmp_path / "nowhere" / "lock"):
+        (tmp_path / "c" / ".xtk-lock-0").symlink_to(target)
+        with (
+            pytest.raises(OSError, match="symbolic links"),
+            exclusive_write_lock(tmp_path / "c", "cache"),
+        ):
+            pass
+        assert (tmp_path / "notes").read_text() == "notes"
+        (tmp_path / "c" / ".xtk-lock-0").unlink()

@@ -392,9 +392,9 @@ def test_half_a_character_at_either_end_is_in_no_text(tokenizer_of, text, start,
     teacher = tokenizer_of["teacher"]
     bos = teacher.start_id
     ids = ids_of(teacher, text)
-    stop = data.draw(st.integers(0, len(ids)))
+    start = min(start, len(ids) - 1)
+    stop = data.draw(st.integers(start + 1, len(ids)))
     part = ids[start:stop]
-    assume(part)
     document, sequence = read(teacher, Document.from_teacher_ids([bos, *part]))
     raw = b"".join(map(teacher.vocabulary.bytes_of, part))
     assert document.text == raw.decode("utf-8", "ignore")

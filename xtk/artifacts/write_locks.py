@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,8 +91,9 @@ def _held(lock: Path, what: str, where: Path) -> Iterator[None]:
 
 def remove_stale_locks(folder: Path) -> None:
     """Remove the locks of killed writers; locks that are held stay."""
-    for path in folder.glob(f"{LOCK_PREFIX}*"):
-        _remove_stale_lock(path)
+    with contextlib.suppress(FileNotFoundError):  # another process removes the empty folder
+        for path in folder.glob(f"{LOCK_PREFIX}*"):
+            _remove_stale_lock(path)
 
 
 def _acquire(path: Path) -> int:
@@ -101,10 +103,14 @@ def _acquire(path: Path) -> int:
         BlockingIOError: another process holds the lock.
     """
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # another process has just removed the empty folder
+            continue
+        except FileExistsError:  # a file is there, or another process removes the folder while `mkdir` looks at it
+            if _blocked_by_file(path.parent):
+                raise
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,10 +126,19 @@ def _acquire(path: Path) -> int:
         return descriptor
 
 
+def _blocked_by_file(folder: Path) -> bool:
+    """Return whether a file or a broken link is where a folder, or one above it, would be."""
+    for part in (folder, *folder.parents):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            mode = part.lstat().st_mode  # once: the folder may be removed and made again at any time
+            return not stat.S_ISDIR(mode) and not (stat.S_ISLNK(mode) and part.is_dir())
+    return False
+
+
 def _is_same_file(path: Path, descriptor: int) -> bool:
     """Return whether a path is still the opened file."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
@@ -139,7 +154,7 @@ def _release(path: Path, descriptor: int) -> None:
 def _remove_stale_lock(path: Path) -> None:
     """Remove a lock file unless a process holds it."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -177,6 +177,16 @@ def text_similarity(first_text: str, second_text: str) -> float:
 
 def _find_common_runs(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return maximal runs (a, b, n): no two are adjacent on both sides."""
+    # What both texts begin and end with is matched first: all of the rest is found where one has a part cut out.
+    start = _common_prefix(left, right)
+    suffix = _common_prefix(np.ascontiguousarray(left[start:][::-1]), np.ascontiguousarray(right[start:][::-1]))
+    ends = np.array([[0, 0, start], [len(left) - suffix, len(right) - suffix, suffix]], np.int32)
+    left, right = left[start : len(left) - suffix], right[start : len(right) - suffix]
+    inner = _find_inner_runs(left, right) + np.array([start, start, 0], np.int32)
+    return _join_adjacent_runs(np.concatenate([ends[:1], inner, ends[1:]]))
+
+
+def _find_inner_runs(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.int32]:
     chain = _anchors(left, right)
     found = [np.zeros((0, 3), np.int32)]
     a = b = 0
@@ -188,7 +198,7 @@ def _find_common_runs(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDAr
         size = _common_prefix(left[next_a:], right[next_b:])
         found.append(np.array([[next_a, next_b, size]], np.int32))
         a, b = next_a + size, next_b + size
-    return _join_adjacent_runs(np.concatenate(found))
+    return np.concatenate(found)
 
 
 def _join_adjacent_runs(runs: NDArray[np.int32]) -> NDArray[np.int32]:
