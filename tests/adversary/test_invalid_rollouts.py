@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import material
@@ -138,3 +139,17 @@ def test_ids_beyond_the_vocabulary_are_refused(pair, run, tmp_path, beyond):
         f"student_ids of a rollout contains token id {len(student.vocabulary) + beyond}, but this tokenizer"
         in run(*command, code=1).stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "what"),
+    [
+        ([1, -1], [0.0, -1.0], "negative token id -1"),
+        ([1, 2], [0.0, -math.inf], "finite and at most 0"),
+        ([1, 2], ["0", "-1"], "must be numbers"),
+        ([1, 2], [0.0, math.nan], "finite and at most 0"),
+    ],
+)
+def test_impossible_tokens_and_log_probabilities_are_refused(ids, logprobs, what):
+    with pytest.raises(ValueError, match=what):
+        SampledTokens.from_lists(ids, [0, 1], logprobs, "tokenizer")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from xtk.errors import XtkError
+from xtk.tokens.teacher_logprobs import make_support
 from xtk.training.parallel_config import parse_devices
 
 
@@ -26,3 +27,9 @@ def test_a_device_that_is_not_there_is_named():
     assert parse_devices("teacher=0")["teacher"] == (0,)
     with pytest.raises(XtkError, match="this machine has no device 7"):
         parse_devices("teacher=7")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**20])
+def test_a_seed_that_no_generator_takes_is_refused(seed):
+    with pytest.raises(XtkError, match=f"--seed is {seed}, but must be from 0 to 9223372036854775807"):
+        make_support("top-k+sample", seed=seed)

@@ -19,7 +19,7 @@ from xtk.rollouts.environments import load_environment
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import read_prompts, tokenize_prompts
 from xtk.rollouts.rollout_generation import generate_rollouts
-from xtk.rollouts.rollout_jsonl import json_line, rollout_to_json
+from xtk.rollouts.rollout_jsonl import json_line, number_line, rollout_to_json
 from xtk.rollouts.rollout_record import Rollout
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def drawn_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
 def assert_read_back(tokenizer: Tokenizer, rollout: Rollout, prompt, tmp_path) -> None:
     """The line that is written is the document that was written, and students read it as it was drawn."""
     path = tmp_path / "line.jsonl"
-    path.write_text(json_line(rollout_to_json(rollout, prompt, {}, "r")))
+    path.write_text(json_line(number_line(rollout_to_json(rollout, prompt, {}, "r"), 0, is_last=True)))
     (read,) = Corpus([str(path)])
     assert read.sampled_tokens == rollout.document.sampled_tokens
     assert [(part.text, part.train) for part in read.segments] == [

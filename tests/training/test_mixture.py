@@ -100,6 +100,12 @@ def test_a_mixture_is_exact_on_the_ids_that_all_tell_and_on_all_the_rest_as_one(
     ]
     # What a teacher estimates stands for what it says.
     told = np.array([dense(signal) for signal in said])
+    # Where one has a remainder, samples of the others are part of it.
+    for position in np.flatnonzero(np.any([signal.remainder_mass > 0 for signal in said], axis=0)):
+        for values, signal in zip(told, said, strict=True):
+            if signal.exact_counts is not None:
+                exact = signal.ids[signal.offsets[position] :][: signal.exact_counts[position]]
+                values[position, np.setdiff1d(np.arange(V), exact)] = np.nan
     mixture = mix_teacher_logprobs(said, weights)
     expected = np.einsum("k,knv->nv", weights, told)  # NaN where one does not tell
     for position in range(4):
@@ -126,6 +132,27 @@ def test_a_mixture_of_draws_has_no_bias():
         said = [to_teacher_logprobs(scores_of(one, realised, 2, 4, 2 * seed + k), 0) for k, one in enumerate(probs)]
         sums += np.nan_to_num(dense(mix_teacher_logprobs(said, weights)))
     np.testing.assert_allclose(sums / times, 0.3 * probs[0] + 0.7 * probs[1], atol=6e-3)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("exact", [1, 3])
+def test_samples_are_part_of_the_remainder_where_another_teacher_has_one(exact, order):
+    draw = np.random.default_rng(5)
+    realised, probs = draw.integers(0, V, 6), [distributions(draw, 6) for _ in range(2)]
+    kinds = [(exact, 8), (4, 0)][::order]
+    stored = [
+        to_teacher_logprobs(scores_of(one, realised, *kind, 1), 0) for one, kind in zip(probs, kinds, strict=True)
+    ]
+    mixed = mix_teacher_logprobs(stored, [0.3, 0.7])
+    truth = 0.3 * probs[0] + 0.7 * probs[1]
+    assert (
+        mixed.exact_counts == np.diff(mixed.offsets)
+    ).all()  # no cell is an estimate: entropy of samples is not used
+    for at in range(6):
+        ids = mixed.ids[mixed.offsets[at] : mixed.offsets[at + 1]]
+        assert realised[at] in ids
+        np.testing.assert_allclose(np.exp(mixed.logprobs[mixed.offsets[at] :][: len(ids)]), truth[at, ids], rtol=1e-5)
+        assert mixed.remainder_mass[at] == pytest.approx(1 - truth[at, ids].sum(), abs=1e-5)
 
 
 @pytest.mark.parametrize("draws", [0, 4])
@@ -260,6 +287,8 @@ def test_numbers_are_weights_of_sum_1_and_scores_have_options():
         ("sum", "1,2,3", 2, "--teacher-weights '1,2,3' is not a list of 2 weights"),
         ("sum", "-1,2", 2, "--teacher-weights '-1,2' is not a list of 2 weights"),
         ("sum", "0,0", 2, "--teacher-weights '0,0' is not a list of 2 weights"),
+        ("sum", "1e308,1e308", 2, "--teacher-weights '1e308,1e308' is not a list of 2 weights"),
+        ("sum", "ce:alpha=5,alpha=6", 2, "--teacher-weights 'ce:alpha=5,alpha=6' has an option twice"),
         ("sum", "1,x", 2, "--teacher-weights '1,x' is not a list of 2 weights"),
         ("sum", "enropy", 2, "no score in --teacher-weights called 'enropy'; did you mean entropy?"),
         ("sum", "ce:beta=1", 2, "no option of --teacher-weights called 'beta'"),

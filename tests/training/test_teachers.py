@@ -364,3 +364,14 @@ def test_plain_data_has_weights_too(run, pair, folder, tmp_path):
     refused = run("distill", pair.student, folder / "c-teacher", "--weight-column", "quality", "-o", "three",
                   cwd=tmp_path, code=1)  # fmt: skip
     assert "xtk cache-teacher ... --weight-column quality" in refused.stderr
+
+
+def test_auto_chooses_the_same_losses_in_any_order_of_the_teachers(folder, pair):
+    student = Tokenizer(pair.student)
+    chosen = []
+    for order in (("drawn", "alike"), ("alike", "drawn")):
+        teachers = open_teachers([str(folder / f"c-{name}") for name in order], (), student)
+        losses, _ = assign_losses([LossSpec(AUTO_LOSS)], teachers)
+        chosen.append({(str(one.loss), one.teacher if one.teacher is None else order[one.teacher]) for one in losses})
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) == 3

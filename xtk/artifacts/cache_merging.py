@@ -76,6 +76,7 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
         The totals `documents`, `positions`, `tokens`, `bytes`.
 
     Raises:
+        CorruptError: a file of a cache that is not a shard does not match its checksum.
         MismatchError: the caches have different teachers, supports, dtypes or codecs.
         XtkError: a cache is unfinished, the range is invalid, or `output` contains another cache.
     """
@@ -87,6 +88,8 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
     start, stop = _parse_row_range(rows, sum(map(len, sources)))
     parts, taken = _plan_slices(sources, start, stop)
     header = _merged_header(sources, parts, start, stop)
+    for source in sources:
+        source.verify_files()
     folder = open_folder(output)
     if force:
         remove_cache(folder)

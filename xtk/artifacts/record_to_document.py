@@ -394,6 +394,8 @@ def _integer_column(row: _RecordReader, field: str, size: int | None = None) -> 
     values, name = row[field], row.column_name(field)
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
         raise ValueError(f"the column {name} must be a list of integers")
+    if size is None and any(isinstance(value, bool) for value in values):  # masks may have booleans
+        raise ValueError(f"the column {name} must be a list of integers, but has true or false")
     if size is not None and len(values) != size:
         raise ValueError(
             f"the column {name} has {len(values):,} entries; must have {size:,}, like {row.column_name('input_ids')}"

@@ -517,7 +517,7 @@ class TeacherCache:
         from xtk.tokens.tokenizer import Tokenizer
 
         identity = self.header["teacher"]
-        self._verify_files(there_only=True)
+        self.verify_files(there_only=True)
         held = self.folder.file_sizes()
         if isinstance(self.folder, LocalFolder):
             for file in held:  # files that the manifest does not list may be links, which are refused
@@ -578,7 +578,7 @@ class TeacherCache:
         Raises:
             CorruptError: names the first file, and in a shard the row, that does not match.
         """
-        self._verify_files(there_only=False)
+        self.verify_files()
         files = [str(entry["file"]) for entry in self.manifest["shards"]]
         for number in range(len(files)):
             if number % PREFETCHED_SHARDS == 0:
@@ -597,7 +597,7 @@ class TeacherCache:
                     "the counts or sums of this shard differ from the manifest of the cache", entry["file"]
                 )
 
-    def _verify_files(self, *, there_only: bool) -> None:
+    def verify_files(self, *, there_only: bool = False) -> None:
         """Compare the files that are not shards with the checksums in the manifest.
 
         Raises:

@@ -194,7 +194,9 @@ def _describe_rollouts(path: Path) -> dict[str, Any]:
             where=str(path),
             hint="give a file that xtk rollout -o FILE.jsonl wrote",
         )
-    statistics = {**read_statistics(path).summary(), "bytes": path.stat().st_size, "verified": True}
+    found = read_statistics(path)
+    statistics = {**found.summary(), "bytes": path.stat().st_size, "verified": True}
+    statistics["has_all_lines"] = found.has_all_lines
     return {"path": str(path), "kind": "rollouts", "header": {"request": request}, "statistics": statistics}
 
 

@@ -241,7 +241,14 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
             where=str(path),
             hint="use another -o, or --force to replace them",
         )
-    return read_statistics(path)
+    found = read_statistics(path)
+    if not found.has_all_lines:
+        raise XtkError(
+            "lines of the output file were removed, repeated or reordered since it was written",
+            where=str(path),
+            hint="use another -o, or --force to replace the file",
+        )
+    return found
 
 
 def _write_rollouts(
@@ -253,9 +260,9 @@ def _write_rollouts(
 ) -> RolloutStatistics:
     from xtk.artifacts.atomic_files import atomic_write
     from xtk.errors import XtkError
-    from xtk.rollouts.rollout_jsonl import RolloutStatistics, json_line, rollout_to_json
+    from xtk.rollouts.rollout_jsonl import RolloutStatistics, json_line, number_line, rollout_to_json
 
-    figures = RolloutStatistics()
+    figures, waiting = RolloutStatistics(), list[dict[str, Any]]()
     with (
         atomic_write(path, keep_others=True) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
@@ -266,10 +273,13 @@ def _write_rollouts(
                 if one.unusable_reason:
                     figures.dropped[one.unusable_reason] = figures.dropped.get(one.unusable_reason, 0) + 1
                     continue
-                record = rollout_to_json(one, prompt, columns, request)
-                figures.add_record(record)
-                stream.write(json_line(record))
+                if waiting:
+                    stream.write(json_line(number_line(waiting.pop(), figures.rollouts - 1, is_last=False)))
+                waiting.append(rollout_to_json(one, prompt, columns, request))
+                figures.add_record(waiting[0])
             progress.advance(1, f"{figures.tokens:,} tokens")
+        if waiting:
+            stream.write(json_line(number_line(waiting.pop(), figures.rollouts - 1, is_last=True)))
         stream.flush()
         for why, number in figures.dropped.items():
             terminal.note(f"rollout: left out {number:,} rollouts: {why}")

@@ -21,6 +21,8 @@ MAX_LINE_BYTES = 1 << 28  # bytes
 def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], request: str) -> dict[str, Any]:
     """Return a rollout as a record: document, sampled tokens, rewards, and the other fields of the prompt's record.
 
+    `number_line` makes it a line of a file.
+
     Args:
         rollout: a rollout of the student.
         prompt: its prompt.
@@ -33,7 +35,7 @@ def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str]
     record = {key: value for key, value in prompt.record.items() if key not in taken}
     if rollout.top_ids is not None:
         record["candidate_ids"] = [sorted(ids) for ids in rollout.top_ids.tolist()]
-    line = {
+    return {
         **record,
         **document_fields(document),
         "complete": document.is_complete,
@@ -51,6 +53,17 @@ def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str]
         "rewards": {name: _nan_to_none(value) for name, value in rollout.rewards.items()},
         "request": request,
     }
+
+
+def number_line(record: Mapping[str, Any], number: int, *, is_last: bool) -> dict[str, Any]:
+    """Return a record with its index in the file, and its checksum.
+
+    Args:
+        record: from `rollout_to_json`.
+        number: index of the line.
+        is_last: whether the file ends with it.
+    """
+    line = {**record, "line_number": number, "is_last_line": is_last}
     # The checksum covers the values after parsing, as a reader of the line gets them.
     return {**line, ROLLOUT_CHECKSUM: rollout_checksum(json.loads(json_line(line)))}
 
@@ -95,7 +108,7 @@ def read_statistics(path: Path) -> RolloutStatistics:
         XtkError: a line is not JSON.
         CorruptError: a line does not match its checksum, or is not a rollout.
     """
-    figures = RolloutStatistics()
+    figures, lines = RolloutStatistics(), list[tuple[Any, Any]]()
     with path.open(encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), ""), start=1):
             where = f"{path}, line {number}"
@@ -103,12 +116,14 @@ def read_statistics(path: Path) -> RolloutStatistics:
             try:
                 check_rollout_checksum(record, where)
                 figures.add_record(record)
+                lines.append((record.get("line_number"), record.get("is_last_line")))
             except (KeyError, TypeError, ValueError, AttributeError):
                 raise CorruptError(
                     "a line of the rollout file is not a rollout written by `xtk rollout`",
                     where=where,
                     hint="run the same `xtk rollout` command again with --force",
                 ) from None
+    figures.has_all_lines = lines == [(at, at + 1 == len(lines)) for at in range(len(lines))]
     return figures
 
 
@@ -127,11 +142,13 @@ class RolloutStatistics:
 
     Attributes:
         dropped: number of rollouts that were not written, by reason.
+        has_all_lines: whether a file that was read has all its lines, in the order in which they were written.
     """
 
     rollouts: int = 0
     tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    has_all_lines: bool = True
     _read: int = 0
     _turns: int = 0
     _truncated: int = 0

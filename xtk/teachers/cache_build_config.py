@@ -9,7 +9,7 @@ from typing import Any
 from xtk.artifacts.model_resolver import model_name
 from xtk.artifacts.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
-from xtk.errors import XtkError
+from xtk.errors import MismatchError, XtkError
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.teachers import BACKENDS
@@ -78,13 +78,20 @@ def check_cache_request(request: CacheRequest) -> None:
         )
 
 
-def open_teacher(request: CacheRequest, tokenizer: Tokenizer) -> TeacherBackend:
+def open_teacher(request: CacheRequest, tokenizer: Tokenizer, weights: str = "") -> TeacherBackend:
     """Return the opened teacher: loaded, or connected to its servers.
+
+    Args:
+        request: the teacher and its options.
+        tokenizer: of the teacher.
+        weights: identity of its weights in the header of the cache; "": not compared.
 
     Raises:
         XtkError: it cannot be loaded, or its embedding has fewer rows than its tokenizer has tokens.
+        MismatchError: its files were replaced since the header was made.
     """
-    teacher: TeacherBackend = load_registered(BACKENDS, request.backend, "backend")(
+    backend = load_registered(BACKENDS, request.backend, "backend")
+    teacher: TeacherBackend = backend(
         BackendConfig(
             folder=request.teacher_folder,
             name=request.teacher_name,
@@ -102,6 +109,12 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer) -> TeacherBackend:
             "tokenizer",
             where=request.teacher_name,
             hint="use a model folder whose tokenizer belongs to its weights",
+        )
+    if weights and weights != backend.weights_identity(request.teacher_folder, request.backend_options):
+        raise MismatchError(
+            "the files of the teacher were replaced while it was loaded",
+            where=str(request.teacher_folder),
+            hint="run the same command again when nothing writes to this folder",
         )
     return teacher
 

@@ -214,7 +214,7 @@ def _open_shard_writer(
         finally:
             open_folder(job.location).remove_stale_temporary_files()  # of a killed worker
     else:
-        teacher = open_teacher(job.request, tokenizer)
+        teacher = open_teacher(job.request, tokenizer, job.header["teacher"]["weights"])
         yield lambda numbers: write_shards(job, teacher, tokenizer, numbers)
 
 

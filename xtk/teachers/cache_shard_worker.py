@@ -41,7 +41,7 @@ def _write_shards(pipe: Connection, work: Any) -> None:
     from xtk.tokens.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(work.request.teacher_folder, name=work.request.teacher_name)
-    teacher = open_teacher(work.request, tokenizer)
+    teacher = open_teacher(work.request, tokenizer, work.header["teacher"]["weights"])
     pipe.send("open")
     for number_and_entry in write_shards(work, teacher, tokenizer, pipe.recv()):
         pipe.send(number_and_entry)

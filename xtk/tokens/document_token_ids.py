@@ -84,9 +84,14 @@ class SampledTokens:
         """Return sampled tokens from lists.
 
         Raises:
-            ValueError: an id is not a 32-bit integer, a log-probability is above 0 or NaN, or the lengths differ.
+            ValueError: an id is not a 32-bit integer of at least 0, a log-probability is above 0 or not finite, or the
+                lengths differ.
         """
         numbers, flags = _as_int32_ids(ids, "student_ids"), np.asarray(sampled_mask)
+        if (numbers < 0).any():
+            raise ValueError(f"student_ids of a rollout has the negative token id {numbers.min()}")
+        if np.asarray(logprobs).dtype.kind not in "iuf":
+            raise ValueError("student_logprobs of a rollout must be numbers")
         values = np.asarray(logprobs, np.float64)
         if not numbers.shape == flags.shape == values.shape:
             raise ValueError(
@@ -96,8 +101,10 @@ class SampledTokens:
         if not np.isin(flags, (0, 1)).all():
             raise ValueError("sampled_mask of a rollout must contain only 0 and 1")
         flags = flags.astype(np.bool_)
-        if not (values[flags] <= 1e-3).all():
-            raise ValueError("student_logprobs of a rollout must be natural logarithms of probabilities, at most 0")
+        if not ((values[flags] <= 1e-3) & np.isfinite(values[flags])).all():
+            raise ValueError(
+                "student_logprobs of a rollout must be natural logarithms of probabilities, finite and at most 0"
+            )
         if not np.isfinite(advantage):
             raise ValueError(f"the advantage of a rollout is {advantage}, but must be finite")
         return cls(

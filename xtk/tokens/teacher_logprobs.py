@@ -20,6 +20,7 @@ SUPPORTS = {
     "none": "the observed token only: enough for losses on observed tokens",
 }
 DEFAULT_SUPPORT = "top-k+sample"
+MAX_SEED = 2**63 - 1
 DEFAULT_TOP_K = {"top-k": 64, "top-p": 64, "top-k+sample": 16}
 DEFAULT_TOP_P, DEFAULT_NUM_SAMPLES = 0.99, 16
 
@@ -104,6 +105,8 @@ def make_support(
         raise XtkError(
             f"--num-samples is {support.num_samples}, but must be at least 1", hint="use, for example, --num-samples 64"
         )
+    if sampling and not 0 <= seed <= MAX_SEED:
+        raise XtkError(f"--seed is {seed}, but must be from 0 to {MAX_SEED}", hint="use, for example, --seed 0")
     if sampling and num_sample_sets < 1:
         raise XtkError(
             f"--num-sample-sets is {num_sample_sets}, but must be at least 1",

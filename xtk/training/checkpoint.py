@@ -124,11 +124,35 @@ def _finished(output: Path) -> dict[str, Any]:
     return content
 
 
-def prepare_run_folder(output: Path, options: Mapping[str, Any], identity: dict[str, Any], *, force: bool) -> None:
-    """Create a run folder, or remove temporary files of a killed run; with `force`, remove a previous run."""
+def prepare_run_folder(
+    output: Path, options: Mapping[str, Any], identity: dict[str, Any], resumed: ResumePoint, *, force: bool
+) -> None:
+    """Create a run folder, or remove temporary files of a killed run; with `force`, remove a previous run.
+
+    The folder is locked by this process.
+
+    Args:
+        output: the run folder.
+        options: command-line options, stored in `recipe.json`.
+        identity: the run's options and input fingerprints.
+        resumed: the checkpoint that was found before the folder was locked.
+        force: replace a run with other options or inputs.
+
+    Raises:
+        XtkError: another command has written a run into the folder since then.
+    """
     output.mkdir(parents=True, exist_ok=True)
     if force:
         remove_run(output)
+    else:
+        finished = find_existing_run(output, identity, force=False)
+        known = {resumed.folder, *resumed.damaged, None}
+        if finished is not None or any(folder not in known for step, folder in list_checkpoints(output)[-1:]):
+            raise XtkError(
+                "another command has written into the output folder since this one started",
+                where=str(output),
+                hint="run the same command again; it continues from what is there",
+            )
     for path in output.glob(f"{TEMPORARY_PREFIX}*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 from xtk.losses.loss_interface import LossInputs
 from xtk.name_registry import unknown_name_error
+from xtk.option_spec_parsing import MAX_WEIGHT
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 COMBINATION_METHODS = {
@@ -131,10 +132,11 @@ def _parse_fixed_weights(text: str, teachers: int) -> tuple[float, ...]:
         values = [float(value) for value in text.split(",")]
     except ValueError:
         values = []
-    if len(values) != teachers or not all(0 <= value < math.inf for value in values) or not sum(values):
+    if len(values) != teachers or not all(0 <= value <= MAX_WEIGHT for value in values) or not sum(values):
         raise XtkError(
             f"--teacher-weights {text!r} is not a list of {teachers} weights",
-            hint=f"give {teachers} numbers of at least 0, not all 0; or a score: {', '.join(TEACHER_SCORES)}",
+            hint=f"give {teachers} numbers from 0 to {MAX_WEIGHT:g}, not all 0; or a score: "
+            f"{', '.join(TEACHER_SCORES)}",
         )
     return tuple(value / sum(values) for value in values)
 
@@ -143,7 +145,10 @@ def _parse_score_weighting(text: str) -> ScoreWeighting:
     score, _, specs = text.partition(":")
     if score not in TEACHER_SCORES:
         raise unknown_name_error("score in --teacher-weights", score, TEACHER_SCORES)
-    options = dict(option.partition("=")[::2] for option in filter(None, specs.split(",")))
+    pairs = [option.partition("=")[::2] for option in filter(None, specs.split(","))]
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise XtkError(f"--teacher-weights {text!r} has an option twice", hint="give each option once")
     for key in options:
         if key not in ("alpha", "per"):
             raise unknown_name_error("option of --teacher-weights", key, ("alpha", "per"))

@@ -519,6 +519,7 @@ def distill(
     set_seed(recipe.seed)
     origin = StudentSource(paths.student, paths.adapter, resumed.folder)
     student = _load_student(origin, recipe, inputs, accelerator, layout, trust_remote_code)
+    _check_student_not_replaced(paths, inputs)
     limits = [limit for limit in (max_context_length(student.model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
     on_policy = recipe.on_policy is not None
@@ -533,7 +534,7 @@ def distill(
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             held.enter_context(exclusive_write_lock(paths.output, "student"))
-            prepare_run_folder(paths.output, options or {}, identity, force=force)
+            prepare_run_folder(paths.output, options or {}, identity, resumed, force=force)
         accelerator.wait_for_everyone()
         if logging_config.report_to:
             start_trackers(accelerator, paths.output / TRACKERS, resumed.step, identity)
@@ -721,6 +722,18 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
             hint="use accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
         )
     return accelerator
+
+
+def _check_student_not_replaced(paths: RunPaths, inputs: DistillInputs) -> None:
+    """Raise MismatchError if the student's files are not those of the recipe any more."""
+    stated = inputs.identity["inputs"]["student"]
+    for name, folder in (("weights", paths.student), ("adapter", paths.adapter)):
+        if folder is not None and weights_fingerprint(folder) != stated[name]:
+            raise MismatchError(
+                "the files of the student were replaced while it was loaded",
+                where=str(folder),
+                hint="run the same command again when nothing writes to this folder",
+            )
 
 
 def _load_student(

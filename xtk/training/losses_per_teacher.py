@@ -326,8 +326,12 @@ def assign_losses(
     for number, (names, _) in enumerate(reasons):
         for loss in parse_losses(names):
             teacher = None if load_registered(LOSSES, loss.name, "loss").comparison_space == "text" else number
-            if (loss.name, teacher) not in [(one.loss.name, one.teacher) for one in assigned]:
-                assigned.append(AssignedLoss(loss, teacher, is_auto=True))
+            chosen = AssignedLoss(loss, teacher, is_auto=True)
+            same = [at for at, one in enumerate(assigned) if (one.loss.name, one.teacher) == (loss.name, teacher)]
+            if not same:
+                assigned.append(chosen)
+            elif assigned[same[0]].is_auto and loss.weight < assigned[same[0]].loss.weight:
+                assigned[same[0]] = chosen  # one CE for all teachers: the smallest weight, in any order of the teachers
     assigned.sort(key=lambda one: one.teacher is not None)
     return assigned, "; ".join(describe_auto_losses(assigned, [why for _, why in reasons]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,10 @@ def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: S
     """Return the mixture `sum w_k t_k` of teachers with the same tokenizer, on the same tokens.
 
     An id is stored if every teacher gives it a probability: it is one of its entries, or the teacher has no remainder.
-    All other mass goes to the remainder, which is exact too: all teachers are coarsened to the same cells. Sampled
-    tokens have no remainder, so an id that one teacher sampled is stored, and counts as 0 for a teacher that did not
-    sample it: the mixture of unbiased estimates is an unbiased estimate of the mixture.
+    All other mass goes to the remainder, which is exact too: all teachers are coarsened to the same cells. Where all
+    teachers have samples instead of a remainder, an id that one teacher sampled is stored, and counts as 0 for a
+    teacher that did not sample it: the mixture of unbiased estimates is an unbiased estimate of the mixture. Where one
+    teacher has a remainder, the samples of the others are part of the remainder.
 
     Args:
         teacher_logprobs: one per teacher, with the same number of positions.
@@ -28,6 +30,8 @@ def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: S
     """
     size = len(teacher_logprobs[0])
     weight_per_teacher = np.asarray(weights, np.float64)
+    has_remainder = np.any([teacher.remainder_mass > 0 for teacher in teacher_logprobs], axis=0)
+    teacher_logprobs = [_without_samples(teacher, has_remainder) for teacher in teacher_logprobs]
     unique_keys, entries = np.unique(
         np.concatenate([_keys(teacher) for teacher in teacher_logprobs]), return_inverse=True
     )
@@ -71,6 +75,28 @@ def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: S
         if all(teacher.exact_counts is None for teacher in teacher_logprobs)
         else np.bincount(positions[kept & exact], minlength=size),
         precision=next((teacher.precision for teacher in teacher_logprobs if teacher.precision), ""),
+    )
+
+
+def _without_samples(logprobs: TeacherLogprobs, where: NDArray[np.bool_]) -> TeacherLogprobs:
+    """Return a teacher's log-probabilities with the sampled entries of some positions moved to the remainder.
+
+    Args:
+        logprobs: of a teacher.
+        where: [P], the positions.
+    """
+    owners = np.repeat(np.arange(len(logprobs)), np.diff(logprobs.offsets))
+    dropped = ~_exact_entries(logprobs) & where[owners]
+    if not dropped.any():
+        return logprobs
+    sampled = np.bincount(owners[dropped], np.exp(logprobs.logprobs[dropped].astype(np.float64)), minlength=len(where))
+    counts = np.bincount(owners[~dropped], minlength=len(where))
+    return replace(
+        logprobs,
+        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+        ids=logprobs.ids[~dropped],
+        logprobs=logprobs.logprobs[~dropped],
+        remainder_mass=(logprobs.remainder_mass + sampled).astype(np.float32),
     )
 
 
