@@ -308,6 +308,27 @@ def test_early_stopping_ends_with_the_best_student_also_when_killed(arguments, t
     assert_same(output, whole)
 
 
+def test_early_stopping_keeps_the_first_weights_if_no_step_improves_them(arguments, tmp_path, pair):
+    held_out = write_jsonl(tmp_path / "held-out.jsonl", ["ЖЩЪЫ ЭЮЯ ЖЖЩ ЪЫЭ", "ЯЮЭ ЫЪЩЖ"])
+    worse = [*arguments[:-1], "--learning-rate", 0.5, "--lr-scheduler-type", "constant", "--warmup-ratio", 0,
+             "--eval-data", held_out, "--eval-steps", 1, "--eval-on-start", "--early-stopping-patience", 5,
+             "--save-steps", 2, "--max-steps", 12, "-o"]  # fmt: skip
+    run_xtk(*worse, tmp_path / "whole")
+    content = json.loads((tmp_path / "whole" / "xtk.json").read_text())
+    first = read_metrics(tmp_path / "whole" / "metrics.jsonl")[0]
+    assert first["step"] == 0
+    assert content["best"] == {"step": 0, "eval_bits_per_byte": first["eval_bits_per_byte"]}
+    assert content["steps"] == 5
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    for name, one in load_file(pair.student / "model.safetensors").items():
+        assert torch.equal(weights[name], one), name
+    assert not list((tmp_path / "whole").glob("best-*"))
+    code, _ = stop_at_a_checkpoint(worse, tmp_path / "out", signal.SIGTERM, at=2)
+    assert code == COME_AGAIN
+    run_xtk(*worse, tmp_path / "out")
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
 def test_early_stopping_without_evaluations_is_refused(arguments, tmp_path):
     refused = run_xtk(*arguments, tmp_path / "out", "--early-stopping-patience", 2, code=1)
     assert "--eval-data DATA --eval-steps N" in refused.stderr

@@ -375,3 +375,13 @@ def test_auto_chooses_the_same_losses_in_any_order_of_the_teachers(folder, pair)
         chosen.append({(str(one.loss), one.teacher if one.teacher is None else order[one.teacher]) for one in losses})
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == 3
+
+
+@pytest.mark.parametrize("order", [("none", "alike"), ("alike", "none")])
+def test_a_score_of_top_1_tokens_needs_caches_that_have_them(folder, pair, run, tmp_path, order):
+    caches = [folder / f"c-{name}" for name in order]
+    command = ("distill", pair.student, *caches, "--loss", "alm", "--max-steps", 1, "-o", tmp_path / "out")
+    refused = run(*command, "--teacher-weights", "max-probability", code=1).stderr
+    assert "--teacher-weights max-probability needs the exact most likely token" in refused
+    assert "c-none has the support none" in refused
+    run(*command, "--teacher-weights", "ce")

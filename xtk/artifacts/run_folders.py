@@ -35,7 +35,7 @@ MODEL_FILE_NAMES = re.compile(
 _LISTED_FILE_NAMES = re.compile(r".+\.(safetensors|json|jsonl|jinja|model|tiktoken|txt|py|md|gguf)")
 _TRAINER_FILE_NAMES = re.compile(r"rank-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _SUBFOLDER_FILE_NAMES = {TRAINER_FOLDER: _TRAINER_FILE_NAMES, ADAPTER_FOLDER: _LISTED_FILE_NAMES}
-_NUMBER = re.compile(r"[1-9][0-9]*")
+_NUMBERS = {CHECKPOINT: re.compile(r"[1-9][0-9]*"), BEST: re.compile(r"0|[1-9][0-9]*")}
 _MAX_JSON_BYTES = 64 << 20  # bytes of a JSON file
 _BLOCK_BYTES, _HASH_THREADS = 1 << 18, 4
 _ALTERED_FILE_HINT = "restore the original file from a copy; to edit a student, first copy it with xtk export"
@@ -53,7 +53,7 @@ def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Pa
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         name, _, number = path.name.partition("-")
-        if name == kind and _NUMBER.fullmatch(number) and path.is_dir() and not path.is_symlink():
+        if name == kind and _NUMBERS[kind].fullmatch(number) and path.is_dir() and not path.is_symlink():
             found.append((int(number), path))
     return sorted(found)
 

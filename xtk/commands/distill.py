@@ -115,7 +115,7 @@ def distill(
         bool,
         typer.Option(
             "--on-policy",
-            help="Train on completions sampled from the student, scored by --teacher, --reward or both. "
+            help="Train on completions sampled from the student, scored by --teacher and, if given, --reward. "
             "CACHE is then data with prompts.",
         ),
     ] = False,

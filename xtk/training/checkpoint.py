@@ -234,8 +234,9 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
             )
         verify_files(folder, content, subset=here)
         rank_files(folder, content)
-        best_step = TrainerState.from_manifest(content).best_step
-        if best and best_step:
+        state = TrainerState.from_manifest(content)
+        best_step = state.best_step
+        if best and state.best_bits_per_byte is not None:
             weights = output / f"{BEST}-{best_step}"
             kept = read_run_manifest(weights, (BEST,))
             if (kept.get("step"), kept.get("run_fingerprint")) != (best_step, run):
@@ -451,17 +452,17 @@ class CheckpointSaver:
             _remove_bests(output, step)
         process_group.barrier()
 
-    def write_final(self, output: Path, manifest: dict[str, Any], card: str, best_step: int = 0) -> None:
+    def write_final(self, output: Path, manifest: dict[str, Any], card: str, best_step: int | None = None) -> None:
         """Write the finished student into the run folder; `xtk.json` last, so that a folder without it is unfinished.
 
         Args:
             output: the run folder.
             manifest: content of `xtk.json`.
             card: content of `README.md`.
-            best_step: step whose weights, saved by `write_best`, become the student; 0: the current weights.
+            best_step: step whose weights, saved by `write_best`, become the student; None: the current weights.
         """
         temporary = output / f"{TEMPORARY_PREFIX}final"
-        self.write_student(temporary, output / f"{BEST}-{best_step}" if best_step else None)
+        self.write_student(temporary, output / f"{BEST}-{best_step}" if best_step is not None else None)
         if process_group.is_main_process():
             (temporary / CARD_FILE).write_text(card, encoding="utf-8")
             run_files = [name for name in (RECIPE_FILE, METRICS_FILE, ROLLOUTS_FILE) if (output / name).is_file()]

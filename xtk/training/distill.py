@@ -157,6 +157,8 @@ def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> D
     _check_loss_scaling(recipe, assigned)
     if combination.method == "mixture":
         _check_mixable(teachers)
+    if combination.score_weighting is not None:
+        _check_score(combination.score_weighting.score, teachers)
     names = _teacher_names(combination, teachers)
     source: DocumentSource
     if corpus is None:
@@ -322,6 +324,21 @@ def _combined_source(
     if combination.method == "mixture":
         return MixtureSource(*caches, rows=rows, weights=combination.weights)
     return CacheSource(*caches, rows=rows)
+
+
+def _check_score(score: str, teachers: Sequence[DistillationTeacher]) -> None:
+    """Check that the score of --teacher-weights can be computed from each teacher.
+
+    Raises:
+        XtkError: a cache does not have the exact top-1 tokens that the score needs.
+    """
+    lacking = next((one for one in teachers if score == "max-probability" and not one.has_exact_top1), None)
+    if lacking is not None:
+        raise XtkError(
+            "--teacher-weights max-probability needs the exact most likely token of each position",
+            where=f"{lacking.path} has the support {lacking.support}",
+            hint="use --teacher-weights ce, or caches with the support top-k+sample, top-k or top-p",
+        )
 
 
 def _check_mixable(teachers: Sequence[DistillationTeacher]) -> None:

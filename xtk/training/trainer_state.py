@@ -19,8 +19,8 @@ class TrainerState:
         tokens: tokens of all steps so far, over all processes.
         skipped_steps: steps without an update, because loss or gradient was not finite.
         consecutive_skipped_steps: skipped steps since the last update.
-        best_step: step with the fewest bits per byte on held-out text; 0: no evaluation yet.
-        best_bits_per_byte: bits per byte at that step.
+        best_step: step with the fewest bits per byte on held-out text; 0: before the first one.
+        best_bits_per_byte: bits per byte at that step; None: no evaluation yet.
         evaluations_without_improvement: evaluations since then.
     """
 

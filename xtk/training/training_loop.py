@@ -120,7 +120,11 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
     meter = _Meter(run, state.tokens)
     if run.has_evaluation and run.logging_config.eval_on_start and not done:
         with meter.exclude_from_rate():
-            _log(run, metrics, {"step": 0, **run.evaluate()})
+            found = run.evaluate()
+            bits = found.get("eval_bits_per_byte")
+            if bits is not None and state.count_evaluation(0, bits) and recipe.early_stopping_patience:
+                saver.write_best(run.output, 0)
+            _log(run, metrics, {"step": 0, **found})
     with (
         terminal.Progress("distill", run.steps, "steps", done=done) as progress,
         StopListener(run.logging_config.deadline) as stop,
@@ -171,8 +175,8 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
     state.tokens = meter.total_tokens()
     accelerator.wait_for_everyone()
     content = _checked_content(run, state, step + 1, identity)
-    best = state.best_step if recipe.early_stopping_patience else 0
-    if best:
+    best = state.best_step if recipe.early_stopping_patience and state.best_bits_per_byte is not None else None
+    if best is not None:
         content["best"] = {"step": best, "eval_bits_per_byte": state.best_bits_per_byte}
     with average.swapped_in(run.wrapped_student):
         saver.write_final(
