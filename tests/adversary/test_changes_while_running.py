@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import material
 import pytest
 from command_line import run_xtk
 
+from xtk.artifacts.run_folder_removal import keep_manifest_of_user
 from xtk.artifacts.run_folders import list_checkpoints, read_recipe
 from xtk.errors import MismatchError, XtkError
 from xtk.losses import parse_losses
+from xtk.models.student_model_setup import StudentModelConfig
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher
+from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.teacher_logprobs import make_support
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.checkpoint import ResumePoint, find_existing_run, prepare_run_folder
+from xtk.training.checkpoint import CheckpointSaver, ResumePoint, find_existing_run, prepare_run_folder
 from xtk.training.distill import distill, open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
@@ -45,9 +52,110 @@ def test_a_student_that_is_replaced_while_it_is_loaded_is_refused(pair, corpus, 
     paths = RunPaths(student, (str(corpus),), (), tmp_path / "run")
     inputs = open_inputs(paths, recipe, Tokenizer(student))
     (other / "model.safetensors").replace(student / "model.safetensors")
-    with pytest.raises(MismatchError, match="the files of the student were replaced while it was loaded"):
+    with pytest.raises(MismatchError, match="the files of the student were replaced since the run started"):
         distill(paths, recipe, LoggingConfig(), inputs, force=False, trust_remote_code=False)
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def lora(pair, corpus, tmp_path_factory) -> Path:
+    """A folder with a student, another one, and a LoRA run of the student."""
+    folder = tmp_path_factory.mktemp("lora")
+    shutil.copytree(pair.student, folder / "student")
+    material.make_student(folder / "other", seed=9)
+    run_xtk("distill", folder / "student", corpus, "--loss", "ce", "--lora-r", 4, "--max-steps", 3, "--save-steps", 2,
+            "-o", folder / "run")  # fmt: skip
+    return folder
+
+
+@contextlib.contextmanager
+def replaced(folder: Path) -> Iterator[None]:
+    """Replace the student by the other one for a while."""
+    weights = folder / "student" / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes((folder / "other" / "model.safetensors").read_bytes())
+    try:
+        yield
+    finally:
+        weights.write_bytes(before)
+
+
+def test_an_adapter_of_a_checkpoint_is_not_merged_into_another_model(lora, tmp_path):
+    for checkpoint in (("run", "--checkpoint", 2), ("run/checkpoint-2",)):
+        with replaced(lora):
+            refused = run_xtk("export", *checkpoint, "-o", tmp_path / "exported", code=1, cwd=lora).stderr
+        assert "the base model of the adapter is not the one of the run" in refused
+        assert not (tmp_path / "exported" / "model.safetensors").exists()
+    run_xtk("export", "run", "--checkpoint", 2, "-o", tmp_path / "exported", cwd=lora)
+
+
+def test_the_adapter_of_a_run_is_not_merged_into_a_student_that_was_replaced(lora, corpus, tmp_path, monkeypatch):
+    whole = (lora / "run" / "model.safetensors").read_bytes()
+    recipe = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=3, preparation=StudentModelConfig(lora_r=4))
+    paths = RunPaths(lora / "student", (str(corpus),), (), tmp_path / "run")
+    logging = LoggingConfig(save_steps=2)
+    save = CheckpointSaver.write_final
+
+    def write_final(self, *args: object) -> None:  # as if another program did it after the last step
+        with replaced(lora):
+            save(self, *args)
+
+    monkeypatch.setattr(CheckpointSaver, "write_final", write_final)
+    inputs = open_inputs(paths, recipe, Tokenizer(paths.student))
+    with pytest.raises(MismatchError, match="the files of the student were replaced since the run started"):
+        distill(paths, recipe, logging, inputs, force=False, trust_remote_code=False)
+    monkeypatch.undo()
+    assert not (tmp_path / "run" / "xtk.json").exists()
+    distill(paths, recipe, logging, inputs, force=False, trust_remote_code=False)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == whole
+
+
+def test_an_online_teacher_that_is_replaced_is_refused(pair, corpus, tmp_path):
+    shutil.copytree(pair.teacher, tmp_path / "teacher")
+    other = material.make_teacher(tmp_path / "other", seed=9)
+    recipe = TrainConfig(losses=tuple(parse_losses(["byte-kl"])), max_steps=1)
+    teacher = parse_online_teacher(f"{tmp_path / 'teacher'}:top_k=8", long_documents="refuse", trust_remote_code=False)
+    paths = RunPaths(pair.student, (str(corpus),), (), tmp_path / "run", online_teachers=(teacher,))
+    inputs = open_inputs(paths, recipe, Tokenizer(pair.student))
+    (other / "model.safetensors").replace(tmp_path / "teacher" / "model.safetensors")
+    with pytest.raises(MismatchError, match="the files of the teacher were replaced while it was loaded"):
+        distill(paths, recipe, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+
+
+def test_a_file_of_the_user_where_the_manifest_of_a_run_will_be_is_kept(pair, corpus, tmp_path):
+    output = tmp_path / "run"
+    command = ("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 3, "--save-steps", 1, "-o", output)
+    run_xtk(*command, "--max-seconds", 0.001, code=75)
+    (output / "xtk.json").write_text("notes of the user")
+    refused = run_xtk(*command, "--force", code=1).stderr
+    assert "xtk.json" in refused
+    assert (output / "xtk.json").read_text() == "notes of the user"
+    (output / "xtk.json").unlink()
+    run_xtk(*command, "--force")
+    (output / "xtk.json").rename(tmp_path / "manifest")
+    (output / "xtk.json").write_text("notes of the user")
+    keep_manifest_of_user(output / "xtk.json")  # as the end of a run does
+    assert (output / "xtk.json.kept-1").read_text() == "notes of the user"
+
+
+@pytest.mark.parametrize("command", ["inspect", "doctor"])
+def test_a_fifo_instead_of_weights_ends_in_a_sentence(pair, tmp_path, command):
+    model = shutil.copytree(pair.student, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    more = (pair.teacher,) if command == "doctor" else ()
+    done = run_xtk(command, model, *more, code=1)
+    assert "the weight file is not a regular file" in done.stdout + done.stderr
+
+
+def test_evaluate_notes_text_that_the_tokenizer_drops(pair, tmp_path):
+    model = shutil.copytree(pair.student, tmp_path / "model")
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[b-z]"}, "content": ""}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    data = material.write_jsonl(tmp_path / "data.jsonl", material.sentences(4, seed=2))
+    assert "dropped characters count as bytes but cost no bits" in run_xtk("evaluate", model, data).stderr
+    assert "dropped" not in run_xtk("evaluate", pair.student, data).stderr
 
 
 def test_a_teacher_that_is_replaced_while_it_is_loaded_is_refused(pair, tmp_path):

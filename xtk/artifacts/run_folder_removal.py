@@ -16,6 +16,7 @@ from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError
 
 MANIFEST, CARD = "xtk.json", "README.md"
+MAX_MANIFEST_BYTES = 1 << 24
 _CARD_BEGINNING = 96  # bytes: up to the tag xtk
 # Files that xtk, transformers and peft write into a model folder.
 _MODEL_FILE_NAMES = re.compile(
@@ -32,7 +33,7 @@ _SUBFOLDER_FILE_NAMES = {
     "trainer": _TRAINER_FILE_NAMES,
     "adapter": re.compile(r"adapter_config\.json|adapter_model(-\d{5}-of-\d{5})?\.safetensors"),
 }
-_STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*")
+_STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*|best-0")
 # Of the rollouts of a run; `rounds` is the folder of versions up to 2 of the recipe, which --force replaces.
 ROLLOUT_BATCHES, _OLD_ROLLOUT_BATCHES, _TRACKERS = "rollout_batches", "rounds", "trackers"
 COMPARISON_FILE = "comparison.json"
@@ -164,6 +165,12 @@ def keep_file_of_user(path: Path, new: Path) -> None:
     _keep(path, "was not written by xtk")
 
 
+def keep_manifest_of_user(path: Path) -> None:
+    """Rename a file at the path of the manifest that an unfinished run is about to write."""
+    if path.exists() or path.is_symlink():
+        _keep(path, "was not written by xtk")
+
+
 def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
     """Return the relative paths in a folder of files that xtk did not write."""
     listed = _manifest_files(folder)
@@ -195,7 +202,12 @@ def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
             found += [f"{prefix}{name}/{file}" for file in _foreign_batch_files(path)]
         elif on_policy and name == (_OLD_ROLLOUT_BATCHES if is_folder else _ROLLOUTS):
             continue
-        elif is_folder or path.is_symlink() or not _is_xtk_file(name, listed, code, run=run):
+        elif (
+            is_folder
+            or path.is_symlink()
+            or not _is_xtk_file(name, listed, code, run=run)
+            or (name == MANIFEST and not _looks_like_manifest(path))
+        ):
             found.append(prefix + name)
     return found
 
@@ -208,6 +220,13 @@ def _is_xtk_file(name: str, listed: dict[str, Any] | None, code: str, *, run: bo
     return bool(_MODEL_FILE_NAMES.fullmatch(name)) or (
         bool(_MODEL_CODE_NAMES.fullmatch(name)) and Path(name).stem in code
     )
+
+
+def _looks_like_manifest(path: Path) -> bool:
+    """Return whether a file has keys of `xtk.json`, also of a corrupt one."""
+    with path.open("rb") as stream:
+        content = stream.read(MAX_MANIFEST_BYTES)
+    return b'"checksum"' in content or b'"files"' in content
 
 
 def _is_on_policy(run: Path) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.commands.load_models import load_model_and_tokenizer
 from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.errors import XtkError
+from xtk.tokens.normalization_changes import count_normalization_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from xtk.training.losses_per_teacher import DistillationTeacher
 
 BITS_METRIC = "bits_per_byte"
+SAMPLED_DOCUMENTS = 1000  # in which changes of the text by a tokenizer are counted
 NAN_TEXT = "not a number"
 # Losses that measure the distance to a teacher: for models with its tokenizer, for any model, and for caches with
 # support none.
@@ -133,6 +136,12 @@ def _measured(
     model = BackboneWithHead(network)
     sizes = {"batch_tokens": given["batch_tokens"], "max_length": given["max_length"] or None}
     bits = evaluate_bits_per_byte(model, tokenizer, documents, by_category=given["by_category"], **sizes)
+    sample = [one.text for one in islice(documents, SAMPLED_DOCUMENTS) if one.conversation is None]
+    if warning := count_normalization_loss(tokenizer, sample).warning():
+        terminal.note(
+            f"evaluate: warning: {warning}; dropped characters count as bytes but cost no bits, so that bits per byte "
+            "are too low to compare with another tokenizer"
+        )
     if cache is None:
         return _ModelResult(bits, {})
     teacher = DistillationTeacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)

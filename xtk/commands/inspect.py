@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -229,26 +230,9 @@ def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def _weights(path: Path) -> dict[str, Any]:
-    from safetensors import safe_open
+    from xtk.models.safetensors_headers import read_weight_headers
 
-    from xtk.errors import CorruptError
-
-    parameters = 0
-    for file in sorted(path.glob("model*.safetensors")):
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                    size = 1
-                    for length in tensors.get_slice(name).get_shape():
-                        size *= length
-                    parameters += size
-        except Exception as wrong:  # the exception class of safetensors is not public
-            raise CorruptError(
-                f"the weight file of the run cannot be read: {wrong}",
-                where=str(file),
-                hint="copy the file again, or export the student from a checkpoint with xtk export --checkpoint",
-            ) from None
-    return {"parameters": parameters}
+    return {"parameters": sum(math.prod(shape) for _, shape in read_weight_headers(path).values())}
 
 
 def _describe_model(path: Path) -> dict[str, Any]:

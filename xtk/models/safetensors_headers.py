@@ -21,8 +21,12 @@ def weight_files(folder: Path, *, allow_missing: bool = False) -> list[Path]:
         allow_missing: leave out files that are in the index but do not exist.
 
     Raises:
-        CorruptError: the index cannot be read, or contains a file of another folder or a missing file.
+        CorruptError: the index cannot be read, contains a file of another folder or a missing file, or a weight file
+            is a pipe or a device.
     """
+    for path in folder.glob("*.safetensors"):
+        if path.exists() and not path.is_file():  # reading a pipe would block
+            raise CorruptError("the weight file is not a regular file", where=str(path), hint=_HINT)
     for name in (SINGLE_FILE,) if (folder / INDEX_FILE).is_file() else (SINGLE_FILE, ADAPTER_FILE):
         if (folder / name).is_file():
             return [folder / name]

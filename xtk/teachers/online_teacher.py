@@ -176,6 +176,7 @@ class OnlineTeacher:
         request = replace(self.request, support=support)
         ranks = make_vocabulary_order(request, self.teacher_tokenizer, plan)
         header = make_cache_header(request, self.teacher_tokenizer, plan, ranks)
+        header["teacher"] = self.header["teacher"]  # the files of the run's start, not of now
         opening = replace(request, backend_options={**request.backend_options, "longest": whole.max_chunk_tokens})
         return CacheJob(opening, block, location, self._sharding, plan, header, ranks)
 
@@ -204,7 +205,8 @@ class OnlineTeacher:
         seed = job.request.support.seed
         if self._opened is None or self._opened[0] != seed:
             self._opened = None
-            self._opened = seed, open_teacher(job.request, self.teacher_tokenizer)
+            weights = job.header["teacher"]["weights"]
+            self._opened = seed, open_teacher(job.request, self.teacher_tokenizer, weights)
         elif wake := getattr(self._opened[1], "wake_up", None):
             wake()
         yield from write_shards(job, self._opened[1], self.teacher_tokenizer, shard_numbers)

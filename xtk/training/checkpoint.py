@@ -24,6 +24,7 @@ from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json, set_default_
 from xtk.artifacts.output_path_checks import foreign_files_error, list_folder
 from xtk.artifacts.run_folder_removal import (
     keep_file_of_user,
+    keep_manifest_of_user,
     refuse_foreign_files_in_run,
     remove_run,
     remove_run_subfolder,
@@ -482,6 +483,7 @@ class CheckpointSaver:
                 fsync(output / name)
             fsync(output)
             temporary.rmdir()
+            keep_manifest_of_user(output / RUN_MANIFEST)
             write_run_manifest(output, manifest, files, folders)
             for _, path in list_checkpoints(output, BEST):
                 remove_run_subfolder(path)

@@ -747,9 +747,9 @@ def _check_student_not_replaced(paths: RunPaths, inputs: DistillInputs) -> None:
     for name, folder in (("weights", paths.student), ("adapter", paths.adapter)):
         if folder is not None and weights_fingerprint(folder) != stated[name]:
             raise MismatchError(
-                "the files of the student were replaced while it was loaded",
+                "the files of the student were replaced since the run started",
                 where=str(folder),
-                hint="run the same command again when nothing writes to this folder",
+                hint="restore them, and run the same command again",
             )
 
 
@@ -799,6 +799,7 @@ def _adapter_merger(
             trust_remote_code=trust_remote_code,
             quiet=True,
         )
+        _check_student_not_replaced(paths, inputs)
         save_final_student(model, folder)
 
     return merge

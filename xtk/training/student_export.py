@@ -44,7 +44,7 @@ from xtk.artifacts.run_folders import (
     write_run_manifest,
 )
 from xtk.artifacts.write_locks import only_writer_of_path
-from xtk.errors import CorruptError, XtkError
+from xtk.errors import CorruptError, MismatchError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult, read_results
 from xtk.models.causal_lm import DTYPES, load_causal_lm
 from xtk.models.student_model_setup import (
@@ -306,6 +306,12 @@ def _merged_weights(
     model = load_student(
         origin, preparation, tokenizer, device=torch.device("cpu"), trust_remote_code=trust_remote_code, quiet=True
     )
+    if adapter is not None and weights_fingerprint(base) != recipe["inputs"]["student"]["weights"]:
+        raise MismatchError(
+            "the base model of the adapter is not the one of the run",
+            where=str(base),
+            hint="restore the student of the run in this folder; or export the finished student, without --checkpoint",
+        )
     if averaged:
         _load_ema_weights(model, source)
     merged = folder / "merged"
