@@ -120,11 +120,7 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
     meter = _Meter(run, state.tokens)
     if run.has_evaluation and run.logging_config.eval_on_start and not done:
         with meter.exclude_from_rate():
-            found = run.evaluate()
-            bits = found.get("eval_bits_per_byte")
-            if bits is not None and state.count_evaluation(0, bits) and recipe.early_stopping_patience:
-                saver.write_best(run.output, 0)
-            _log(run, metrics, {"step": 0, **found})
+            _log(run, metrics, {"step": 0, **_evaluate(run, saver, state, 0)})
     with (
         terminal.Progress("distill", run.steps, "steps", done=done) as progress,
         StopListener(run.logging_config.deadline) as stop,
@@ -152,11 +148,7 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
             evaluated = _due(step + 1, run.logging_config.eval_steps, last) and run.has_evaluation
             if evaluated:
                 with meter.exclude_from_rate(), average.swapped_in(run.wrapped_student):
-                    record |= run.evaluate()
-                    bits = record.get("eval_bits_per_byte")
-                    better = bits is not None and state.count_evaluation(step + 1, bits)
-                    if better and recipe.early_stopping_patience:
-                        saver.write_best(run.output, step + 1)
+                    record |= _evaluate(run, saver, state, step + 1)
                 last = last or 0 < recipe.early_stopping_patience <= state.evaluations_without_improvement
             if "tokens_per_second" in record or evaluated:
                 _log(run, metrics, record)
@@ -188,6 +180,15 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
         run.teacher_blocks.finish()
     accelerator.end_training()  # destroys the process group
     return content
+
+
+def _evaluate(run: TrainingRun, saver: CheckpointSaver, state: TrainerState, step: int) -> dict[str, float]:
+    """Return the metrics of an evaluation; for early stopping, keep the weights if it is the best (collective)."""
+    metrics = run.evaluate()
+    bits = metrics.get("eval_bits_per_byte")
+    if bits is not None and state.count_evaluation(step, bits) and run.recipe.early_stopping_patience:
+        saver.write_best(run.output, step)
+    return metrics
 
 
 def _count_step(
