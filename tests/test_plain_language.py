@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from xtk.cli import app
-from xtk.commands.option_help_groups import OPTION_GROUPS
+from xtk.options.declaration import headings_of
 
 ROOT = Path(__file__).parent.parent
 MAX_SENTENCE, MAX_SENTENCES = 100, 2
@@ -82,8 +82,10 @@ def test_a_help_text_is_one_phrase_or_two_short_ones(command, option, text):
 
 def test_every_option_of_a_grouped_command_is_under_one_heading():
     general = {"output", "config", "force", "as_json", "quiet", "help"}
-    for name, groups in OPTION_GROUPS.items():
-        listed = [option for group in groups for option in group.options]
+    for name, command in commands().items():
+        if not command.headings:
+            continue
+        listed = [option for _, names in headings_of(command.headings) for option in names]
         known = {str(one.name) for one in commands()[name].params if one.param_type_name == "option"}
         assert len(listed) == len(set(listed)), name
         assert set(listed) <= known, set(listed) - known

@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from xtk import __version__, terminal
 from xtk.commands.align import align
 from xtk.commands.build_projection import build_projection
 from xtk.commands.cache_teacher import cache_teacher
-from xtk.commands.config_file import ConfigFileCommand
+from xtk.commands.command_from_options import add_command
 from xtk.commands.distill import distill
 from xtk.commands.doctor import doctor
 from xtk.commands.evaluate import evaluate
@@ -84,15 +83,7 @@ COMMANDS = (
 )
 for _function in COMMANDS:
     # Options that sweep does not have are passed on to distill.
-    _settings = {"ignore_unknown_options": _function is sweep}
-    _help, _, _examples = (_function.__doc__ or "").partition("\n    Examples:\n")
-    app.command(
-        _function.__name__.replace("_", "-"),
-        cls=ConfigFileCommand,
-        context_settings=_settings,
-        help=_help,
-        epilog=textwrap.dedent(_examples).strip(),
-    )(_function)
+    add_command(app, _function, ignore_unknown_options=_function is sweep)
 
 
 def _print_version(wanted: bool) -> None:

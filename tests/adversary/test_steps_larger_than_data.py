@@ -67,7 +67,7 @@ def test_no_step_takes_a_document_twice(lmbda):
     sizes = np.arange(5)
     for room, generations in ((24, 4), (24, 2), (10, 2), (64, 1)):
         on_policy = OnPolicyConfig(num_generations=generations, lmbda=lmbda)
-        recipe = TrainConfig(tuple(parse_losses(["ce"])), per_device_train_batch_size=room, on_policy=on_policy)
+        recipe = TrainConfig(losses=tuple(parse_losses(["ce"])), per_device_train_batch_size=room, on_policy=on_policy)
         size = recipe.effective_documents_per_step(5, 1)
         assert size == min(room, 5 * generations)
         assert size % generations == 0

@@ -114,7 +114,7 @@ def test_every_line_of_metrics_has_what_a_reader_needs(whole):
         assert line["loss"] == pytest.approx(line["ce"] + line["p-kl"])
         assert line["gradient_norm"] > 0
         assert line["tokens_per_second"] > 0
-    recipe = TrainConfig((LossSpec("ce"),), learning_rate=1e-3)
+    recipe = TrainConfig(losses=(LossSpec("ce"),), learning_rate=1e-3)
     assert [line["learning_rate"] for line in lines] == [recipe.learning_rate_at(step, STEPS) for step in range(STEPS)]
     assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
 

@@ -17,7 +17,7 @@ from xtk.training.train_config import TrainConfig
 
 
 def recipe(**options: object) -> TrainConfig:
-    return TrainConfig((LossSpec("ce"),), **{"learning_rate": 2.0, **options})
+    return TrainConfig(losses=(LossSpec("ce"),), **{"learning_rate": 2.0, **options})
 
 
 def test_the_learning_rate_rises_to_the_end_of_the_warm_up_and_then_falls_as_a_cosine():

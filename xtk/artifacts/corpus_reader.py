@@ -13,7 +13,6 @@ from typing import Any
 from xtk.artifacts.data_file_readers import (
     DEFAULT_SPLIT,
     FORMATS,
-    MAX_DOCUMENT_BYTES,
     RecordReadOptions,
     file_extension,
     first_nonempty_line,
@@ -31,6 +30,7 @@ from xtk.artifacts.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, Recor
 from xtk.artifacts.stdin_buffer import StdinSpool
 from xtk.errors import XtkError, path_exists
 from xtk.name_registry import unknown_name_error
+from xtk.options.shared import MAX_DOCUMENT_BYTES
 from xtk.tokens.document import Document
 
 _HUB_URL = re.compile(r"^hf://(?:datasets/)?[\w.-]+/[\w.-]+(?::[\w.-]+)?$")
@@ -59,12 +59,12 @@ class Corpus:
 
     def __init__(
         self,
-        sources: list[str],
+        sources: Sequence[str],
         columns: Mapping[str, str] | None = None,
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         stdin: StdinSpool | None = None,
     ) -> None:
-        self.sources = sources
+        self.sources = list(sources)
         self.columns = dict(columns or {})
         self._read_options = RecordReadOptions(self.columns, max_document_bytes)
         self._stdin = stdin

@@ -20,9 +20,9 @@ from xtk.artifacts.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, TEXT_
 from xtk.artifacts.safe_artifact_files import check_file_name, read_regular_file
 from xtk.errors import XtkError
 from xtk.name_registry import nearest_name
+from xtk.options.shared import MAX_DOCUMENT_BYTES
 from xtk.untrusted_json import check_depth, parse_json
 
-MAX_DOCUMENT_BYTES = 16_000_000
 READ_BYTES = 1 << 18  # chunk size
 BATCH_ROWS = 1000
 DEFAULT_SPLIT = "train"  # of a dataset with several splits

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, QuietOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,59 +24,51 @@ ORDERS = ("worst", "first")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".xz")
 
 
-def align(
-    student: Annotated[str, typer.Argument(help=shared_options.STUDENT_HELP, metavar="STUDENT")],
-    teacher: Annotated[str, typer.Argument(help=shared_options.TEACHER_HELP, metavar="TEACHER")],
-    text: Annotated[
-        str,
-        typer.Argument(
-            help="Data file, folder (ending in /), - for standard input (default), or the text itself. An existing "
-            "file name is read as that file.",
-            metavar="[TEXT]",
-        ),
-    ] = "-",
-    teacher_text: Annotated[
-        str,
-        typer.Option(
-            help="Another text for the teacher; the parts that both texts share are aligned.",
-            metavar="TEXT",
-        ),
-    ] = "",
-    columns: shared_options.Columns = "",
-    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats",
-            help="Print span statistics over all documents: counts and bytes by kind, and the worst documents.",
-        ),
-    ] = False,
-    html: Annotated[
-        bool,
-        typer.Option("--html", help="Write the statistics and the aligned documents as an HTML page to --output."),
-    ] = False,
-    output: Annotated[str, typer.Option("--output", "-o", help="With --html: path of the page.", metavar="FILE")] = "",
-    limit: Annotated[
-        int,
-        typer.Option(min=0, help="With --html: maximum number of documents on the page; long documents are shortened."),
-    ] = 20,
-    order: Annotated[
-        str,
-        typer.Option(
-            help="With --html: worst (fewest bytes aligned one-to-one first), or first (order of the data).",
-            metavar="|".join(ORDERS),
-        ),
-    ] = "worst",
-    force: shared_options.Force = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print JSON lines instead of tables; pipes and files get them anyway, except with --stats."
-        ),
-    ] = False,
-    quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class AlignOptions(CorpusOptions, ForceOption, QuietOption, ConfigOption, CommandOptions):
+    """Options of `xtk align`."""
+
+    student: str = argument(
+        REQUIRED, "Student tokenizer: a folder with tokenizer.json, or a Hugging Face hub id.", metavar="STUDENT"
+    )
+    teacher: str = argument(
+        REQUIRED, "Teacher tokenizer: a folder with tokenizer.json, or a Hugging Face hub id.", metavar="TEACHER"
+    )
+    text: str = argument(
+        "-",
+        "Data file, folder (ending in /), - for standard input (default), or the text itself. An existing file "
+        "name is read as that file.",
+        metavar="[TEXT]",
+    )
+    teacher_text: str = option(
+        "", "Another text for the teacher; the parts that both texts share are aligned.", metavar="TEXT"
+    )
+    stats: bool = option(
+        False, "Print span statistics over all documents: counts and bytes by kind, and the worst documents."
+    )
+    html: bool = option(False, "Write the statistics and the aligned documents as an HTML page to --output.")
+    output: str = option(
+        "",
+        "With --html: path of the page.",
+        flags=("--output", "-o"),
+        metavar="FILE",
+    )
+    limit: int = option(
+        20, "With --html: maximum number of documents on the page; long documents are shortened.", min=0
+    )
+    order: str = option(
+        "worst",
+        "With --html: worst (fewest bytes aligned one-to-one first), or first (order of the data).",
+        metavar="|".join(ORDERS),
+    )
+    as_json: bool = option(
+        False,
+        "Print JSON lines instead of tables; pipes and files get them anyway, except with --stats.",
+        flags=("--json",),
+    )
+
+
+def align(options: AlignOptions) -> None:
     """Show how two tokenizers split the same text.
 
     Prints the shortest spans of equal bytes: a JSON line per document, or colored tokens on a terminal.
@@ -95,33 +89,41 @@ def align(
     from xtk.tokens.document import Document
     from xtk.tokens.tokenizer import Tokenizer
 
-    terminal.set_quiet(quiet)
-    if html != bool(output):
+    terminal.set_quiet(options.quiet)
+    if options.html != bool(options.output):
         raise typer.BadParameter("--html needs -o FILE, and -o needs --html; add the other one, or remove both")
-    if teacher_text and (html or stats or text == "-"):
+    if options.teacher_text and (options.html or options.stats or options.text == "-"):
         raise typer.BadParameter("--teacher-text needs one TEXT on the command line, and excludes --stats and --html")
-    if order not in ORDERS:
-        raise unknown_name_error("value of --order", order, ORDERS)
-    if teacher_text:
-        _print_different_texts(text, teacher_text, [student, teacher], as_json=as_json)
+    if options.order not in ORDERS:
+        raise unknown_name_error("value of --order", options.order, ORDERS)
+    if options.teacher_text:
+        _print_different_texts(
+            options.text, options.teacher_text, [options.student, options.teacher], as_json=options.as_json
+        )
         return
     documents: Iterable[Document]
-    documents = [Document.from_text(_decode_argument(text))]
-    if _is_data(text):
-        documents = Corpus([text], parse_columns_option(columns), max_document_bytes)
-    one, other = (Tokenizer(resolve_model_folder(side, with_weights=False), name=side) for side in (student, teacher))
-    if html:
+    documents = [Document.from_text(_decode_argument(options.text))]
+    if _is_data(options.text):
+        documents = Corpus([options.text], parse_columns_option(options.columns), options.max_document_bytes)
+    one, other = (
+        Tokenizer(resolve_model_folder(side, with_weights=False), name=side)
+        for side in (options.student, options.teacher)
+    )
+    if options.html:
         _, content = corpus_fingerprint(documents)
-        request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, limit, order]))
-        check_page(Path(output), request, force=force)
-        statistics, shown = _align_all(documents, one, other, **{order: limit})
+        request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, options.limit, options.order]))
+        check_page(Path(options.output), request, force=options.force)
+        statistics, shown = _align_all(documents, one, other, **{options.order: options.limit})
         record = statistics.to_json()
-        write_page(Path(output), "".join(alignment_page(record, shown, one, other, order=order, request=request)))
-        terminal.result_artifact({**record, "path": output, "kind": "alignment-page"}, as_json=as_json)
-    elif stats:
-        _print_statistics(_align_all(documents, one, other)[0], as_json=as_json)
+        write_page(
+            Path(options.output),
+            "".join(alignment_page(record, shown, one, other, order=options.order, request=request)),
+        )
+        terminal.result_artifact({**record, "path": options.output, "kind": "alignment-page"}, as_json=options.as_json)
+    elif options.stats:
+        _print_statistics(_align_all(documents, one, other)[0], as_json=options.as_json)
     else:
-        _print_all_spans(documents, one, other, as_json=as_json)
+        _print_all_spans(documents, one, other, as_json=options.as_json)
 
 
 def _is_data(text: str) -> bool:

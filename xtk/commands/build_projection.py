@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,85 +15,69 @@ if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
 
 
-def build_projection(
-    student: Annotated[str, typer.Argument(help=shared_options.STUDENT_HELP, metavar="STUDENT")],
-    teacher: Annotated[str, typer.Argument(help=shared_options.TEACHER_HELP, metavar="TEACHER")],
-    output: Annotated[
-        str,
-        typer.Option("--output", "-o", help="Output file (safetensors); nothing is added to its name.", metavar="FILE"),
-    ],
-    method: Annotated[
-        str,
-        typer.Option(
-            help="Method that maps student tokens without an identical teacher token; exact maps none. "
-            "docs/explanation/projection.md describes the methods.",
-            metavar="[exact|first-token|multitoken|partition|cooccurrence|embedding]",
-        ),
-    ] = "multitoken",
-    special_tokens: Annotated[
-        str,
-        typer.Option(
-            help="Special-token matching: by role (eos, bos, ...), none, or a file of {student token: teacher token}.",
-            metavar="[role|none|FILE]",
-        ),
-    ] = "role",
-    max_tokens_per_entry: Annotated[
-        int | None,
-        typer.Option(
-            help="With --method multitoken: maximum teacher tokens per student token; longer ones are unmapped. "
-            "[default: 4]",
-            show_default=False,
-        ),
-    ] = None,
-    decay: Annotated[
-        float | None,
-        typer.Option(
-            help="With --method multitoken: weight of each teacher token relative to the one before. [default: 0.1]",
-            show_default=False,
-        ),
-    ] = None,
-    reverse_pass: Annotated[
-        bool,
-        typer.Option(
-            "--reverse-pass",
-            help="With --method multitoken: also map teacher tokens through the student tokens that spell them. Use it "
-            "if the printed audit shows many unreachable teacher tokens.",
-        ),
-    ] = False,
-    corpus: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --method cooccurrence: data in which both tokenizers' aligned tokens are counted. Repeatable.",
-            metavar="DATA",
-        ),
-    ] = None,
-    columns: shared_options.Columns = "",
-    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
-    smoothing: Annotated[
-        float | None,
-        typer.Option(
-            help="With --method cooccurrence: weight of the first-token mapping, in observed spans. [default: 1]",
-            show_default=False,
-        ),
-    ] = None,
-    num_neighbors: Annotated[
-        int | None,
-        typer.Option(
-            help="With --method embedding: teacher tokens per student token. [default: 8]", show_default=False
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="With --method embedding: softmax temperature over cosine similarities. [default: 0.1]",
-            show_default=False,
-        ),
-    ] = None,
-    force: shared_options.Force = False,
-    as_json: shared_options.Json = False,
-    quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BuildProjectionOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
+    """Options of `xtk build-projection`."""
+
+    student: str = argument(
+        REQUIRED, "Student tokenizer: a folder with tokenizer.json, or a Hugging Face hub id.", metavar="STUDENT"
+    )
+    teacher: str = argument(
+        REQUIRED, "Teacher tokenizer: a folder with tokenizer.json, or a Hugging Face hub id.", metavar="TEACHER"
+    )
+    output: str = option(
+        REQUIRED,
+        "Output file (safetensors); nothing is added to its name.",
+        flags=("--output", "-o"),
+        metavar="FILE",
+    )
+    method: str = option(
+        "multitoken",
+        "Method that maps student tokens without an identical teacher token; exact maps none. "
+        "docs/explanation/projection.md describes the methods.",
+        metavar="[exact|first-token|multitoken|partition|cooccurrence|embedding]",
+    )
+    special_tokens: str = option(
+        "role",
+        "Special-token matching: by role (eos, bos, ...), none, or a file of {student token: teacher token}.",
+        metavar="[role|none|FILE]",
+    )
+    max_tokens_per_entry: int | None = option(
+        None,
+        "With --method multitoken: maximum teacher tokens per student token; longer ones are unmapped. [default: 4]",
+        show_default=False,
+    )
+    decay: float | None = option(
+        None,
+        "With --method multitoken: weight of each teacher token relative to the one before. [default: 0.1]",
+        show_default=False,
+    )
+    reverse_pass: bool = option(
+        False,
+        "With --method multitoken: also map teacher tokens through the student tokens that spell them. Use it if "
+        "the printed audit shows many unreachable teacher tokens.",
+    )
+    corpus: tuple[str, ...] = option(
+        (),
+        "With --method cooccurrence: data in which both tokenizers' aligned tokens are counted. Repeatable.",
+        metavar="DATA",
+    )
+    smoothing: float | None = option(
+        None,
+        "With --method cooccurrence: weight of the first-token mapping, in observed spans. [default: 1]",
+        show_default=False,
+    )
+    num_neighbors: int | None = option(
+        None, "With --method embedding: teacher tokens per student token. [default: 8]", show_default=False
+    )
+    temperature: float | None = option(
+        None,
+        "With --method embedding: softmax temperature over cosine similarities. [default: 0.1]",
+        show_default=False,
+    )
+
+
+def build_projection(options: BuildProjectionOptions) -> None:
     """Map the student's vocabulary to the teacher's.
 
     The projection is a sparse matrix with a row for each student token and a column for each teacher token.
@@ -114,39 +98,44 @@ def build_projection(
     from xtk.projection.coverage_audit import audit_warning
     from xtk.tokens.tokenizer import Tokenizer
 
-    terminal.set_quiet(quiet)
-    matching = _matching(special_tokens)
-    given = {"max_tokens_per_entry": max_tokens_per_entry, "decay": decay, "reverse_pass": reverse_pass or None,
-             "smoothing": smoothing, "num_neighbors": num_neighbors, "temperature": temperature}  # fmt: skip
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    given_data = [name for name, value in (("corpus", corpus), ("columns", columns)) if value]
-    check_method_options(method, [*chosen, *given_data] if method != "cooccurrence" else chosen)
-    if method == "cooccurrence" and not corpus:
+    terminal.set_quiet(options.quiet)
+    matching = _matching(options.special_tokens)
+    names = ("max_tokens_per_entry", "decay", "reverse_pass", "smoothing", "num_neighbors", "temperature")
+    given = {name: getattr(options, name) for name in names}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value not in (None, False)}
+    given_data = [name for name, value in (("corpus", options.corpus), ("columns", options.columns)) if value]
+    check_method_options(options.method, [*chosen, *given_data] if options.method != "cooccurrence" else chosen)
+    if options.method == "cooccurrence" and not options.corpus:
         raise XtkError(
             "--method cooccurrence needs --corpus",
             hint="add --corpus DATA: a file, a quoted glob, a hub dataset, or - for standard input",
         )
-    path = Path(output)
-    check_output_file(path, "projections", looks_like_projection, [*(corpus or ()), special_tokens])
-    folders = [resolve_model_folder(side, with_weights=method == "embedding") for side in (student, teacher)]
-    one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
-    if method == "cooccurrence":
+    path = Path(options.output)
+    check_output_file(path, "projections", looks_like_projection, [*options.corpus, options.special_tokens])
+    folders = [
+        resolve_model_folder(side, with_weights=options.method == "embedding")
+        for side in (options.student, options.teacher)
+    ]
+    one, other = Tokenizer(folders[0], name=options.student), Tokenizer(folders[1], name=options.teacher)
+    if options.method == "cooccurrence":
         from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
 
-        data = Corpus(corpus or [], parse_columns_option(columns), max_document_bytes)
-        projection = _counts_projection(one, other, data, chosen, matching, path, force=force)
+        data = Corpus(options.corpus, parse_columns_option(options.columns), options.max_document_bytes)
+        projection = _counts_projection(one, other, data, chosen, matching, path, force=options.force)
     else:
-        if method == "embedding":
+        if options.method == "embedding":
             chosen |= _embeddings(*folders)
-        header = projection_header(one, other, method, matching, **chosen)
-        projection = reuse_projection(path, header, force=force)
+        header = projection_header(one, other, options.method, matching, **chosen)
+        projection = reuse_projection(path, header, force=options.force)
         if projection is None:
-            projection = build(one, other, method, special_tokens=matching, **chosen)
+            projection = build(one, other, options.method, special_tokens=matching, **chosen)
             write_projection(projection, path)
     warned = audit_warning(projection.header.get("audit", {}))
     if warned:
         terminal.note(warned)
-    terminal.result_artifact({"path": output, "kind": "projection", **projection.summary()}, as_json=as_json)
+    terminal.result_artifact(
+        {"path": options.output, "kind": "projection", **projection.summary()}, as_json=options.as_json
+    )
 
 
 def _matching(value: str) -> Any:

@@ -2,175 +2,154 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import (
+    REQUIRED,
+    CommandOptions,
+    Heading,
+    argument,
+    declared_options,
+    flags_of_set_options,
+    option,
+)
+from xtk.options.shared import (
+    ConfigOption,
+    CorpusOptions,
+    DocumentColumnOptions,
+    ForceOption,
+    JsonOption,
+    QuietOption,
+    ServerOptions,
+    TrustRemoteCodeOption,
+)
 
 
-def cache_teacher(
-    context: typer.Context,
-    teacher: Annotated[
-        str,
-        typer.Argument(help="Teacher model: a folder or hub id. With --merge: the first cache.", metavar="TEACHER"),
-    ],
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Output folder of the cache, or a URL of an object store such as s3://BUCKET/NAME.",
-            metavar="FOLDER|URL",
+@dataclass(frozen=True, kw_only=True)
+class CacheTeacherOptions(
+    CorpusOptions,
+    DocumentColumnOptions,
+    ServerOptions,
+    TrustRemoteCodeOption,
+    ForceOption,
+    JsonOption,
+    QuietOption,
+    ConfigOption,
+    CommandOptions,
+):
+    """Options of `xtk cache-teacher`."""
+
+    HEADINGS = (
+        Heading("Data", (CorpusOptions, DocumentColumnOptions, "long_documents", "max_length")),
+        Heading(
+            "Stored log-probabilities",
+            ("support", "top_k", "top_p", "num_samples", "num_sample_sets", "seed", "precision", "shard_tokens"),
         ),
-    ],
-    data: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Documents: files, a folder, a quoted glob, a hub dataset, a URL, or - for documents from stdin. "
-            "docs/how-to/data.md lists the formats; with --merge: more caches.",
-            metavar="DATA...",
-            show_default=False,
-        ),
-    ] = None,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge",
-            help="Merge finished caches, given in place of TEACHER and DATA, into one, in this order. They need the "
-            "same teacher and --support; nothing is scored again.",
-        ),
-    ] = False,
-    rows: Annotated[
-        str,
-        typer.Option(
-            help="With --merge: range of documents to keep, counted over all caches, such as 100:200.",
-            metavar="START:STOP",
-        ),
-    ] = "",
-    support: Annotated[
-        str,
-        typer.Option(
-            help="Tokens stored besides the observed one; candidates: from rollout --top-logprobs; none: no other. "
-            "Default: the kind that --top-k, --top-p or --num-samples imply, else top-k+sample.",
-            metavar="[top-k|top-p|sample|top-k+sample|candidates|none]",
-            show_default=False,
-        ),
-    ] = "",
-    top_k: Annotated[
-        str,
-        typer.Option(
-            help="Number of most likely tokens stored per position, or all. Default: 64, or 16 with --support "
-            "top-k+sample.",
-            metavar="N|all",
-            show_default=False,
-        ),
-    ] = "",
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="With --support top-p: total probability of the stored tokens. Default: 0.99.", show_default=False
-        ),
-    ] = None,
-    num_samples: Annotated[
-        int | None,
-        typer.Option(
-            help="With --support sample or top-k+sample: sampled tokens per position. Default: 16.", show_default=False
-        ),
-    ] = None,
-    num_sample_sets: Annotated[
-        int, typer.Option(help="With --support sample or top-k+sample: independent sample sets, used in turn by epoch.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampled tokens.")] = 0,
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="Precision of stored log-probabilities: float32 is exact, the others are quantized. Maximum "
-            "error in nats, at very small probabilities: fine 0.13, standard 0.53, coarse 1.06.",
-            metavar="[float32|fine|standard|coarse]",
-        ),
-    ] = "standard",
-    columns: shared_options.Columns = "",
-    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
-    weight_column: shared_options.WeightColumn = "",
-    route_column: shared_options.RouteColumn = "",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of the teacher's weights and computation; bfloat16 needs half the memory of float32.",
-            metavar="[float32|bfloat16|float16]",
-        ),
-    ] = "float32",
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="Engine that runs the teacher: transformers or vllm (both in this process), or a vLLM server."
-            " With the vLLM engines, only --support top-k, top-p and none.",
-            metavar="[transformers|vllm|server]",
-        ),
-    ] = "transformers",
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Engine argument, such as tensor_parallel_size=4 (vllm) or device_map=auto (transformers). "
-            "Repeatable; tp_size=4 starts 4 processes that share one transformers teacher.",
-            metavar="NAME=VALUE",
-        ),
-    ] = None,
-    server: shared_options.Server = None,
-    concurrency: shared_options.Concurrency = 32,
-    long_documents: Annotated[
-        str,
-        typer.Option(
-            help="Handling of documents above --max-length or the context: refuse the data, truncate, split or skip.",
-            metavar="[refuse|truncate|split|skip]",
-        ),
-    ] = "refuse",
-    max_length: Annotated[
-        int,
-        typer.Option(
-            help="Maximum number of tokens per document; --long-documents handles longer ones. 0: the context length."
-        ),
-    ] = 0,
-    batch_tokens: Annotated[
-        int, typer.Option(help="Tokens per forward pass, padding included; more is faster and needs more memory.")
-    ] = 8192,
-    shard_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens per shard file; an interrupted run loses at most one unfinished shard per process."),
-    ] = 65536,
-    num_processes: Annotated[
-        int,
-        typer.Option(
-            help="Number of processes on this machine, each with its own teacher and device, that write one cache.",
-            min=1,
-        ),
-    ] = 1,
-    machine_rank: Annotated[
-        int, typer.Option(help="Index of this machine, from 0, when --num-machines is above 1.", min=0)
-    ] = 0,
-    num_machines: Annotated[
-        int,
-        typer.Option(
-            help="Number of machines that write one cache in a shared folder, each with its own --machine-rank.",
-            min=1,
-        ),
-    ] = 1,
-    trust_remote_code: shared_options.TrustRemoteCode = False,
-    estimate: Annotated[
-        bool,
-        typer.Option(
-            "--estimate",
-            help="Print positions, bytes, time and memory, estimated from a small sample, and write no cache.",
-        ),
-    ] = False,
-    force: shared_options.Force = False,
-    as_json: shared_options.Json = False,
-    quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
-) -> None:
+        Heading("Teacher", ("backend", "engine", ServerOptions, "dtype", "batch_tokens", "trust_remote_code")),
+        Heading("Parallelism", ("num_processes", "num_machines", "machine_rank")),
+        Heading("Merge and estimate", ("merge", "rows", "estimate")),
+    )
+
+    teacher: str = argument(
+        REQUIRED, "Teacher model: a folder or hub id. With --merge: the first cache.", metavar="TEACHER"
+    )
+    output: str = option(
+        REQUIRED,
+        "Output folder of the cache, or a URL of an object store such as s3://BUCKET/NAME.",
+        flags=("--output", "-o"),
+        metavar="FOLDER|URL",
+    )
+    data: tuple[str, ...] = argument(
+        (),
+        "Documents: files, a folder, a quoted glob, a hub dataset, a URL, or - for documents from stdin. "
+        "docs/how-to/data.md lists the formats; with --merge: more caches.",
+        metavar="DATA...",
+        show_default=False,
+    )
+    merge: bool = option(
+        False,
+        "Merge finished caches, given in place of TEACHER and DATA, into one, in this order. They need the same "
+        "teacher and --support; nothing is scored again.",
+    )
+    rows: str = option(
+        "", "With --merge: range of documents to keep, counted over all caches, such as 100:200.", metavar="START:STOP"
+    )
+    support: str = option(
+        "",
+        "Tokens stored besides the observed one; candidates: from rollout --top-logprobs; none: no other. Default: "
+        "the kind that --top-k, --top-p or --num-samples imply, else top-k+sample.",
+        metavar="[top-k|top-p|sample|top-k+sample|candidates|none]",
+        show_default=False,
+    )
+    top_k: str = option(
+        "",
+        "Number of most likely tokens stored per position, or all. Default: 64, or 16 with --support top-k+sample.",
+        metavar="N|all",
+        show_default=False,
+    )
+    top_p: float | None = option(
+        None, "With --support top-p: total probability of the stored tokens. Default: 0.99.", show_default=False
+    )
+    num_samples: int | None = option(
+        None, "With --support sample or top-k+sample: sampled tokens per position. Default: 16.", show_default=False
+    )
+    num_sample_sets: int = option(
+        1, "With --support sample or top-k+sample: independent sample sets, used in turn by epoch."
+    )
+    seed: int = option(0, "Random seed of the sampled tokens.")
+    precision: str = option(
+        "standard",
+        "Precision of stored log-probabilities: float32 is exact, the others are quantized. Maximum error in nats, "
+        "at very small probabilities: fine 0.13, standard 0.53, coarse 1.06.",
+        metavar="[float32|fine|standard|coarse]",
+    )
+    dtype: str = option(
+        "float32",
+        "Data type of the teacher's weights and computation; bfloat16 needs half the memory of float32.",
+        metavar="[float32|bfloat16|float16]",
+    )
+    backend: str = option(
+        "transformers",
+        "Engine that runs the teacher: transformers or vllm (both in this process), or a vLLM server. With the "
+        "vLLM engines, only --support top-k, top-p and none.",
+        metavar="[transformers|vllm|server]",
+    )
+    engine: tuple[str, ...] = option(
+        (),
+        "Engine argument, such as tensor_parallel_size=4 (vllm) or device_map=auto (transformers). Repeatable; "
+        "tp_size=4 starts 4 processes that share one transformers teacher.",
+        metavar="NAME=VALUE",
+    )
+    long_documents: str = option(
+        "refuse",
+        "Handling of documents above --max-length or the context: refuse the data, truncate, split or skip.",
+        choices=("refuse", "truncate", "split", "skip"),
+    )
+    max_length: int = option(
+        0, "Maximum number of tokens per document; --long-documents handles longer ones. 0: the context length."
+    )
+    batch_tokens: int = option(8192, "Tokens per forward pass, padding included; more is faster and needs more memory.")
+    shard_tokens: int = option(
+        65536, "Tokens per shard file; an interrupted run loses at most one unfinished shard per process."
+    )
+    num_processes: int = option(
+        1, "Number of processes on this machine, each with its own teacher and device, that write one cache.", min=1
+    )
+    machine_rank: int = option(0, "Index of this machine, from 0, when --num-machines is above 1.", min=0)
+    num_machines: int = option(
+        1, "Number of machines that write one cache in a shared folder, each with its own --machine-rank.", min=1
+    )
+    estimate: bool = option(
+        False, "Print positions, bytes, time and memory, estimated from a small sample, and write no cache."
+    )
+
+
+def cache_teacher(options: CacheTeacherOptions) -> None:
     """Store a teacher's log-probabilities for a data set.
 
     After an interruption, the same command resumes. With --merge, finished caches become one.
@@ -184,18 +163,24 @@ def cache_teacher(
     from xtk.name_registry import load_registered, unknown_name_error
     from xtk.teachers import BACKENDS
 
-    terminal.set_quiet(quiet)
-    if merge:
-        _merge(context, [teacher, *(data or [])], output, rows, force=force, as_json=as_json)
+    terminal.set_quiet(options.quiet)
+    if options.merge:
+        _merge(options)
         return
-    if not data:
+    if not options.data:
         raise typer.BadParameter("DATA is missing; give the documents that the teacher scores after TEACHER")
-    if rows:
+    if options.rows:
         raise typer.BadParameter("--rows needs --merge; use xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
-    if backend not in BACKENDS:
-        raise unknown_name_error("backend", backend, BACKENDS)
-    corpus = Corpus(data, parse_columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
-    folder, adapter = base_model_and_adapter(resolve_model_folder(teacher, with_weights=backend != "server"))
+    if options.backend not in BACKENDS:
+        raise unknown_name_error("backend", options.backend, BACKENDS)
+    corpus = Corpus(
+        options.data,
+        parse_columns_option(options.columns, weight=options.weight_column, route=options.route_column),
+        options.max_document_bytes,
+    )
+    folder, adapter = base_model_and_adapter(
+        resolve_model_folder(options.teacher, with_weights=options.backend != "server")
+    )
 
     from xtk.artifacts.shard_codec_registry import codec_for_precision
     from xtk.models.causal_lm import DTYPES
@@ -203,50 +188,59 @@ def cache_teacher(
     from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.cache_building import CachePartition
     from xtk.teachers.cache_building import cache_teacher as cache
-    from xtk.teachers.cache_shard_planning import LONG_DOCUMENTS
     from xtk.tokens.teacher_logprobs import make_support
 
-    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    codec_for_precision(precision)
-    if long_documents not in LONG_DOCUMENTS:
-        raise unknown_name_error("value of --long-documents", long_documents, LONG_DOCUMENTS)
-    able = load_registered(BACKENDS, backend, "backend").support_kinds
-    size = _read_top_k(top_k, folder)
+    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
+    codec_for_precision(options.precision)
+    able = load_registered(BACKENDS, options.backend, "backend").support_kinds
+    size = _read_top_k(options.top_k, folder)
     wanted = make_support(
-        support,
+        options.support,
         top_k=size,
-        top_p=top_p,
-        num_samples=num_samples,
-        num_sample_sets=num_sample_sets,
-        seed=seed,
+        top_p=options.top_p,
+        num_samples=options.num_samples,
+        num_sample_sets=options.num_sample_sets,
+        seed=options.seed,
         available_kinds=able,
     )
     request = CacheRequest(
         teacher_folder=folder,
-        teacher_name=teacher,
+        teacher_name=options.teacher,
         support=wanted,
-        dtype=dtype,
-        precision=precision,
-        backend=backend,
-        long_documents=long_documents,
-        max_length=max_length or None,
-        batch_tokens=batch_tokens,
-        shard_tokens=shard_tokens,
-        trust_remote_code=trust_remote_code,
-        backend_options=backend_options(backend, engine or [], server or [], concurrency, adapter, num_processes),
+        dtype=options.dtype,
+        precision=options.precision,
+        backend=options.backend,
+        long_documents=options.long_documents,
+        max_length=options.max_length or None,
+        batch_tokens=options.batch_tokens,
+        shard_tokens=options.shard_tokens,
+        trust_remote_code=options.trust_remote_code,
+        backend_options=backend_options(
+            options.backend,
+            list(options.engine),
+            list(options.server),
+            options.concurrency,
+            adapter,
+            options.num_processes,
+        ),
     )
-    if estimate:
+    if options.estimate:
         from xtk.teachers.cache_resource_estimate import estimate_cache_cost
 
         _print_estimate(
-            {"path": output, "kind": "teacher-cache-estimate", **estimate_cache_cost(request, corpus)}, as_json=as_json
+            {"path": options.output, "kind": "teacher-cache-estimate", **estimate_cache_cost(request, corpus)},
+            as_json=options.as_json,
         )
         return
     figures = cache(
-        request, corpus, output, force=force, partition=CachePartition(num_processes, machine_rank, num_machines)
+        request,
+        corpus,
+        options.output,
+        force=options.force,
+        partition=CachePartition(options.num_processes, options.machine_rank, options.num_machines),
     )
     if figures is not None:  # None: other machines have not finished yet
-        terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+        terminal.result_artifact({"path": options.output, "kind": "teacher-cache", **figures}, as_json=options.as_json)
 
 
 def _read_top_k(text: str, teacher: Path) -> int | None:
@@ -270,18 +264,14 @@ def _print_estimate(costs: dict[str, Any], *, as_json: bool) -> None:
         terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")
 
 
-def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *, force: bool, as_json: bool) -> None:
+def _merge(options: CacheTeacherOptions) -> None:
     from xtk.artifacts.cache_merging import merge_caches
 
     of_merging = {"teacher", "data", "output", "merge", "rows", "force", "as_json", "quiet", "config"}
-    given = [
-        name
-        for name in context.params
-        if name not in of_merging and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
-    if given:
-        named = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise typer.BadParameter(f"--merge does not run a teacher, so {named} has no effect; remove it")
+    names = [field.name for field, _ in declared_options(CacheTeacherOptions) if field.name not in of_merging]
+    if given := flags_of_set_options(options, names):
+        raise typer.BadParameter(f"--merge does not run a teacher, so {', '.join(given)} has no effect; remove it")
+    caches = [options.teacher, *options.data]
     if caches.count("-") > 1:
         raise typer.BadParameter("only one argument can be read from standard input (-)")
     places = [
@@ -291,5 +281,5 @@ def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *,
             [str(record["path"]) for record in terminal.piped_records()] if given_place == "-" else [given_place]
         )
     ]
-    figures = merge_caches(places, output, rows=rows, force=force)
-    terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+    figures = merge_caches(places, options.output, rows=options.rows, force=options.force)
+    terminal.result_artifact({"path": options.output, "kind": "teacher-cache", **figures}, as_json=options.as_json)

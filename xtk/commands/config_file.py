@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
-from xtk.commands.option_help_groups import OPTION_GROUPS, add_condition
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
+from xtk.options.declaration import Heading, headings_of
 
+NAMES = ("Python", "Jinja")  # first words that stay capitalized inside of a sentence; so do JSON, LoRA ...
 MAX_CONFIG_BYTES = 1 << 24  # a recipe lists every file that the run has read
 
 
 class ConfigFileCommand(TyperCommand):
     """A command whose options are also read in snake_case and, if it has one, from `--config FILE`.
 
-    Its help lists options under the headings of `OPTION_GROUPS`, and ends with examples.
+    Its help lists options under headings, and ends with examples.
+
+    Attributes:
+        headings: the headings.
     """
+
+    headings: Sequence[Heading] = ()
 
     def __init__(self, name: str | None, **settings: Any) -> None:
         super().__init__(name, **settings)
-        self.groups = OPTION_GROUPS.get(name or "", ())
-        conditions = {option: group.condition for group in self.groups for option in group.options}
+        conditions = {name: heading.condition for heading, names in headings_of(self.headings) for name in names}
         for parameter in self.params:
             if condition := conditions.get(str(parameter.name)):
-                parameter.help = add_condition(parameter.help, condition)  # type: ignore[attr-defined]
+                parameter.help = _add_condition(parameter.help, condition)  # type: ignore[attr-defined]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then options by heading; those without one come last."""
-        titles = {option: group.title for group in self.groups for option in group.options}
-        order = {option: at for at, option in enumerate(titles)}
-        general = "General" if self.groups else "Options"
+        titles = {name: heading.title for heading, names in headings_of(self.headings) for name in names}
+        order = {name: at for at, name in enumerate(titles)}
+        general = "General" if titles else "Options"
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
-        sections |= {group.title: [] for group in self.groups} | {general: []}
+        sections |= {title: [] for title in titles.values()} | {general: []}
         for parameter in sorted(self.get_params(ctx), key=lambda one: order.get(str(one.name), len(order))):
             record = parameter.get_help_record(ctx)
             if record is not None:
@@ -125,6 +131,13 @@ def _check_recipe(root: Any, path: Path) -> tuple[str, ...]:
         return ()
     read_recipe(path)
     return RECIPE_KEYS
+
+
+def _add_condition(help_text: str, condition: str) -> str:
+    """Return a help text that begins with the option that it depends on: `With --on-policy: sampling temperature.`."""
+    first_word = help_text.split(maxsplit=1)[0]
+    is_name = first_word in NAMES or any(letter.isupper() or letter.isdigit() for letter in first_word[1:])
+    return f"With {condition}: {help_text if is_name else help_text[0].lower() + help_text[1:]}"
 
 
 def config_name(parameter: Any) -> str:

@@ -21,6 +21,7 @@ from xtk.tokens.normalization_changes import count_normalization_loss
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from xtk.commands.evaluate import EvaluateOptions
     from xtk.evaluation.bits_per_byte import BitsPerByteResult
     from xtk.evaluation.standard_errors import Ratio
     from xtk.losses.loss_term import LossTerm
@@ -52,24 +53,21 @@ class _ModelResult:
         return {BITS_METRIC: self.bits.per_document, **self.teacher_measures}
 
 
-def evaluate_bits_per_byte(
-    folders: dict[str, tuple[Path, Path | None]], data: list[str], options: dict[str, Any], *, as_json: bool
-) -> None:
+def evaluate_bits_per_byte(folders: dict[str, tuple[Path, Path | None]], options: EvaluateOptions) -> None:
     """Measure each model and print the results in one table.
 
     Args:
         folders: {model name: (folder, adapter folder or None)}.
-        data: the DATA arguments.
-        options: options of the command by parameter name.
-        as_json: print a JSON object per model instead of a table.
+        options: of the command.
 
     Raises:
         XtkError: log-probabilities of a model are not finite; the results are printed before.
     """
     from xtk.evaluation.cached_teacher_comparison import CachedDocuments
 
+    data = options.data
     cached = [place for place in data if place != "-" and is_cache(place)]
-    if cached and (len(data) > 1 or options["teacher"]):
+    if cached and (len(data) > 1 or options.teacher):
         raise XtkError(
             "a teacher cache as DATA cannot be combined with other DATA or with --teacher", where=cached[0],
             hint="use xtk evaluate MODEL CACHE, or --teacher MODEL with the documents",
@@ -78,21 +76,21 @@ def evaluate_bits_per_byte(
         documents: Iterable[Document]
         cache: TeacherCache | None = None
         if cached:
-            if options["columns"]:
+            if options.columns:
                 raise XtkError(
                     "--columns does not apply to a teacher cache as DATA", where=cached[0], hint="remove --columns"
                 )
             cache = TeacherCache(cached[0])
             documents = CachedDocuments(cache)
         else:
-            documents = corpus = Corpus(data, parse_columns_option(options["columns"]), options["max_document_bytes"])
-            if options["teacher"]:
+            documents = corpus = Corpus(data, parse_columns_option(options.columns), options.max_document_bytes)
+            if options.teacher:
                 place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="xtk-"))) / "cache"
-                cache = _score_with_teacher(options["teacher"], corpus, place, options)
+                cache = _score_with_teacher(options.teacher, corpus, place, options)
         results = {name: _measured(name, places, documents, cache, options) for name, places in folders.items()}
         teacher = "" if cache is None else str(cache.header["teacher"]["name"])
         lines = list(_result_records(results, data, teacher))
-    if as_json:
+    if options.as_json:
         for line in lines:
             terminal.result_json(line)
     else:
@@ -100,19 +98,17 @@ def evaluate_bits_per_byte(
     if broken := [name for name, result in results.items() if math.isnan(result.bits.bits_per_byte)]:
         raise XtkError(
             f"log-probabilities of {', '.join(broken)} are not finite",
-            hint=f"check the weights and config.json of the model, or use a wider --dtype than {options['dtype']}",
+            hint=f"check the weights and config.json of the model, or use a wider --dtype than {options.dtype}",
         )
 
 
-def _score_with_teacher(text: str, corpus: Corpus, place: Path, given: dict[str, Any]) -> TeacherCache:
+def _score_with_teacher(text: str, corpus: Corpus, place: Path, options: EvaluateOptions) -> TeacherCache:
     """Score the data with a teacher, and return the cache."""
     from xtk.teachers.cache_building import cache_teacher
     from xtk.teachers.online_teacher import parse_online_teacher
     from xtk.tokens.teacher_logprobs import make_support
 
-    request = parse_online_teacher(
-        text, long_documents="truncate", trust_remote_code=given["trust_remote_code"]
-    ).request
+    request = parse_online_teacher(text, long_documents="truncate", trust_remote_code=options.trust_remote_code).request
     if request.support.num_samples:  # the default; exact ids are better for a cache that is not kept
         request = replace(request, support=make_support("top-k"))
     cache_teacher(request, corpus, place)
@@ -124,7 +120,7 @@ def _measured(
     places: tuple[Path, Path | None],
     documents: Iterable[Document],
     cache: TeacherCache | None,
-    given: dict[str, Any],
+    options: EvaluateOptions,
 ) -> _ModelResult:
     """Measure one model."""
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
@@ -132,10 +128,10 @@ def _measured(
     from xtk.models.causal_lm import BackboneWithHead
     from xtk.training.losses_per_teacher import DistillationTeacher
 
-    network, tokenizer = load_model_and_tokenizer(name, places, given)
+    network, tokenizer = load_model_and_tokenizer(name, places, options)
     model = BackboneWithHead(network)
-    sizes = {"batch_tokens": given["batch_tokens"], "max_length": given["max_length"] or None}
-    bits = evaluate_bits_per_byte(model, tokenizer, documents, by_category=given["by_category"], **sizes)
+    sizes: dict[str, Any] = {"batch_tokens": options.batch_tokens, "max_length": options.max_length or None}
+    bits = evaluate_bits_per_byte(model, tokenizer, documents, by_category=options.by_category, **sizes)
     sample = [one.text for one in islice(documents, SAMPLED_DOCUMENTS) if one.conversation is None]
     if warning := count_normalization_loss(tokenizer, sample).warning():
         terminal.note(

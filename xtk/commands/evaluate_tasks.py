@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
 from xtk.artifacts.output_path_checks import check_output_path
@@ -13,14 +13,16 @@ from xtk.commands.load_models import load_model_and_tokenizer
 from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.errors import XtkError
 
+if TYPE_CHECKING:
+    from xtk.commands.evaluate import EvaluateOptions
 
-def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[str, Any], *, as_json: bool) -> None:
+
+def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: EvaluateOptions) -> None:
     """Evaluate each model on the tasks, and print the scores.
 
     Args:
         folders: {name: (model, adapter)}.
-        options: options of the command by parameter name.
-        as_json: print a JSON line per model instead of a table.
+        options: of the command.
     """
     from xtk.artifacts.atomic_files import atomic_write
     from xtk.artifacts.write_locks import only_writer_of_path
@@ -29,31 +31,31 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[s
     from xtk.models.causal_lm import max_context_length
     from xtk.rollouts.prompts import read_template_arguments
 
-    tasks, local = parse_tasks(options["tasks"])
+    tasks, local = parse_tasks(options.tasks)
     config = HarnessConfig(
         tasks=tasks,
         task_folders=local,
-        include_path=options["include_path"],
-        num_fewshot=options["num_fewshot"],
-        limit=options["max_prompts"],
-        batch_size=options["batch_size"],
-        apply_chat_template=options["apply_chat_template"],
-        template_arguments=read_template_arguments(options["chat_template_kwargs"]),
-        seed=options["seed"],
+        include_path=options.include_path,
+        num_fewshot=options.num_fewshot,
+        limit=options.max_prompts,
+        batch_size=options.batch_size,
+        apply_chat_template=options.apply_chat_template,
+        template_arguments=read_template_arguments(options.chat_template_kwargs),
+        seed=options.seed,
     )
-    path = answers_path(options["output"])
+    path = answers_path(options.output)
     harness = Harness(config)
     results: dict[str, HarnessResults] = {}
     with contextlib.ExitStack() as held:
         stream = None
         if path is not None:
             held.enter_context(only_writer_of_path(path.resolve(), "file"))
-            answers_path(options["output"])  # another command may have written it since
+            answers_path(options.output)  # another command may have written it since
             temporary = held.enter_context(atomic_write(path, keep_others=True))
             stream = held.enter_context(temporary.open("w", encoding="utf-8"))
         for name, places in folders.items():
             model, tokenizer = load_model_and_tokenizer(name, places, options)
-            limits = [limit for limit in (max_context_length(model.config), options["max_length"]) if limit]
+            limits = [limit for limit in (max_context_length(model.config), options.max_length) if limit]
             found = harness.evaluate(model, tokenizer, max_length=min(limits, default=None))
             results[name] = found
             for sample in found.samples if stream is not None else ():
@@ -62,18 +64,16 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[s
             del model
         if stream is not None:
             stream.flush()
-    _print_task_results(results, config.tasks, options, as_json=as_json)
+    _print_task_results(results, config.tasks, options)
 
 
-def _print_task_results(
-    results: dict[str, Any], tasks: tuple[str, ...], given: dict[str, Any], *, as_json: bool
-) -> None:
+def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options: EvaluateOptions) -> None:
     first = next(iter(results))
     lines = {name: found.to_json(results[first] if name != first else None) for name, found in results.items()}
-    if as_json:
+    if options.as_json:
         for name, line in lines.items():
-            record: dict[str, Any] = {"model": name, "data": list(tasks), "seed": given["seed"]}
-            terminal.result_json(record | {"limit": given["max_prompts"], "results": line})
+            record: dict[str, Any] = {"model": name, "data": list(tasks), "seed": options.seed}
+            terminal.result_json(record | {"limit": options.max_prompts, "results": line})
         return
     rows = []
     for task in results[first].top_level_tasks:

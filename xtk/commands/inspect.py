@@ -5,82 +5,60 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption, TrustRemoteCodeOption
 
 MAX_LIST_ITEMS = 10  # longest list that is printed in full
 
 
-def inspect(
-    artifacts: Annotated[
-        list[str],
-        typer.Argument(
-            help="Projections, caches, shards, run folders or tokenizers; - for standard input.", metavar="ARTIFACT..."
-        ),
-    ],
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Read all data: verify the checksums of projections and caches, and the weights of models."
-        ),
-    ] = False,
-    teacher: Annotated[
-        str,
-        typer.Option(
-            help="Teacher model of the cache: score some documents again and compare with the stored values.",
-            metavar="MODEL",
-        ),
-    ] = "",
-    sample: Annotated[int, typer.Option(help="With --teacher: number of documents to score again.", min=1)] = 8,
-    html: Annotated[
-        str, typer.Option(help="Also write an HTML page about a cache: charts and its first documents.", metavar="FILE")
-    ] = "",
-    trust_remote_code: shared_options.TrustRemoteCode = False,
-    force: shared_options.Force = False,
-    as_json: shared_options.Json = False,
-    quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(TrustRemoteCodeOption, ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
+    """Options of `xtk inspect`."""
+
+    artifacts: tuple[str, ...] = argument(
+        REQUIRED, "Projections, caches, shards, run folders or tokenizers; - for standard input.", metavar="ARTIFACT..."
+    )
+    verify: bool = option(
+        False, "Read all data: verify the checksums of projections and caches, and the weights of models."
+    )
+    teacher: str = option(
+        "",
+        "Teacher model of the cache: score some documents again and compare with the stored values.",
+        metavar="MODEL",
+    )
+    sample: int = option(8, "With --teacher: number of documents to score again.", min=1)
+    html: str = option("", "Also write an HTML page about a cache: charts and its first documents.", metavar="FILE")
+
+
+def inspect(options: InspectOptions) -> None:
     """Print the header and statistics of an artifact.
 
     Examples:
         xtk inspect cache --verify
         xtk inspect cache --teacher ./teacher --sample 16
     """
-    terminal.set_quiet(quiet)
-    options = _InspectOptions(verify, teacher, sample, html, trust_remote_code, force)
-    paths = [path for given in artifacts for path in _paths(given)]
-    if (teacher or html) and len(paths) > 1:
+    terminal.set_quiet(options.quiet)
+    paths = [path for given in options.artifacts for path in _paths(given)]
+    if (options.teacher or options.html) and len(paths) > 1:
         raise typer.BadParameter("--teacher and --html take one teacher cache; run xtk inspect once for each cache")
     for path in paths:
         record = _describe(path, options)
-        if as_json:
+        if options.as_json:
             terminal.result_json(record)
         else:
             _print_description(record)
-
-
-@dataclass(frozen=True)
-class _InspectOptions:
-    """Options of the command."""
-
-    verify: bool
-    teacher: str
-    sample: int
-    html: str
-    trust_remote_code: bool
-    force: bool
 
 
 def _paths(given: str) -> list[str]:
     return [str(record["path"]) for record in terminal.piped_records()] if given == "-" else [given]
 
 
-def _describe(place: str, options: _InspectOptions) -> dict[str, Any]:
+def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
     """Return path, kind, header and statistics of the artifact at a path.
 
     Raises:
@@ -138,7 +116,7 @@ def _describe_projection(path: Path) -> dict[str, Any]:
     return {"path": str(path), "kind": "projection", "header": dict(projection.header), "statistics": statistics}
 
 
-def _describe_cache(place: str, options: _InspectOptions) -> dict[str, Any]:
+def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     from xtk.artifacts import cache_statistics
     from xtk.artifacts.local_and_remote_folders import open_folder
     from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished_cache

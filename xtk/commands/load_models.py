@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xtk.commands.evaluate import EvaluateOptions
     from xtk.tokens.tokenizer import Tokenizer
 
 
-def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Mapping[str, Any]) -> None:
+def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: EvaluateOptions) -> None:
     """Check all models before the first evaluation, without reading weights.
 
     Args:
         folders: {model name: (folder, adapter folder or None)}.
-        options: options `backend` and `trust_remote_code` of the command.
+        options: of the command.
 
     Raises:
         XtkError: a model is given twice, has no tokenizer, or cannot be loaded.
@@ -35,19 +36,19 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Mappi
             )
         names[place] = name
         tokenizer = Tokenizer(folder, name=name)
-        if options["backend"] == "transformers":  # vllm also loads other formats
-            check_loadable(folder, tokenizer, trust_remote_code=options["trust_remote_code"], adapter=adapter)
+        if options.backend == "transformers":  # vllm also loads other formats
+            check_loadable(folder, tokenizer, trust_remote_code=options.trust_remote_code, adapter=adapter)
 
 
 def load_model_and_tokenizer(
-    name: str, folders: tuple[Path, Path | None], options: Mapping[str, Any]
+    name: str, folders: tuple[Path, Path | None], options: EvaluateOptions
 ) -> tuple[Any, Tokenizer]:
     """Return a transformers model and its tokenizer.
 
     Args:
         name: name of the model, for messages.
         folders: (folder, adapter folder or None).
-        options: options `dtype` and `trust_remote_code` of the command.
+        options: of the command.
 
     Raises:
         XtkError: the model cannot be loaded, or has fewer embedding rows than its tokenizer has tokens.
@@ -59,9 +60,9 @@ def load_model_and_tokenizer(
     tokenizer = Tokenizer(folder, name=name)
     model = load_causal_lm(
         folder,
-        dtype=DTYPES[options["dtype"]],
+        dtype=DTYPES[options.dtype],
         device=default_device(),
-        trust_remote_code=options["trust_remote_code"],
+        trust_remote_code=options.trust_remote_code,
         adapter=adapter,
     )
     check_embedding_rows(model, tokenizer)

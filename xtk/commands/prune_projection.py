@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from dataclasses import dataclass
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
 
 
-def prune_projection(
-    projection: Annotated[
-        str, typer.Argument(help="Projection file; - reads its path from standard input.", metavar="PROJECTION")
-    ],
-    output: Annotated[
-        str,
-        typer.Option("--output", "-o", help="Output file (safetensors); nothing is added to its name.", metavar="FILE"),
-    ],
-    top_k: Annotated[int, typer.Option(help="Maximum number of teacher tokens per student token; 0: all.", min=0)] = 0,
-    min_weight: Annotated[float, typer.Option(help="Minimum weight of an entry; smaller ones are removed.")] = 0.0,
-    mass: Annotated[
-        float, typer.Option(help="Fraction of each row's weight to keep, largest entries first; 1: all.")
-    ] = 1.0,
-    renormalize: Annotated[
-        bool,
-        typer.Option(
-            "--renormalize",
-            help="Scale each row back to the sum that it had before pruning; without it, removed weight is lost.",
-        ),
-    ] = False,
-    merge: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Another projection of the same tokenizers and its weight in the average, taken before "
-            "pruning. Repeatable; PROJECTION has the remaining weight.",
-            metavar="OTHER=WEIGHT",
-        ),
-    ] = None,
-    force: shared_options.Force = False,
-    as_json: shared_options.Json = False,
-    quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PruneProjectionOptions(ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
+    """Options of `xtk prune-projection`."""
+
+    projection: str = argument(REQUIRED, "Projection file; - reads its path from standard input.", metavar="PROJECTION")
+    output: str = option(
+        REQUIRED,
+        "Output file (safetensors); nothing is added to its name.",
+        flags=("--output", "-o"),
+        metavar="FILE",
+    )
+    top_k: int = option(0, "Maximum number of teacher tokens per student token; 0: all.", min=0)
+    min_weight: float = option(0.0, "Minimum weight of an entry; smaller ones are removed.")
+    mass: float = option(1.0, "Fraction of each row's weight to keep, largest entries first; 1: all.")
+    renormalize: bool = option(
+        False, "Scale each row back to the sum that it had before pruning; without it, removed weight is lost."
+    )
+    merge: tuple[str, ...] = option(
+        (),
+        "Another projection of the same tokenizers and its weight in the average, taken before pruning. "
+        "Repeatable; PROJECTION has the remaining weight.",
+        metavar="OTHER=WEIGHT",
+    )
+
+
+def prune_projection(options: PruneProjectionOptions) -> None:
     """Make a projection smaller, or average several.
 
     Examples:
@@ -57,17 +49,25 @@ def prune_projection(
     from xtk.projection.merge_projections import merge_projections
     from xtk.projection.prune import prune_projection as prune
 
-    terminal.set_quiet(quiet)
-    first, path = terminal.path_argument(projection), Path(output)
-    others = [_parse_merge(value) for value in merge or ()]
+    terminal.set_quiet(options.quiet)
+    first, path = terminal.path_argument(options.projection), Path(options.output)
+    others = [_parse_merge(value) for value in options.merge or ()]
     check_output_file(path, "projections", looks_like_projection, [first, *(name for name, _ in others)])
     source = read_projection(Path(first))
     if others:
         source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])
-    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalize=renormalize)
-    if reuse_projection(path, dict(pruned.header), force=force) is None:
+    pruned = prune(
+        source,
+        top_k=options.top_k or None,
+        min_weight=options.min_weight,
+        mass=options.mass,
+        renormalize=options.renormalize,
+    )
+    if reuse_projection(path, dict(pruned.header), force=options.force) is None:
         write_projection(pruned, path)
-    terminal.result_artifact({"path": output, "kind": "projection", **pruned.summary()}, as_json=as_json)
+    terminal.result_artifact(
+        {"path": options.output, "kind": "projection", **pruned.summary()}, as_json=options.as_json
+    )
 
 
 def _parse_merge(value: str) -> tuple[str, float]:

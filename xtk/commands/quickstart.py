@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from dataclasses import dataclass
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import REQUIRED, CommandOptions, option
+from xtk.options.shared import ConfigOption, JsonOption, QuietOption
 
 
-def quickstart(
-    output: Annotated[
-        str, typer.Option("--output", "-o", help="Output folder of the models, caches and report.", metavar="FOLDER")
-    ],
-    seeds: Annotated[
-        int,
-        typer.Option(help="Number of random seeds; each trains two students and takes about two minutes more.", min=1),
-    ] = 1,
-    as_json: shared_options.Json = False,
-    quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class QuickstartOptions(JsonOption, QuietOption, ConfigOption, CommandOptions):
+    """Options of `xtk quickstart`."""
+
+    output: str = option(
+        REQUIRED,
+        "Output folder of the models, caches and report.",
+        flags=("--output", "-o"),
+        metavar="FOLDER",
+    )
+    seeds: int = option(1, "Number of random seeds; each trains two students and takes about two minutes more.", min=1)
+
+
+def quickstart(options: QuickstartOptions) -> None:
     """Distill a small student across tokenizers on a CPU.
 
     Trains two tokenizers and a teacher on Python's documentation and runs four commands, which are printed. Ends with
@@ -36,6 +37,8 @@ def quickstart(
 
     from xtk.quickstart.demo_pipeline import run_quickstart as run
 
-    terminal.set_quiet(quiet)
-    figures = run(Path(output), seeds)
-    terminal.result_artifact({"path": output, "kind": "quickstart", "bits_per_byte": figures}, as_json=as_json)
+    terminal.set_quiet(options.quiet)
+    figures = run(Path(options.output), options.seeds)
+    terminal.result_artifact(
+        {"path": options.output, "kind": "quickstart", "bits_per_byte": figures}, as_json=options.as_json
+    )

@@ -13,47 +13,40 @@ from typing import Any
 from xtk import terminal
 from xtk.artifacts.local_and_remote_folders import is_remote
 from xtk.artifacts.run_folders import RECIPE_FILE, RECIPE_KEYS, read_recipe, recipe_version
+from xtk.commands.distill_options import DistillOptions
 from xtk.errors import MismatchError, path_exists
+from xtk.options.declaration import INPUTS, REPORTING, declared_options, option_of
 
-# Options of one execution, which are not part of the run.
-_NOT_KEPT = ("output", "config", "force", "as_json", "quiet", "max_seconds", "machine_rank")
-# Options that change neither the student nor the identity of the run.
-_HARMLESS = {
-    "logging_steps", "save_steps", "save_total_limit", "report_to", "dataloader_num_workers", "ddp_timeout",
-    "eval_on_start", "eval_tasks", "trust_remote_code",
-}  # fmt: skip
-# Options that select the inputs of a run or how they are read.
-_OF_INPUTS = {
-    "student", "cache", "teacher", "projection", "loss", "columns", "weight_column", "route_column", "on_policy",
-    "prompt_template", "apply_chat_template", "long_documents", "max_length", "eval_data", "combine_teachers",
-}  # fmt: skip
-_PATHS = ("student", "cache", "projection", "eval_data")
 _USERS_CODE = re.compile(r"(?P<place>.+\.py)(?P<rest>:.*)", re.DOTALL)
 _WITH_OPTIONS = re.compile(r"(?P<place>.*?)(?P<rest>:[a-z][a-z_.-]*=.*)?", re.DOTALL)
 _SCHEMA = re.compile(r"(?<=[:,]schema=)[^,]+")
 
 
-def recipe_options(options: Mapping[str, Any], piped: str = "", num_processes: int = 0) -> dict[str, Any]:
+def recipe_options(options: DistillOptions, piped: str = "", num_processes: int = 0) -> dict[str, Any]:
     """Return the options of a run for `recipe.json`: absolute paths, without empty values.
 
     Args:
-        options: values by parameter name of `xtk distill`.
+        options: of `xtk distill`.
         piped: the path that replaces `-`.
         num_processes: processes per machine; 0: the value in `options`.
     """
-    kept = {}
-    for name, value in options.items():
-        if name in _NOT_KEPT or value is None or value in ("", []):
+    kept: dict[str, Any] = {}
+    for field, declared in declared_options(DistillOptions):
+        value = getattr(options, field.name)
+        if not declared.is_recorded or value is None or value in ("", ()):
             continue
-        several = isinstance(value, list | tuple)
-        values = [_absolute(name, piped if one == "-" else one) for one in (value if several else [value])]
-        kept[name] = values if several else values[0]
-    return {**kept, "num_processes": num_processes or options["num_processes"]}
+        if declared.comma_separated:
+            kept[field.name] = ",".join(value)
+        elif isinstance(value, tuple):
+            kept[field.name] = [_absolute(field.name, piped if one == "-" else one) for one in value]
+        else:
+            kept[field.name] = _absolute(field.name, piped if value == "-" else value)
+    return {**kept, "num_processes": num_processes or options.num_processes}
 
 
 def _absolute(name: str, value: Any) -> Any:
     """Return the value of an option, with absolute paths of existing files and folders."""
-    if name in _PATHS:
+    if option_of(DistillOptions, name).is_path:
         return _absolute_path(value)
     if name == "prompt_template":
         return _absolute_path(value) if value.endswith(".jinja") else value
@@ -95,14 +88,15 @@ def check_rerun(config: str, options: Mapping[str, Any], identity: Mapping[str, 
         return
     stated = read_recipe(Path(config))
     kept = {name.replace("-", "_"): value for name, value in content.items() if name not in RECIPE_KEYS}
-    changed = {name for name in {*options, *kept} if options.get(name) != kept.get(name)} - _HARMLESS
+    effects = {field.name: declared.effect for field, declared in declared_options(DistillOptions)}
+    changed = {effects[name] for name in {*options, *kept} if options.get(name) != kept.get(name)} - {REPORTING}
     ours, theirs = (
         dict(_flatten_identity(one if not changed else {"inputs": one["inputs"]})) for one in (identity, stated)
     )
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     if not differing:
         return
-    if changed & _OF_INPUTS:
+    if INPUTS in changed:
         terminal.note(f"distill: inputs differ from {config}: {', '.join(differing)}")
         return
     shown = [

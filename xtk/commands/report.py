@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import typer
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,56 +21,49 @@ if TYPE_CHECKING:
 ALIGNED_DOCUMENTS = 3  # documents shown span by span
 
 
-def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            help="Output folders of xtk distill, finished or not; the first is the reference. - for standard input.",
-            metavar="RUN...",
-        ),
-    ],
-    output: Annotated[str, typer.Option("--output", "-o", help="Output file, an HTML page.", metavar="FILE")],
-    evaluation: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Results to show as a table: output of xtk evaluate --json or lm-evaluation-harness. Repeatable.",
-            metavar="FILE",
-        ),
-    ] = None,
-    baseline: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name of a model in --evaluation that the others are compared with. Default: the first. Repeatable.",
-            metavar="MODEL",
-        ),
-    ] = None,
-    samples: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Completions to show by prompt: output file of xtk rollout or xtk evaluate --reward. Repeatable.",
-            metavar="FILE",
-        ),
-    ] = None,
-    cache: Annotated[
-        str,
-        typer.Option(
-            help="Teacher cache to describe: stored mass, alignment with the student, coverage of its projection.",
-            metavar="CACHE",
-        ),
-    ] = "",
-    projection: Annotated[
-        str,
-        typer.Option(
-            help="Projection file whose coverage of the vocabularies is shown. Default: with --cache, "
-            "one is built; else none.",
-            metavar="PROJECTION",
-        ),
-    ] = "",
-    force: shared_options.Force = False,
-    as_json: shared_options.Json = False,
-    quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
+    """Options of `xtk report`."""
+
+    runs: tuple[str, ...] = argument(
+        REQUIRED,
+        "Output folders of xtk distill, finished or not; the first is the reference. - for standard input.",
+        metavar="RUN...",
+    )
+    output: str = option(
+        REQUIRED,
+        "Output file, an HTML page.",
+        flags=("--output", "-o"),
+        metavar="FILE",
+    )
+    evaluation: tuple[str, ...] = option(
+        (),
+        "Results to show as a table: output of xtk evaluate --json or lm-evaluation-harness. Repeatable.",
+        metavar="FILE",
+    )
+    baseline: tuple[str, ...] = option(
+        (),
+        "Name of a model in --evaluation that the others are compared with. Default: the first. Repeatable.",
+        metavar="MODEL",
+    )
+    samples: tuple[str, ...] = option(
+        (),
+        "Completions to show by prompt: output file of xtk rollout or xtk evaluate --reward. Repeatable.",
+        metavar="FILE",
+    )
+    cache: str = option(
+        "",
+        "Teacher cache to describe: stored mass, alignment with the student, coverage of its projection.",
+        metavar="CACHE",
+    )
+    projection: str = option(
+        "",
+        "Projection file whose coverage of the vocabularies is shown. Default: with --cache, one is built; else none.",
+        metavar="PROJECTION",
+    )
+
+
+def report(options: ReportOptions) -> None:
     """Write an HTML page about one or several runs.
 
     The page has curves, numbers, options and samples. It is one file without scripts or external resources. Run the
@@ -89,25 +84,31 @@ def report(
     from xtk.errors import XtkError
     from xtk.evaluation.evaluation_result_files import read_results, shorten_names
 
-    terminal.set_quiet(quiet)
-    named = [str(one["path"]) for run in runs for one in (terminal.piped_records() if run == "-" else [{"path": run}])]
+    terminal.set_quiet(options.quiet)
+    named = [
+        str(one["path"])
+        for run in options.runs
+        for one in (terminal.piped_records() if run == "-" else [{"path": run}])
+    ]
     # The glob FOLDER/* of a sweep also matches the logs of its runs.
     named = [path for path in named if not (path.endswith(".log") and Path(path).is_file())]
     if not named:
         raise XtkError(
             "RUN names only log files of a sweep, not runs",
-            where=", ".join(runs),
+            where=", ".join(options.runs),
             hint="give output folders of xtk distill",
         )
-    evaluations, texts, baselines = (list(some or ()) for some in (evaluation, samples, baseline))
+    evaluations, texts, baselines = (
+        list(some or ()) for some in (options.evaluation, options.samples, options.baseline)
+    )
     if baselines and not evaluations:
         raise typer.BadParameter(
             "--baseline needs --evaluation; add --evaluation FILE with the output of xtk evaluate --json"
         )
     inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
-    request = sha256(json.dumps({**inputs, "cache": cache, "projection": projection}))
-    check_page(Path(output), request, force=force)
-    named = _started_runs(named, required=set(runs))
+    request = sha256(json.dumps({**inputs, "cache": options.cache, "projection": options.projection}))
+    check_page(Path(options.output), request, force=options.force)
+    named = _started_runs(named, required=set(options.runs))
     places = {path: str(Path(path).resolve()) for path in named}
     resolved = [places[path] for path in named]
     if twice := next((path for at, path in enumerate(named) if places[path] in resolved[:at]), None):
@@ -116,16 +117,24 @@ def report(
     shown = [_read_run(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
     generated = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
-    sections = [*(_alignment_sections(cache, Path(named[0]), projection) if cache or projection else ())]
-    sections += _cache(cache) if cache else []
+    sections = [
+        *(
+            _alignment_sections(options.cache, Path(named[0]), options.projection)
+            if options.cache or options.projection
+            else ()
+        )
+    ]
+    sections += _cache(options.cache) if options.cache else []
     style = alignment_html.ALIGNMENT_STYLE + teacher_cache_html.CACHE_STYLE + projection_audit_html.AUDIT_STYLE
-    write_page(Path(output), "".join(report_page(shown, results, baselines, generated, sections, style, request)))
+    write_page(
+        Path(options.output), "".join(report_page(shown, results, baselines, generated, sections, style, request))
+    )
     records = [
         {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
     ]
     for run in shown:
         terminal.note(f"report: to repeat {run.name}: {run.command}")
-    terminal.result_artifact({"path": output, "kind": "report", "runs": records}, as_json=as_json)
+    terminal.result_artifact({"path": options.output, "kind": "report", "runs": records}, as_json=options.as_json)
 
 
 def _started_runs(named: list[str], required: set[str]) -> list[str]:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of
+from xtk.options.shared import (
+    ConfigOption,
+    CorpusOptions,
+    DocumentColumnOptions,
+    ForceOption,
+    JsonOption,
+    PromptOptions,
+    QuietOption,
+    RewardOptions,
+    SamplingOptions,
+    ServerOptions,
+    TrustRemoteCodeOption,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,85 +36,73 @@ if TYPE_CHECKING:
 COMPLETIONS_PER_BATCH = 256
 
 
-def rollout(
-    student: Annotated[
-        str,
-        typer.Argument(
-            help="Student model: a folder or hub id; - reads its path from standard input.", metavar="STUDENT"
-        ),
-    ],
-    prompts: Annotated[
-        list[str],
-        typer.Argument(
-            help="Data with a prompt, text (all of it is the prompt) or messages (the last answer is dropped). "
-            "- reads rows or a path from standard input.",
-            metavar="PROMPTS...",
-        ),
-    ],
-    output: Annotated[
-        str, typer.Option("--output", "-o", help="Output file, one rollout per line as JSON.", metavar="FILE.jsonl")
-    ],
-    num_generations: Annotated[int, typer.Option(help="Number of rollouts per prompt.", min=1)] = 1,
-    max_completion_length: Annotated[int, typer.Option(help="Maximum number of sampled tokens per rollout.")] = 256,
-    temperature: shared_options.Temperature = 1.0,
-    top_p: shared_options.TopP = 1.0,
-    top_k: shared_options.TopK = 0,
-    stop: shared_options.Stop = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed; a rollout depends only on the seed, its prompt's index and its own index.")
-    ] = 0,
-    top_logprobs: Annotated[
-        int,
-        typer.Option(
-            help="Also store the student's K most likely tokens per position, as candidate_ids; 0: none. A "
-            "teacher with the same tokenizer scores them: cache-teacher --support candidates.",
-            metavar="K",
-        ),
-    ] = 0,
-    reward: shared_options.Rewards = None,
-    scale_rewards: shared_options.ScaleRewards = True,
-    environment: shared_options.Environment = "",
-    max_turns: shared_options.MaxTurns = 8,
-    prompt_template: shared_options.PromptTemplate = "",
-    apply_chat_template: shared_options.ApplyChatTemplate = False,
-    chat_template_kwargs: shared_options.ChatTemplateKwargs = "",
-    columns: shared_options.Columns = "",
-    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
-    weight_column: shared_options.WeightColumn = "",
-    route_column: shared_options.RouteColumn = "",
-    max_prompts: shared_options.MaxPrompts = 0,
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="Engine that generates: transformers or vllm (both in this process), or a vLLM server.",
-            metavar="[transformers|vllm|server]",
-        ),
-    ] = "transformers",
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --backend vllm: engine argument, such as gpu_memory_utilization=0.5. Repeatable.",
-            metavar="NAME=VALUE",
-        ),
-    ] = None,
-    server: shared_options.Server = None,
-    concurrency: shared_options.Concurrency = 32,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of the student's weights and computation; bfloat16 needs half the memory of float32.",
-            metavar="[float32|bfloat16|float16]",
-        ),
-    ] = "float32",
-    batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of prompts and completions generated at once, padding included.", min=1)
-    ] = 8192,
-    trust_remote_code: shared_options.TrustRemoteCode = False,
-    force: shared_options.Force = False,
-    as_json: shared_options.Json = False,
-    quiet: shared_options.Quiet = False,
-    config: shared_options.Config = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions(
+    SamplingOptions,
+    RewardOptions,
+    PromptOptions,
+    CorpusOptions,
+    DocumentColumnOptions,
+    ServerOptions,
+    TrustRemoteCodeOption,
+    ForceOption,
+    JsonOption,
+    QuietOption,
+    ConfigOption,
+    CommandOptions,
+):
+    """Options of `xtk rollout`."""
+
+    HEADINGS = (
+        Heading("Data", (CorpusOptions, DocumentColumnOptions, "max_prompts", PromptOptions)),
+        Heading("Sampling", ("num_generations", SamplingOptions, "seed", "top_logprobs")),
+        Heading("Rewards and environment", (RewardOptions,)),
+        Heading("Student", ("backend", "engine", ServerOptions, "dtype", "batch_tokens", "trust_remote_code")),
+    )
+
+    student: str = argument(
+        REQUIRED, "Student model: a folder or hub id; - reads its path from standard input.", metavar="STUDENT"
+    )
+    prompts: tuple[str, ...] = argument(
+        REQUIRED,
+        "Data with a prompt, text (all of it is the prompt) or messages (the last answer is dropped). - reads rows "
+        "or a path from standard input.",
+        metavar="PROMPTS...",
+    )
+    output: str = option(
+        REQUIRED,
+        "Output file, one rollout per line as JSON.",
+        flags=("--output", "-o"),
+        metavar="FILE.jsonl",
+    )
+    num_generations: int = option(1, "Number of rollouts per prompt.", min=1)
+    seed: int = option(0, "Random seed; a rollout depends only on the seed, its prompt's index and its own index.")
+    top_logprobs: int = option(
+        0,
+        "Also store the student's K most likely tokens per position, as candidate_ids; 0: none. A teacher with the "
+        "same tokenizer scores them: cache-teacher --support candidates.",
+        metavar="K",
+    )
+    max_prompts: int = option(0, "Maximum number of prompts, taken from the start of the data; 0: all.", min=0)
+    backend: str = option(
+        "transformers",
+        "Engine that generates: transformers or vllm (both in this process), or a vLLM server.",
+        metavar="[transformers|vllm|server]",
+    )
+    engine: tuple[str, ...] = option(
+        (),
+        "With --backend vllm: engine argument, such as gpu_memory_utilization=0.5. Repeatable.",
+        metavar="NAME=VALUE",
+    )
+    dtype: str = option(
+        "float32",
+        "Data type of the student's weights and computation; bfloat16 needs half the memory of float32.",
+        metavar="[float32|bfloat16|float16]",
+    )
+    batch_tokens: int = option(8192, "Tokens of prompts and completions generated at once, padding included.", min=1)
+
+
+def rollout(options: RolloutOptions) -> None:
     """Sample completions of prompts from a student.
 
     Each line of the output has a prompt, a completion, the sampled tokens and their log-probabilities; with --reward
@@ -115,17 +118,19 @@ def rollout(
     from xtk.name_registry import unknown_name_error
     from xtk.rollouts import GENERATORS
 
-    terminal.set_quiet(quiet)
-    if backend not in GENERATORS:
-        raise unknown_name_error("backend", backend, GENERATORS)
-    if student == "-" and "-" in prompts:
+    terminal.set_quiet(options.quiet)
+    if options.backend not in GENERATORS:
+        raise unknown_name_error("backend", options.backend, GENERATORS)
+    if options.student == "-" and "-" in options.prompts:
         raise typer.BadParameter("only one of STUDENT and PROMPTS can be read from standard input (-)")
-    student = terminal.path_argument(student)
-    path = _checked_output(output, [student, *prompts])
+    student = terminal.path_argument(options.student)
+    path = _checked_output(options.output, [student, *options.prompts])
     corpus = Corpus(
-        prompts, parse_columns_option(columns, weight=weight_column, route=route_column), max_document_bytes
+        options.prompts,
+        parse_columns_option(options.columns, weight=options.weight_column, route=options.route_column),
+        options.max_document_bytes,
     )
-    folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=backend != "server"))
+    folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=options.backend != "server"))
 
     from xtk.models.causal_lm import DTYPES
     from xtk.name_registry import load_registered
@@ -137,55 +142,61 @@ def rollout(
     from xtk.teachers.backend_cli_options import backend_options
     from xtk.tokens.tokenizer import Tokenizer
 
-    if engine and backend == "transformers":
+    if options.engine and options.backend == "transformers":
         raise typer.BadParameter("--engine needs --backend vllm; add it, or remove --engine")
-    own_options = backend_options(backend, engine or [], server or [], concurrency, adapter)
-    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), top_logprobs)
-    rewards = WeightedRewards([parse_reward(text) for text in reward or []])
-    played = load_environment(environment) if environment else None
-    template_arguments = read_template_arguments(chat_template_kwargs)
+    own_options = backend_options(
+        options.backend, list(options.engine), list(options.server), options.concurrency, adapter
+    )
+    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
+    sampling = options_of(SamplingConfig, options)
+    rewards = WeightedRewards([parse_reward(text) for text in options.reward])
+    played = load_environment(options.environment) if options.environment else None
+    template_arguments = read_template_arguments(options.chat_template_kwargs)
     tokenizer = Tokenizer(folder, name=student)
-    form = PromptFormat(read_prompt_template(prompt_template), as_chat=apply_chat_template)
-    read = read_prompts(corpus, max_prompts or None, form)
+    form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
+    read = read_prompts(corpus, options.max_prompts or None, form)
     request = _request_fingerprint(
         {
-            "student": _student_identity(folder, adapter, backend, server or [], tokenizer),
+            "student": _student_identity(folder, adapter, options.backend, list(options.server), tokenizer),
             "prompts": _prompts_fingerprint(read),
-            "sampling": repr(sampling),
-            "num_generations": num_generations,
-            "seed": seed,
-            "rewards": [[text, _file_of(text)] for text in reward or []],
-            "scale_rewards": scale_rewards,
-            "environment": [environment, _file_of(environment), max_turns] if environment else None,
+            "sampling": dataclasses.asdict(sampling),
+            "num_generations": options.num_generations,
+            "seed": options.seed,
+            "rewards": [[text, _file_of(text)] for text in options.reward],
+            "scale_rewards": options.scale_rewards,
+            "environment": [options.environment, _file_of(options.environment), options.max_turns]
+            if options.environment
+            else None,
             "template_arguments": template_arguments,
-            "backend": [backend, sorted(engine or []), dtype, batch_tokens],
+            "backend": [options.backend, sorted(options.engine), options.dtype, options.batch_tokens],
         }
     )
     with only_writer_of_path(path.resolve(), "file"):
-        _checked_output(output, [student, *prompts])  # again: a file may have appeared since the first check
-        figures = None if force else _finished_rollouts(path, request)
+        _checked_output(
+            options.output, [student, *options.prompts]
+        )  # again: a file may have appeared since the first check
+        figures = None if options.force else _finished_rollouts(path, request)
         if figures is None:
-            writer = load_registered(GENERATORS, backend, "backend").open(
+            writer = load_registered(GENERATORS, options.backend, "backend").open(
                 GeneratorConfig(
                     folder=folder,
                     name=student,
                     tokenizer=tokenizer,
-                    dtype=dtype,
-                    batch_tokens=batch_tokens,
-                    trust_remote_code=trust_remote_code,
+                    dtype=options.dtype,
+                    batch_tokens=options.batch_tokens,
+                    trust_remote_code=options.trust_remote_code,
                     options=own_options,
                 )
             )
 
             def written() -> Iterator[tuple[Prompt, list[Rollout]]]:
-                size = max(1, COMPLETIONS_PER_BATCH // num_generations)
+                size = max(1, COMPLETIONS_PER_BATCH // options.num_generations)
                 for start in range(0, len(read), size):
                     group = read[start : start + size]
                     found = generate_rollouts(
-                        group, writer, tokenizer, sampling, num_generations=num_generations, seed=seed,
-                        rewards=rewards if rewards.specs else None, environment=played, max_turns=max_turns,
-                        scale_rewards=scale_rewards, template_arguments=template_arguments,
+                        group, writer, tokenizer, sampling, num_generations=options.num_generations, seed=options.seed,
+                        rewards=rewards if rewards.specs else None, environment=played, max_turns=options.max_turns,
+                        scale_rewards=options.scale_rewards, template_arguments=template_arguments,
                     )  # fmt: skip
                     for prompt in group:
                         yield prompt, [one for one in found if one.prompt == prompt.number]
@@ -199,12 +210,12 @@ def rollout(
         f"{summary['truncated_fraction']:.1%} cut off"
         + (
             f", {summary['mean_turns']:.1f} turns, {summary['environment_token_fraction']:.1%} from tools"
-            if environment
+            if options.environment
             else ""
         )
         + ("" if summary["mean_reward"] is None else f", mean reward {summary['mean_reward']:.4f}")
     )
-    terminal.result_artifact({"path": output, "kind": "rollouts", **summary}, as_json=as_json)
+    terminal.result_artifact({"path": options.output, "kind": "rollouts", **summary}, as_json=options.as_json)
 
 
 def _checked_output(output: str, inputs: list[str]) -> Path:

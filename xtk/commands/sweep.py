@@ -7,13 +7,15 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from xtk import terminal
-from xtk.commands import shared_options
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.shared import ForceOption, QuietOption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,57 +25,44 @@ if TYPE_CHECKING:
 MAX_ERROR_LINES = 12
 
 
-def sweep(
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Folder of the sweep: each run is FOLDER/NAME, its log FOLDER/NAME.log.",
-            metavar="FOLDER",
-        ),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Arguments and options of xtk distill that all runs share; - for standard input.",
-            metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
-            show_default=False,
-        ),
-    ] = None,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Option of distill with its values, such as 'seed=0 1 2'; repeat it for all combinations. "
-            "Quoted values: \"loss=alm 'ce byte-kl'\" runs --loss alm, then --loss ce --loss byte-kl.",
-            metavar="NAME=VALUE...",
-        ),
-    ] = None,
-    runs: Annotated[
-        str,
-        typer.Option(
-            help="File with one run per line: its additional arguments of distill; - for standard input. -o NAME on a "
-            "line names the run; # starts a comment.",
-            metavar="FILE",
-        ),
-    ] = "",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the distill commands, for sh or GNU parallel, and run none.")
-    ] = False,
-    max_seconds: Annotated[
-        float,
-        typer.Option(
-            help="Time limit in seconds: then save a checkpoint and exit with code 75; 0: none. The same "
-            "command resumes.",
-            min=0,
-        ),
-    ] = 0,
-    force: shared_options.Force = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per run instead of the table.")
-    ] = False,
-    quiet: shared_options.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(ForceOption, QuietOption, CommandOptions):
+    """Options of `xtk sweep`."""
+
+    output: str = option(
+        REQUIRED,
+        "Folder of the sweep: each run is FOLDER/NAME, its log FOLDER/NAME.log.",
+        flags=("--output", "-o"),
+        metavar="FOLDER",
+    )
+    arguments: tuple[str, ...] = argument(
+        (),
+        "Arguments and options of xtk distill that all runs share; - for standard input.",
+        metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
+        show_default=False,
+    )
+    vary: tuple[str, ...] = option(
+        (),
+        "Option of distill with its values, such as 'seed=0 1 2'; repeat it for all combinations. Quoted values: "
+        "\"loss=alm 'ce byte-kl'\" runs --loss alm, then --loss ce --loss byte-kl.",
+        metavar="NAME=VALUE...",
+    )
+    runs: str = option(
+        "",
+        "File with one run per line: its additional arguments of distill; - for standard input. -o NAME on a line "
+        "names the run; # starts a comment.",
+        metavar="FILE",
+    )
+    dry_run: bool = option(False, "Print the distill commands, for sh or GNU parallel, and run none.")
+    max_seconds: float = option(
+        0,
+        "Time limit in seconds: then save a checkpoint and exit with code 75; 0: none. The same command resumes.",
+        min=0,
+    )
+    as_json: bool = option(False, "Print one JSON object per run instead of the table.", flags=("--json",))
+
+
+def sweep(options: SweepOptions) -> None:
     """Run distill with several settings, one after another.
 
     All runs are checked before the first one starts. A failed run does not end the sweep. The same command resumes: it
@@ -91,36 +80,40 @@ def sweep(
     from xtk.commands.terminal_tables import print_table
     from xtk.errors import XtkError
 
-    terminal.set_quiet(quiet)
-    folder, common = Path(output), list(arguments or [])
+    terminal.set_quiet(options.quiet)
+    folder, common = Path(options.output), list(options.arguments)
     piped = {"-", "--projection=-"} & set(common)
-    if piped and runs == "-":
+    if piped and options.runs == "-":
         raise typer.BadParameter("only one of --runs and the shared arguments can be read from standard input (-)")
     if piped:
         common = replace_piped_arguments(common, terminal.path_argument("-"))
-    planned = plan_runs(common, _read_run_list(runs), vary or [], folder)
-    if dry_run:
-        limit = ["--max-seconds", f"{max_seconds:g}"] if max_seconds else []
-        again = ["--force"] if force else []
+    planned = plan_runs(common, _read_run_list(options.runs), options.vary, folder)
+    if options.dry_run:
+        limit = ["--max-seconds", f"{options.max_seconds:g}"] if options.max_seconds else []
+        again = ["--force"] if options.force else []
         for run in planned:
             terminal.result_line_unescaped(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
         return
     check_output_folder(folder, "a sweep")
     if (folder / "recipe.json").is_file():
-        raise XtkError("the output folder is a run of xtk distill, not of a sweep", where=output, hint="use another -o")
+        raise XtkError(
+            "the output folder is a run of xtk distill, not of a sweep", where=options.output, hint="use another -o"
+        )
     from xtk.training.graceful_stop import exit_resumable_on_signal
 
     exit_resumable_on_signal()
     with exclusive_write_lock(folder, "sweep"):
-        failed = _run_all(planned, folder, started + max_seconds if max_seconds else None, force=force)
+        failed = _run_all(
+            planned, folder, started + options.max_seconds if options.max_seconds else None, force=options.force
+        )
     varies = varying_options(planned)
     records = [run_record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
-    if as_json:
+    if options.as_json:
         add_seed_means(records)
         for one in records:
             terminal.result_json(one)
     else:
-        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *sweep_table(records))
+        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {options.output}", *sweep_table(records))
     if failed:
         raise XtkError(
             f"{len(failed)} of the {len(planned)} runs of the sweep failed",

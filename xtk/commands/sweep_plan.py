@@ -14,8 +14,10 @@ from typing import Any
 
 import typer
 
+from xtk.commands.command_from_options import command_function
 from xtk.commands.config_file import ConfigFileCommand, config_name
-from xtk.commands.distill import distill, read_configs
+from xtk.commands.distill import read_configs
+from xtk.commands.distill_options import DistillOptions
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
 
@@ -33,20 +35,20 @@ class PlannedRun:
         name: name of its folder inside the folder of the sweep.
         folder: its output folder.
         arguments: arguments of `xtk distill`, with `-o`.
-        distill_options: the parsed options, by parameter name of `xtk distill`.
+        distill_options: the parsed options of `xtk distill`.
         source: "FILE, line N: " for a run of a --runs file, the prefix of its errors; "" otherwise.
     """
 
     name: str
     folder: Path
     arguments: tuple[str, ...]
-    distill_options: dict[str, Any]
+    distill_options: DistillOptions
     source: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
         """The options without the output folder."""
-        return {name: value for name, value in self.distill_options.items() if name != "output"}
+        return {name: value for name, value in vars(self.distill_options).items() if name != "output"}
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,11 @@ class _Part:
 def _command() -> Any:
     """Return the command line of `xtk distill`; it returns the parsed options instead of training."""
 
-    @functools.wraps(distill)
-    def read(**given: Any) -> dict[str, Any]:
-        return given
+    def read(options: DistillOptions) -> DistillOptions:
+        return options
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(cls=ConfigFileCommand)(read)
+    app.command(cls=ConfigFileCommand)(command_function(read))
     return typer.main.get_command(app)
 
 
@@ -132,7 +133,7 @@ def plan_runs(
     return list(runs.values())
 
 
-def _parse_run(name: str, words: Sequence[str]) -> dict[str, Any]:
+def _parse_run(name: str, words: Sequence[str]) -> DistillOptions:
     """Return the options of a run as parsed by `xtk distill`.
 
     Args:
@@ -152,13 +153,13 @@ def _parse_run(name: str, words: Sequence[str]) -> dict[str, Any]:
         raise typer.BadParameter(
             f"xtk distill refuses the options of the run {name}: {wrong.format_message()}"
         ) from None
-    if not isinstance(given, dict):
+    if not isinstance(given, DistillOptions):
         raise typer.BadParameter(f"the run {name} has the argument --help; remove it")
-    if "-" in (given["student"], *given["cache"], *(given["projection"] or []), *(given["eval_data"] or [])):
+    if "-" in (given.student, *given.cache, *given.projection, *given.eval_data):
         raise typer.BadParameter(
             f"the run {name} reads standard input (-); move - to the arguments that all runs share"
         )
-    if given["num_machines"] > 1:
+    if given.num_machines > 1:
         raise typer.BadParameter(
             "a sweep runs on one machine; remove --num-machines. For several machines, print the commands "
             "with --dry-run and start each on one of them"
@@ -343,10 +344,10 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
 
     try:
         places, recipe, reporting = read_configs(run.distill_options)
-        layout = parse_parallel(recipe.parallel, run.distill_options["num_processes"])
+        layout = parse_parallel(recipe.parallel, run.distill_options.num_processes)
         inputs = open_inputs(places, recipe, Tokenizer(places.student))
         identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
-        check_rerun(run.distill_options["config"], recipe_options(run.distill_options), identity)
+        check_rerun(run.distill_options.config, recipe_options(run.distill_options), identity)
         try:
             return find_existing_run(run.folder, identity, force=False), False
         except XtkError:

@@ -152,7 +152,7 @@ def measure_footprint(
                     configuration, dtype=DTYPES[dtype], attn_implementation=implementation
                 )
                 if lora_r:
-                    prepared = StudentModelConfig(dtype, lora_r=lora_r, lora_target_modules=lora_target_modules)
+                    prepared = StudentModelConfig(dtype=dtype, lora_r=lora_r, lora_target_modules=lora_target_modules)
                     model = attach_trainable_adapter(model, StudentSource(folder), prepared)
                 if gradient_checkpointing:
                     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -182,7 +182,8 @@ class CodeProblems:
         stop: Sequence[str] = () if self._chat else self._task.stop_strings
         found = evaluate_answers(
             self._prompts, TransformersGenerator(model, tokenizer, batch_tokens=BATCH_TOKENS), tokenizer,
-            SamplingConfig(0.0, 1.0, 0, MAX_ANSWER_TOKENS, tuple(stop)), self._rewards, process_share=process_share,
+            SamplingConfig(temperature=0.0, max_completion_length=MAX_ANSWER_TOKENS, stop=tuple(stop)), self._rewards,
+            process_share=process_share,
             template_arguments=self._template_arguments, on_answer=keep if keep_samples else None,
         )  # fmt: skip
         return found, [prompt.number for prompt in self._prompts], samples

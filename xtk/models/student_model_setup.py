@@ -18,6 +18,8 @@ from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, check_adapter, check_embedding_rows, load_causal_lm, loading_error
 from xtk.models.weight_validation import check_adapter_weights
 from xtk.name_registry import unknown_name_error
+from xtk.options.declaration import SPEED, check_options, declared_options
+from xtk.options.training_options import StudentModelOptions
 from xtk.tokens.tokenizer import Tokenizer
 
 # The dtypes of trainable weights. Small gradients underflow in fp16.
@@ -25,65 +27,23 @@ TRAINABLE_DTYPES = ("float32", "bfloat16")
 ALL_LINEAR = ("all-linear",)
 # A resized vocabulary has a multiple of this many rows, for tensor cores and vocabulary shards.
 VOCABULARY_MULTIPLE = 64
-# Options that change how results are computed, but not the results.
-EXECUTION_OPTIONS = ("attn_implementation", "torch_compile")
 _HUB_SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)$")
 
 
-@dataclass(frozen=True)
-class StudentModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class StudentModelConfig(StudentModelOptions):
     """Options of loading the student and of its trainable parameters, named as in Hugging Face.
-
-    Attributes:
-        dtype: dtype of the weights.
-        attn_implementation: attention implementation of transformers; "": the default.
-        torch_compile: compile the backbone.
-        load_in_4bit: quantize the matrices to NF4 with double quantization (QLoRA); they cannot be trained.
-        load_in_8bit: quantize the matrices to int8; they cannot be trained.
-        lora_r: rank of the LoRA adapters, which are trained instead of the matrices; 0: no adapters.
-        lora_alpha: adapters are multiplied by `lora_alpha / lora_r`; 0: twice `lora_r`.
-        lora_dropout: dropout of the adapters' inputs.
-        lora_target_modules: name suffixes of modules that get adapters; "all-linear": all but the head.
-        lora_modules_to_save: name suffixes of modules that are fully trained in addition to the adapters.
-        use_dora: train DoRA adapters: directions and column magnitudes.
-        freeze: regular expressions; parameters whose names match one are not trained.
-        resize_vocabulary: add embedding rows for tokens that have none.
 
     Raises:
         XtkError: an invalid value, or options that exclude each other.
     """
 
-    dtype: str = "float32"
-    attn_implementation: str = ""
-    torch_compile: bool = False
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
-    lora_r: int = 0
-    lora_alpha: int = 0
-    lora_dropout: float = 0.0
-    lora_target_modules: tuple[str, ...] = ALL_LINEAR
-    lora_modules_to_save: tuple[str, ...] = ()
-    use_dora: bool = False
-    freeze: tuple[str, ...] = ()
-    resize_vocabulary: bool = False
-
     def __post_init__(self) -> None:
         if self.dtype not in TRAINABLE_DTYPES:
             raise unknown_name_error("training dtype", self.dtype, TRAINABLE_DTYPES)
+        check_options(self)
         if self.load_in_4bit and self.load_in_8bit:
             raise XtkError("--load-in-4bit and --load-in-8bit exclude each other", hint="remove one of them")
-        if self.lora_r < 0:
-            raise XtkError(f"--lora-r must be at least 0, not {self.lora_r}", hint="use --lora-r 16, or 0 for no LoRA")
-        if not 0 <= self.lora_dropout < 1:
-            raise XtkError(
-                f"--lora-dropout must be at least 0 and below 1, not {self.lora_dropout}",
-                hint="use --lora-dropout 0.05",
-            )
-        if self.lora_alpha < 0:
-            raise XtkError(
-                f"--lora-alpha must be at least 0, not {self.lora_alpha}",
-                hint="use --lora-alpha 32, or 0 for twice --lora-r",
-            )
         given = [name for name in self._non_default_options() if name.startswith("lora_") or name == "use_dora"]
         if given and not self.lora_r:
             option = given[0].replace("_", "-")
@@ -106,7 +66,8 @@ class StudentModelConfig:
 
     def identity_options(self) -> dict[str, Any]:
         """Return the non-default options that change the trained student, as JSON values."""
-        return {name: value for name, value in self._non_default_options().items() if name not in EXECUTION_OPTIONS}
+        speed = {one.name for one, declared in declared_options(type(self)) if declared.effect == SPEED}
+        return {name: value for name, value in self._non_default_options().items() if name not in speed}
 
 
 @dataclass(frozen=True)

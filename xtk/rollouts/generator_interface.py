@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,55 +11,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.options.declaration import check_options
+from xtk.options.shared import SamplingOptions
 from xtk.tokens.tokenizer import Tokenizer
 
 FINISH_REASONS = ("stop", "stop-string", "length")
 
 
-@dataclass(frozen=True)
-class SamplingConfig:
-    """Sampling options.
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(SamplingOptions):
+    """Sampling options; a completion includes its stop string.
 
     Attributes:
-        temperature: divides the logits; 0: greedy.
-        top_p: samples from the smallest set of tokens with this probability mass.
-        top_k: samples from the k most likely tokens; 0: no limit.
-        max_completion_length: maximum tokens of a completion.
-        stop: stop strings; the completion includes them.
         top_logprobs: number of most likely token ids to return at each position.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_completion_length: int = 256
-    stop: tuple[str, ...] = ()
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise XtkError(
-                f"--temperature is {self.temperature}, but must be a finite number of at least 0",
-                hint="use --temperature 1, or 0 for greedy decoding",
-            )
-        if not 0 < self.top_p <= 1:
-            raise XtkError(
-                f"--top-p is {self.top_p}, but must be above 0 and at most 1",
-                hint="use --top-p 1 to sample from all tokens",
-            )
-        if self.top_k < 0:
-            raise XtkError(
-                f"--top-k is {self.top_k}, but must be at least 0", hint="use --top-k 0 to sample from all tokens"
-            )
+        check_options(self)
         if self.top_logprobs < 0:
             raise XtkError(
                 f"--top-logprobs is {self.top_logprobs}, but must be at least 0",
                 hint="use --top-logprobs 0 to store no top tokens",
-            )
-        if self.max_completion_length < 1:
-            raise XtkError(
-                f"--max-completion-length is {self.max_completion_length}, but must be at least 1",
-                hint="use for example --max-completion-length 256",
             )
         if not all(self.stop):
             raise XtkError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,8 @@ from numpy.typing import NDArray
 from xtk.artifacts.atomic_files import sha256_of_file
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
+from xtk.options.declaration import check_options
+from xtk.options.training_options import OnPolicyOptions
 from xtk.rewards.reward_spec import RewardSpec
 from xtk.rollouts import GENERATORS
 from xtk.rollouts.generator_interface import SamplingConfig
@@ -86,20 +87,14 @@ def parse_stop_condition(text: str) -> StopCondition:
         ) from None
 
 
-@dataclass(frozen=True)
-class OnPolicyConfig:
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyConfig(OnPolicyOptions):
     """Options of on-policy training: how the student generates completions, and how they are used.
 
     Attributes:
         sampling: temperature and other sampling options.
-        num_generations: completions per prompt; all are used in the same step.
-        steps_per_generation: steps per rollout batch, whose completions are generated before the first of them.
-        num_iterations: optimization passes over each rollout batch.
-        lmbda: fraction of steps that train on rollouts; the others train on completions of the data.
         rewards: the rewards of completions.
         scale_rewards: whether advantages are divided by the standard deviation of a prompt's rewards.
-        reward_beta: b; rollouts are weighted by `softmax(reward / b)` over the completions of a prompt, or over a step
-            if each prompt has one completion. 0: equal weights.
         prompt_template: Jinja template that builds prompts from the fields of a record; "": records have prompts.
         apply_chat_template: wrap plain-text prompts as a user message in the student's chat template.
         chat_template_kwargs: additional arguments of the student's chat template.
@@ -115,13 +110,8 @@ class OnPolicyConfig:
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    num_generations: int = 1
-    steps_per_generation: int = 1
-    num_iterations: int = 1
-    lmbda: float = 1.0
     rewards: tuple[RewardSpec, ...] = ()
     scale_rewards: bool = True
-    reward_beta: float = 0.0
     prompt_template: str = ""
     apply_chat_template: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -136,22 +126,9 @@ class OnPolicyConfig:
     stop_if: tuple[StopCondition, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_generations", "steps_per_generation", "num_iterations", "max_turns"):
-            if getattr(self, name) < 1:
-                raise XtkError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 1",
-                    hint=f"use --{name.replace('_', '-')} 1 or more",
-                )
-        if not 0 <= self.lmbda <= 1:
-            raise XtkError(
-                f"--lmbda is {self.lmbda}, but must be from 0 to 1",
-                hint="use --lmbda 1 for only rollouts, 0 for only completions of the data",
-            )
-        if not (math.isfinite(self.reward_beta) and self.reward_beta >= 0):
-            raise XtkError(
-                f"--reward-beta is {self.reward_beta}, but must be a finite number of at least 0",
-                hint="use --reward-beta 0 for equal weights",
-            )
+        check_options(self)
+        if self.max_turns < 1:
+            raise XtkError(f"--max-turns is {self.max_turns}, but must be at least 1", hint="use --max-turns 1 or more")
         if self.reward_beta and not self.rewards:
             raise XtkError("--reward-beta needs --reward", hint="add for example --reward exact")
         if self.devices and self.backend != "vllm":

@@ -19,6 +19,7 @@ from xtk.evaluation.local_task_data import parse_tasks
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.name_registry import unknown_name_error
 from xtk.option_spec_parsing import from_options, option_names
+from xtk.options.declaration import options_of
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
@@ -109,9 +110,7 @@ class RewardProblems:
         corpus = Corpus([data], {"prompt": options.prompt} if options.prompt else {})
         form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
         self._prompts = read_prompts(corpus, options.max_prompts or None, form)
-        self._sampling = SamplingConfig(options.temperature, options.top_p, options.top_k,
-            options.max_completion_length,
-                                  (options.stop,) if options.stop else ())  # fmt: skip
+        self._sampling = options_of(SamplingConfig, options, stop=(options.stop,) if options.stop else ())
         self._template_arguments = read_template_arguments(options.chat_template_kwargs)
         self._rewards = WeightedRewards([parse_reward(options.reward)])
         check_rewards_apply(self._rewards, self._prompts)

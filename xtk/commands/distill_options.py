@@ -1,0 +1,214 @@
+"""Options of `xtk distill`, by heading of its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xtk.options.declaration import INPUTS, REPORTING, REQUIRED, CommandOptions, Heading, argument, option, redeclared
+from xtk.options.shared import (
+    ConfigOption,
+    CorpusOptions,
+    DocumentColumnOptions,
+    ForceOption,
+    JsonOption,
+    PromptOptions,
+    QuietOption,
+    RewardOptions,
+    SamplingOptions,
+    TrustRemoteCodeOption,
+)
+from xtk.options.training_options import (
+    LoggingOptions,
+    OnPolicyOptions,
+    OptimizationOptions,
+    ParallelismOptions,
+    SequenceOptions,
+    StudentModelOptions,
+    TeacherUseOptions,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions(
+    CorpusOptions,
+    DocumentColumnOptions,
+    SequenceOptions,
+    TeacherUseOptions,
+    OptimizationOptions,
+    StudentModelOptions,
+    PromptOptions,
+    SamplingOptions,
+    OnPolicyOptions,
+    RewardOptions,
+    ParallelismOptions,
+    LoggingOptions,
+    TrustRemoteCodeOption,
+    ForceOption,
+    JsonOption,
+    QuietOption,
+    CommandOptions,
+):
+    """Options of `xtk distill`."""
+
+    HEADINGS = (
+        Heading("Data", (CorpusOptions, DocumentColumnOptions, SequenceOptions, "dataloader_num_workers")),
+        Heading("Teacher", ("teacher", TeacherUseOptions)),
+        Heading("Objective", ("loss", "projection", "scale_kd_to")),
+        Heading("Optimization", (OptimizationOptions, "max_skipped_steps", "torch_compile")),
+        Heading("Student", (StudentModelOptions, "trust_remote_code")),
+        Heading("On-policy generation", ("on_policy",)),
+        Heading(
+            "On-policy generation",
+            (
+                PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend", "rollout_engine",
+                "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",
+            ),
+            condition="--on-policy",
+        ),
+        Heading(
+            "Parallelism",
+            (
+                "num_processes", ParallelismOptions, "devices", "num_machines", "machine_rank", "main_process_ip",
+                "main_process_port", "ddp_timeout",
+            ),
+        ),
+        Heading(
+            "Checkpoints and logging",
+            (LoggingOptions, "max_seconds", "report_to", "eval_data", "eval_tasks", "early_stopping_patience"),
+        ),
+    )  # fmt: skip
+
+    student: str = argument(
+        REQUIRED,
+        "Student: a folder, hub id or PEFT adapter to train further; - reads its path from standard input.",
+        metavar="STUDENT",
+        is_path=True,
+        effect=INPUTS,
+    )
+    cache: tuple[str, ...] = argument(
+        REQUIRED,
+        "Teacher caches, or plain data for --teacher, --on-policy or --loss ce alone. - reads one path from "
+        "standard input.",
+        metavar="CACHE...",
+        is_path=True,
+        effect=INPUTS,
+    )
+    output: str = option(
+        REQUIRED,
+        "Output folder of the run: the trained student, checkpoints and metrics.",
+        flags=("--output", "-o"),
+        metavar="FOLDER",
+        is_recorded=False,
+    )
+    projection: tuple[str, ...] = option(
+        (),
+        "Projection file, one per teacher in any order; - reads one from standard input. Repeatable; auto "
+        "(default): built with --method multitoken if a loss needs one.",
+        metavar="PATH|auto",
+        is_path=True,
+        effect=INPUTS,
+    )
+    loss: tuple[str, ...] = option(
+        (),
+        "Loss term with options, such as p-kl or ce:weight=0.5; repeat it for a weighted sum. auto (default): one "
+        "that fits each teacher; docs/reference/losses.md lists all.",
+        metavar="NAME[:KEY=VALUE,...]",
+        effect=INPUTS,
+    )
+    teacher: tuple[str, ...] = option(
+        (),
+        "Model that scores plain data during training; self: the student with its current weights. Repeatable; "
+        "options as in cache-teacher, such as MODEL:top_k=64,dtype=bfloat16.",
+        metavar="MODEL[:KEY=VALUE,...]",
+        effect=INPUTS,
+    )
+    on_policy: bool = option(
+        False,
+        "Train on completions sampled from the student, scored by --teacher and, if given, --reward. CACHE is then data "
+        "with prompts.",
+        effect=INPUTS,
+    )
+    rollout_backend: str = option(
+        "transformers",
+        "Generation backend; weights are synced to vllm and server first. transformers: in the training process; "
+        "vllm: a subprocess; server: a vLLM server.",
+        metavar="[transformers|vllm|server]",
+    )
+    rollout_engine: tuple[str, ...] = option(
+        (), "Engine argument of --rollout-backend vllm. Repeatable.", metavar="NAME=VALUE"
+    )
+    rollout_server: tuple[str, ...] = option(
+        (),
+        "Server URL of --rollout-backend server, such as http://localhost:8000/v1. Repeatable; "
+        "docs/how-to/on-policy-vllm.md starts one.",
+        metavar="URL",
+    )
+    rollout_dtype: str = option(
+        "float32", "Computation data type of --rollout-backend vllm.", metavar="[float32|bfloat16|float16]"
+    )
+    rollout_batch_tokens: int = option(
+        16384, "Tokens of prompts and completions generated at once, padding included.", min=1
+    )
+    devices: str = option(
+        "",
+        "Separate devices (indices on this machine) for rollouts and teachers, such as "
+        "rollout=2+3,teacher=1. A role left out time-shares the student's devices.",
+        metavar="ROLE=N[+N...],...",
+    )
+    stop_if: tuple[str, ...] = option(
+        (),
+        "Rollout metric and limit that end the run, such as 'entropy<0.05'. "
+        "Repeatable; docs/reference/metrics.md lists the metrics.",
+        metavar="METRIC<N|METRIC>N",
+    )
+    max_seconds: float = option(
+        0,
+        "Time limit in seconds: then save a checkpoint and exit with code 75; 0: none. The same command resumes.",
+        min=0,
+        is_recorded=False,
+    )
+    eval_data: tuple[str, ...] = option(
+        (),
+        "Held-out documents, for bits per byte and CE; or caches of them, one per teacher: repeat it. Caches add "
+        "all losses and the top-1 agreement with the teachers.",
+        metavar="DATA|CACHE",
+        is_path=True,
+        effect=INPUTS,
+    )
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        "Task evaluated during training: data with a reward, or tasks as in evaluate --tasks. Repeatable. Keys are "
+        "options of evaluate: test.jsonl:reward=exact,max_prompts=200 or arc_easy:max_prompts=200.",
+        metavar="DATA:reward=REWARD[,KEY=VALUE,...]|TASK[=FOLDER],...[:KEY=VALUE,...]",
+        effect=REPORTING,
+    )
+    report_to: tuple[str, ...] = option(
+        (),
+        "Experiment trackers of Accelerate, such as tensorboard, wandb or trackio.",
+        metavar="NAME,...",
+        effect=REPORTING,
+    )
+    num_processes: int = option(1, "Number of processes on this machine, each with one device.", min=1)
+    num_machines: int = option(
+        1,
+        "Number of machines with shared folders; each runs the command with its own --machine-rank. All use the "
+        "same --main-process-ip.",
+        min=1,
+    )
+    machine_rank: int = option(
+        0,
+        "Index of this machine, from 0, when --num-machines is above 1.",
+        min=0,
+        is_recorded=False,
+    )
+    main_process_ip: str = option("", "With --num-machines: address of the machine with index 0.", metavar="ADDRESS")
+    main_process_port: int = option(
+        29500, "With --num-machines: free port on the machine with index 0.", metavar="PORT", min=0, max=65535
+    )
+    config: str = redeclared(
+        ConfigOption,
+        "config",
+        "",
+        help="YAML or JSON file with values of these options, such as the recipe.json of another run. Options on "
+        "the command line override it.",
+    )

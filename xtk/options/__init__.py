@@ -1,0 +1,1 @@
+"""Options of the commands, declared once; command line, `--config`, recipes, help and configurations come from them."""

@@ -1,0 +1,213 @@
+"""Declaration of options as dataclass fields: type, default, help, limits and effect in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from xtk.errors import XtkError
+from xtk.name_registry import unknown_name_error
+
+T = TypeVar("T")
+_KEY = "xtk"
+REQUIRED: Any = dataclasses.MISSING
+# What an option decides: the result of a run; which inputs it reads; only how fast it is computed; or neither.
+RESULT, INPUTS, SPEED, REPORTING = "result", "inputs", "speed", "reporting"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A declared option.
+
+    Attributes:
+        help: one phrase, or two.
+        metavar: how help writes the value; None: the type.
+        min: smallest legal value; None: none.
+        max: largest legal value; None: none.
+        above: every legal value is larger; None: none.
+        below: every legal value is smaller; None: none.
+        choices: legal values of a text; (): any.
+        flags: names on the command line; (): `--field-name`.
+        is_argument: a positional argument instead of an option.
+        show_default: whether help shows the default.
+        comma_separated: a list that is one value on the command line; other lists are repeated options.
+        effect: RESULT, INPUTS, SPEED or REPORTING.
+        is_recorded: whether the recipe of a run has it; False for what belongs to one execution.
+        is_path: whether its values are paths, which recipes store as absolute ones.
+        identity_if_set: leave it out of a run's identity at its default: it is newer than runs that may be resumed.
+    """
+
+    help: str
+    metavar: str | None = None
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    is_argument: bool = False
+    show_default: bool = True
+    comma_separated: bool = False
+    effect: str = RESULT
+    is_recorded: bool = True
+    is_path: bool = False
+    identity_if_set: bool = False
+
+    @property
+    def limits(self) -> str:
+        """The legal numbers in words: `at least 0 and below 1`; "" if all are."""
+        pairs = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
+        return " and ".join(f"{word} {value:g}" for word, value in pairs.items() if value is not None)
+
+    def allows(self, value: float) -> bool:
+        """Return whether a number is finite and within the limits."""
+        return math.isfinite(value) and not (
+            (self.min is not None and value < self.min)
+            or (self.max is not None and value > self.max)
+            or (self.above is not None and value <= self.above)
+            or (self.below is not None and value >= self.below)
+        )
+
+
+def option(default: T, help: str, **details: Any) -> T:  # noqa: A002 (as in typer)
+    """Return a dataclass field for an option.
+
+    Args:
+        default: its default; `REQUIRED`: none.
+        help: one phrase, or two.
+        details: attributes of `Option`.
+    """
+    found: T = dataclasses.field(default=default, metadata={_KEY: Option(help, **details)})
+    return found
+
+
+def argument(default: T, help: str, *, metavar: str, **details: Any) -> T:  # noqa: A002
+    """Return a dataclass field for a positional argument; see `option`."""
+    return option(default, help, metavar=metavar, is_argument=True, **details)
+
+
+def redeclared(kind: type, name: str, default: Any = ..., **details: Any) -> Any:
+    """Return a field like the option `name` of another dataclass.
+
+    Args:
+        kind: the dataclass.
+        name: the option.
+        default: its default; `...`: that of the other.
+        details: attributes of `Option` that differ.
+    """
+    field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    declared = dataclasses.replace(field.metadata[_KEY], **details)
+    return dataclasses.field(default=field.default if default is ... else default, metadata={_KEY: declared})
+
+
+def option_of(kind: type, name: str) -> Option:
+    """Return the declaration of a field."""
+    declared: Option = kind.__dataclass_fields__[name].metadata[_KEY]  # type: ignore[attr-defined]
+    return declared
+
+
+def declared_options(kind: type) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
+    """Yield (field, option) of a dataclass: arguments first, then its own options, then those of its bases in order."""
+    order = [name for one in kind.__mro__ for name in inspect.get_annotations(one)]
+    fields = sorted(
+        (one for one in dataclasses.fields(kind) if _KEY in one.metadata), key=lambda f: order.index(f.name)
+    )
+    found = [(one, one.metadata[_KEY]) for one in fields]
+    yield from sorted(found, key=lambda pair: not pair[1].is_argument)
+
+
+def options_of(kind: type[T], given: Any, **others: Any) -> T:
+    """Return a dataclass with those fields that `given` has, and `others`.
+
+    Args:
+        kind: a dataclass.
+        given: an object with options as attributes.
+        others: values of further fields, or instead of those of `given`.
+    """
+    names = [one.name for one in dataclasses.fields(kind) if one.init and hasattr(given, one.name)]  # type: ignore[arg-type]
+    return kind(**{name: getattr(given, name) for name in names} | others)
+
+
+def flag(name: str) -> str:
+    """Return how the command line writes an option: `--max-steps`."""
+    return "--" + name.replace("_", "-")
+
+
+def check_options(options: Any) -> None:
+    """Check the limits and choices of all options of a dataclass.
+
+    Raises:
+        XtkError: a value is outside of them.
+    """
+    for one, declared in declared_options(type(options)):
+        value, name = getattr(options, one.name), flag(one.name)
+        if declared.choices and value not in declared.choices:
+            raise unknown_name_error(f"value of {name}", value, declared.choices)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not declared.allows(value):
+            limits = declared.limits or "a finite number"
+            raise XtkError(f"{name} is {value}, but must be {limits}", hint=f"use {name} with a number {limits}")
+
+
+@dataclass(frozen=True)
+class Heading:
+    """Options that help lists under one heading.
+
+    Attributes:
+        title: the heading.
+        options: names of options, or dataclasses whose options are listed, in this order. An option that is named
+            under one heading is not listed with its dataclass under another.
+        condition: the option without which these have no effect; each help text then begins with it. "": none.
+    """
+
+    title: str
+    options: tuple[type | str, ...]
+    condition: str = ""
+
+
+class CommandOptions:
+    """Base class of the options of one command; all fields of a subclass are options.
+
+    Attributes:
+        HEADINGS: what help lists under headings; all other options come last.
+    """
+
+    HEADINGS: ClassVar[Sequence[Heading]] = ()
+
+
+def headings_of(headings: Sequence[Heading]) -> list[tuple[Heading, list[str]]]:
+    """Return (heading, names of its options)."""
+    named = {one for heading in headings for one in heading.options if isinstance(one, str)}
+
+    def names(one: type | str) -> list[str]:
+        return [one] if isinstance(one, str) else [f.name for f, _ in declared_options(one) if f.name not in named]
+
+    return [(heading, [name for one in heading.options for name in names(one)]) for heading in headings]
+
+
+def check_conditions(options: CommandOptions, condition: str, *, is_met: bool, hint: str) -> None:
+    """Check that no option is set that has no effect.
+
+    Args:
+        options: of a command.
+        condition: condition of headings.
+        is_met: whether the command has it.
+        hint: for the error.
+
+    Raises:
+        XtkError: options under such a heading differ from their defaults, and the condition is not met.
+    """
+    names = [name for one, names in headings_of(options.HEADINGS) if one.condition == condition for name in names]
+    unused = flags_of_set_options(options, names)
+    if unused and not is_met:
+        raise XtkError(f"{', '.join(unused)} {'need' if len(unused) > 1 else 'needs'} {condition}", hint=hint)
+
+
+def flags_of_set_options(options: CommandOptions, names: Iterable[str]) -> list[str]:
+    """Return how the command line writes those options that differ from their defaults."""
+    fields = type(options).__dataclass_fields__  # type: ignore[attr-defined]
+    changed = [name for name in names if getattr(options, name) != fields[name].default]
+    return [f"--no-{flag(name)[2:]}" if fields[name].default is True else flag(name) for name in changed]

@@ -1,0 +1,165 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xtk.options.declaration import INPUTS, REPORTING, option
+
+MAX_DOCUMENT_BYTES = 16_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """Format of the results."""
+
+    as_json: bool = option(False, "Print results as JSON, one object per line.", flags=("--json",), is_recorded=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuietOption:
+    """Progress lines."""
+
+    quiet: bool = option(
+        False,
+        "Suppress progress lines and notes; errors are still printed.",
+        flags=("--quiet", "-q"),
+        is_recorded=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForceOption:
+    """Replacement of outputs."""
+
+    force: bool = option(
+        False,
+        "Replace an artifact of xtk at the output path that was made with other settings. Other files are never "
+        "removed.",
+        is_recorded=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOption:
+    """Options from a file."""
+
+    config: str = option(
+        "",
+        "YAML or JSON file with values of these options; options on the command line override it.",
+        metavar="FILE",
+        is_recorded=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustRemoteCodeOption:
+    """Code of models."""
+
+    trust_remote_code: bool = option(
+        False, "Execute Python code shipped with the model; read that code first.", effect=REPORTING
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusOptions:
+    """How documents are read."""
+
+    columns: str = option(
+        "",
+        "Data columns by field, such as text=body or prompt=question,completion=answer. docs/how-to/data.md lists "
+        "the fields.",
+        metavar="FIELD=COLUMN,...",
+        effect=INPUTS,
+    )
+    max_document_bytes: int = option(
+        MAX_DOCUMENT_BYTES,
+        "Maximum size of a document in bytes, as stored in its file; a larger document is an error.",
+        min=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentColumnOptions:
+    """Columns about documents."""
+
+    weight_column: str = option(
+        "",
+        "Data column with the weight of each document in training: 2 counts twice, 0 not at all.",
+        metavar="NAME",
+        effect=INPUTS,
+    )
+    route_column: str = option(
+        "",
+        "Data column that names each document's teacher by the last part of its path or hub id. Used by distill "
+        "--combine-teachers route.",
+        metavar="NAME",
+        effect=INPUTS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """How prompts are built from records."""
+
+    prompt_template: str = option(
+        "",
+        "Jinja template of the prompt, text or .jinja file; variables: fields of a row.",
+        metavar="TEXT|FILE.jinja",
+        effect=INPUTS,
+    )
+    apply_chat_template: bool = option(
+        False, "Wrap plain-text prompts as user messages in the model's chat template.", effect=INPUTS
+    )
+    chat_template_kwargs: str = option(
+        "", "Chat template arguments as JSON, such as '{\"enable_thinking\": false}'.", metavar="JSON"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How completions are sampled."""
+
+    max_completion_length: int = option(256, "Maximum number of tokens per completion.", min=1)
+    temperature: float = option(1.0, "Sampling temperature; 0: greedy decoding.", min=0)
+    top_p: float = option(
+        1.0, "Nucleus sampling: sample from the fewest tokens with this total probability.", above=0, max=1
+    )
+    top_k: int = option(0, "Sample from the K most likely tokens only; 0: from the whole vocabulary.", min=0)
+    stop: tuple[str, ...] = option(
+        (), "Stop string that ends a completion or turn, and is kept in its text. Repeatable.", metavar="TEXT"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions:
+    """Rewards of completions, and the environment that replies to them."""
+
+    reward: tuple[str, ...] = option(
+        (),
+        "Reward of a completion: exact, boxed, regex, json, tests or a Python function. Repeatable: weighted sum; "
+        "docs/reference/rewards.md lists the options.",
+        metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
+    )
+    scale_rewards: bool = option(True, "Divide advantages by the prompt's standard deviation of rewards, as in GRPO.")
+    environment: str = option(
+        "",
+        "Python class that replies to the student (a tool, a game); its file is executed. docs/how-to/tools.md "
+        "describes its methods.",
+        metavar="FILE.py:CLASS",
+    )
+    max_turns: int = option(8, "Maximum number of student turns per rollout in the environment (--environment).", min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Servers of a backend."""
+
+    server: tuple[str, ...] = option(
+        (),
+        "With --backend server: server URL such as http://localhost:8000/v1, or URL#MODEL. Repeatable.",
+        metavar="URL",
+    )
+    concurrency: int = option(
+        32, "With --backend server: maximum number of concurrent requests, over all servers.", min=1
+    )
