@@ -204,19 +204,18 @@ def test_every_value_arrives_as_it_was_written_in_a_folder_with_a_name_of_its_ow
     together = shlex.quote(shlex.join(several))
     vary = [f"route_column={once}", f"freeze={together}", "packing=true false"]
     runs = plan_runs(["student", "cache"], [], vary, Path("out"))
-    wanted = [(value, several, packing) for value in values for packing in (True, False)]
+    wanted = [(value, tuple(several), packing) for value in values for packing in (True, False)]
     assert [
-        (run.distill_options["route_column"], run.distill_options["freeze"], run.distill_options["packing"])
-        for run in runs
+        (run.distill_options.route_column, run.distill_options.freeze, run.distill_options.packing) for run in runs
     ] == wanted
-    assert [(run.distill_options["student"], run.distill_options["cache"]) for run in runs] == [
-        ("student", ["cache"])
+    assert [(run.distill_options.student, run.distill_options.cache) for run in runs] == [
+        ("student", ("cache",))
     ] * len(runs)
     assert len({run.name for run in runs}) == len(runs)
     for run in runs:
         assert SAFE.fullmatch(run.name)
         assert len(f"{run.name}.log") <= 255
-        assert run.folder == Path("out", run.name) == Path(run.distill_options["output"])
+        assert run.folder == Path("out", run.name) == Path(run.distill_options.output)
     assert plan_runs(["student", "cache"], [], vary, Path("out")) == runs
 
 
@@ -229,16 +228,16 @@ def test_students_caches_losses_and_files_of_options_vary_together(tmp_path):
     runs = plan_runs(["--loss", "byte-kl"], [], vary, Path("out"))
     given = [
         (
-            run.distill_options["student"],
-            run.distill_options["cache"],
-            run.distill_options["loss"],
-            run.distill_options["max_steps"],
+            run.distill_options.student,
+            run.distill_options.cache,
+            run.distill_options.loss,
+            run.distill_options.max_steps,
         )
         for run in runs
     ]
-    losses = (["byte-kl", "ce"], ["byte-kl", "ce", "alm:weight=2"])
-    assert given == list(itertools.product(("small/it", "large/it"), (["c"], ["c", "d"]), losses, (5, 6)))
-    assert {run.distill_options["seed"] for run in runs} == {7}
+    losses = (("byte-kl", "ce"), ("byte-kl", "ce", "alm:weight=2"))
+    assert given == list(itertools.product(("small/it", "large/it"), (("c",), ("c", "d")), losses, (5, 6)))
+    assert {run.distill_options.seed for run in runs} == {7}
     assert runs[0].name == "student=small-it,cache=c,loss=ce,config=a.yaml"
     assert runs[-1].name == "student=large-it,cache=c+d,loss=ce+alm-weight=2,config=b.yaml"
 
@@ -257,8 +256,8 @@ def test_a_list_names_its_runs_and_reads_what_dry_run_prints(tmp_path):
     again = run_xtk("sweep", "-o", "out", "--dry-run", "--runs", "-", stdin=printed, cwd=tmp_path).stdout
     assert again == printed
     runs = [plan_runs([], [("here", line)], [], tmp_path)[0].distill_options for line in printed.splitlines()]
-    assert [one["seed"] for one in runs] == [0, 1] * 3
-    assert (runs[-1]["student"], runs[-1]["freeze"], runs[-1]["max_steps"]) == ("my student", ["a b"], 5)
+    assert [one.seed for one in runs] == [0, 1] * 3
+    assert (runs[-1].student, runs[-1].freeze, runs[-1].max_steps) == ("my student", ("a b",), 5)
 
 
 def test_a_number_sign_begins_a_comment_only_at_the_beginning_of_a_word(tmp_path):
@@ -271,8 +270,8 @@ def test_a_number_sign_begins_a_comment_only_at_the_beginning_of_a_word(tmp_path
     ]
     runs = plan_runs(["STUDENT", "DATA"], [(f"line {n}", line) for n, line in enumerate(lines) if n != 2], [], tmp_path)
     given = [run.distill_options for run in runs]
-    assert [one["rollout_server"] for one in given] == [["http://h:8000/v1#MODEL"], ["http://h:8000/v1 # x"], ["#"]]
-    assert given[0]["seed"] == 5
+    assert [one.rollout_server for one in given] == [("http://h:8000/v1#MODEL",), ("http://h:8000/v1 # x",), ("#",)]
+    assert given[0].seed == 5
     assert [run.name for run in runs] == ["a", "b-2-3", "c"]
 
 

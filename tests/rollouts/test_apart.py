@@ -26,7 +26,9 @@ from xtk.tokens.tokenizer import Tokenizer
 ASKS = [
     GenerationRequest(np.arange(5, 12 + at, dtype=np.int32), (3, at), None if at % 2 else 4 + at) for at in range(5)
 ]
-SAMPLING = SamplingConfig(temperature=0.9, top_p=0.95, top_k=50, max_completion_length=9, stop=("a", "é"), top_logprobs=2)
+SAMPLING = SamplingConfig(
+    temperature=0.9, top_p=0.95, top_k=50, max_completion_length=9, stop=("a", "é"), top_logprobs=2
+)
 
 
 def request_of(folder: Path) -> GeneratorConfig:
