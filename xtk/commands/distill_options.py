@@ -124,8 +124,8 @@ class DistillOptions(
     )
     on_policy: bool = option(
         False,
-        "Train on completions sampled from the student, scored by --teacher and, if given, --reward. CACHE is then data "
-        "with prompts.",
+        "Train on completions sampled from the student, scored by --teacher and, if given, --reward. "
+        "CACHE is then data with prompts.",
         effect=INPUTS,
     )
     rollout_backend: str = option(
