@@ -338,9 +338,9 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     """
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.tokens.tokenizer import Tokenizer
-    from xtk.training.checkpoint import find_existing_run
     from xtk.training.distill import run_identity
     from xtk.training.parallel_config import parse_parallel
+    from xtk.training.resume_point import find_existing_run
     from xtk.training.runs.open_inputs import open_inputs
 
     try:

@@ -27,11 +27,11 @@ from xtk.models.student_model_setup import (
 )
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.training.batch_prefetch import report_killed_workers
-from xtk.training.checkpoint import ResumePoint, find_checkpoint, find_existing_run, prepare_run_folder
 from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
 from xtk.training.parallel_config import ParallelConfig, parse_parallel
 from xtk.training.process_group import init_process_group_after_restart, report_lost_processes
+from xtk.training.resume_point import ResumePoint, find_checkpoint, find_existing_run, prepare_run_folder
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.student_generator import check_generation_backend
 from xtk.training.student_with_losses import parallelize

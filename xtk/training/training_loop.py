@@ -21,7 +21,7 @@ from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
-from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, ResumePoint, remove_old_checkpoints
+from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints
 from xtk.training.cross_process_reduction import StepReduction
 from xtk.training.graceful_stop import StopListener
 from xtk.training.held_out_evaluation import HeldOutEvaluator
@@ -30,6 +30,7 @@ from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch
 from xtk.training.model_card import Provenance, model_card
 from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.parallel_config import ParallelConfig
+from xtk.training.resume_point import ResumePoint
 from xtk.training.student_offload import offload_student
 from xtk.training.student_with_losses import clip_gradients, forward_student, reshard_weights
 from xtk.training.task_evaluation import TaskEvaluator
