@@ -20,6 +20,7 @@ from xtk.commands.distill import read_configs
 from xtk.commands.distill_options import DistillOptions
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
+from xtk.options.spec_parsing import parse_pair
 
 # Set by the sweep itself.
 FIXED_OPTIONS = ("output", "help", "json", "quiet", "force", "max-seconds")
@@ -179,14 +180,10 @@ def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
     known = [name for name in _distill_options() if name not in FIXED_OPTIONS]
     found: dict[str, list[str]] = {}
     for text in vary:
-        key, equals, values = text.partition("=")
-        name = key.strip().replace("_", "-")
-        if not equals:
-            raise typer.BadParameter(
-                f"--vary {text!r} is not NAME=VALUE or 'NAME=VALUE VALUE ...'; use for example --vary 'seed=0 1 2'"
-            )
+        key, values = parse_pair(text, f"--vary {text}")
+        name = key.replace("_", "-")
         if name not in known:
-            raise unknown_name_error("option of --vary", key, known)
+            raise unknown_name_error("option of --vary", name, known)
         words = _split_words(values, f"--vary {text}")
         if not words:
             raise typer.BadParameter(f"--vary {text}: {name} has no value; write values after =, such as {name}=VALUE")
