@@ -48,6 +48,14 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
     assert read_projection(tmp_path / "p").header["options"]["documents"] == 41
 
 
+def test_an_option_of_zero_is_used(run, pair, corpus, tmp_path):
+    build(run, pair, "--decay", 0, "-o", "p", cwd=tmp_path)
+    counted = ("--method", "cooccurrence", "--corpus", corpus, "--smoothing", 0)
+    build(run, pair, *counted, "-o", "c", cwd=tmp_path)
+    assert read_projection(tmp_path / "p").header["options"]["decay"] == 0
+    assert read_projection(tmp_path / "c").header["options"]["smoothing"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

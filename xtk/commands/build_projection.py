@@ -102,7 +102,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
     matching = _matching(options.special_tokens)
     names = ("max_tokens_per_entry", "decay", "reverse_pass", "smoothing", "num_neighbors", "temperature")
     given = {name: getattr(options, name) for name in names}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value not in (None, False)}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None and value is not False}
     given_data = [name for name, value in (("corpus", options.corpus), ("columns", options.columns)) if value]
     check_method_options(options.method, [*chosen, *given_data] if options.method != "cooccurrence" else chosen)
     if options.method == "cooccurrence" and not options.corpus:

@@ -153,8 +153,9 @@ def check_options(options: Any) -> None:
         if declared.choices and value not in declared.choices:
             raise unknown_name_error(f"value of {name}", value, declared.choices)
         if isinstance(value, int | float) and not isinstance(value, bool) and not declared.allows(value):
-            limits = declared.limits or "a finite number"
-            raise XtkError(f"{name} is {value}, but must be {limits}", hint=f"use {name} with a number {limits}")
+            wanted = f"a number {declared.limits}" if declared.limits else "a finite number"
+            message = f"{name} is {value}, but must be {declared.limits or wanted}"
+            raise XtkError(message, hint=f"use {name} with {wanted}")
 
 
 @dataclass(frozen=True)
