@@ -162,6 +162,9 @@ def test_what_cannot_be_read_is_told(mmlu, tmp_path):
         with pytest.raises(XtkError) as refused:
             parse_eval_task(tasks)
         assert message in str(refused.value)
+    write_rows(tmp_path / "mbpp" / "test-0.parquet", [SQUARES])
+    with pytest.raises(XtkError, match="humaneval_plus has no value in the column entry_point"):
+        parse_eval_task(f"humaneval_plus={tmp_path / 'mbpp'}")
     write_rows(tmp_path / "odd" / "test-0.parquet", [{"prompt": "x", "text": "y"}])
     for name in CODE_TASKS:
         with pytest.raises(XtkError):
@@ -169,6 +172,18 @@ def test_what_cannot_be_read_is_told(mmlu, tmp_path):
     (tmp_path / "odd" / "test-0.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(XtkError):
         parse_eval_task(f"mbpp_plus={tmp_path / 'odd'}")
+
+
+@pytest.mark.parametrize(
+    "change", [{"answer": -1}, {"answer": 4}, {"answer": None}, {"choices": ["1", "2"]}, {"question": None}]
+)
+def test_mmlu_rows_that_cannot_be_scored_are_refused(mmlu, tmp_path, change):
+    folder = write_mmlu(tmp_path / "mmlu", ["anatomy"])
+    rows = questions("anatomy", 8)
+    rows[3] |= change
+    write_rows(folder / "anatomy" / "test-00000-of-00001.parquet", rows)
+    with pytest.raises(XtkError, match="not a question with 4 choices"):
+        parse_eval_task(f"mmlu_anatomy={folder}")
 
 
 def test_names_and_folders_are_told_apart(mmlu):

@@ -133,9 +133,13 @@ class CacheTeacherOptions(
     max_length: int = option(
         0, "Maximum number of tokens per document; --long-documents handles longer ones. 0: the context length."
     )
-    batch_tokens: int = option(8192, "Tokens per forward pass, padding included; more is faster and needs more memory.")
+    batch_tokens: int = option(
+        8192, "Tokens per forward pass, padding included; more is faster and needs more memory.", min=1
+    )
     shard_tokens: int = option(
-        65536, "Tokens per shard file; an interrupted run loses at most one unfinished shard per process."
+        65536,
+        "Tokens per shard file; an interrupted run loses at most one unfinished shard per process.",
+        min=1,
     )
     num_processes: int = option(
         1, "Number of processes on this machine, each with its own teacher and device, that write one cache.", min=1

@@ -21,6 +21,8 @@ from xtk.options.declaration import (
     redeclared,
 )
 from xtk.options.shared import (
+    MAX_COUNT,
+    MAX_GENERATIONS,
     ConfigOption,
     CorpusOptions,
     JsonOption,
@@ -127,12 +129,14 @@ class EvaluateOptions(
     )
     stop: tuple[str, ...] = redeclared(SamplingOptions, "stop", (), help="Stop string that ends an answer. Repeatable.")
     num_generations: int = option(
-        1, "Answers per problem, for avg@n and pass@n; above 1 needs --temperature above 0.", min=1
+        1, "Answers per problem, for avg@n and pass@n; above 1 needs --temperature above 0.", min=1, max=MAX_GENERATIONS
     )
     seed: int = option(
         0, "Random seed of sampling and few-shot examples. With --tasks, 0 is the default seed of the harness."
     )
-    max_prompts: int = option(0, "Maximum number of problems (per task), taken from the start; 0: all.", min=0)
+    max_prompts: int = option(
+        0, "Maximum number of problems (per task), taken from the start; 0: all.", min=0, max=MAX_COUNT
+    )
     backend: str = option("transformers", "Engine that generates, in this process.", metavar="[transformers|vllm]")
     engine: tuple[str, ...] = option((), "Engine argument of --backend vllm. Repeatable.", metavar="NAME=VALUE")
     output: str = option(

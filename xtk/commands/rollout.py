@@ -14,6 +14,8 @@ import typer
 from xtk import terminal
 from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of
 from xtk.options.shared import (
+    MAX_COUNT,
+    MAX_GENERATIONS,
     ConfigOption,
     CorpusOptions,
     DocumentColumnOptions,
@@ -75,7 +77,7 @@ class RolloutOptions(
         flags=("--output", "-o"),
         metavar="FILE.jsonl",
     )
-    num_generations: int = option(1, "Number of rollouts per prompt.", min=1)
+    num_generations: int = option(1, "Number of rollouts per prompt.", min=1, max=MAX_GENERATIONS)
     seed: int = option(0, "Random seed; a rollout depends only on the seed, its prompt's index and its own index.")
     top_logprobs: int = option(
         0,
@@ -83,7 +85,9 @@ class RolloutOptions(
         "same tokenizer scores them: cache-teacher --support candidates.",
         metavar="K",
     )
-    max_prompts: int = option(0, "Maximum number of prompts, taken from the start of the data; 0: all.", min=0)
+    max_prompts: int = option(
+        0, "Maximum number of prompts, taken from the start of the data; 0: all.", min=0, max=MAX_COUNT
+    )
     backend: str = option(
         "transformers",
         "Engine that generates: transformers or vllm (both in this process), or a vLLM server.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.tokenizer import Tokenizer
 
-MMLU = "mmlu"
+MMLU, NUM_CHOICES = "mmlu", 4
 MAX_ANSWER_TOKENS = 768  # as in EvalPlus
 BATCH_TOKENS = 8192
 
@@ -30,22 +31,27 @@ class CodeTask:
     Attributes:
         base_template: template of the prompt that a base model continues; "": the row's prompt.
         chat_template: template of the user message.
+        columns: columns that its rows have.
         stop_strings: texts that end a completion of the plain prompt.
     """
 
     base_template: str
     chat_template: str
+    columns: tuple[str, ...]
     stop_strings: tuple[str, ...] = ()
 
 
-_COMPLETION_TASK = CodeTask("", "Complete this function.\n```python\n{{ prompt }}```")
+_COMPLETION_TASK = CodeTask(
+    "", "Complete this function.\n```python\n{{ prompt }}```", ("prompt", "entry_point", "test")
+)
 _STOP_STRINGS = ('\n"""', "\nassert", "\nprint(", "\nif __name__")  # as in EvalPlus
 
 
 def _tests_task(text: str) -> CodeTask:
     tests = '{{ test_list | join("\n") }}'
     task = f"{{{{ {text} }}}}\n"
-    return CodeTask(f'"""\n{task}{tests}\n"""\n', f"{task}Your code should pass these tests:\n{tests}", _STOP_STRINGS)
+    base, chat = f'"""\n{task}{tests}\n"""\n', f"{task}Your code should pass these tests:\n{tests}"
+    return CodeTask(base, chat, (text, "test_list"), _STOP_STRINGS)
 
 
 CODE_TASKS = {
@@ -120,6 +126,8 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
         if not all(files.values()):
             missing += [subject] if {MMLU, group, task["task"]} & local.keys() else []
             continue
+        for place in itertools.chain.from_iterable(files.values()):
+            _check_mmlu_file(place)
         config = {"include": str(path), "task": task["task"], "tag": task.get("tag"), "dataset_path": "parquet",
                   "dataset_name": None, "dataset_kwargs": {"data_files": files}}  # fmt: skip
         (output_folder / path.name).write_text(json.dumps(config))
@@ -131,6 +139,25 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
             hint="download cais/mmlu: it has SUBJECT/test-*.parquet and SUBJECT/dev-*.parquet for each subject",
         )
     return [own, output_folder]
+
+
+def _check_mmlu_file(path: str) -> None:
+    """Check the questions of a file, which the harness reads later.
+
+    Raises:
+        XtkError: a row is not a question with four choices and the number of the right one.
+    """
+    for row, where in Corpus([path]).records():
+        question, choices, answer = (row.get(column) for column in ("question", "choices", "answer"))
+        is_valid = isinstance(question, str) and isinstance(choices, list) and len(choices) == NUM_CHOICES
+        is_valid = is_valid and all(isinstance(choice, str) for choice in choices)  # type: ignore[union-attr]
+        if not is_valid or not isinstance(answer, int) or not 0 <= answer < NUM_CHOICES:
+            raise XtkError(
+                f"a row of the MMLU data is not a question with {NUM_CHOICES} choices and an answer from 0 to "
+                f"{NUM_CHOICES - 1}: its answer is {answer!r}",
+                where=where,
+                hint="download cais/mmlu again; rows without answers cannot be scored",
+            )
 
 
 class CodeProblems:
@@ -160,8 +187,17 @@ class CodeProblems:
                 where=f"--tasks {name}={folder}",
                 hint="use a local copy of the dataset from the hub, with test-*.parquet in it, in data/ or in full/",
             )
+        corpus = Corpus([str(path) for path in files])
+        for record, where in corpus.records():
+            lacking = [column for column in self._task.columns if record.get(column) is None]
+            if lacking:
+                raise XtkError(
+                    f"a problem of the task {name} has no value in the column {lacking[0]}",
+                    where=where,
+                    hint=f"use --tasks {name}=FOLDER with a local copy of that dataset from the hub",
+                )
         form = PromptFormat(self._task.chat_template if chat else self._task.base_template, as_chat=chat)
-        self._prompts = read_prompts(Corpus([str(path) for path in files]), limit or None, form)
+        self._prompts = read_prompts(corpus, limit or None, form)
         self._rewards = WeightedRewards([parse_reward("tests")])
         check_rewards_apply(self._rewards, self._prompts)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from xtk.options.declaration import INPUTS, REPORTING, option
 
 MAX_DOCUMENT_BYTES = 16_000_000
+MAX_SEED = 2**32 - 1  # of numpy
+MAX_GENERATIONS = 65_536
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)

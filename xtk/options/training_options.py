@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xtk.options.declaration import INPUTS, REPORTING, SPEED, option
+from xtk.options.shared import MAX_GENERATIONS, MAX_SEED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,9 @@ class OptimizationOptions:
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass: less memory, about a third slower.", effect=SPEED
     )
-    seed: int = option(42, "Random seed of document order, dropout, LoRA initialization and rollouts.", min=0)
+    seed: int = option(
+        42, "Random seed of document order, dropout, LoRA initialization and rollouts.", min=0, max=MAX_SEED
+    )
     early_stopping_patience: int = option(
         0,
         "Evaluations without lower bits per byte after which the run ends; 0: no early stopping. The student then "
@@ -191,7 +194,7 @@ class OnPolicyOptions:
     """How completions become training steps."""
 
     num_generations: int = option(
-        1, "Rollouts per prompt, in one optimizer step; each is a document of the batch.", min=1
+        1, "Rollouts per prompt, in one optimizer step; each is a document of the batch.", min=1, max=MAX_GENERATIONS
     )
     steps_per_generation: int = option(
         1, "Optimizer steps per batch of rollouts, which one version of the weights generates.", min=1
