@@ -23,6 +23,7 @@ from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.teacher_logprobs import make_support
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training import student_export
 from xtk.training.checkpoint import CheckpointSaver
 from xtk.training.distill import distill
 from xtk.training.resume_point import ResumePoint, find_existing_run, prepare_run_folder
@@ -110,6 +111,22 @@ def test_the_adapter_of_a_run_is_not_merged_into_a_student_that_was_replaced(lor
     assert not (tmp_path / "run" / "xtk.json").exists()
     distill(paths, recipe, logging, inputs, force=False, trust_remote_code=False)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == whole
+
+
+def test_a_run_that_is_replaced_while_it_is_exported_is_refused(lora, pair, corpus, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run_xtk("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "-o", run)
+    load = student_export.load_causal_lm
+
+    def load_another(folder: Path, **options: object) -> object:  # as if another program did it after the check
+        (run / "model.safetensors").write_bytes((lora / "other" / "model.safetensors").read_bytes())
+        return load(folder, **options)
+
+    monkeypatch.setattr(student_export, "load_causal_lm", load_another)
+    config = student_export.ExportConfig(run)
+    with pytest.raises(XtkError, match="does not match its checksum"):
+        student_export.export_student(config, tmp_path / "exported", force=False)
+    assert not (tmp_path / "exported").exists()
 
 
 def test_an_online_teacher_that_is_replaced_is_refused(pair, corpus, tmp_path):

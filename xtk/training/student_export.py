@@ -150,6 +150,10 @@ def export_student(
             (folder / CARD_FILE).write_text(_card(config, content, metrics, results), encoding="utf-8")
             if converter is not None:
                 _convert(converter, folder, config.gguf)
+            if _open_source(config)[:2] != (source, content):  # verifies all files again
+                raise MismatchError(
+                    "the run was replaced while it was exported", where=str(source), hint="run the same command again"
+                )
             kept = {name: content[name] for name in KEPT_MANIFEST_KEYS if name in content}
             content_of_export = {**kept, "kind": EXPORT_KIND, "request": request, **figures}
             write_run_manifest(folder, content_of_export, fsync_and_hash(folder))
