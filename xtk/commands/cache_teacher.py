@@ -99,7 +99,10 @@ class CacheTeacherOptions(
         None, "With --support sample or top-k+sample: sampled tokens per position. Default: 16.", show_default=False
     )
     num_sample_sets: int = option(
-        1, "With --support sample or top-k+sample: independent sample sets, used in turn by epoch."
+        1,
+        "With --support sample or top-k+sample: independent sample sets, used in turn by epoch.",
+        min=1,
+        max=1000,
     )
     seed: int = option(0, "Random seed of the sampled tokens.")
     precision: str = option(

@@ -183,6 +183,8 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     state = f"unfinished, at step {at:,}" + (f" of {recipe['max_steps']:,}" if recipe.get("max_steps") else "")
     if (path / RUN_MANIFEST).is_file():
         content = read_run_manifest(path, ("student",))
+        if not metrics:
+            terminal.note(f"report: warning: {path} is finished, but its metrics.jsonl is missing or empty")
         state = f"finished, {content.get('steps', at):,} steps"
         if best := content.get("best"):
             state += f", best at step {best.get('step'):,}"
