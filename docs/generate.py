@@ -146,15 +146,14 @@ def rewards() -> str:
 
 def _options(name: str) -> list[str]:
     """Return the options of a loss, with their defaults."""
-    from xtk.losses import LossSpec
     from xtk.losses.divergences import DIVERGENCES
-    from xtk.losses.loss_spec import WITHOUT_DIVERGENCE
+    from xtk.losses.loss_spec import LossSpec
 
     specification = LossSpec(name)
     divergence, rule = specification.make_divergence(), specification.make_loss()
     own = dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ()
     known = {field.name: field.default for field in own}
-    if name not in WITHOUT_DIVERGENCE:
+    if rule.takes_divergence:
         named = name in DIVERGENCES
         known |= {} if named else {"divergence": "forward-kl"}
         known |= {field.name: field.default for field in dataclasses.fields(divergence) if field.name not in known}

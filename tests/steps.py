@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from xtk.losses import parse_losses
+from xtk.losses.loss_spec import parse_losses
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.student_model_setup import StudentModelConfig, StudentSource, load_student
 from xtk.tokens.tokenizer import Tokenizer

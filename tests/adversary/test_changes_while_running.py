@@ -16,7 +16,7 @@ from command_line import run_xtk
 from xtk.artifacts.run_folder_removal import keep_manifest_of_user
 from xtk.artifacts.run_folders import list_checkpoints, read_recipe
 from xtk.errors import MismatchError, XtkError
-from xtk.losses import parse_losses
+from xtk.losses.loss_spec import parse_losses
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher
 from xtk.teachers.online_teacher import parse_online_teacher

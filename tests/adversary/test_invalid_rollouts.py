@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from xtk.losses import parse_losses
 from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.tokens.alignment import align_sequences

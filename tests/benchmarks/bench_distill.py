@@ -18,7 +18,7 @@ from common import gsm8k, median_seconds, model_folder, process, report
 from numba import njit
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from xtk.losses import parse_losses
+from xtk.losses.loss_spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.runs.open_inputs import open_inputs

@@ -26,7 +26,7 @@ from common import gsm8k, median_seconds, model_folder, process, report
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xtk import terminal
-from xtk.losses import parse_losses
+from xtk.losses.loss_spec import parse_losses
 from xtk.models.causal_lm import BackboneWithHead, load_causal_lm, silence_transformers
 from xtk.models.packed_attention import PackedSequence
 from xtk.models.student_model_setup import parameter_groups

@@ -32,9 +32,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.losses import LOSSES
-from xtk.losses.byte_kl_numba import prefix_range
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
-from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, join_inputs
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, LossInputs, join_inputs
+from xtk.losses.token_boundaries_numba import prefix_range
 from xtk.models.output_head import MAX_CHUNK_BYTES, OutputHead, chunk_rows
 from xtk.name_registry import load_registered
 from xtk.projection.build import build_projection
@@ -117,12 +118,12 @@ class Bench:
         rule = load_registered(LOSSES, name, "loss")()
         grounds: dict[str, ComparisonSpace] = {"bytes": self.bytes, "projection": self.columns, "pairs": self.pairs}
         if rule.comparison_space == "tokens":
-            return rule.cells(self.same, Projection.identity(self.width).columns)
-        return rule.cells(self.across, grounds.get(rule.comparison_space))
+            return rule.build_cells(self.same, Projection.identity(self.width).columns)
+        return rule.build_cells(self.across, grounds.get(rule.comparison_space))
 
-    def term(self, name: str) -> LossTensors:
+    def term(self, name: str) -> LossCells:
         """Return the mean over the items of a loss."""
-        term = LossTensors.from_cells(self.cells(name))
+        term = self.cells(name)
         return term.to(DEVICE, 1 / max(1, term.num_items))
 
 
@@ -134,7 +135,7 @@ def head_of(rows: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Ten
     return states.requires_grad_(), weight.requires_grad_()
 
 
-def step_of(term: LossTensors, states: Tensor, weight: Tensor) -> Callable[[], None]:
+def step_of(term: LossCells, states: Tensor, weight: Tensor) -> Callable[[], None]:
     """Return one forward and backward pass of a loss."""
 
     def step() -> None:
@@ -318,9 +319,9 @@ def measure_dense(options: argparse.Namespace) -> list[Row]:
     spans = np.stack([positions, positions + 1, positions, positions + 1], 1)
     tokens = np.zeros(count + 1, np.int32)
     example = LossInputs(tokens, np.arange(count), spans, tokens, signal)
-    cells = load_registered(LOSSES, "p-kl", "loss")().cells(example, projection.columns)
+    cells = load_registered(LOSSES, "p-kl", "loss")().build_cells(example, projection.columns)
     states, weight = head_of(count, hidden, width, torch.float32)
-    sparse = step_of(LossTensors.from_cells(cells).to(DEVICE, 1.0), states, weight)
+    sparse = step_of(cells.to(DEVICE, 1.0), states, weight)
     targets, places = torch.from_numpy(probs).to(DEVICE), torch.from_numpy(ids.astype(np.int64)).to(DEVICE)
     matrix = torch.zeros(width, width, device=DEVICE)
     matrix[projection.entry_rows, torch.from_numpy(projection.teacher_ids.astype(np.int64))] = torch.from_numpy(

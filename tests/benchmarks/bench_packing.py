@@ -20,7 +20,8 @@ import torch
 from common import gsm8k, real_data, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xtk.losses import LOSSES, parse_losses
+from xtk.losses import LOSSES
+from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from common import processor_seconds, report
 
-from xtk.losses.sorted_probs_numba import largest_columns
+from xtk.losses.chunked_softmax_numba import largest_columns
 
 V, K = 128_256, 64
 

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from xtk import terminal
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.losses import parse_losses
+from xtk.losses.loss_spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.transformers_generator import TransformersGenerator

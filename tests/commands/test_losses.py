@@ -12,9 +12,10 @@ from steps import inputs_of, recipe_of
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.losses import COMPARISON_SPACES, LOSSES, SURROGATE_LOSSES, parse_losses
+from xtk.losses import COMPARISON_SPACES, LOSSES, SURROGATE_LOSSES
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKLDivergence
+from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm, TeacherOutput
 from xtk.name_registry import load_registered
 from xtk.projection.vocabulary_byte_partition import build_byte_partition

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xtk.losses.fused_head_and_loss import MIN_REMAINDER
+from xtk.losses.loss_cells import MIN_REMAINDER
 from xtk.losses.loss_interface import LossInputs
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 

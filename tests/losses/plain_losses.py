@@ -15,8 +15,12 @@ from plain_byte_kl import OF_A_CELL, Distance, Words, kl_with_other, plain_byte_
 from tiny_words import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
-from xtk.losses.fused_head_and_loss import MIN_REMAINDER
-from xtk.losses.loss_interface import LossCells, LossInputs, SortedProbs
+from xtk.losses.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.loss_cells import MIN_REMAINDER, LossCells
+from xtk.losses.loss_interface import LossInputs
+from xtk.losses.next_byte_cells import NextByteCells
+from xtk.losses.sorted_probs import SortedProbCells
+from xtk.losses.span_probability_products import SpanProductCells
 from xtk.projection.projection import Projection
 from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
@@ -58,21 +62,21 @@ def plain_sum_of_cells(cells: LossCells, probs_NV: Tensor, distance: Distance = 
         here = [_of_entries(cells, cell, probs_NV) for cell in numbers]
         teacher = [float(cells.teacher_probs[cell]) for cell in numbers]
         before = torch.ones((), dtype=torch.float64)
-        if cells.prefix_product is not None:
-            links = int(cells.prefix_product.num_prefix_tokens[item])
+        if isinstance(cells, SpanProductCells):
+            links = int(cells.num_prefix_tokens[item])
             before = math.prod(here[:links], start=before)
             here, teacher = (
-                [(before * one) ** (1 / cells.prefix_product.temperature) for one in here[links:]],
+                [(before * one) ** (1 / cells.temperature) for one in here[links:]],
                 teacher[links:],
             )
-        rest = None if cells.remainder_probs is None else float(cells.remainder_probs[item])
-        if cells.surrogate is not None:
-            of_item = cells.surrogate.sampling_logprobs[item], cells.surrogate.advantages[item]
-            total = total + surrogate(here[0], *of_item, cells.surrogate.min_ratio, cells.surrogate.max_ratio)
+        rest = float(cells.remainder_probs[item])
+        if isinstance(cells, ClippedSurrogateCells):
+            of_item = float(cells.sampling_logprobs[item]), float(cells.advantages[item])
+            total = total + surrogate(here[0], *of_item, cells.min_ratio, cells.max_ratio)
         elif teacher:
             total = total + cells.factor * distance(teacher, _looking_back(cells, item, here, probs_NV), rest)
-        if cells.sorted_probs is not None:
-            total = total + _of_ranks(cells.sorted_probs, item, before, probs_NV)
+        if isinstance(cells, SortedProbCells):
+            total = total + _of_ranks(cells, item, before, probs_NV)
     return total
 
 
@@ -84,14 +88,14 @@ def surrogate(probability: Tensor, logprob: float, advantage: float, low: float,
     return -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 
-def _of_ranks(ranks: SortedProbs, item: int, before: Tensor, probs_NV: Tensor) -> Tensor:
-    t = ranks.probs[ranks.offsets[item] : ranks.offsets[item + 1]].tolist()
+def _of_ranks(ranks: SortedProbCells, item: int, before: Tensor, probs_NV: Tensor) -> Tensor:
+    t = ranks.rank_probs[ranks.rank_offsets[item] : ranks.rank_offsets[item + 1]].tolist()
     unranked = set() if ranks.excluded_tokens is None else set(ranks.excluded_tokens.tolist())
     kept = [token for token in range(probs_NV.shape[1]) if token not in unranked]
-    s = list((before * probs_NV[ranks.rows[item]][kept]).sort(descending=True).values)
+    s = list((before * probs_NV[ranks.rank_rows[item]][kept]).sort(descending=True).values)
     rest = sum(s[len(t) :], torch.zeros((), dtype=torch.float64))
     outside = (rest - float(ranks.max_remainder[item])).relu() + (float(ranks.min_remainder[item]) - rest).relu()
-    return ranks.weight * (by_rank(t, s[: len(t)]) + outside)
+    return ranks.rank_weight * (by_rank(t, s[: len(t)]) + outside)
 
 
 def by_rank(teacher: Sequence[float], student: Sequence[Tensor]) -> Tensor:
@@ -110,20 +114,19 @@ def _of_entries(cells: LossCells, cell: int, probs_NV: Tensor) -> Tensor:
 
 def _looking_back(cells: LossCells, item: int, here: list[Tensor], probs_NV: Tensor) -> list[Tensor]:
     """Bayes' rule on the bytes that are spelled, for losses that know it."""
-    back = cells.alternatives
-    if back is None or back.rows[item] < 0:
+    if not isinstance(cells, NextByteCells) or cells.previous_rows[item] < 0:
         return here
-    probs = probs_NV[back.rows[item]]
+    probs = probs_NV[cells.previous_rows[item]]
     first = cells.cell_offsets[item] + 2 * item
     ended, further, *gone_on = (
         sum(
-            (probs[back.sorted_token_ids[back.firsts[run] : back.stops[run]]].sum() for run in range(*group)),
+            (probs[cells.sorted_token_ids[cells.firsts[run] : cells.stops[run]]].sum() for run in range(*group)),
             torch.tensor(0.0),
         )
-        for group in itertools.pairwise(back.run_offsets[first : first + len(here) + 3].tolist())
+        for group in itertools.pairwise(cells.run_offsets[first : first + len(here) + 3].tolist())
     )
     everything = ended + further + sum(gone_on)
-    assert not (back.is_inside_token[item] and sum(here) > 0)
+    assert not (cells.is_inside_token[item] and sum(here) > 0)
     return [(ended * one + other) / everything for one, other in zip(here, gone_on, strict=True)]
 
 

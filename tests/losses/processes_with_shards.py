@@ -17,7 +17,8 @@ from torch import Tensor, distributed, multiprocessing
 
 from xtk.losses import LOSSES
 from xtk.losses.context_parallel_hidden_states import StateExchange
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import join_inputs
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
 from xtk.name_registry import load_registered
@@ -127,11 +128,11 @@ def _documents(loss: str) -> list[Case]:
     return [dataclasses.replace(case, projection=cases[0].projection) for case in cases]
 
 
-def _term(loss: str, cases: Sequence[Case]) -> LossTensors:
+def _term(loss: str, cases: Sequence[Case]) -> LossCells:
     rule = load_registered(LOSSES, loss, "loss")()
     grounds: dict[str, Callable[[Case], Any]] = {"text": lambda case: None, "bytes": lambda case: case.next_bytes}
     ground = grounds.get(rule.comparison_space, lambda case: case.projection.columns)(cases[0])
-    return LossTensors.from_cells(rule.build_cells(join_inputs([case.example for case in cases]), ground))
+    return rule.build_cells(join_inputs([case.example for case in cases]), ground)
 
 
 def _head(kind: str, dtype: torch.dtype) -> OutputHead:

@@ -17,12 +17,13 @@ from plain_losses import signal_of
 from tiny_words import draw_spellings, next_bytes_of, partition_of
 from torch import Tensor
 
-from xtk.losses import byte_kl_numba
+from xtk.losses import byte_kl
 from xtk.losses.byte_kl import ByteKL
-from xtk.losses.byte_kl_numba import prefix_range
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
-from xtk.losses.loss_interface import LossCells, LossInputs
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import LossInputs
 from xtk.losses.same_tokenizer_losses import ForwardKL
+from xtk.losses.token_boundaries_numba import prefix_range
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
 from xtk.projection.vocabulary_byte_partition import (
@@ -43,7 +44,7 @@ CPU = torch.device("cpu")
 def loss_of(cells: LossCells, logits: Tensor, chunk: int = 3) -> tuple[float, Tensor]:
     """The sum over items, and its gradient."""
     leaf = logits.clone().requires_grad_()
-    total, _ = fused_loss(leaf, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, 1.0)], chunk)
+    total, _ = fused_loss(leaf, OutputHead(None), [cells.to(CPU, 1.0)], chunk)
     total.backward()
     return float(total.detach()), leaf.grad
 
@@ -303,12 +304,14 @@ def test_tokens_that_are_searched_are_those_that_are_found_one_by_one(of_familie
         said = with_a_teacher(draw, example, ground.teacher, tail)
         found = []
         for scan_limit in (0, 1 << 40):
-            filled = functools.partial(byte_kl_numba.fill_byte_cells, scan_limit=scan_limit)
+            filled = functools.partial(byte_kl.fill_byte_cells, scan_limit=scan_limit)
             with monkeypatch.context() as patch:
-                patch.setattr(byte_kl_numba, "fill_byte_cells", filled)
+                patch.setattr(byte_kl, "fill_byte_cells", filled)
                 cells = ByteKL().build_cells(said, ground)
-            runs = (cells.alternatives.run_offsets, cells.alternatives.firsts, cells.alternatives.stops)
-            found.append([array.tobytes() for array in (cells.cell_offsets, cells.teacher_probs, cells.tokens, *runs)])
+            runs = (cells.run_offsets, cells.firsts, cells.stops)
+            found.append(
+                [array.numpy().tobytes() for array in (cells.cell_offsets, cells.teacher_probs, cells.tokens, *runs)]
+            )
         assert found[0] == found[1]
 
 

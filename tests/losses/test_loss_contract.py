@@ -28,10 +28,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.errors import XtkError
-from xtk.losses import LOSSES, SURROGATE_LOSSES, TEACHER_REQUIREMENTS, LossSpec, parse_losses
-from xtk.losses.fused_head_and_loss import LossTensors, chunk_starts, fused_loss
-from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, join_inputs
-from xtk.losses.projected_kl_numba import fill_cells
+from xtk.losses import LOSSES, SURROGATE_LOSSES, TEACHER_REQUIREMENTS
+from xtk.losses.fused_head_and_loss import chunk_starts, fused_loss
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, LossInputs, join_inputs
+from xtk.losses.loss_spec import LossSpec, parse_losses
+from xtk.losses.projected_cells_numba import fill_cells
+from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.models.output_head import HeadAdapter, OutputHead
 from xtk.name_registry import load_registered
 from xtk.projection.projection import Projection, ProjectionColumns
@@ -86,7 +89,7 @@ def fused(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The total, each term's sum, and the gradients of states, head and bias."""
     inputs = leaves(case.states, case.weight, case.bias, dtype=dtype)
-    terms = [LossTensors.from_cells(part).to(CPU, scale) for part, scale in zip(cells, scales, strict=True)]
+    terms = [part.to(CPU, scale) for part, scale in zip(cells, scales, strict=True)]
     total, sums = fused_loss(inputs[0], OutputHead(*inputs[1:]), terms, chunk)
     total.backward()
     return total.detach(), sums, [tensor.grad for tensor in inputs if tensor is not None]
@@ -161,7 +164,7 @@ def test_the_cases_have_what_is_asked_of_them():
         assert not np.isin(signal.ids, case.projection.teacher_ids).all()
         # Positions of which one side knows nothing, tokens in which the other side ends one.
         assert len(predicted_spans(case.example)) < len(case.example.spans)
-    assert sum(cells_of("byte-kl", case).alternatives.is_inside_token.sum() for case in cases) > 10
+    assert sum(cells_of("byte-kl", case).is_inside_token.sum() for case in cases) > 10
     assert draw_case(0, K=99, sharpness=300.0).example.teacher_logprobs.logprobs.min() < -100
 
 
@@ -280,7 +283,7 @@ def test_a_document_of_weight_2_is_that_document_twice(name, weights):
     terms, states = [], []
     for numbers in (once, often):
         example = join_inputs([cases[at].example for at in numbers])
-        terms.append(LossTensors.from_cells(cells_of(name, dataclasses.replace(cases[0], example=example))))
+        terms.append(cells_of(name, dataclasses.replace(cases[0], example=example)))
         states.append(torch.cat([cases[at].states for at in numbers]))
     counts = np.repeat(np.array(weights, float), [len(cases[at].example.positions) for at in once])
     weighted = terms[0].with_row_weights(counts, None)
@@ -303,7 +306,7 @@ def test_a_document_of_weight_2_is_that_document_twice(name, weights):
 @every_loss
 def test_factors_of_rows_multiply_items_and_not_what_they_are_averaged_over(name):
     case = case_for(name, 3, K=3, spans=9)
-    term = LossTensors.from_cells(cells_of(name, case))
+    term = cells_of(name, case)
     factors = np.full(len(case.example.positions), 0.25)
     for counts, count in ((None, term.num_items), (np.full(len(factors), 3.0), 3 * term.num_items)):
         weighted = term.with_row_weights(counts, factors)
@@ -335,7 +338,7 @@ def test_a_gradient_that_comes_in_is_multiplied_through(name):
     cells = cells_of(name, case)
     _, _, once = fused(case, [cells], [1.0])
     inputs = leaves(case.states, case.weight, None)
-    total, _ = fused_loss(inputs[0], OutputHead(*inputs[1:]), [LossTensors.from_cells(cells).to(CPU, 1.0)], 3)
+    total, _ = fused_loss(inputs[0], OutputHead(*inputs[1:]), [cells.to(CPU, 1.0)], 3)
     (-2.5 * total).backward()
     assert_close([inputs[0].grad, inputs[1].grad], [-2.5 * gradient for gradient in once], 1e-12)
 
@@ -343,7 +346,7 @@ def test_a_gradient_that_comes_in_is_multiplied_through(name):
 @every_loss
 def test_gradients_agree_with_finite_differences(name):
     case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
-    term = LossTensors.from_cells(cells_of(name, case)).to(CPU, 0.7)
+    term = cells_of(name, case).to(CPU, 0.7)
     inputs = tuple(leaves(case.states, case.weight, case.bias))
     assert torch.autograd.gradcheck(lambda states, *head: fused_loss(states, OutputHead(*head), [term], 2)[0], inputs)
 
@@ -351,7 +354,7 @@ def test_gradients_agree_with_finite_differences(name):
 @every_loss
 def test_gradients_of_a_head_with_all_that_heads_have_agree_with_finite_differences(name):
     case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
-    term = LossTensors.from_cells(cells_of(name, case)).to(CPU, 0.7)
+    term = cells_of(name, case).to(CPU, 0.7)
     adapter = torch.randn(2, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
 
     def total(states: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
@@ -365,9 +368,7 @@ def test_gradients_of_a_head_with_all_that_heads_have_agree_with_finite_differen
 def test_gradients_can_be_asked_for_twice(name):
     case = case_for(name, 2, K=4)
     inputs = leaves(case.states, case.weight, None)
-    total, _ = fused_loss(
-        inputs[0], OutputHead(inputs[1]), [LossTensors.from_cells(cells_of(name, case)).to(CPU, 1.0)], 3
-    )
+    total, _ = fused_loss(inputs[0], OutputHead(inputs[1]), [cells_of(name, case).to(CPU, 1.0)], 3)
     once = torch.autograd.grad(total, inputs[:2], retain_graph=True)
     twice = torch.autograd.grad(-2 * total, inputs[:2])
     assert_close(list(twice), [-2 * gradient for gradient in once], 1e-12)
@@ -391,7 +392,7 @@ def test_logits_can_be_given_instead_of_states_and_a_head(name):
     cells = cells_of(name, case)
     logits = (case.states @ case.weight.T).requires_grad_()
     before = logits.detach().clone()
-    found, _ = fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, 1.0)], 3)
+    found, _ = fused_loss(logits, OutputHead(None), [cells.to(CPU, 1.0)], 3)
     found.backward()
     assert torch.equal(logits, before)
     total, _, (d_states, d_weight) = fused(case, [cells], [1.0])
@@ -421,7 +422,7 @@ def test_bf16_is_finite_and_near_fp32(name):
 def test_bf16_logits_can_be_given_too(name):
     case = case_for(name, 9, K=6)
     logits = (case.states @ case.weight.T).bfloat16().requires_grad_()
-    total, _ = fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells_of(name, case)).to(CPU, 1.0)], 4)
+    total, _ = fused_loss(logits, OutputHead(None), [cells_of(name, case).to(CPU, 1.0)], 4)
     total.backward()
     assert torch.isfinite(total)
     assert logits.grad.dtype == torch.bfloat16
@@ -490,7 +491,7 @@ def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
         )
         cells = rule.build_cells(dataclasses.replace(case.example, teacher_logprobs=signal), columns)
         assert cells.num_items == len(spans)
-        assert not np.diff(cells.cell_offsets)[list(hidden)].any()
+        assert not torch.diff(cells.cell_offsets)[list(hidden)].any()
         total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))
         for chunk in (1, 2, 64):
             found, _, exact = fused(case, [cells], [1.0], chunk=chunk)
@@ -562,26 +563,28 @@ def test_fill_cells_agrees_with_its_readable_twin_however_often_it_is_called(cas
     )
     for _ in range(2):
         *arrays, corrections = fill_cells(
-            row_start, row_stop, position_start, position_stop, signal.offsets, signal.ids, signal.logprobs,
-            columns.offsets, columns.student_ids, columns.log_weights, signal.offsets[1:], np.zeros(len(signal)),
+            ItemRanges(row_start, row_stop, position_start, position_stop), TeacherArrays.from_logprobs(signal),
+            columns.offsets, columns.student_ids, columns.log_weights,
         )  # fmt: skip
-        cells = LossCells(*arrays)
+        cells = LossCells.from_numpy(*arrays)
         assert not corrections.any()
-        assert np.diff(cells.cell_offsets).tolist() == [len(item) for item in expected]
+        assert torch.diff(cells.cell_offsets).tolist() == [len(item) for item in expected]
         flat = [cell for item in expected for cell in item]
-        assert np.diff(cells.entry_offsets).tolist() == [len(entries) for _, entries in flat]
-        np.testing.assert_allclose(cells.teacher_probs, [prob for prob, _ in flat], rtol=1e-6, atol=1e-30)
+        assert torch.diff(cells.entry_offsets).tolist() == [len(entries) for _, entries in flat]
+        np.testing.assert_allclose(cells.teacher_probs.numpy(), [prob for prob, _ in flat], rtol=1e-6, atol=1e-30)
         entries = [entry for _, entries in flat for entry in entries]
         assert cells.rows.tolist() == [row for row, _, _ in entries]
         assert cells.tokens.tolist() == [token for _, token, _ in entries]
-        np.testing.assert_allclose(cells.log_weights, [weight for _, _, weight in entries], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            cells.log_weights.numpy(), [weight for _, _, weight in entries], rtol=1e-6, atol=1e-6
+        )
 
 
 @settings(deadline=None, max_examples=60)
 @given(case=problems(), size=st.integers(1, 20), both=st.booleans())
 def test_chunks_cover_all_rows_once_and_no_item_straddles_two(case, size, both):
     cells = [cells_of("p-kl", case), *([cells_of("ce", case)] if both else [])]
-    terms = [LossTensors.from_cells(part).to(CPU, 1.0) for part in cells]
+    terms = [part.to(CPU, 1.0) for part in cells]
     starts = chunk_starts(len(case.states), size, terms)
     assert starts[0] == 0
     assert starts[-1] == len(case.states)
@@ -654,9 +657,9 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_rows(name):
     for N in (256, 1024):
         case = wide_case(name, N, V, H)
         states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.float32)
-        terms = [LossTensors.from_cells(cells_of(name, case)).to(CPU, 1.0)]
+        terms = [cells_of(name, case).to(CPU, 1.0)]
 
-        def step(states: Tensor = states, weight: Tensor = weight, terms: list[LossTensors] = terms) -> None:
+        def step(states: Tensor = states, weight: Tensor = weight, terms: list[LossCells] = terms) -> None:
             fused_loss(states, OutputHead(weight), terms, chunk)[0].backward()
 
         with Largest() as watch:
@@ -675,7 +678,7 @@ def test_an_item_longer_than_a_chunk_is_read_in_pieces():
     V, chunk, draw = 2000, 8, np.random.default_rng(0)
     lengths = [3, 40, 1, 21, 8]
     rows = np.concatenate([np.tile(np.arange(a, b), 2) for a, b in itertools.pairwise(np.cumsum([0, *lengths]))])
-    cells = LossCells(
+    cells = LossCells.from_numpy(
         cell_offsets=np.arange(0, 11, 2),
         entry_offsets=np.concatenate([[0], np.cumsum(np.repeat(lengths, 2))]),
         teacher_probs=np.full(10, 0.3, np.float32),
@@ -699,7 +702,7 @@ def test_memory_is_bounded_also_for_several_losses_and_a_soft_cap():
     V, H, chunk = 20_000, 8, 48
     case = wide_case("p-kl", 512, V, H)
     states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.float32)
-    terms = [LossTensors.from_cells(cells_of(name, case)).to(CPU, 1.0) for name in ("p-kl", "boundary-kl")]
+    terms = [cells_of(name, case).to(CPU, 1.0) for name in ("p-kl", "boundary-kl")]
 
     def step() -> None:
         fused_loss(states, OutputHead(weight, softcap=30.0), terms, chunk)[0].backward()
@@ -715,9 +718,9 @@ def test_memory_of_a_bf16_head_is_that_of_a_chunk_beyond_inputs_and_gradients():
     for N in (256, 1024):
         case = wide_case("forward-kl", N, V, H)
         states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.bfloat16)
-        terms = [LossTensors.from_cells(cells_of("forward-kl", case)).to(CPU, 1.0)]
+        terms = [cells_of("forward-kl", case).to(CPU, 1.0)]
 
-        def step(states: Tensor = states, weight: Tensor = weight, terms: list[LossTensors] = terms) -> None:
+        def step(states: Tensor = states, weight: Tensor = weight, terms: list[LossCells] = terms) -> None:
             fused_loss(states, OutputHead(weight), terms, chunk)[0].backward()
 
         step()
@@ -802,7 +805,7 @@ def test_a_bad_specification_is_told(texts, what, hint):
 @pytest.mark.parametrize("gap", [5.0, 15.0, 25.0, 40.0, 80.0])
 def test_a_student_that_is_sure_and_wrong_is_pulled_back(gap):
     # One cell, which holds all of the student's probability but e^-gap; the teacher has 0.3 elsewhere. fp32.
-    cells = LossCells(
+    cells = LossCells.from_numpy(
         cell_offsets=np.array([0, 1]),
         entry_offsets=np.array([0, 1]),
         teacher_probs=np.array([0.7], np.float32),
@@ -813,7 +816,7 @@ def test_a_student_that_is_sure_and_wrong_is_pulled_back(gap):
     logits = torch.zeros(1, 50)
     logits[0, 2] = gap + math.log(49)
     logits.requires_grad_()
-    total, _ = fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, 1.0)], 4)
+    total, _ = fused_loss(logits, OutputHead(None), [cells.to(CPU, 1.0)], 4)
     total.backward()
     rest = math.exp(-gap) / (1 + math.exp(-gap))
     assert logits.grad[0, 2].item() == pytest.approx(0.3 - rest, rel=1e-4)
@@ -889,7 +892,7 @@ def test_a_temperature_divides_both_logits():
     case = dataclasses.replace(case, example=dataclasses.replace(case.example, teacher_logprobs=signal))
     for name, (one, two) in {"forward-kl": (other, logits), "reverse-kl": (logits, other)}.items():
         cells = cells_of(name, case, (("temperature", str(tau)),))
-        total, _ = fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, 1.0)], 4)
+        total, _ = fused_loss(logits, OutputHead(None), [cells.to(CPU, 1.0)], 4)
         p, q = torch.softmax(one / tau, 1), torch.softmax(two / tau, 1)
         assert float(total) == pytest.approx(tau**2 * float((p * (p / q).log()).sum()), rel=1e-5)
 

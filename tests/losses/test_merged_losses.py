@@ -29,11 +29,12 @@ from plain_losses import (
 from tiny_words import partition_of
 from torch import Tensor
 
-from xtk.losses import parse_losses
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
-from xtk.losses.loss_interface import LossCells, LossInputs
-from xtk.losses.sorted_probs import largest_by_topk, scale_rows
-from xtk.losses.sorted_probs_numba import largest_columns
+from xtk.losses.chunked_softmax_numba import largest_columns
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.largest_tokens import largest_by_topk, scale_rows
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import LossInputs
+from xtk.losses.loss_spec import parse_losses
 from xtk.losses.span_probability_products import log_tempered_remainder
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
@@ -51,9 +52,7 @@ def cells_of(text: str, case: Case) -> LossCells:
 def fused(text: str, case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     """The sum over items, and the gradients of states and head."""
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (case.states, case.weight)]
-    total, _ = fused_loss(
-        inputs[0], OutputHead(*inputs[1:]), [LossTensors.from_cells(cells_of(text, case)).to(CPU, 1.0)], 3
-    )
+    total, _ = fused_loss(inputs[0], OutputHead(*inputs[1:]), [cells_of(text, case).to(CPU, 1.0)], 3)
     total.backward()
     return total.detach(), inputs[0].grad, inputs[1].grad
 
@@ -188,7 +187,7 @@ def test_neither_part_of_h_kl_is_more_from_part_of_a_distribution(seed):
 def test_a_token_that_is_named_for_being_written_has_no_rank():
     # .2 is named for being written; .25 twice is not. Ranks: .3 alone; behind it .7.
     case = one_position([0.3, 0.25, 0.25, 0.2], [0.3, 0.25, 0.25, 0.2], K=1, written=3)
-    assert cells_of("uld", case).sorted_probs.probs.tolist() == pytest.approx([0.3])
+    assert cells_of("uld", case).rank_probs.tolist() == pytest.approx([0.3])
     assert float(fused("uld", case)[0]) == pytest.approx(0, abs=1e-6)
 
 
@@ -217,7 +216,7 @@ def test_alm_is_finite_with_the_right_gradient_at_both_ends(gap, tau):
     """A student that gives its token e^-400, or all but e^-80; fp32."""
     case = one_position([0.6, 0.4], [0.5, 0.5], K=1)
     logits = torch.tensor([[gap, 0.0]], requires_grad=True)
-    term = LossTensors.from_cells(cells_of(f"alm:temperature={tau}", case)).to(CPU, 1.0)
+    term = cells_of(f"alm:temperature={tau}", case).to(CPU, 1.0)
     total, _ = fused_loss(logits, OutputHead(None), [term], 4)
     total.backward()
     log_p = math.log(0.6) / tau

@@ -16,10 +16,12 @@ from tiny_words import spell
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.losses import LOSSES, parse_losses
+from xtk.losses import LOSSES
 from xtk.losses.divergences import DIVERGENCES
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
-from xtk.losses.loss_interface import LossCells, LossInputs
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import LossInputs
+from xtk.losses.loss_spec import parse_losses
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
 
@@ -33,7 +35,7 @@ def cells_of(text: str, example: LossInputs, ground: object = None) -> LossCells
 
 
 def summed(cells: LossCells, logits: Tensor, scale: float = 1.0) -> Tensor:
-    return fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, scale)], 64)[0]
+    return fused_loss(logits, OutputHead(None), [cells.to(CPU, scale)], 64)[0]
 
 
 # --- on average
@@ -175,7 +177,7 @@ def test_a_detached_divergence_as_an_advantage_has_no_gradient_on_average(toy):
         # Any function of the text before the span: here the KL to the uniform distribution.
         of_rows = ((said.exp() * said).sum(1) + math.log(len(toy.student))).numpy()
         values = -of_rows[: cells.num_items]
-        return dataclasses.replace(cells, surrogate=dataclasses.replace(cells.surrogate, advantages=values))
+        return dataclasses.replace(cells, advantages=torch.from_numpy(values))
 
     assert float(toy.expected_gradient(with_divergence).abs().max()) < 1e-7
 
@@ -246,20 +248,20 @@ def test_options_are_those_of_the_readable_loss_wherever_the_ratio_is(text):
         items = plain_policy_gradient(case, said, **OPTIONS[text])
         cells = cells_of(text, example)
         assert cells.num_items == len(items)
-        term = LossTensors.from_cells(cells).to(CPU, 1.0)
+        term = cells.to(CPU, 1.0)
         found, _ = fused_loss(case.states, OutputHead(case.weight), [term], 3)
         for one, other in zip(value_and_gradients(found, case), value_and_gradients(sum(items), case), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
         clipped, ratios = 0, 0.0
-        for item, advantage in zip(items, cells.surrogate.advantages, strict=True):
-            ratio, bounds = -float(item.detach()) / advantage, (cells.surrogate.min_ratio, cells.surrogate.max_ratio)
+        for item, advantage in zip(items, cells.advantages.tolist(), strict=True):
+            ratio, bounds = -float(item.detach()) / advantage, (cells.min_ratio, cells.max_ratio)
             met.add((advantage > 0, "clipped" if min(abs(ratio - bound) for bound in bounds) < 1e-12 else "free"))
             clipped += min(abs(ratio - bound) for bound in bounds) < 1e-12
         number = {row + 1: at for at, row in enumerate(example.positions.tolist())}
         for tokens, _ in predicted_spans(example):
             ours = math.prod(float(said.detach()[number[at], example.student_ids[at]]) for at in tokens)
             ratios += ours / math.exp(sum(float(example.sampling_logprobs[number[at]]) for at in tokens))
-        assert term.surrogate.ratio_statistics.tolist() == pytest.approx([len(items), ratios, clipped], rel=1e-5)
+        assert term.ratio_statistics.tolist() == pytest.approx([len(items), ratios, clipped], rel=1e-5)
     assert met == set(itertools.product((False, True), ("clipped", "free")))
 
 
@@ -310,7 +312,7 @@ def test_a_teacher_and_a_reward_add_up_and_the_teacher_alone_is_clipped():
 def test_what_a_side_finds_impossible_stays_in_its_item():
     """A teacher that gives a token nothing is at the clip; a token that was drawn with nothing is no item."""
     example, text = draw_case(2, K=3, spans=12).example, "policy-gradient:reward_weight=0,clip=1000"
-    whole = cells_of(text, example).surrogate.advantages
+    whole = cells_of(text, example).advantages.numpy()
     changed = []
     for at in range(len(example.teacher_logprobs)):
         said = example.teacher_logprobs.observed_logprobs.copy()
@@ -318,17 +320,17 @@ def test_what_a_side_finds_impossible_stays_in_its_item():
         silent = dataclasses.replace(
             example, teacher_logprobs=dataclasses.replace(example.teacher_logprobs, observed_logprobs=said)
         )
-        advantages = cells_of(text, silent).surrogate.advantages
+        advantages = cells_of(text, silent).advantages.numpy()
         changed.append((advantages != whole).sum())
         assert set(advantages[advantages != whole]) <= {-1000.0}
-        assert np.isfinite(cells_of("alm", silent).teacher_probs).all()
+        assert np.isfinite(cells_of("alm", silent).teacher_probs.numpy()).all()
     assert sorted(set(changed)) == [0, 1]
     assert sum(changed) >= len(whole)
     left = []
     for at in range(len(example.positions)):
         drawn = example.sampling_logprobs.copy()
         drawn[at] = -np.inf
-        kept = cells_of(text, dataclasses.replace(example, sampling_logprobs=drawn)).surrogate.advantages.tolist()
+        kept = cells_of(text, dataclasses.replace(example, sampling_logprobs=drawn)).advantages.tolist()
         assert kept in [whole.tolist(), *(np.delete(whole, item).tolist() for item in range(len(whole)))]
         left.append(len(whole) - len(kept))
     assert sum(left) >= len(whole)
@@ -355,7 +357,7 @@ def test_documents_that_the_student_did_not_draw_have_no_items():
         for text, example in (("policy-gradient", without_rewards), ("policy-gradient:reward_weight=0", case.example))
     )
     assert one.num_items > 3
-    np.testing.assert_array_equal(one.surrogate.advantages, other.surrogate.advantages)
+    assert torch.equal(one.advantages, other.advantages)
 
 
 # --- top-k, in the loss

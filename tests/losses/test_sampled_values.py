@@ -14,9 +14,11 @@ from xtk.artifacts.codec.logprob_packing import pack_logprobs
 from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
 from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
 from xtk.evaluation.top1_agreement import ByProjection, TeacherTopTokens
-from xtk.losses import LOSSES, SURROGATE_LOSSES, LossSpec
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
+from xtk.losses import LOSSES, SURROGATE_LOSSES
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import LossInputs
+from xtk.losses.loss_spec import LossSpec
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
@@ -104,12 +106,12 @@ def objective_of(name: str) -> LossTerm:
     return LossTerm(RULES[name], LossSpec(name).make_divergence(), grounds()[RULES[name].comparison_space])
 
 
-def term_of(name: str, support: str, precision: str) -> LossTensors:
+def term_of(name: str, support: str, precision: str) -> LossCells:
     objective = objective_of(name)
-    return objective.to_tensors(example_of(signal_from(support, precision, sampled=objective.accepts_samples)))
+    return objective.build_cells(example_of(signal_from(support, precision, sampled=objective.accepts_samples)))
 
 
-def mean_of(term: LossTensors, student: int, chunk: int = 512) -> float:
+def mean_of(term: LossCells, student: int, chunk: int = 512) -> float:
     _, sums = fused_loss(logits_of(student), OutputHead(None), [term], chunk)
     return float(sums[0]) / term.num_items
 
@@ -164,7 +166,7 @@ def test_the_value_of_another_model_is_that_of_full_distributions(name, support)
     whole = dataclasses.replace(scores_of(V, 0), remainder_mass=np.zeros(P, np.float32))
     objective = objective_of(name)
     for student in (5, 6):
-        expected = mean_of(objective.to_tensors(example_of(to_teacher_logprobs(whole, None))), student)
+        expected = mean_of(objective.build_cells(example_of(to_teacher_logprobs(whole, None))), student)
         if name == "byte-kl":  # what could have been written instead is read from the exact ids alone
             expected = pytest.approx(expected, rel=0.1)
         else:

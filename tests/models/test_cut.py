@@ -25,7 +25,7 @@ from transformers import (
 from whole_model import assert_as_the_whole_model, cells_of, plain
 
 from xtk.errors import XtkError
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.models.causal_lm import BackboneWithHead, check_embedding_rows
 from xtk.models.output_head import ChunkedLogits
 from xtk.tokens.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ def test_only_what_is_trained_has_a_gradient():
     model = model_of("LoRA on the head")
     head = BackboneWithHead(model).head
     states = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
-    fused_loss(states, head, [LossTensors.from_cells(cells_of(4, V)).to(torch.device("cpu"), 1.0)], 2)[0].backward()
+    fused_loss(states, head, [cells_of(4, V).to(torch.device("cpu"), 1.0)], 2)[0].backward()
     assert head.weight.grad is None
     assert head.adapters[0].lora_b.grad.abs().sum() > 0
     assert head.adapters[0].lora_a.grad.abs().sum() > 0
@@ -117,7 +117,7 @@ def test_a_frozen_model_can_train_its_head_alone():
     model.requires_grad_(False)
     head = model.get_output_embeddings().weight.requires_grad_()
     ids, places = torch.arange(3, 9)[None], torch.arange(5)
-    terms = [LossTensors.from_cells(cells_of(5, V)).to(torch.device("cpu"), 1.0)]
+    terms = [cells_of(5, V).to(torch.device("cpu"), 1.0)]
     StudentWithLoss(BackboneWithHead(model))(ids, places.numpy(), terms)[0].backward()
     found, head.grad = head.grad, None
     plain(cells_of(5, V), model(input_ids=ids).logits[0, :5]).backward()

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from xtk.losses.divergences import ForwardKLDivergence, ReverseKLDivergence
-from xtk.losses.fused_head_and_loss import LossTensors
-from xtk.losses.loss_interface import LossCells
+from xtk.losses.loss_cells import LossCells
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.training.student_with_losses import StudentWithLoss
 
@@ -20,7 +19,7 @@ LENGTH = 12
 def cells_of(rows: int, width: int, *, reverse: bool = False) -> LossCells:
     """Of each row three tokens and what is left."""
     draw = np.random.default_rng(0)
-    return LossCells(
+    return LossCells.from_numpy(
         cell_offsets=np.arange(0, 3 * rows + 1, 3),
         entry_offsets=np.arange(3 * rows + 1),
         teacher_probs=draw.dirichlet(np.ones(4), rows)[:, :3].astype(np.float32).reshape(-1),
@@ -34,7 +33,7 @@ def cells_of(rows: int, width: int, *, reverse: bool = False) -> LossCells:
 def plain(cells: LossCells, logits: Tensor) -> Tensor:
     """The sum of the losses of all rows."""
     probs = torch.softmax(logits, 1)[cells.rows.reshape(-1, 3), cells.tokens.reshape(-1, 3)]
-    said = torch.from_numpy(cells.teacher_probs).to(probs.dtype).reshape(-1, 3)
+    said = cells.teacher_probs.to(probs.dtype).reshape(-1, 3)
     s, t = (torch.cat([some, 1 - some.sum(1, keepdim=True)], 1) for some in (probs, said))
     if isinstance(cells.divergence, ReverseKLDivergence):
         return (s * (s / t).log()).sum()
@@ -58,10 +57,7 @@ def material_of(width: int, length: int) -> tuple[Tensor, Tensor, list[LossCells
 def gradients_of_cut(cut: BackboneWithHead, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradients that training gives."""
     ids, places, cells = material_of(cut.model.get_output_embeddings().weight.shape[0], length)
-    terms = [
-        LossTensors.from_cells(one).to(torch.device("cpu"), scale)
-        for one, scale in zip(cells, (0.5, 0.25), strict=True)
-    ]
+    terms = [one.to(torch.device("cpu"), scale) for one, scale in zip(cells, (0.5, 0.25), strict=True)]
     found, _ = StudentWithLoss(cut)(ids, places.numpy(), terms)
     return found.detach(), gradients_of(cut.model, found)
 

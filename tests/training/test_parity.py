@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from xtk.losses import parse_losses
+from xtk.losses.loss_spec import parse_losses
 from xtk.training.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from interrupting import assert_none_left, assert_same, stop_at_a_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from xtk.losses import LossSpec
+from xtk.losses.loss_spec import LossSpec
 from xtk.training.metrics_file import MetricsFile, read_metrics
 from xtk.training.train_config import TrainConfig
 

@@ -14,8 +14,8 @@ import torch
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.losses import parse_losses
 from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.tokens.teacher_tokenization import teacher_views
@@ -121,9 +121,7 @@ def test_what_was_drawn_is_trained_and_prompts_and_answers_of_tools_have_no_grad
     if text == POLICY:
         assert term.tokens.tolist() == [token for own in rollouts.drawn for token in own]
         old = [source.document(number).sampled_tokens for number in range(2)]
-        assert float(term.surrogate.sampling_logprobs.sum()) == pytest.approx(
-            sum(float(one.logprobs.sum()) for one in old)
-        )
+        assert float(term.sampling_logprobs.sum()) == pytest.approx(sum(float(one.logprobs.sum()) for one in old))
 
 
 def test_policy_gradient_from_documents_that_nobody_drew_is_refused(rollouts, pair, cache):

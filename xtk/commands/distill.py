@@ -99,7 +99,8 @@ def read_configs(
     """
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.errors import XtkError
-    from xtk.losses import AUTO_LOSS, parse_losses
+    from xtk.losses import AUTO_LOSS
+    from xtk.losses.loss_spec import parse_losses
     from xtk.models.student_model_setup import StudentModelConfig
     from xtk.training.parallel_config import parse_devices
     from xtk.training.task_evaluation import parse_eval_tasks

@@ -147,7 +147,7 @@ def _measured(
 
 def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
     """Return the losses that measure the distance to a teacher."""
-    from xtk.losses import LossSpec
+    from xtk.losses.loss_spec import LossSpec
     from xtk.losses.loss_term import LossTerm
 
     names = [ANY_TOKENIZER_LOSS]

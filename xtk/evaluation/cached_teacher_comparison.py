@@ -16,7 +16,8 @@ from xtk.evaluation.bits_per_byte import BATCH_TOKENS, READ_BATCH_SIZE, max_inpu
 from xtk.evaluation.standard_errors import Ratio
 from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.evaluation.top1_agreement import TeacherTopTokens, TokenMatching
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.output_head import chunk_rows
@@ -53,7 +54,7 @@ class _PreparedDocument:
     row_number: int
     ids: NDArray[np.int32]
     rows: NDArray[np.int64]
-    terms: tuple[LossTensors, ...]
+    terms: tuple[LossCells, ...]
     teacher_top: TeacherTopTokens | None
 
 
@@ -142,7 +143,7 @@ def _prepare_documents(
             )
         example = examples[sampled[0]]
         if len(example.positions):
-            terms = tuple(objective.to_tensors(examples[objective.accepts_samples]) for objective in objectives)
+            terms = tuple(objective.build_cells(examples[objective.accepts_samples]) for objective in objectives)
             found.append(
                 _PreparedDocument(
                     number,

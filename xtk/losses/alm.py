@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.losses.loss_interface import (
-    ComparisonSpace,
-    LossCells,
-    LossInputs,
-    observed_token_cells,
-    range_sums,
-    span_ranges,
-)
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, range_sums, span_ranges
+from xtk.losses.span_probability_products import SpanProductCells
 
 
 @dataclass(frozen=True)
-class ALM:
+class ALM(Loss):
     """alm: `tau KL((P_t, 1 - P_t) | (P_s, 1 - P_s))`, `P = exp(L / tau)`, averaged over spans.
 
     `L` is the sum of the log-probabilities, in nats, of each model's own tokens of the span. A large tau keeps the
@@ -32,7 +27,6 @@ class ALM:
 
     comparison_space = "spans"
     averaged_over = "spans"
-    unit = "nats"
     requires = "observed"
 
     def __post_init__(self) -> None:
@@ -49,5 +43,11 @@ class ALM:
         assert teacher is not None
         span_logprobs = range_sums(teacher.observed_logprobs, ranges.position_start, ranges.position_stop)
         log_probs = np.minimum(span_logprobs, 0) / self.temperature
-        cells = observed_token_cells(example, ranges, np.exp(log_probs), self.temperature)
-        return replace(cells, remainder_probs=-np.expm1(log_probs), factor=self.temperature)
+        return SpanProductCells.from_observed_tokens(
+            example,
+            ranges,
+            np.exp(log_probs),
+            remainder_probs=-np.expm1(log_probs),
+            temperature=self.temperature,
+            factor=self.temperature,
+        )

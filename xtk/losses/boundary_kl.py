@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, LossCells, LossInputs, projected_cells, span_ranges
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
+from xtk.losses.projected_cells import projected_cells
 from xtk.projection.projection import ProjectionColumns
 
 
-class BoundaryKL:
+class BoundaryKL(Loss):
     """boundary-kl: `KL((t_A, t_rem) | (y_A, y_rem))` at each shared boundary, `y = W^T s`, averaged over boundaries.
 
     A shared boundary is a byte offset where both models begin a token. `A` is the teacher's support there with the
@@ -15,12 +17,8 @@ class BoundaryKL:
 
     comparison_space = "projection"
     averaged_over = "shared boundaries"
-    unit = "nats"
-    requires = "distribution"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span: the distributions of both models at its first token."""
         assert isinstance(comparison_space, ProjectionColumns)
-        spans = span_ranges(example)
-        first = ItemRanges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)
-        return projected_cells(example, first, comparison_space)
+        return projected_cells(example, span_ranges(example).first_only(), comparison_space)

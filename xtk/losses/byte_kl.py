@@ -6,11 +6,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import CorruptError
-from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, PrefixAlternatives
+from xtk.losses.byte_kl_numba import fill_byte_cells
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
+from xtk.losses.next_byte_cells import NextByteCells
+from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.token_boundaries_numba import (
+    NEXT_DISTRIBUTION,
+    PREVIOUS_DISTRIBUTION,
+    STUDENT_COLUMNS,
+    TokenPath,
+    find_boundaries,
+)
 from xtk.projection.vocabulary_byte_partition import BytePartition
 
 
-class ByteKL:
+class ByteKL(Loss):
     """byte-kl: `KL(t(next bytes) | s(next bytes))` at each token boundary of either model, averaged over boundaries.
 
     The distribution over the next bytes, given the bytes so far, is `(E D + F) / (E + M)`. At a model's previous
@@ -23,31 +34,15 @@ class ByteKL:
 
     comparison_space = "bytes"
     averaged_over = "token boundaries of either model"
-    unit = "nats"
-    requires = "distribution"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per token boundary of either model, in text order."""
-        from xtk.losses.byte_kl_numba import (
-            NEXT_DISTRIBUTION,
-            PREVIOUS_DISTRIBUTION,
-            STUDENT_COLUMNS,
-            TeacherArrays,
-            TokenPath,
-            fill_byte_cells,
-            find_boundaries,
-        )
-        from xtk.losses.sampled_support_correction import exact_entry_stops, mean_surprisals
-
         stored = example.teacher_logprobs
         assert isinstance(comparison_space, BytePartition)
         assert stored is not None
         student = TokenPath(example.student_ids, _inverse_index(len(example.student_ids), example.positions + 1))
         teacher = TokenPath(example.teacher_ids, _inverse_index(len(example.teacher_ids), stored.positions))
         items = find_boundaries(comparison_space.student, comparison_space.teacher, student, teacher, example.spans)
-        stops = exact_entry_stops(stored)
-        surprisals = mean_surprisals(stored.offsets, stops, stored.logprobs, stored.entropy)
-        support = TeacherArrays(stored.offsets, stops, stored.ids, stored.logprobs, stored.remainder_mass, surprisals)
         try:
             cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
                 comparison_space.student,
@@ -55,7 +50,7 @@ class ByteKL:
                 comparison_space.continuations,
                 comparison_space.cell_token_offsets,
                 comparison_space.cell_tokens,
-                support,
+                TeacherArrays.from_logprobs(stored),
                 items,
             )
         except ZeroDivisionError:
@@ -63,8 +58,9 @@ class ByteKL:
                 "the teacher's tokens of a document do not match its text",
                 hint="find the corrupt cache with xtk inspect --verify CACHE, and make it again",
             ) from None
+        run_offsets, firsts, stops = runs
         following, previous = (items[:, STUDENT_COLUMNS + one] for one in (NEXT_DISTRIBUTION, PREVIOUS_DISTRIBUTION))
-        return LossCells(
+        return NextByteCells.from_numpy(
             cell_offsets=cell_offsets,
             entry_offsets=entry_offsets,
             teacher_probs=probs,
@@ -72,9 +68,13 @@ class ByteKL:
             tokens=tokens,
             log_weights=np.zeros(len(tokens), np.float32),
             item_rows=np.maximum(following, previous).astype(np.int32),
-            alternatives=PrefixAlternatives(
-                previous.astype(np.int32), following < 0, comparison_space.student.token_ids, *runs
-            ),
+            row_counts=((np.diff(cell_offsets) > 0) & (following >= 0)).astype(np.int64),
+            previous_rows=previous.astype(np.int32),
+            is_inside_token=following < 0,
+            sorted_token_ids=comparison_space.student.token_ids,
+            run_offsets=run_offsets,
+            firsts=firsts,
+            stops=stops,
             corrections=None if stored.exact_counts is None else corrections,
         )
 

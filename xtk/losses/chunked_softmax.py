@@ -11,54 +11,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xtk.losses import projected_kl_numba
-from xtk.losses.clipped_surrogate import TermSurrogate
-from xtk.losses.divergences import Divergence
-from xtk.losses.sorted_probs import ChunkSortedProbs, LargestLogits, scale_rows
-from xtk.losses.span_probability_products import ChunkPrefixProduct
-from xtk.losses.tokenization_marginalization import ChunkAlternatives
+from xtk.losses import chunked_softmax_numba
+from xtk.losses.largest_tokens import LargestLogits, LargestTokens, scale_rows
 from xtk.models.output_head import HeadShard
 
 MIN_SUM = 1e-37
 
 
-@dataclass
-class LossChunk:
-    """The items of one loss term whose rows are in one chunk; offsets, rows and items are relative to the chunk.
+@dataclass(frozen=True)
+class EntryGroups:
+    """Entries (row, token) of a chunk's softmax, in groups whose log-sum-exp a loss needs.
 
-    `weights` are the entries' weights within their own row, without the averaging over an item's rows. Remainders are
-    listed for items that have one: their rows, the item of each, and the log of each row's weight in the average.
-    `item_groups` are the items of all cells, then of all remainders. With a prefix product, `num_cells` includes the
-    prefix cells, and each remainder row is listed separately.
+    Attributes:
+        rows, tokens: [entries].
+        groups: [entries], sorted; a group may be empty.
+        num_groups: number of groups.
+        log_weights: [entries], log of the factor of each probability; None: 0.
     """
 
-    num_items: int
-    num_cells: int
-    entry_cells: Tensor
-    teacher_probs: Tensor
     rows: Tensor
     tokens: Tensor
-    log_weights: Tensor
-    weights: Tensor
-    remainder_probs: Tensor
-    remainder_rows: Tensor
-    remainder_items: Tensor
-    remainder_log_weights: Tensor
-    item_groups: Tensor
-    scale: float
-    divergence: Divergence
-    alternatives: ChunkAlternatives | None
-    prefix_product: ChunkPrefixProduct | None
-    sorted_probs: ChunkSortedProbs | None
-    outside_mode: str
-    factor: float
-    surrogate: TermSurrogate | None
-    item_weights: Tensor | None
+    groups: Tensor
+    num_groups: int
+    log_weights: Tensor | None = None
 
-    @property
-    def num_remainders(self) -> int:
-        """Number of remainders; with a prefix product, of remainder rows."""
-        return len(self.remainder_probs) if self.prefix_product is None else len(self.remainder_rows)
+
+@dataclass(frozen=True)
+class SoftmaxReads:
+    """What one loss reads of the softmax of a chunk of rows; rows are relative to the chunk.
+
+    Attributes:
+        cells: the entries of the cells.
+        weights: [entries of cells], their weights within their own row, without the averaging over an item's rows. A
+            remainder is the mass of a row outside of the entries, taken with these weights.
+        remainder_rows: [n], the rows of the remainders.
+        remainder_groups: [n], sorted, the remainder that each is part of.
+        num_remainders: number of remainders.
+        remainder_log_weights: [n], the log of each row's weight in its remainder.
+        alternatives: further entries, which remainders do not leave out; None: none.
+        largest: which of the largest tokens of rows to find; None: none.
+    """
+
+    cells: EntryGroups
+    weights: Tensor
+    remainder_rows: Tensor
+    remainder_groups: Tensor
+    num_remainders: int
+    remainder_log_weights: Tensor
+    alternatives: EntryGroups | None = None
+    largest: LargestTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class ChunkStatistics:
         remainder_sums: for each part, [remainder rows], this sum without the part's entries.
         entry_logits: for each part, [entries], their logits.
         alternative_logits: for each part with prefix alternatives, [alternatives], their logits.
-        largest: for each part with sorted probabilities, the student's largest logits.
+        largest: for each part that asks for them, the student's largest logits.
         included_sums: for each such part, [items], the sums over the included tokens.
     """
 
@@ -169,12 +170,12 @@ class WindowStatistics:
 
 
 def read_window(
-    logits: Tensor, window: LogitsWindow, chunks: list[LossChunk], shard: HeadShard | None
+    logits: Tensor, window: LogitsWindow, chunks: list[SoftmaxReads], shard: HeadShard | None
 ) -> WindowStatistics:
     """Return the statistics of a window; its logits are overwritten by exponentials."""
     # The last part with remainders: its entries stay removed from the exponentials, as its gradient needs them.
     removed = max((number for number, part in enumerate(chunks) if len(part.remainder_rows)), default=-1)
-    entries = [window.entry_indices(part.rows, part.tokens) for part in chunks]
+    entries = [window.entry_indices(part.cells.rows, part.cells.tokens) for part in chunks]
     before = [
         window.entry_indices(part.alternatives.rows, part.alternatives.tokens)
         for part in chunks
@@ -183,8 +184,8 @@ def read_window(
     remainders = [window.row_indices(part.remainder_rows) for part in chunks]
     flat = logits.view(-1)
     taken, taken_before = ([flat.take(places.local) for places in some] for some in (entries, before))
-    of_ranks = [part.sorted_probs for part in chunks if part.sorted_probs is not None]
-    largest = [ranks.find_largest(logits, window.first_row, window.first_token) for ranks in of_ranks]
+    of_ranks = [part.largest for part in chunks if part.largest is not None]
+    largest = [ranks.find(logits, window.first_row, window.first_token) for ranks in of_ranks]
     highest = logits.amax(1)
     if shard is not None:
         shard.all_reduce_max(highest)
@@ -210,7 +211,7 @@ def read_window(
 
 
 def combine_windows(
-    windows: list[WindowStatistics], chunks: list[LossChunk], shard: HeadShard | None
+    windows: list[WindowStatistics], chunks: list[SoftmaxReads], shard: HeadShard | None
 ) -> ChunkStatistics:
     """Return the statistics of a chunk from those of its windows, summed over the processes with other columns."""
     if shard is None and len(windows) == 1:
@@ -222,7 +223,7 @@ def combine_windows(
     highest = torch.cat([window.statistics.row_max for window in windows])
     normalizer = torch.cat([window.statistics.exp_sums for window in windows])
     left = [like.new_zeros(len(part.remainder_rows)) for part in chunks]
-    entries = [like.new_zeros(len(part.rows)) for part in chunks]
+    entries = [like.new_zeros(len(part.cells.rows)) for part in chunks]
     before = [like.new_zeros(len(part.alternatives.rows)) for part in chunks if part.alternatives is not None]
     for window in windows:
         statistics = window.statistics
@@ -233,17 +234,15 @@ def combine_windows(
             strict=True,
         ):
             places.scatter_into(values, total)
-    of_ranks = [part.sorted_probs for part in chunks if part.sorted_probs is not None]
+    of_ranks = [part.largest for part in chunks if part.largest is not None]
     masses = [
         sum(of_windows, like.new_zeros(()))
         for of_windows in zip(*(one.statistics.included_sums for one in windows), strict=True)
     ]
     found = zip(*(one.statistics.largest for one in windows), strict=True)
-    largest = [ranks.merge_largest(list(some)) for ranks, some in zip(of_ranks, found, strict=True)]
+    largest = [ranks.merge(list(some)) for ranks, some in zip(of_ranks, found, strict=True)]
     if shard is not None:
-        largest = [
-            ranks.merge_largest(_gather_largest(some, shard)) for ranks, some in zip(of_ranks, largest, strict=True)
-        ]
+        largest = [ranks.merge(_gather_largest(some, shard)) for ranks, some in zip(of_ranks, largest, strict=True)]
         sums = [normalizer, *left, *entries, *before, *masses]
         together = shard.all_reduce_sum(torch.cat(sums))
         for values, total in zip(torch.split(together, [len(values) for values in sums]), sums, strict=True):
@@ -265,19 +264,17 @@ class RankGradients:
     Attributes:
         rows, tokens: [H], their rows and token ids.
         logprob_gradients: [H], of their log-probabilities.
-        item_rows: [items], the row of each item.
         mass_gradients: [items], of the total probability of the included tokens.
         masses: [items], these probabilities.
-        sorted_probs: tells which tokens are included.
+        largest: tells the rows of items, and which tokens are included.
     """
 
     rows: Tensor
     tokens: Tensor
     logprob_gradients: Tensor
-    item_rows: Tensor
     mass_gradients: Tensor
     masses: Tensor
-    sorted_probs: ChunkSortedProbs
+    largest: LargestTokens
 
 
 @dataclass(frozen=True)
@@ -291,7 +288,10 @@ class ChunkGradients:
 
 
 def logits_gradient(
-    window_statistics: WindowStatistics, statistics: ChunkStatistics, gradients: ChunkGradients, chunks: list[LossChunk]
+    window_statistics: WindowStatistics,
+    statistics: ChunkStatistics,
+    gradients: ChunkGradients,
+    chunks: list[SoftmaxReads],
 ) -> Tensor:
     """Turn the exponentials of a window into the gradient of its logits, in place.
 
@@ -303,24 +303,25 @@ def logits_gradient(
         window_statistics: result of `read_window`.
         statistics: of the whole chunk.
         gradients: of the chunk's log-probabilities.
-        chunks: the items of each term.
+        chunks: what each loss reads.
     """
     window, exponentials = window_statistics.window, window_statistics.exponentials
     flat = exponentials.view(-1)
     in_all = torch.zeros_like(statistics.exp_sums)
     runs = [part.alternatives for part in chunks if part.alternatives is not None]
     for part, of_entries, of_remainders in zip(chunks, gradients.entries, gradients.remainders, strict=True):
-        scatter_add_(in_all, part.rows, of_entries)
+        scatter_add_(in_all, part.cells.rows, of_entries)
         scatter_add_(in_all, part.remainder_rows, of_remainders)
     for run, of_before in zip(runs, gradients.alternatives, strict=True):
         scatter_add_(in_all, run.rows, of_before)
     bands = []
     for some in gradients.ranks:
         scatter_add_(in_all, some.rows, some.logprob_gradients)
-        mask = some.sorted_probs.included_mask(window.first_token, window.num_tokens, exponentials.dtype)
+        mask = some.largest.included_mask(window.first_token, window.num_tokens, exponentials.dtype)
         if mask is not None:  # else all tokens are included, and their mass is constant 1
-            scatter_add_(in_all, some.item_rows, some.masses * some.mass_gradients)
-            of_band = torch.zeros_like(in_all).index_add_(0, some.item_rows, some.mass_gradients) / statistics.exp_sums
+            item_rows = some.largest.rows.to(in_all.device)
+            scatter_add_(in_all, item_rows, some.masses * some.mass_gradients)
+            of_band = torch.zeros_like(in_all).index_add_(0, item_rows, some.mass_gradients) / statistics.exp_sums
             bands.append((of_band[window.rows], mask))
     factors = (-in_all / statistics.exp_sums)[window.rows]
     sparse = [
@@ -348,10 +349,10 @@ def logits_gradient(
         )
         if number == window_statistics.removed_chunk:
             in_place = factors + of_left
-            rows = places.select(part.rows) - window.first_row
+            rows = places.select(part.cells.rows) - window.first_row
             of_places = factors[rows]
             for of_band, mask in bands:
-                of_places = of_places + of_band[rows] * mask[places.select(part.tokens) - window.first_token]
+                of_places = of_places + of_band[rows] * mask[places.select(part.cells.tokens) - window.first_token]
             sparse.append((places.local, own * of_places))
         else:
             copy = exponentials.clone()
@@ -371,6 +372,6 @@ def logits_gradient(
 def scatter_add_(values: Tensor, indices: Tensor, increments: Tensor) -> None:
     """Add increments to values [n], in place, at indices that may repeat."""
     if values.device.type == "cpu":  # three times as fast as torch's general scatter
-        projected_kl_numba.scatter_add_(values.numpy(), indices.numpy(), increments.numpy())
+        chunked_softmax_numba.scatter_add_(values.numpy(), indices.numpy(), increments.numpy())
     else:
         values.scatter_add_(0, indices, increments)

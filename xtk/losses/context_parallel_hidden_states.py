@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.losses.fused_head_and_loss import LossTensors, allowed_splits
+from xtk.losses.fused_head_and_loss import allowed_splits
+from xtk.losses.loss_cells import LossCells
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class StateExchange:
 
     @classmethod
     def make_plan(
-        cls, rows_by_rank: Sequence[NDArray[np.int64]], terms: Sequence[LossTensors], group: Any
+        cls, rows_by_rank: Sequence[NDArray[np.int64]], terms: Sequence[LossCells], group: Any
     ) -> StateExchange:
         """Return the exchange plan of this process.
 
@@ -73,7 +74,7 @@ class StateExchange:
         owner, place = np.empty(rows, np.int64), np.empty(rows, np.int64)
         for number, some in enumerate(rows_by_rank):
             owner[some], place[some] = number, np.arange(len(some))
-        overlap = int(any(term.alternatives is not None for term in terms))
+        overlap = max((term.ROWS_BEFORE for term in terms), default=0)
         splits = np.flatnonzero(allowed_splits(rows, terms))
         edges = [0, *(int(_nearest_split(splits, rows * number / ranks)) for number in range(1, ranks)), rows]
         bases = [max(0, edge - overlap) if edge < stop else edge for edge, stop in itertools.pairwise(edges)]
@@ -102,9 +103,9 @@ class StateExchange:
         """
         return _ExchangeStates.apply(states, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def local_terms(self, terms: Sequence[LossTensors]) -> list[LossTensors]:
+    def local_terms(self, terms: Sequence[LossCells]) -> list[LossCells]:
         """Return the losses restricted to the items of this process."""
-        return [term.select(self.start, self.stop, self.first_received_row) for term in terms]
+        return [term.select_rows(self.start, self.stop, self.first_received_row) for term in terms]
 
 
 def _nearest_split(splits: NDArray[np.int64], target: float) -> np.int64:

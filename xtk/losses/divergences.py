@@ -78,6 +78,9 @@ class ForwardKLDivergence(Divergence):
         return torch.xlogy(probs, probs) - probs * log_probs
 
 
+FORWARD_KL = ForwardKLDivergence()
+
+
 @dataclass(frozen=True)
 class ReverseKLDivergence(Divergence):
     """reverse-kl: `q ln(q / p)`; an empty remainder of the teacher counts as 1e-6, the resolution of fp32."""

@@ -14,10 +14,8 @@ entries: a confident, wrong student has a remainder of 1e-9, and fp32 cannot rep
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,224 +23,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses import projected_kl_numba
 from xtk.losses.chunked_softmax import (
     ChunkGradients,
     ChunkStatistics,
+    EntryGroups,
     LogitsWindow,
-    LossChunk,
     RankGradients,
+    SoftmaxReads,
     WindowStatistics,
     combine_windows,
     logits_gradient,
     read_window,
 )
-from xtk.losses.clipped_surrogate import TermSurrogate
-from xtk.losses.divergences import Divergence
-from xtk.losses.loss_interface import LossCells
-from xtk.losses.sorted_probs import ChunkSortedProbs, LargestLogits, TermSortedProbs
-from xtk.losses.span_probability_products import TermPrefixProduct
-from xtk.losses.tokenization_marginalization import TermAlternatives, group_logsumexp
+from xtk.losses.chunked_softmax_numba import group_logsumexp_
+from xtk.losses.loss_cells import LossCells
 from xtk.models.output_head import ChunkedLogits, OutputHead
 
-# Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller remainder counts as 0.
-MIN_REMAINDER = 1e-6
-# Smallest probability of the student in a cell for p-kl with published=true, as in X-Token.
-PUBLISHED_EPSILON = 1e-10
 
-
-@dataclass(frozen=True)
-class LossTensors:
-    """One loss term: the structure of its `LossCells` on the CPU, their values on a device.
-
-    Attributes:
-        first_rows: [C], the first row of each item, sorted.
-        row_counts: [C], number of rows that are averaged, or multiplied; 0 for an item without cells or inside of a
-            token.
-        remainder_probs: [C], the teacher's remainder; 0 where it is within rounding.
-        has_remainder: bool [C], whether the student's remainder is computed.
-        rows_averaged: float32 [entries], number of rows over which the item of an entry is averaged.
-        scale: factor of each item: the term's weight over the global number of items.
-        divergence: between the teacher's and the student's cells.
-        alternatives: alternative tokens in the previous row, for losses that need them; None: none.
-        prefix_product: prefix tokens whose probabilities multiply the cells; None: none.
-        sorted_probs: probabilities that are compared by rank, in addition to the cells; None: none.
-        outside_mode: treatment of the mass outside of the cells; a key of `OUTSIDE_MODES`.
-        factor: factor of the divergence.
-        surrogate: a clipped surrogate that replaces the divergence; None: none.
-        weights: float32 [C], weight of each item in the sum; None: 1.
-        counts: float64 [C], weight of each item in the denominator; None: 1.
-        corrections: float64 [C], added to the value of each item, not to its gradient; None: none.
-    """
-
-    cell_offsets: Tensor
-    entry_offsets: Tensor
-    first_rows: Tensor
-    row_counts: Tensor
-    remainder_probs: Tensor
-    has_remainder: Tensor
-    entry_cells: Tensor
-    teacher_probs: Tensor
-    rows: Tensor
-    tokens: Tensor
-    log_weights: Tensor
-    rows_averaged: Tensor
-    scale: float
-    divergence: Divergence
-    alternatives: TermAlternatives | None = None
-    prefix_product: TermPrefixProduct | None = None
-    sorted_probs: TermSortedProbs | None = None
-    outside_mode: str = "other"
-    factor: float = 1.0
-    surrogate: TermSurrogate | None = None
-    weights: Tensor | None = None
-    counts: Tensor | None = None
-    corrections: Tensor | None = None
-
-    @property
-    def num_items(self) -> int:
-        """Number of items, C."""
-        return len(self.first_rows)
-
-    @property
-    def denominator(self) -> float:
-        """Number of items, or sum of their documents' weights, over which the loss is averaged."""
-        return self.num_items if self.counts is None else float(self.counts.sum())
-
-    def with_row_weights(self, counts: NDArray[np.float64] | None, factors: NDArray[np.float64] | None) -> LossTensors:
-        """Return a copy in which each item has the weight of its first row.
-
-        Args:
-            counts: [N], weight of each row in the sum and in the denominator; None: 1.
-            factors: [N], factor of each row in the sum only; None: 1.
-        """
-        given = [weights[self.first_rows.numpy()] for weights in (counts, factors) if weights is not None]
-        if not given:
-            return self
-        return dataclasses.replace(
-            self,
-            weights=torch.from_numpy(np.prod(given, axis=0).astype(np.float32)),
-            counts=None if counts is None else torch.from_numpy(given[0]),
-        )
-
-    def to(self, device: torch.device, scale: float) -> LossTensors:
-        """Return a copy on a device, with a scale."""
-        names = (
-            "entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "rows_averaged", "weights", "corrections",
-        )  # fmt: skip
-        there = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in there.items()}
-        runs = None if self.alternatives is None else self.alternatives.to(device)
-        ranks = None if self.sorted_probs is None else self.sorted_probs.to(device)
-        surrogate = None if self.surrogate is None else self.surrogate.to(device)
-        return dataclasses.replace(
-            self, **moved, alternatives=runs, sorted_probs=ranks, surrogate=surrogate, scale=scale
-        )
-
-    def select(self, start: int, stop: int, first_row: int) -> LossTensors:
-        """Return the items whose first row is in `[start, stop)`, with rows relative to `first_row`."""
-        low, high = torch.searchsorted(self.first_rows, torch.tensor([start, stop])).tolist()
-        offsets = self.cell_offsets[low : high + 1]
-        cells = slice(int(offsets[0]), int(offsets[-1]))
-        entry_offsets = self.entry_offsets[cells.start : cells.stop + 1]
-        entries = slice(int(entry_offsets[0]), int(entry_offsets[-1]))
-        return dataclasses.replace(
-            self,
-            cell_offsets=offsets - cells.start,
-            entry_offsets=entry_offsets - entries.start,
-            first_rows=self.first_rows[low:high] - first_row,
-            row_counts=self.row_counts[low:high],
-            remainder_probs=self.remainder_probs[low:high],
-            has_remainder=self.has_remainder[low:high],
-            entry_cells=self.entry_cells[entries] - cells.start,
-            teacher_probs=self.teacher_probs[cells],
-            rows=self.rows[entries] - first_row,
-            tokens=self.tokens[entries],
-            log_weights=self.log_weights[entries],
-            rows_averaged=self.rows_averaged[entries],
-            alternatives=None
-            if self.alternatives is None
-            else self.alternatives.select(slice(low, high), offsets, first_row),
-            prefix_product=None
-            if self.prefix_product is None
-            else dataclasses.replace(
-                self.prefix_product, num_prefix_tokens=self.prefix_product.num_prefix_tokens[low:high]
-            ),
-            sorted_probs=None if self.sorted_probs is None else self.sorted_probs.select(slice(low, high), first_row),
-            surrogate=None if self.surrogate is None else self.surrogate.select(slice(low, high)),
-            weights=None if self.weights is None else self.weights[low:high],
-            counts=None if self.counts is None else self.counts[low:high],
-            corrections=None if self.corrections is None else self.corrections[low:high],
-        )
-
-    @classmethod
-    def from_cells(cls, cells: LossCells) -> LossTensors:
-        """Return cells as tensors on the CPU, with scale 1."""
-        firsts = cells.entry_offsets[cells.cell_offsets[:-1]]
-        stops = cells.entry_offsets[cells.cell_offsets[1:]]
-        has_cells, closed = np.diff(cells.cell_offsets) > 0, np.zeros(cells.num_items, np.bool_)
-        first_rows = cells.first_rows
-        if cells.alternatives is None:
-            rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
-            counts = np.where(stops > firsts, rows[stops - 1] - first_rows + 1, 0)
-        else:
-            counts = (has_cells & ~cells.alternatives.is_inside_token).astype(np.int64)
-            closed = cells.alternatives.has_no_remainder(cells.cell_offsets)
-        if cells.prefix_product is not None:  # even an item without cells has a remainder, of probability 1
-            counts, has_cells = cells.prefix_product.num_prefix_tokens + 1, np.ones(cells.num_items, np.bool_)
-        remainder_probs = _remainder_probs(cells)
-        has_remainder = (
-            has_cells
-            & (remainder_probs > 0 if cells.divergence.is_linear_in_teacher else ~closed)
-            & (cells.outside_mode == "other")
-        )
-        averaged = np.repeat(counts.astype(np.float32), stops - firsts)
-        return cls(
-            cell_offsets=torch.from_numpy(cells.cell_offsets),
-            entry_offsets=torch.from_numpy(cells.entry_offsets),
-            first_rows=torch.from_numpy(first_rows),
-            row_counts=torch.from_numpy(counts),
-            remainder_probs=torch.from_numpy(remainder_probs),
-            has_remainder=torch.from_numpy(has_remainder),
-            entry_cells=torch.from_numpy(
-                np.repeat(np.arange(len(cells.teacher_probs), dtype=np.int32), np.diff(cells.entry_offsets))
-            ),
-            teacher_probs=torch.from_numpy(cells.teacher_probs),
-            rows=torch.from_numpy(cells.rows),
-            tokens=torch.from_numpy(cells.tokens),
-            log_weights=torch.from_numpy(cells.log_weights),
-            rows_averaged=torch.from_numpy(averaged if cells.prefix_product is None else np.ones_like(averaged)),
-            scale=1.0,
-            divergence=cells.divergence,
-            alternatives=None if cells.alternatives is None else TermAlternatives.from_alternatives(cells.alternatives),
-            prefix_product=None
-            if cells.prefix_product is None
-            else TermPrefixProduct.from_prefix_product(cells.prefix_product),
-            sorted_probs=None if cells.sorted_probs is None else TermSortedProbs.from_sorted_probs(cells.sorted_probs),
-            outside_mode=cells.outside_mode,
-            factor=cells.factor,
-            surrogate=None if cells.surrogate is None else TermSurrogate.from_surrogate(cells.surrogate),
-            corrections=None if cells.corrections is None else torch.from_numpy(cells.corrections),
-        )
-
-    @property
-    def correction(self) -> Tensor | float:
-        """Sum of the corrections of all items: a scalar without a gradient."""
-        if self.corrections is None:
-            return 0.0
-        return (self.corrections if self.weights is None else self.corrections * self.weights).sum()
-
-
-def _remainder_probs(cells: LossCells) -> NDArray[np.float64]:
-    """Return [C], the teacher's remainder."""
-    if cells.remainder_probs is not None:
-        return cells.remainder_probs
-    items = np.repeat(np.arange(cells.num_items), np.diff(cells.cell_offsets))
-    remainder_probs = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.num_items)
-    return np.where(remainder_probs > MIN_REMAINDER, remainder_probs, 0)
-
-
-def allowed_splits(num_rows: int, terms: Sequence[LossTensors]) -> NDArray[np.bool_]:
+def allowed_splits(num_rows: int, terms: Sequence[LossCells]) -> NDArray[np.bool_]:
     """Return bool [rows + 1], the rows before which a chunk may begin without splitting an item."""
     free = np.ones(num_rows + 1, np.bool_)
     for term in terms:
@@ -252,7 +50,7 @@ def allowed_splits(num_rows: int, terms: Sequence[LossTensors]) -> NDArray[np.bo
     return free
 
 
-def chunk_starts(num_rows: int, size: int, terms: Sequence[LossTensors]) -> list[int]:
+def chunk_starts(num_rows: int, size: int, terms: Sequence[LossCells]) -> list[int]:
     """Return the first rows of chunks of about `size` rows, and the number of rows; no item is in two chunks."""
     if num_rows == 0:
         return [0]
@@ -275,7 +73,7 @@ class FusedLossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head: OutputHead, terms: Sequence[LossTensors], chunk: int, bias: Tensor | None, *pairs: Tensor
+        ctx: Any, head: OutputHead, terms: Sequence[LossCells], chunk: int, bias: Tensor | None, *pairs: Tensor
     ) -> Tensor:
         """Return the unscaled sum of each term, [terms]; `backward` returns gradients of the scaled total.
 
@@ -304,9 +102,7 @@ class FusedLossFunction(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
-def fused_loss(
-    states: Tensor, head: OutputHead, terms: Sequence[LossTensors], chunk_rows: int
-) -> tuple[Tensor, Tensor]:
+def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chunk_rows: int) -> tuple[Tensor, Tensor]:
     """Return the scaled total loss, and each term's sum over items.
 
     With a sharded head all processes of the group pass the same states, terms and chunk size. All get the same total
@@ -339,7 +135,7 @@ def fused_loss(
 @torch.no_grad()
 def _forward_backward(
     head: OutputHead,
-    terms: Sequence[LossTensors],
+    terms: Sequence[LossCells],
     chunk: int,
     bias: Tensor | None,
     pairs: Sequence[Tensor],
@@ -355,21 +151,21 @@ def _forward_backward(
     size = max(1, chunk // (1 + several + (head.softcap is not None)))
     if shard is not None:
         size = shard.all_reduce_min(size, states.device)
-    # Losses with alternatives need the last row of the previous chunk: it is computed twice, and both gradients add up.
-    overlap = int(any(term.alternatives is not None for term in terms))
+    # A row that a loss needs from the previous chunk is computed twice, and both gradients add up.
+    overlap = max((term.ROWS_BEFORE for term in terms), default=0)
     starts = chunk_starts(len(states), max(1, size - overlap), terms)
     logits_of = ChunkedLogits(head, states, size, compute, with_softcap_gradient=any(needed))
     first_token, width = 0 if shard is None else shard.first_token, head.num_logits(states)
     sums = torch.zeros(len(terms), dtype=accumulation_dtype(compute), device=states.device)
     for start, stop in itertools.pairwise(starts):
         base = max(0, start - overlap)
-        parts = [_chunk_of_term(term, start, stop, base, sums.dtype) for term in terms]
+        chunks = [term.select_rows(start, stop, base) for term in terms]
         edges = [*range(0, stop - base, size), stop - base]
         windows = [
             LogitsWindow(low, high, first_token, width, shard is None and len(edges) == 2)
             for low, high in itertools.pairwise(edges)
         ]
-        sums += _loss_of_chunk([some[base:stop] for some in inputs], base, logits_of, windows, parts, gradients)
+        sums += _loss_of_chunk([some[base:stop] for some in inputs], base, logits_of, windows, chunks, gradients)
     return sums, gradients.finish()
 
 
@@ -378,18 +174,19 @@ def _loss_of_chunk(
     base: int,
     logits_of: ChunkedLogits,
     windows: Sequence[LogitsWindow],
-    parts: list[LossChunk],
+    chunks: list[LossCells],
     gradients: _GradientAccumulator,
 ) -> Tensor:
     """Return each term's sum [terms] over the items of a chunk with first row `base`, and add their gradients."""
-    shard = gradients.shard
+    shard, dtype = gradients.shard, accumulation_dtype(gradients.compute)
+    parts = [cells.softmax_reads(dtype) for cells in chunks]
 
     def compute_window(window: LogitsWindow) -> WindowStatistics:
         return read_window(logits_of.from_matrix_inputs([some[window.rows] for some in inputs]), window, parts, shard)
 
     by_window = [compute_window(window) for window in windows]
     statistics = combine_windows(by_window, parts, shard)
-    values, of_parts = _loss_and_gradients(parts, statistics, gradients.wanted)
+    values, of_parts = _loss_and_gradients(chunks, parts, statistics, gradients.wanted)
     if of_parts is None:
         return values
     for window, first in zip(windows, by_window, strict=True):
@@ -419,7 +216,7 @@ class _GradientAccumulator:
         self, head: OutputHead, tensors: Sequence[Tensor | None], needed: Sequence[bool], compute: torch.dtype
     ) -> None:
         self.wanted, self.shard = any(needed), head.shard
-        self._scale, self._compute = head.scale, compute
+        self._scale, self.compute = head.scale, compute
         self._all = [
             torch.zeros_like(tensor) if tensor is not None and need else None
             for tensor, need in zip(tensors, needed, strict=True)
@@ -448,7 +245,7 @@ class _GradientAccumulator:
                 of_logits[rows] += d_logits
             return
         small = d_logits
-        if logits_of.scratch is not None and d_logits.dtype != self._compute:
+        if logits_of.scratch is not None and d_logits.dtype != self.compute:
             small = logits_of.scratch.copy_(d_logits)
         for d_input, d_matrix, some, matrix in zip(
             self._inputs, self._matrices, inputs, logits_of.matrices, strict=True
@@ -456,7 +253,7 @@ class _GradientAccumulator:
             if d_input is not None:
                 _add_product(d_input[rows], small, matrix, self._scale)
             if d_matrix is not None:
-                _add_product(d_matrix, small.T, some[among].to(self._compute), self._scale)
+                _add_product(d_matrix, small.T, some[among].to(self.compute), self._scale)
         if self._bias is not None:
             self._bias.add_(d_logits.sum(0), alpha=self._scale)
 
@@ -483,183 +280,67 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> No
         total[some].add_(left[some] @ right, alpha=scale)
 
 
-def _chunk_of_term(term: LossTensors, start: int, stop: int, base: int, wide: torch.dtype) -> LossChunk:
-    """Return the items whose first row is in `[start, stop)`, for a chunk of logits with first row `base`."""
-    low, high = torch.searchsorted(term.first_rows, torch.tensor([start, stop])).tolist()
-    cell_offsets = term.cell_offsets[low : high + 1]
-    cells = slice(int(cell_offsets[0]), int(cell_offsets[-1]))
-    entry_offsets = term.entry_offsets[cells.start : cells.stop + 1]
-    entries = slice(int(entry_offsets[0]), int(entry_offsets[-1]))
-    has_remainder = term.has_remainder[low:high]
-    counts = term.row_counts[low:high][has_remainder]
-    remainder_items = torch.arange(len(counts)).repeat_interleave(counts)
-    within = torch.arange(len(remainder_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    items, owners = torch.arange(high - low), has_remainder.nonzero()[:, 0]
-    of_cells, real = items.repeat_interleave(torch.diff(cell_offsets)), torch.arange(cells.stop - cells.start)
-    device, row_log_weights, prefix = term.rows.device, -counts[remainder_items].to(wide).log(), None
-    teacher_probs = term.teacher_probs[cells]
-    if term.prefix_product is not None:
-        prefix = term.prefix_product.for_chunk(slice(low, high), cell_offsets, owners[remainder_items], within)
-        real, row_log_weights = prefix.final_cells, torch.zeros_like(row_log_weights)
-        prefix, teacher_probs = prefix.to(device), teacher_probs[real.to(device)]
-    log_weights = term.log_weights[entries].to(wide)
-    return LossChunk(
-        num_items=high - low,
-        num_cells=cells.stop - cells.start,
-        entry_cells=term.entry_cells[entries] - cells.start,
-        teacher_probs=teacher_probs,
-        rows=term.rows[entries].long() - base,
-        tokens=term.tokens[entries],
-        log_weights=log_weights,
-        weights=log_weights.exp().mul_(term.rows_averaged[entries]),
-        remainder_probs=term.remainder_probs[low:high][has_remainder].to(device),
-        remainder_rows=(term.first_rows[low:high][has_remainder][remainder_items] + within - base).to(device),
-        remainder_items=(remainder_items if prefix is None else torch.arange(len(remainder_items))).to(device),
-        remainder_log_weights=row_log_weights.to(device),
-        item_groups=torch.cat([of_cells[real], owners]).to(device),
-        scale=term.scale,
-        divergence=term.divergence,
-        alternatives=None
-        if term.alternatives is None
-        else term.alternatives.for_chunk(slice(low, high), cell_offsets, base, owners),
-        prefix_product=prefix,
-        sorted_probs=None if term.sorted_probs is None else term.sorted_probs.for_chunk(slice(low, high), base, wide),
-        outside_mode=term.outside_mode,
-        factor=term.factor,
-        surrogate=None if term.surrogate is None else term.surrogate.select(slice(low, high)),
-        item_weights=None if term.weights is None else term.weights[low:high],
-    )
-
-
 def _loss_and_gradients(
-    parts: list[LossChunk], statistics: ChunkStatistics, with_gradient: bool
+    chunks: list[LossCells], parts: list[SoftmaxReads], statistics: ChunkStatistics, with_gradient: bool
 ) -> tuple[Tensor, ChunkGradients | None]:
     """Return each term's sum [terms], and the gradients of the scaled total; None without gradients."""
-    log_totals, log_normaliser, before = (
-        statistics.row_logsumexp,
-        statistics.exp_sums.log(),
-        iter(statistics.alternative_logits),
-    )
+    log_totals, log_normaliser = statistics.row_logsumexp, statistics.exp_sums.log()
+    alternatives = iter(statistics.alternative_logits)
     by_rank = iter(zip(statistics.largest, statistics.included_sums, strict=True))
     values, gradients = [], ChunkGradients([], [], [], [])
-    for part, logits, left in zip(parts, statistics.entry_logits, statistics.remainder_sums, strict=True):
-        log_probs = logits - log_totals[part.rows] + part.log_weights
+    for cells, part, logits, left in zip(
+        chunks, parts, statistics.entry_logits, statistics.remainder_sums, strict=True
+    ):
         log_remainders = left.log() - log_normaliser[part.remainder_rows] + part.remainder_log_weights
         sums = [
-            _GroupLogSumExp(log_probs, part.entry_cells, part.num_cells),
-            _GroupLogSumExp(log_remainders, part.remainder_items, part.num_remainders),
+            _group_sums(part.cells, logits, log_totals),
+            _GroupLogSumExp(log_remainders, part.remainder_groups, part.num_remainders),
         ]
         if part.alternatives is not None:
-            of_rows = next(before) - log_totals[part.alternatives.rows]
-            sums.append(_GroupLogSumExp(of_rows, part.alternatives.groups, len(part.alternatives.group_items)))
-        leaves, ranked = [side.log_sums for side in sums], None
-        if part.sorted_probs is not None:
-            ranked = _LargestLogprobs.from_chunk(part.sorted_probs, *next(by_rank), statistics)
-            leaves += [ranked.log_probs, ranked.masses]
+            sums.append(_group_sums(part.alternatives, next(alternatives), log_totals))
+        leaves = [one.log_sums for one in sums]
+        if part.largest is not None:
+            found, included = next(by_rank)
+            item_rows = part.largest.rows.to(included.device)
+            rank_rows = item_rows[part.largest.rank_items]
+            leaves.append(found.logits - log_totals[rank_rows])
+            leaves.append(
+                torch.ones_like(included)
+                if part.largest.excluded_tokens is None
+                else included / statistics.exp_sums[item_rows]
+            )
         with torch.enable_grad():
-            value = _weighted_loss(part, [leaf.requires_grad_(with_gradient) for leaf in leaves], ranked)
-            scaled = value * part.scale
+            value = cells.value(*[leaf.requires_grad_(with_gradient) for leaf in leaves])
+            scaled = value * cells.scale
         values.append(value.detach().to(log_totals.dtype))
         if not with_gradient:
             continue
-        found = torch.autograd.grad(scaled, leaves)
-        one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, found, strict=False))
+        of_leaves = torch.autograd.grad(scaled, leaves)
+        one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, of_leaves, strict=False))
         gradients.entries.append(one)
         gradients.remainders.append(other)
         gradients.alternatives.extend(more)
-        if ranked is not None:
-            gradients.ranks.append(ranked.gradient(found[-2], found[-1]))
+        if part.largest is not None:
+            held = (found.tokens >= 0).nonzero()[:, 0]
+            gradients.ranks.append(
+                RankGradients(
+                    rank_rows[held],
+                    found.tokens[held],
+                    of_leaves[-2][held],
+                    of_leaves[-1],
+                    leaves[-1].detach(),
+                    part.largest,
+                )
+            )
     return torch.stack(values), gradients if with_gradient else None
 
 
-@dataclass(frozen=True)
-class _LargestLogprobs:
-    """Log-probabilities of the student's largest tokens for the items of one part."""
-
-    ranks: ChunkSortedProbs
-    ranks_with_token: Tensor
-    rows: Tensor
-    tokens: Tensor
-    log_probs: Tensor
-    item_rows: Tensor
-    masses: Tensor
-
-    @classmethod
-    def from_chunk(
-        cls, ranks: ChunkSortedProbs, largest: LargestLogits, sums: Tensor, statistics: ChunkStatistics
-    ) -> _LargestLogprobs:
-        """Return them from the statistics of a chunk."""
-        held = (largest.tokens >= 0).nonzero()[:, 0]
-        item_rows = ranks.rows.to(held.device)
-        rows = item_rows[ranks.rank_items[held]]
-        log_probs = largest.logits[held] - statistics.row_logsumexp[rows]
-        masses = torch.ones_like(sums) if ranks.excluded_tokens is None else sums / statistics.exp_sums[item_rows]
-        return cls(ranks, held, rows, largest.tokens[held], log_probs, item_rows, masses)
-
-    def gradient(self, of_logprobs: Tensor, of_masses: Tensor) -> RankGradients:
-        """Return their gradients with rows and tokens."""
-        return RankGradients(
-            self.rows, self.tokens, of_logprobs, self.item_rows, of_masses, self.masses.detach(), self.ranks
-        )
-
-
-def _weighted_loss(part: LossChunk, leaves: list[Tensor], ranked: _LargestLogprobs | None) -> Tensor:
-    """Return the weighted sum of a loss over its items.
-
-    Args:
-        part: the items.
-        leaves: log-probabilities of cells and of remainders; then, with alternatives, those of their groups; then, with
-            sorted probabilities, those of the largest tokens, and the probabilities of all included tokens.
-        ranked: the largest tokens; None: no sorted probabilities.
-    """
-    if part.alternatives is not None:
-        log_probs = part.alternatives.condition_cells(*leaves[:3])
-    elif part.prefix_product is not None:
-        log_probs = part.prefix_product.apply_prefix(*leaves[:2])
-    else:
-        log_probs = (leaves[0], leaves[1])
-    if part.surrogate is not None:
-        values = part.surrogate.item_losses(torch.cat(log_probs))  # there are no remainders
-        return (values if part.item_weights is None else values * part.item_weights).sum()
-    value = part.factor * _weighted_divergence(part, torch.cat(log_probs))
-    if ranked is None:
-        return value
-    before = None if part.prefix_product is None else part.prefix_product.prefix_logprobs(leaves[0])
-    by_rank, after_last_rank = ranked.ranks.rank_distances(ranked.ranks_with_token, leaves[-2], leaves[-1], before)
-    if part.item_weights is not None:
-        by_rank, after_last_rank = (
-            by_rank * part.item_weights[ranked.ranks.rank_items],
-            after_last_rank * part.item_weights,
-        )
-    return value + by_rank.sum() + after_last_rank.sum()
-
-
-def _weighted_divergence(part: LossChunk, log_probs: Tensor) -> Tensor:
-    """Return the weighted sum over items of the divergence between the teacher's and the student's cells.
-
-    Args:
-        part: the items.
-        log_probs: [cells + remainders], the student's.
-
-    Returns:
-        A scalar, not negative except for rounding.
-    """
-    probs = torch.cat([part.teacher_probs.to(log_probs.dtype), part.remainder_probs.to(log_probs.dtype)])
-    items, power = part.num_items, 1 / part.divergence.temperature
-    if part.outside_mode == "renormalised":
-        ours = log_probs.exp()
-        sums = ours.new_zeros(items).scatter_add(0, part.item_groups, ours) + PUBLISHED_EPSILON
-        log_probs = (ours / sums[part.item_groups] + PUBLISHED_EPSILON).log()
-    if power != 1:
-        log_probs = power * log_probs
-        log_probs = log_probs - group_logsumexp(log_probs, part.item_groups, items)[part.item_groups]
-        probs = probs.pow(power)
-        probs = probs / probs.new_zeros(items).scatter_add(0, part.item_groups, probs)[part.item_groups]
-    probs[len(part.teacher_probs) :].clamp_min_(part.divergence.min_remainder)
-    values = part.divergence.cell_values(probs, log_probs)
-    if part.item_weights is not None:
-        values = values * part.item_weights[part.item_groups]
-    return values.sum() / power**2
+def _group_sums(entries: EntryGroups, logits: Tensor, log_totals: Tensor) -> _GroupLogSumExp:
+    """Return the log-sum-exp of the log-probabilities of entries in each group."""
+    log_probs = logits - log_totals[entries.rows]
+    if entries.log_weights is not None:
+        log_probs = log_probs + entries.log_weights
+    return _GroupLogSumExp(log_probs, entries.groups, entries.num_groups)
 
 
 class _GroupLogSumExp:
@@ -672,7 +353,7 @@ class _GroupLogSumExp:
     def __init__(self, values: Tensor, groups: Tensor, count: int) -> None:
         self._groups = groups
         if values.device.type == "cpu":
-            self.log_sums = torch.from_numpy(projected_kl_numba.group_logsumexp_(values.numpy(), groups.numpy(), count))
+            self.log_sums = torch.from_numpy(group_logsumexp_(values.numpy(), groups.numpy(), count))
             self._softmax = values
             return
         groups = groups.long()

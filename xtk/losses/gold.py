@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
+import torch
 
 from xtk.errors import XtkError
-from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, span_ranges
-from xtk.losses.paired_and_sorted_tokens import paired_and_ranked_cells
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
+from xtk.losses.sorted_probs import SortedProbCells
 from xtk.projection.projection import ProjectionColumns, TokenPairs
 
 DEFAULT_MAX_RANKS = 8192  # as in X-Token, arXiv 2605.21699
 
 
 @dataclass(frozen=True)
-class GOLD:
+class GOLD(Loss):
     """gold: `a KL((P_t(m), t_rem) | (P_s(m), s_rem)) + b sum_r |P_t(r) - P_s(r)|`, averaged over spans.
 
     `m` are the paired tokens, with equal bytes in both vocabularies; `r` are the ranks of all other tokens, sorted by
@@ -64,16 +65,11 @@ class GOLD:
         common, uncommon = self.default_weights(pairs)
         common = common if self.paired_weight is None else self.paired_weight
         uncommon = uncommon if self.ranked_weight is None else self.ranked_weight
-        cells, tails = paired_and_ranked_cells(
+        cells = SortedProbCells.from_teacher(
             example, span_ranges(example), pairs.student_of_teacher, self.max_ranks, uncommon
         )
-        assert cells.sorted_probs is not None
-        ranks = replace(
-            cells.sorted_probs,
-            excluded_tokens=pairs.paired_students,
-            max_remainder=cells.sorted_probs.min_remainder + tails,
-        )
-        if self.published:
-            nothing = np.zeros_like(tails)
-            ranks = replace(ranks, min_remainder=nothing, max_remainder=nothing + np.inf)
-        return replace(cells, sorted_probs=ranks, factor=common, outside_mode="ignored" if self.published else "other")
+        cells = replace(cells, excluded_tokens=torch.from_numpy(pairs.paired_students), factor=common)
+        if not self.published:
+            return cells
+        nothing = torch.zeros_like(cells.min_remainder)
+        return replace(cells, min_remainder=nothing, max_remainder=nothing + torch.inf, ignores_remainder=True)

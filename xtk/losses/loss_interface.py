@@ -1,21 +1,15 @@
-"""Cells: the events on which the distributions of student and teacher are compared.
-
-A loss averages over items: tokens, boundaries or spans. An item has cells. A cell has the teacher's probability, and
-*entries*: pairs of a row of the student's logits and a token, whose weighted probabilities add up to the student's
-probability of the cell. The probability of each model outside of the cells is its remainder.
-"""
+"""The interface of losses: what a loss gets for a batch of documents, and what it returns."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.divergences import Divergence, ForwardKLDivergence
+from xtk.losses.loss_cells import LossCells
 from xtk.projection.projection import ProjectionColumns
 from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
@@ -23,8 +17,6 @@ from xtk.tokens.teacher_logprobs import TeacherLogprobs
 # What a loss needs in addition to its inputs: the projection W by teacher token, a partition of both vocabularies, or
 # nothing.
 ComparisonSpace = ProjectionColumns | BytePartition | None
-
-FORWARD_KL = ForwardKLDivergence()
 
 
 @dataclass(frozen=True)
@@ -125,183 +117,30 @@ def _concatenate_as(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
     return whole
 
 
-@dataclass(frozen=True)
-class PrefixAlternatives:
-    """Alternative tokens for the bytes since the student's previous token boundary.
-
-    An item's alternatives are the student tokens that begin with these bytes, in groups: tokens that end at the item,
-    tokens that continue into none of its cells, then tokens that continue into each of its cells. The groups of all
-    items are concatenated; a group is a list of runs of the vocabulary in byte order, and may be empty.
-
-    Attributes:
-        rows: int32 [C], the row of the student's logits that predicts them; -1: the item has no alternatives.
-        is_inside_token: bool [C], whether the item is inside of a student token, where no row predicts the next bytes.
-        sorted_token_ids: int32 [n], the student's tokens in byte order.
-        run_offsets: int64 [2 C + cells + 1], the runs of each group.
-        firsts: int32 [runs], first index of each run in `sorted_token_ids`.
-        stops: int32 [runs], one past its last index.
-    """
-
-    rows: NDArray[np.int32]
-    is_inside_token: NDArray[np.bool_]
-    sorted_token_ids: NDArray[np.int32]
-    run_offsets: NDArray[np.int64]
-    firsts: NDArray[np.int32]
-    stops: NDArray[np.int32]
-
-    def has_no_remainder(self, cell_offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return bool [C], the items in which the student's remainder is always 0."""
-        first = cell_offsets[:-1] + 2 * np.arange(len(self.rows))
-        closed: NDArray[np.bool_] = self.is_inside_token & (self.run_offsets[first + 2] == self.run_offsets[first])
-        return closed
-
-
-@dataclass(frozen=True)
-class PrefixProduct:
-    """The student's observed tokens before the last row of each item, whose probabilities multiply its cells.
-
-    The first cells of an item are its prefix cells: one per row from its first row on, each with one entry, the
-    observed token. All other cells are of the next row. The remainder is the sum, over all these rows, of the mass
-    outside of the row's cells times the probabilities of the prefix tokens before the row.
-
-    Attributes:
-        num_prefix_tokens: int64 [C], number of prefix cells of each item.
-        temperature: tau. If it is not 1, each item has one cell, of probability P, and `P^(1/tau)` and
-            `1 - P^(1/tau)` are compared with the teacher's probabilities, which are given in this form.
-    """
-
-    num_prefix_tokens: NDArray[np.int64]
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True)
-class SortedProbs:
-    """Sorted probabilities in the last row of each item, compared rank by rank.
-
-    Attributes:
-        rows: int32 [C], rows of the student's logits.
-        offsets: int64 [C+1], the ranks of item c.
-        probs: float32 [ranks], the teacher's probabilities, descending within an item.
-        min_remainder: float32 [C], lower bound of the teacher's mass after the last rank.
-        max_remainder: float32 [C], upper bound of that mass.
-        excluded_tokens: int32 [n], student tokens that are not ranked; None: all are.
-        weight: factor of the sum of absolute differences.
-    """
-
-    rows: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-    probs: NDArray[np.float32]
-    min_remainder: NDArray[np.float32]
-    max_remainder: NDArray[np.float32]
-    excluded_tokens: NDArray[np.int32] | None
-    weight: float
-
-
-@dataclass(frozen=True)
-class ClippedSurrogate:
-    """Clipped surrogate for items of one cell, of probability P, that the student sampled.
-
-    It replaces the divergence by `-min(ratio a, clip(ratio, min_ratio, max_ratio) a)`, `ratio = P / P_old`.
-
-    Attributes:
-        sampling_logprobs: float64 [C], `ln P_old`, at the time of sampling.
-        advantages: float64 [C], a; constants.
-        min_ratio, max_ratio: bounds of the importance ratio.
-    """
-
-    sampling_logprobs: NDArray[np.float64]
-    advantages: NDArray[np.float64]
-    min_ratio: float
-    max_ratio: float
-
-
-# Treatment of the mass outside of the cells.
-OUTSIDE_MODES = {
-    "other": "the remainder is one more cell of both distributions",
-    "ignored": "dropped, as GOLD is published; the divergence can be negative",
-    "renormalised": "the student's cells are divided by their sum, as p-kl is published; it can be negative",
-}
-
-
-@dataclass(frozen=True)
-class LossCells:
-    """The cells of one loss over one or more documents: items, their cells, the cells' entries.
-
-    Attributes:
-        cell_offsets: int64 [C+1], the cells of item c.
-        entry_offsets: int64 [cells+1], the entries of each cell.
-        teacher_probs: [cells], sum to at most 1 per item; the difference to 1 is the remainder. 0 for prefix cells.
-        rows: int32 [entries], row of the student's logits. Items are sorted by their rows.
-        tokens: int32 [entries], student token.
-        log_weights: float32 [entries], log of the factor of the entry's probability.
-        item_rows: int32 [C], the row of each item, sorted; None: that of its first entry.
-        alternatives: alternative tokens in the previous rows, for losses that need them; None: none.
-        divergence: between the teacher's and the student's cells.
-        prefix_product: prefix tokens whose probabilities multiply the cells; None: none.
-        sorted_probs: probabilities that are compared by rank, in addition to the cells; None: none.
-        remainder_probs: float64 [C], the teacher's remainder, where float32 `teacher_probs` are too coarse for it;
-            None: 1 minus their sum.
-        outside_mode: a key of `OUTSIDE_MODES`.
-        factor: factor of the divergence.
-        surrogate: a clipped surrogate that replaces the divergence; None: none.
-        corrections: float64 [C], added to the value of each item, not to its gradient, so that values from sampled
-            tokens estimate the divergence. None: none.
-    """
-
-    cell_offsets: NDArray[np.int64]
-    entry_offsets: NDArray[np.int64]
-    teacher_probs: NDArray[np.floating[Any]]
-    rows: NDArray[np.int32]
-    tokens: NDArray[np.int32]
-    log_weights: NDArray[np.float32]
-    item_rows: NDArray[np.int32] | None = None
-    alternatives: PrefixAlternatives | None = None
-    divergence: Divergence = FORWARD_KL
-    prefix_product: PrefixProduct | None = None
-    sorted_probs: SortedProbs | None = None
-    remainder_probs: NDArray[np.float64] | None = None
-    outside_mode: str = "other"
-    factor: float = 1.0
-    surrogate: ClippedSurrogate | None = None
-    corrections: NDArray[np.float64] | None = None
-
-    @property
-    def num_items(self) -> int:
-        """Number of items, C, over which the loss is averaged."""
-        return len(self.cell_offsets) - 1
-
-    @property
-    def first_rows(self) -> NDArray[np.int64]:
-        """int64 [C], the row of each item, rising."""
-        if self.item_rows is not None:
-            return self.item_rows.astype(np.int64)
-        # An item without a cell (no support token can be reached) has no row; it gets its neighbor's.
-        rows = self.rows if len(self.rows) else np.zeros(1, np.int32)
-        return rows[np.minimum(self.entry_offsets[self.cell_offsets[:-1]], len(rows) - 1)].astype(np.int64)
-
-
-class Loss(Protocol):
-    """Interface of the losses in `LOSSES`.
+class Loss:
+    """Base class of the losses in `LOSSES`. Its docstring is its help text; the fields of a dataclass are its options.
 
     Attributes:
         comparison_space: a key of `COMPARISON_SPACES`.
         averaged_over: the kind of items in the denominator.
         unit: unit of its value.
         requires: a key of `TEACHER_REQUIREMENTS`.
+        takes_divergence: whether the divergence between its cells is an option, which forward KL is the default of.
     """
 
-    comparison_space: str
-    averaged_over: str
-    unit: str
-    requires: str
+    comparison_space: ClassVar[str]
+    averaged_over: ClassVar[str]
+    unit: ClassVar[str] = "nats"
+    requires: ClassVar[str] = "distribution"
+    takes_divergence: ClassVar[bool] = True
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return the cells of one document, or of several joined ones."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class ItemRanges:
-    """The rows and the teacher positions of each item.
+class ItemRanges(NamedTuple):
+    """The rows and the teacher positions of each item; kernels take it too.
 
     Attributes:
         row_start, row_stop: int64 [C], ranges of rows of the student's logits.
@@ -312,6 +151,10 @@ class ItemRanges:
     row_stop: NDArray[np.int64]
     position_start: NDArray[np.int64]
     position_stop: NDArray[np.int64]
+
+    def first_only(self) -> ItemRanges:
+        """Return only the first row and the first position of each item."""
+        return ItemRanges(self.row_start, self.row_start + 1, self.position_start, self.position_start + 1)
 
 
 def span_ranges(example: LossInputs) -> ItemRanges:
@@ -346,69 +189,3 @@ def range_indices(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArra
     firsts = np.cumsum(sizes) - sizes
     within: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(starts - firsts, sizes)
     return within
-
-
-def observed_token_cells(
-    example: LossInputs, ranges: ItemRanges, probs: NDArray[np.float64], temperature: float = 1.0
-) -> LossCells:
-    """Return one item per range, with one cell: the student's last token there, after the prefix of those before it.
-
-    Args:
-        example: the inputs of the loss.
-        ranges: rows of each item.
-        probs: float64 [C], the teacher's probability of each cell.
-        temperature: as in `PrefixProduct`.
-    """
-    sizes = ranges.row_stop - ranges.row_start
-    ends, rows = np.cumsum(sizes), range_indices(ranges.row_start, ranges.row_stop)
-    teacher_probs = np.zeros(len(rows))
-    teacher_probs[ends - 1] = probs
-    return LossCells(
-        cell_offsets=np.concatenate([np.zeros(1, np.int64), ends]),
-        entry_offsets=np.arange(len(rows) + 1, dtype=np.int64),
-        teacher_probs=teacher_probs,
-        rows=rows.astype(np.int32),
-        tokens=example.student_ids[example.positions[rows] + 1],
-        log_weights=np.zeros(len(rows), np.float32),
-        item_rows=ranges.row_start.astype(np.int32),
-        prefix_product=PrefixProduct(sizes - 1, temperature),
-    )
-
-
-def projected_cells(
-    example: LossInputs, ranges: ItemRanges, columns: ProjectionColumns, *, published: bool = False
-) -> LossCells:
-    """Return items with one cell per teacher token that is in the teacher's support and mapped by the projection.
-
-    The teacher's probability of a cell is its mean over the item's positions; a support without the token counts as 0,
-    and its mass goes to the remainder. The student's is the mean over the item's rows of its projected probability.
-    Teacher tokens that no student token maps to are in the remainder of both. `published`: use the teacher's means of
-    p-kl as published.
-    """
-    from xtk.losses.projected_kl_numba import fill_cells
-    from xtk.losses.sampled_support_correction import exact_entry_stops, mean_surprisals
-    from xtk.losses.sorted_probs_numba import fill_published_cells
-
-    teacher = example.teacher_logprobs
-    assert teacher is not None
-    inputs = (
-        ranges.row_start,
-        ranges.row_stop,
-        ranges.position_start,
-        ranges.position_stop,
-        teacher.offsets,
-        teacher.ids,
-        teacher.logprobs,
-        columns.offsets,
-        columns.student_ids,
-        columns.log_weights,
-    )
-    item_rows = ranges.row_start.astype(np.int32)
-    if published:
-        return dataclasses.replace(LossCells(*fill_published_cells(*inputs)), item_rows=item_rows)
-    stops = exact_entry_stops(teacher)
-    surprisals = mean_surprisals(teacher.offsets, stops, teacher.logprobs, teacher.entropy)
-    *arrays, corrections = fill_cells(*inputs, stops, surprisals)
-    return dataclasses.replace(
-        LossCells(*arrays), item_rows=item_rows, corrections=None if teacher.exact_counts is None else corrections
-    )

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from xtk.errors import XtkError
+from xtk.losses import AUTO_LOSS, LOSSES
+from xtk.losses.divergences import DIVERGENCES, Divergence, divergence_options, make_divergence
+from xtk.losses.loss_interface import Loss
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
-
-if TYPE_CHECKING:
-    from xtk.losses.divergences import Divergence
-    from xtk.losses.loss_interface import Loss
-
-# Cross-entropy on observed tokens, a sum of absolute differences, and a surrogate: they take no other divergence.
-WITHOUT_DIVERGENCE = ("ce", "uld", "policy-gradient")
-
-
-AUTO_LOSS = "auto"  # chooses a loss that fits the two tokenizers and the cache
 
 
 @dataclass(frozen=True)
@@ -37,8 +29,6 @@ class LossSpec(OptionSpec):
         Raises:
             XtkError: an option's value is invalid.
         """
-        from xtk.losses import LOSSES
-
         rule = load_registered(LOSSES, self.name, "loss")
         own = option_names(rule)
         loss: Loss = from_pairs(rule, (pair for pair in self.options if pair[0] in own), f"the loss {self}")
@@ -50,15 +40,13 @@ class LossSpec(OptionSpec):
         Raises:
             XtkError: unknown divergence or option, or an option's value is invalid.
         """
-        from xtk.losses import LOSSES
-        from xtk.losses.divergences import DIVERGENCES, divergence_options, make_divergence
-
         options = dict(self.options)
-        own = option_names(load_registered(LOSSES, self.name, "loss"))
+        rule: type[Loss] = load_registered(LOSSES, self.name, "loss")
+        own = option_names(rule)
         name, known = "forward-kl", own
         if self.name in DIVERGENCES:
             name, known = self.name, divergence_options(self.name)
-        elif self.name not in WITHOUT_DIVERGENCE:
+        elif rule.takes_divergence:
             name = options.get("divergence", name)
             known = list(dict.fromkeys(["divergence", *own, *divergence_options(name)]))
         for key in options:
@@ -75,8 +63,6 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
     Raises:
         XtkError: unknown loss or option, a weight that is not a positive number, or the same loss twice.
     """
-    from xtk.losses import LOSSES
-
     results: list[LossSpec] = []
     for text in texts:
         name, _, options = text.partition(":")

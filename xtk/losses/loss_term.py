@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.losses.divergences import Divergence
-from xtk.losses.fused_head_and_loss import LossTensors
+from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
@@ -58,11 +58,9 @@ class LossTerm:
         """Whether it can use sampled tokens (unbiased estimates); if not, it uses exact entries and a remainder."""
         return self.loss.requires != "ranks" and self.divergence.is_linear_in_teacher
 
-    def to_tensors(self, inputs: LossInputs) -> LossTensors:
-        """Return the loss of an example as tensors on the CPU, with scale 1."""
-        return LossTensors.from_cells(
-            replace(self.loss.build_cells(inputs, self.comparison_space), divergence=self.divergence)
-        )
+    def build_cells(self, inputs: LossInputs) -> LossCells:
+        """Return the cells of an example on the CPU, with scale 1."""
+        return replace(self.loss.build_cells(inputs, self.comparison_space), divergence=self.divergence)
 
 
 def make_loss_inputs(student: TokenSequence, document: Document, teacher_output: TeacherOutput | None) -> LossInputs:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from xtk.errors import XtkError
+from xtk.losses import LOSSES
+from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.divergences import DIVERGENCES
-from xtk.losses.loss_interface import (
-    ClippedSurrogate,
-    ComparisonSpace,
-    ItemRanges,
-    LossCells,
-    LossInputs,
-    observed_token_cells,
-    range_sums,
-    span_ranges,
-)
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, Loss, LossInputs, range_sums, span_ranges
 from xtk.name_registry import unknown_name_error
 
 OBSERVED_ADVANTAGE = "observed"
 
 
 @dataclass(frozen=True)
-class PolicyGradient:
+class PolicyGradient(Loss):
     """policy-gradient: `-min(ratio a, clip(ratio, 1 - epsilon, 1 + epsilon_high) a)`, averaged over spans.
 
     `a = c clip(ln P_t - ln P_old, -clip, clip) + r A` is a constant, and `ratio = P_s / P_old`. `P` is the product of
@@ -49,6 +43,7 @@ class PolicyGradient:
     averaged_over = "spans that the student sampled"
     unit = "nats, a surrogate"
     requires = "observed"
+    takes_divergence = False
 
     def __post_init__(self) -> None:
         """Refuse options out of range, and advantages with an expected gradient of 0."""
@@ -86,8 +81,6 @@ class PolicyGradient:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def _advantage_error(self) -> XtkError:
-        from xtk.losses import LOSSES
-
         if self.advantage not in {*LOSSES, *DIVERGENCES}:
             return unknown_name_error("advantage", self.advantage, [OBSERVED_ADVANTAGE])
         return XtkError(
@@ -105,12 +98,16 @@ class PolicyGradient:
         rewards = nothing if example.advantages is None else example.advantages
         old_sums = range_sums(logprobs, ranges.row_start, ranges.row_stop)
         sampled = np.isfinite(old_sums)
-        old_sums, ranges = old_sums[sampled], ItemRanges(*(part[sampled] for part in vars(ranges).values()))
+        old_sums, ranges = old_sums[sampled], ItemRanges(*(part[sampled] for part in ranges))
         teacher_sums = range_sums(teacher_logprobs.observed_logprobs, ranges.position_start, ranges.position_stop)
         advantages = self.teacher_weight * np.clip(teacher_sums - old_sums, -self.clip, self.clip)
         advantages += self.reward_weight * rewards[ranges.row_start].astype(np.float64)
-        return replace(
-            observed_token_cells(example, ranges, np.ones(len(old_sums))),
-            surrogate=ClippedSurrogate(old_sums, advantages, 1 - self.epsilon, 1 + self._upper_epsilon),
-            outside_mode="ignored",
+        return ClippedSurrogateCells.from_observed_tokens(
+            example,
+            ranges,
+            np.ones(len(old_sums)),
+            sampling_logprobs=old_sums,
+            advantages=advantages,
+            min_ratio=1 - self.epsilon,
+            max_ratio=1 + self._upper_epsilon,
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, projected_cells, span_ranges
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
+from xtk.losses.p_kl_as_published import published_cells
+from xtk.losses.projected_cells import projected_cells
 from xtk.projection.projection import ProjectionColumns
 
 
 @dataclass(frozen=True)
-class PKL:
+class PKL(Loss):
     """p-kl: `KL((mean t_A, t_rem) | (mean y_A, y_rem))`, `y = W^T s`, averaged over spans.
 
     Both models' distributions are averaged arithmetically over the positions of the span, and are normalized. `A` is
@@ -25,11 +28,9 @@ class PKL:
 
     comparison_space = "projection"
     averaged_over = "spans"
-    unit = "nats"
-    requires = "distribution"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span."""
         assert isinstance(comparison_space, ProjectionColumns)
-        cells = projected_cells(example, span_ranges(example), comparison_space, published=self.published)
-        return replace(cells, outside_mode="renormalised") if self.published else cells
+        build = published_cells if self.published else projected_cells
+        return build(example, span_ranges(example), comparison_space)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from xtk.losses.loss_interface import ComparisonSpace, LossCells, LossInputs, projected_cells, span_ranges
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
+from xtk.losses.projected_cells import projected_cells
 from xtk.projection.projection import ProjectionColumns
 
 
-class TokenDivergenceLoss:
+class TokenDivergenceLoss(Loss):
     """Base class: one item per token, whose cells are the tokens of the teacher's support."""
 
     comparison_space = "tokens"
     averaged_over = "tokens"
-    unit = "nats"
-    requires = "distribution"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per token; `comparison_space` is the identity projection."""

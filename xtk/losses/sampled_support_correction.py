@@ -9,6 +9,7 @@ the entropy, minus the first sum computed from the samples.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple, Self
 
 import numpy as np
 from numba import njit
@@ -17,9 +18,33 @@ from numpy.typing import NDArray
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 
-def exact_entry_stops(signal: TeacherLogprobs) -> NDArray[np.int64]:
-    """Return int64 [P], the end of the exact entries of each position; sampled entries follow."""
-    return signal.offsets[1:] if signal.exact_counts is None else signal.offsets[:-1] + signal.exact_counts
+class TeacherArrays(NamedTuple):
+    """The teacher's support as flat arrays, for kernels.
+
+    Attributes:
+        offsets: int64 [P + 1], the entries of each position.
+        exact_stops: int64 [P], the end of its exact entries; sampled entries follow.
+        ids: int32 [E], token ids.
+        logprobs: float32 [E], log-probabilities.
+        remainder_mass: float32 [P], mass outside of the entries.
+        mean_surprisals: float64 [P], the mean of -ln t, in nats, over the tokens that were sampled from.
+    """
+
+    offsets: NDArray[np.int64]
+    exact_stops: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    remainder_mass: NDArray[np.float32]
+    mean_surprisals: NDArray[np.float64]
+
+    @classmethod
+    def from_logprobs(cls, teacher: TeacherLogprobs) -> Self:
+        """Return the arrays of a teacher's log-probabilities."""
+        stops = teacher.offsets[1:]
+        if teacher.exact_counts is not None:
+            stops = teacher.offsets[:-1] + teacher.exact_counts
+        surprisals = mean_surprisals(teacher.offsets, stops, teacher.logprobs, teacher.entropy)
+        return cls(teacher.offsets, stops, teacher.ids, teacher.logprobs, teacher.remainder_mass, surprisals)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

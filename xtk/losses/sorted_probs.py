@@ -2,239 +2,143 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses import sorted_probs_numba
-from xtk.losses.loss_interface import SortedProbs
+from xtk.losses.chunked_softmax import SoftmaxReads
+from xtk.losses.largest_tokens import LargestTokens
+from xtk.losses.loss_interface import ItemRanges, LossInputs
+from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.sorted_probs_numba import fill_paired_cells
+from xtk.losses.span_probability_products import SpanProductCells
 
-# Rows at a time where a mask is applied, so that the copy is small compared to the chunk.
-BLOCK_ROWS = 32
 
+@dataclass(frozen=True, kw_only=True)
+class SortedProbCells(SpanProductCells):
+    """Cells, and beside them sorted probabilities in the last row of each item, which are compared rank by rank.
 
-@dataclass(frozen=True)
-class TermSortedProbs:
-    """`SortedProbs` of one loss term: structure on the CPU, values on a device."""
+    Attributes:
+        rank_rows: int32 [C], rows of the student's logits.
+        rank_offsets: int64 [C+1], the ranks of item c.
+        rank_probs: float32 [ranks], the teacher's probabilities, descending within an item.
+        min_remainder: float32 [C], lower bound of the teacher's mass after the last rank.
+        max_remainder: float32 [C], upper bound of that mass.
+        excluded_tokens: int32 [n], student tokens that are not ranked; None: all are.
+        rank_weight: factor of the sum of absolute differences.
+    """
 
-    rows: Tensor
-    offsets: Tensor
-    probs: Tensor
+    rank_rows: Tensor
+    rank_offsets: Tensor
+    rank_probs: Tensor
     min_remainder: Tensor
     max_remainder: Tensor
-    excluded_tokens: Tensor | None
-    weight: float
+    rank_weight: float
+    excluded_tokens: Tensor | None = None
+
+    PER_ITEM: ClassVar[tuple[str, ...]] = (
+        *SpanProductCells.PER_ITEM, "rank_rows", "min_remainder", "max_remainder",
+    )  # fmt: skip
+    ON_DEVICE: ClassVar[tuple[str, ...]] = (
+        *SpanProductCells.ON_DEVICE, "rank_probs", "min_remainder", "max_remainder", "excluded_tokens",
+    )  # fmt: skip
 
     @classmethod
-    def from_sorted_probs(cls, ranks: SortedProbs) -> TermSortedProbs:
-        """Return the sorted probabilities with their arrays as CPU tensors."""
-        tensors = {
-            name: torch.from_numpy(getattr(ranks, name))
-            for name in ("rows", "offsets", "probs", "min_remainder", "max_remainder")
-        }
-        excluded = None if ranks.excluded_tokens is None else torch.from_numpy(ranks.excluded_tokens)
-        return cls(**tensors, excluded_tokens=excluded, weight=ranks.weight)
+    def from_teacher(
+        cls,
+        example: LossInputs,
+        ranges: ItemRanges,
+        student_of_teacher: NDArray[np.int32],
+        max_ranks: int,
+        rank_weight: float,
+    ) -> Self:
+        """Return one item per range: cells of paired tokens and ranks of unpaired tokens, both in its last row.
 
-    def to(self, device: torch.device) -> TermSortedProbs:
-        """Return a copy with values on a device."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("probs", "min_remainder", "max_remainder")
-        }
-        excluded = None if self.excluded_tokens is None else self.excluded_tokens.to(device, non_blocking=True)
-        return dataclasses.replace(self, **moved, excluded_tokens=excluded)
-
-    def select(self, items: slice, first_row: int) -> TermSortedProbs:
-        """Return those of some items, with rows relative to `first_row`."""
-        offsets = self.offsets[items.start : items.stop + 1]
-        return dataclasses.replace(
-            self,
-            rows=self.rows[items] - first_row,
-            offsets=offsets - offsets[0],
-            probs=self.probs[int(offsets[0]) : int(offsets[-1])],
-            min_remainder=self.min_remainder[items],
-            max_remainder=self.max_remainder[items],
-        )
-
-    def for_chunk(self, items: slice, first_row: int, dtype: torch.dtype) -> ChunkSortedProbs:
-        """Return those of some items for a chunk.
+        Both distributions are multiplied by the probabilities of the model's own tokens before the last. The teacher's
+        mass after the last rank is at least what it lists there, and at most all that is left.
 
         Args:
-            items: range of items.
-            first_row: the chunk's first row.
-            dtype: dtype in which the loss is computed.
+            example: the inputs of the loss.
+            ranges: rows and teacher positions of each item.
+            student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none.
+            max_ranks: largest number of ranks per item.
+            rank_weight: factor of the rank differences.
         """
-        some, device = self.select(items, first_row), self.probs.device
-        counts = torch.diff(some.offsets)
-        return ChunkSortedProbs(
-            rows=some.rows.long(),
-            counts=counts,
-            probs=some.probs.to(dtype),
-            min_remainder=some.min_remainder.to(dtype),
-            max_remainder=some.max_remainder.to(dtype),
-            rank_items=torch.arange(len(counts)).repeat_interleave(counts).to(device),
-            excluded_tokens=self.excluded_tokens,
-            weight=self.weight,
+        teacher = example.teacher_logprobs
+        assert teacher is not None
+        cell_offsets, probs, rows, tokens, rank_offsets, rank_probs, after_last_rank, remainders = fill_paired_cells(
+            ranges,
+            TeacherArrays.from_logprobs(teacher),
+            example.student_ids[example.positions + 1],
+            example.teacher_ids[teacher.positions],
+            teacher.observed_logprobs,
+            student_of_teacher,
+            max_ranks,
+        )
+        sizes = ranges.row_stop - ranges.row_start
+        return cls.from_numpy(
+            cell_offsets=cell_offsets,
+            entry_offsets=np.arange(len(rows) + 1, dtype=np.int64),
+            teacher_probs=probs,
+            rows=rows,
+            tokens=tokens,
+            log_weights=np.zeros(len(rows), np.float32),
+            item_rows=ranges.row_start.astype(np.int32),
+            row_counts=sizes,
+            num_prefix_tokens=sizes - 1,
+            rank_rows=(ranges.row_stop - 1).astype(np.int32),
+            rank_offsets=rank_offsets,
+            rank_probs=rank_probs,
+            min_remainder=after_last_rank,
+            max_remainder=after_last_rank + remainders,
+            rank_weight=rank_weight,
         )
 
+    def select(self, items: slice, first_row: int) -> Self:
+        """Return some items, with rows relative to `first_row`."""
+        offsets, chosen = self.rank_offsets[items.start : items.stop + 1], super().select(items, first_row)
+        return replace(
+            chosen,
+            rank_rows=chosen.rank_rows - first_row,
+            rank_offsets=offsets - offsets[0],
+            rank_probs=self.rank_probs[int(offsets[0]) : int(offsets[-1])],
+        )
 
-@dataclass(frozen=True)
-class ChunkSortedProbs:
-    """The sorted probabilities of the items of one chunk.
+    def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
+        """Return the cells, and the largest tokens of the last rows."""
+        largest = LargestTokens(
+            self.rank_rows.long(), torch.diff(self.rank_offsets), self._rank_items, self.excluded_tokens
+        )
+        return replace(super().softmax_reads(dtype), largest=largest)
 
-    Attributes:
-        rows: [items], rows within the chunk, on the CPU.
-        counts: [items], number of ranks of each, on the CPU.
-        probs: [ranks], the teacher's probabilities.
-        min_remainder, max_remainder: [items], bounds of the teacher's mass after the last rank.
-        rank_items: [ranks], the item of each rank.
-        excluded_tokens: tokens that are not ranked; None: all are.
-        weight: factor of the sum of absolute differences.
-    """
-
-    rows: Tensor
-    counts: Tensor
-    probs: Tensor
-    min_remainder: Tensor
-    max_remainder: Tensor
-    rank_items: Tensor
-    excluded_tokens: Tensor | None
-    weight: float
-
-    def included_mask(self, start: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """Return [width], 1 for ranked tokens from token id `start` on, 0 for excluded ones; None: all are ranked."""
-        if self.excluded_tokens is None:
-            return None
-        outside = self.excluded_tokens.long() - start
-        mask = torch.ones(width, dtype=dtype, device=self.probs.device)
-        mask[outside[(outside >= 0) & (outside < width)]] = 0
-        return mask
-
-    def find_largest(self, logits: Tensor, first: int, start: int) -> LargestLogits:
-        """Return the largest logits of each item in a window [n, width] with first row `first`, first token `start`."""
-        here = ((self.rows >= first) & (self.rows < first + len(logits))).nonzero()[:, 0]
-        counts = self.counts[here]
-        mask = self.included_mask(start, logits.shape[1], logits.dtype)
-        found = _largest_tokens(logits, self.rows[here] - first, counts, mask).to(logits.device)
-        tokens = torch.full((len(self.rank_items),), -1, dtype=torch.int64, device=logits.device)
-        largest_logits = torch.full(tokens.shape, -torch.inf, dtype=logits.dtype, device=logits.device)
-        wanted = torch.zeros(len(self.rows), dtype=torch.bool)
-        wanted[here] = True
-        ranks = wanted.to(logits.device)[self.rank_items].nonzero()[:, 0][found >= 0]
-        found = found[found >= 0]
-        tokens[ranks] = found + start
-        rows = (self.rows - first).to(logits.device)[self.rank_items[ranks]]
-        largest_logits[ranks] = logits.view(-1).take(rows * logits.shape[1] + found)
-        return LargestLogits(tokens, largest_logits)
-
-    def included_sums(self, exponentials: Tensor, first: int, start: int) -> Tensor:
-        """Return [items], sums of exponentials over ranked tokens in a window with first row `first`, token `start`."""
-        rows = (self.rows - first).to(exponentials.device)
-        here = (rows >= 0) & (rows < len(exponentials))
-        mask = self.included_mask(start, exponentials.shape[1], exponentials.dtype)
-        of_rows = exponentials.sum(1) if mask is None else exponentials.mv(mask)
-        return torch.where(here, of_rows[rows.clamp(0, len(exponentials) - 1)], of_rows.new_zeros(()))
-
-    def merge_largest(self, several: list[LargestLogits]) -> LargestLogits:
-        """Return the largest logits of each item, out of those found in different windows of the same rows."""
-        tokens, largest_logits = torch.cat([one.tokens for one in several]), torch.cat([one.logits for one in several])
-        owners = self.rank_items.repeat(len(several))
-        order = largest_logits.argsort(descending=True, stable=True)
-        order = order[owners[order].argsort(stable=True)]
-        counts = self.counts.to(tokens.device)
-        begins = (counts.cumsum(0) - counts)[self.rank_items]
-        within = torch.arange(len(self.rank_items), device=tokens.device) - begins
-        chosen = order[begins * len(several) + within]
-        return LargestLogits(tokens[chosen], largest_logits[chosen])
-
-    def rank_distances(
-        self, ranks_with_token: Tensor, log_probs: Tensor, masses: Tensor, prefix_logprobs: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the weighted difference of each rank [ranks], and that after the last rank of each item [items].
+    def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
+        """Return the weighted sum of the divergence between cells and of the differences of ranks.
 
         Args:
-            ranks_with_token: [H], the ranks for which the student has a token.
-            log_probs: [H], its log-probabilities.
-            masses: [items], the student's probability of all ranked tokens.
-            prefix_logprobs: [items], log-probabilities of the prefixes that multiply a row; None: no prefixes.
+            cells: as in the base class.
+            remainders: as in the base class.
+            others: [ranks], log-probabilities of the student's largest tokens, -inf where there are no more; and
+                [items], the student's probability of all tokens that are ranked.
         """
-        probs = log_probs.exp()
-        if prefix_logprobs is not None:
-            factors = prefix_logprobs.exp().to(probs.dtype)
-            probs, masses = probs * factors[self.rank_items[ranks_with_token]], masses * factors
-        student_probs = torch.zeros_like(self.probs).index_copy(0, ranks_with_token, probs)
-        remainders = (masses - torch.zeros_like(masses).index_add(0, self.rank_items, student_probs)).clamp_min(0)
-        outside = (remainders - self.max_remainder).relu() + (self.min_remainder - remainders).relu()
-        return self.weight * (self.probs - student_probs).abs(), self.weight * outside
+        value = super().value(cells, remainders)
+        log_probs, masses = others
+        items, teacher_probs = self._rank_items, self.rank_probs.to(log_probs.dtype)
+        factors = self.prefix_logprobs(cells).exp().to(log_probs.dtype)
+        probs, masses = log_probs.exp() * factors[items], masses * factors
+        after_last_rank = (masses - torch.zeros_like(masses).index_add(0, items, probs)).clamp_min(0)
+        highest, lowest = (one.to(log_probs.dtype) for one in (self.max_remainder, self.min_remainder))
+        outside = (after_last_rank - highest).relu() + (lowest - after_last_rank).relu()
+        by_rank, outside = self.rank_weight * (teacher_probs - probs).abs(), self.rank_weight * outside
+        if self.weights is not None:
+            by_rank, outside = by_rank * self.weights[items], outside * self.weights
+        return value + by_rank.sum() + outside.sum()
 
-
-@dataclass(frozen=True)
-class LargestLogits:
-    """The student's largest logits of each item, in descending order.
-
-    Attributes:
-        tokens: int64 [ranks]; -1 where there are no more.
-        logits: [ranks]; -inf where there are no more.
-    """
-
-    tokens: Tensor
-    logits: Tensor
-
-
-def scale_rows(exponentials: Tensor, factors: Tensor, bands: list[tuple[Tensor, Tensor]]) -> None:
-    """Multiply [n, V], in place, by row factors [n] plus, for tokens in a band's mask [V], the band's factors [n]."""
-    if not bands:
-        exponentials.mul_(factors[:, None])
-        return
-    for start in range(0, len(exponentials), BLOCK_ROWS):
-        rows = slice(start, start + BLOCK_ROWS)
-        block = exponentials[rows]
-        of_tokens = factors[rows, None].expand_as(block).clone()
-        for of_band, mask in bands:
-            of_tokens.addr_(of_band[rows], mask)
-        block.mul_(of_tokens)
-
-
-def _largest_tokens(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
-    """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
-
-    Args:
-        logits: [n, V].
-        rows: [items], on the CPU.
-        counts: [items], number of tokens for each, on the CPU.
-        mask: [V], 0 for excluded tokens; None: none are.
-    """
-    if logits.device.type == "cpu":
-        ranked = torch.ones(logits.shape[1], dtype=torch.bool) if mask is None else mask > 0
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        tokens = sorted_probs_numba.largest_columns(logits.numpy(), rows.numpy(), offsets.numpy(), ranked.numpy())
-        return torch.from_numpy(tokens)
-    return largest_by_topk(logits, rows, counts, mask)
-
-
-def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
-    """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
-
-    The same as `sorted_probs_numba.largest_columns`, for GPUs; it works on a few rows at a time.
-
-    Args:
-        logits: [n, V].
-        rows: [items], on the CPU.
-        counts: [items], number of tokens for each, on the CPU.
-        mask: [V], 0 for excluded tokens; None: none are.
-    """
-    device = logits.device
-    found = [torch.zeros(0, dtype=torch.int64, device=device)]
-    for start in range(0, len(rows), BLOCK_ROWS):
-        block = logits[rows[start : start + BLOCK_ROWS].to(device)]
-        if mask is not None:
-            block = block.masked_fill_(mask == 0, -torch.inf)
-        wanted = counts[start : start + BLOCK_ROWS].to(device)
-        most = int(wanted.max())
-        values, tokens = block.topk(min(most, block.shape[1]), dim=1)
-        tokens = tokens.masked_fill(values == -torch.inf, -1)
-        tokens = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1)
-        found.append(tokens[torch.arange(most, device=device) < wanted[:, None]])
-    return torch.cat(found)
+    @property
+    def _rank_items(self) -> Tensor:
+        """int64 [ranks], the item of each rank, on the device."""
+        counts = torch.diff(self.rank_offsets)
+        return torch.arange(self.num_items).repeat_interleave(counts).to(self.rank_probs.device)

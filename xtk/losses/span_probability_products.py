@@ -1,99 +1,95 @@
-"""Products of the student's probabilities of the observed tokens before the last token of a span."""
+"""Spans whose probability is a product: the student's own tokens before the last multiply the cells of the last row."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses.loss_interface import PrefixProduct
-from xtk.losses.tokenization_marginalization import group_logsumexp
+from xtk.losses.chunked_softmax import SoftmaxReads
+from xtk.losses.loss_cells import LossCells, group_logsumexp
+from xtk.losses.loss_interface import ItemRanges, LossInputs, range_indices
 
 # Lower bound of 1 - P in the formula near P = 1, to keep it and its gradient finite.
-MIN_REMAINDER = 1e-30
+MIN_TEMPERED_REMAINDER = 1e-30
 
 
-@dataclass(frozen=True)
-class TermPrefixProduct:
-    """`PrefixProduct` of one loss term, on the CPU."""
+@dataclass(frozen=True, kw_only=True)
+class SpanProductCells(LossCells):
+    """Cells that are multiplied by the student's probabilities of its observed tokens before the last row of an item.
 
-    num_prefix_tokens: Tensor
-    temperature: float
-
-    @classmethod
-    def from_prefix_product(cls, prefix_product: PrefixProduct) -> TermPrefixProduct:
-        """Return the prefix product with its array as a CPU tensor."""
-        return cls(torch.from_numpy(prefix_product.num_prefix_tokens), prefix_product.temperature)
-
-    def for_chunk(self, items: slice, cell_offsets: Tensor, owners: Tensor, within: Tensor) -> ChunkPrefixProduct:
-        """Return the prefix products of some items.
-
-        Args:
-            items: range of items.
-            cell_offsets: [items + 1], their cells.
-            owners: [remainder rows], the item of each remainder row, relative to the range.
-            within: [remainder rows], the row's index within its item.
-        """
-        num_prefix = self.num_prefix_tokens[items]
-        starts = num_prefix.cumsum(0) - num_prefix
-        cells = torch.diff(cell_offsets)
-        of_cells = torch.arange(len(cells)).repeat_interleave(cells)
-        within_item = torch.arange(len(of_cells)) - (cell_offsets[:-1] - cell_offsets[0])[of_cells]
-        is_prefix = within_item < num_prefix[of_cells]
-        final_cells = (~is_prefix).nonzero()[:, 0]
-        distinct, groups = torch.unique_consecutive(owners, return_inverse=True)
-        return ChunkPrefixProduct(
-            prefix_cells=is_prefix.nonzero()[:, 0],
-            final_cells=final_cells,
-            cell_starts=starts[of_cells[final_cells]],
-            cell_stops=(starts + num_prefix)[of_cells[final_cells]],
-            item_starts=starts,
-            item_stops=starts + num_prefix,
-            remainder_starts=starts[owners],
-            remainder_stops=starts[owners] + within,
-            remainder_groups=groups,
-            remainder_items=distinct,
-            temperature=self.temperature,
-        )
-
-
-@dataclass
-class ChunkPrefixProduct:
-    """The prefix products of the items of one chunk. Starts and stops are ranges in the list of all L prefix cells.
+    The first cells of an item are its prefix cells: one per row from its first row on, each with one entry, the
+    observed token. All other cells, the final ones, are of the next row. The remainder is the sum, over all these
+    rows, of the mass outside of the row's cells times the probabilities of the prefix tokens before the row. An item
+    without cells has a remainder of probability 1.
 
     Attributes:
-        prefix_cells, final_cells: [L] and [cells - L], indices of the prefix cells and of all other cells.
-        cell_starts, cell_stops: [cells - L], the prefix cells before each final cell.
-        item_starts, item_stops: [items], the prefix cells of each item.
-        remainder_starts, remainder_stops: [remainder rows], the prefix cells before each remainder row.
-        remainder_groups: [remainder rows], sorted, index of the row's item in `remainder_items`.
-        remainder_items: [R], the items with a remainder.
-        temperature: tau.
+        teacher_probs: 0 for prefix cells.
+        num_prefix_tokens: int64 [C], number of prefix cells of each item.
+        temperature: tau. If it is not 1, each item has one final cell, of probability P, and `P^(1/tau)` and
+            `1 - P^(1/tau)` are compared with the teacher's probabilities, which are given in this form.
     """
 
-    prefix_cells: Tensor
-    final_cells: Tensor
-    cell_starts: Tensor
-    cell_stops: Tensor
-    item_starts: Tensor
-    item_stops: Tensor
-    remainder_starts: Tensor
-    remainder_stops: Tensor
-    remainder_groups: Tensor
-    remainder_items: Tensor
-    temperature: float
+    num_prefix_tokens: Tensor
+    temperature: float = 1.0
 
-    def to(self, device: torch.device) -> ChunkPrefixProduct:
-        """Return a copy on a device."""
-        tensors = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "temperature"
-        }
-        return ChunkPrefixProduct(
-            temperature=self.temperature, **{name: tensor.to(device) for name, tensor in tensors.items()}
+    PER_ITEM: ClassVar[tuple[str, ...]] = (*LossCells.PER_ITEM, "num_prefix_tokens")
+
+    @classmethod
+    def from_observed_tokens(
+        cls, example: LossInputs, ranges: ItemRanges, probs: NDArray[np.float64], **others: Any
+    ) -> Self:
+        """Return one item per range, with one final cell: the student's last token there.
+
+        Args:
+            example: the inputs of the loss.
+            ranges: rows of each item.
+            probs: float64 [C], the teacher's probability of each final cell.
+            others: other fields.
+        """
+        sizes = ranges.row_stop - ranges.row_start
+        ends, rows = np.cumsum(sizes), range_indices(ranges.row_start, ranges.row_stop)
+        teacher_probs = np.zeros(len(rows))
+        teacher_probs[ends - 1] = probs
+        return cls.from_numpy(
+            cell_offsets=np.concatenate([np.zeros(1, np.int64), ends]),
+            entry_offsets=np.arange(len(rows) + 1, dtype=np.int64),
+            teacher_probs=teacher_probs,
+            rows=rows.astype(np.int32),
+            tokens=example.student_ids[example.positions[rows] + 1],
+            log_weights=np.zeros(len(rows), np.float32),
+            item_rows=ranges.row_start.astype(np.int32),
+            row_counts=sizes,
+            num_prefix_tokens=sizes - 1,
+            **others,
         )
+
+    @property
+    def has_remainder(self) -> Tensor:
+        """Bool [C], whether the student's remainder is read."""
+        if self.ignores_remainder or not self.divergence.is_linear_in_teacher:
+            return torch.full((self.num_items,), not self.ignores_remainder)
+        return self.remainder_probs > 0
+
+    def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
+        """Return the cells, and the remainder of each row by itself."""
+        reads = super().softmax_reads(dtype)
+        count = len(reads.remainder_rows)
+        return replace(
+            reads,
+            remainder_groups=torch.arange(count, device=reads.remainder_rows.device),
+            num_remainders=count,
+            remainder_log_weights=torch.zeros_like(reads.remainder_log_weights),
+        )
+
+    def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
+        """Return the weighted sum of the divergence between final cells, multiplied by their prefixes."""
+        return self.divergence_sum(*self.apply_prefix(cells, remainders), self._cells_of_kind(prefix=False))
 
     def prefix_logprobs(self, cells: Tensor) -> Tensor:
         """Return [items], fp64, the log-probability of the prefix of each item.
@@ -101,8 +97,8 @@ class ChunkPrefixProduct:
         Args:
             cells: [cells], log-probabilities in their own rows.
         """
-        sums = self._sums(cells)
-        return sums[self.item_stops] - sums[self.item_starts]
+        sums, starts = self._cumulative_sums(cells), self._prefix_starts
+        return sums[(starts + self.num_prefix_tokens).to(cells.device)] - sums[starts.to(cells.device)]
 
     def apply_prefix(self, cells: Tensor, remainders: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of final cells and remainders, multiplied by the prefixes.
@@ -112,21 +108,39 @@ class ChunkPrefixProduct:
             remainders: [remainder rows], log-probabilities of each row's remainder.
 
         Returns:
-            [cells - L] and [R], fp64: log-probabilities of the final cells and of the remainders.
+            [final cells] and [items with a remainder], fp64.
         """
-        sums = self._sums(cells)
-        cell_logprobs = cells[self.final_cells].double() + sums[self.cell_stops] - sums[self.cell_starts]
-        remainders = remainders.double() + sums[self.remainder_stops] - sums[self.remainder_starts]
-        remainder_logprobs = group_logsumexp(remainders, self.remainder_groups, len(self.remainder_items))
+        device, sums, starts = cells.device, self._cumulative_sums(cells), self._prefix_starts
+        final = self._cells_of_kind(prefix=False)
+        items = self.cell_items[final]
+        stops = (starts + self.num_prefix_tokens)[items].to(device)
+        logprobs = cells[final.to(device)].double() + sums[stops] - sums[starts[items].to(device)]
+        row_items, groups, within = self.remainder_rows()
+        firsts = starts[row_items]
+        remainders = remainders.double() + sums[(firsts + within).to(device)] - sums[firsts.to(device)]
+        owners = self.has_remainder.nonzero()[:, 0]
+        log_remainders = group_logsumexp(remainders, groups.to(device), len(owners))
         if self.temperature == 1:
-            return cell_logprobs, remainder_logprobs
-        return cell_logprobs / self.temperature, log_tempered_remainder(
-            cell_logprobs[self.remainder_items], remainder_logprobs, self.temperature
-        )
+            return logprobs, log_remainders
+        tempered = log_tempered_remainder(logprobs[owners.to(device)], log_remainders, self.temperature)
+        return logprobs / self.temperature, tempered
 
-    def _sums(self, cells: Tensor) -> Tensor:
-        # Cumulative sum over a chunk: fp64, because its differences are small.
-        return torch.cat([cells.new_zeros(1, dtype=torch.float64), cells[self.prefix_cells].double().cumsum(0)])
+    def _cells_of_kind(self, *, prefix: bool) -> Tensor:
+        """Return the indices of the prefix cells, or of the final cells."""
+        items = self.cell_items
+        within = torch.arange(len(items)) - self.cell_offsets[:-1][items]
+        return ((within < self.num_prefix_tokens[items]) == prefix).nonzero()[:, 0]
+
+    @property
+    def _prefix_starts(self) -> Tensor:
+        """int64 [C], the first prefix cell of each item in the list of all of them."""
+        return self.num_prefix_tokens.cumsum(0) - self.num_prefix_tokens
+
+    def _cumulative_sums(self, cells: Tensor) -> Tensor:
+        """Return [prefix cells + 1], the cumulative sum of their log-probabilities."""
+        prefix = self._cells_of_kind(prefix=True).to(cells.device)
+        # Over all items: fp64, because differences of it are small.
+        return torch.cat([cells.new_zeros(1, dtype=torch.float64), cells[prefix].double().cumsum(0)])
 
 
 def log_tempered_remainder(log_probs: Tensor, log_remainders: Tensor, temperature: float) -> Tensor:
@@ -139,11 +153,10 @@ def log_tempered_remainder(log_probs: Tensor, log_remainders: Tensor, temperatur
         log_remainders: [n], `ln(1 - P)`, summed over the remaining tokens.
         temperature: tau.
     """
-    near = log_remainders < math.log(0.5)
-    left = (
-        torch.where(near, log_remainders, torch.full_like(log_remainders, math.log(0.5))).exp().clamp_min(MIN_REMAINDER)
-    )
+    near, half = log_remainders < math.log(0.5), math.log(0.5)
+    left = torch.where(near, log_remainders, torch.full_like(log_remainders, half)).exp()
+    left = left.clamp_min(MIN_TEMPERED_REMAINDER)
     size = -torch.log1p(-left)
     of_near = log_remainders + (size / left).log() + (-torch.expm1(-size / temperature) / size).log()
-    far = torch.where(near, torch.full_like(log_probs, math.log(0.5)), log_probs)
+    far = torch.where(near, torch.full_like(log_probs, half), log_probs)
     return torch.where(near, of_near, (-torch.expm1(far / temperature)).log())

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, LossCells, LossInputs, span_ranges
-from xtk.losses.paired_and_sorted_tokens import paired_and_ranked_cells
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
+from xtk.losses.sorted_probs import SortedProbCells
 
 
-class ULD:
+class ULD(Loss):
     """uld: `sum_r |t_(r) - s_(r)|` at each shared boundary, averaged over boundaries.
 
     A shared boundary is a byte offset where both models begin a token; `x_(r)` is the r-th largest probability; the
@@ -25,18 +26,10 @@ class ULD:
     averaged_over = "shared boundaries"
     unit = "probability"
     requires = "ranks"
+    takes_divergence = False
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span: the sorted probabilities at its first token, and no cells."""
-        spans = span_ranges(example)
-        first = ItemRanges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)
-        cells, remainders = paired_and_ranked_cells(
-            example, first, np.zeros(0, np.int32), np.iinfo(np.int64).max // 2, 1.0
-        )
-        assert cells.sorted_probs is not None
-        after_last_rank = cells.sorted_probs.min_remainder + remainders
-        return replace(
-            cells,
-            prefix_product=None,
-            sorted_probs=replace(cells.sorted_probs, min_remainder=after_last_rank, max_remainder=after_last_rank),
-        )
+        first, unpaired = span_ranges(example).first_only(), np.zeros(0, np.int32)
+        cells = SortedProbCells.from_teacher(example, first, unpaired, np.iinfo(np.int64).max // 2, 1.0)
+        return replace(cells, min_remainder=cells.max_remainder, ignores_remainder=True)

@@ -16,7 +16,7 @@ from xtk.evaluation.bits_per_byte import BATCH_TOKENS, ScoringWindow, document_w
 from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.evaluation.top1_agreement import TokenMatching
 from xtk.losses.cross_entropy import CrossEntropy
-from xtk.losses.loss_interface import FORWARD_KL
+from xtk.losses.divergences import FORWARD_KL
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.tokens.document import Document

@@ -17,8 +17,9 @@ from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.evaluation.top1_agreement import SUPPORTS_WITH_TOP1, ByProjection, BySpelling, TokenMatching
-from xtk.losses import AUTO_LOSS, LOSSES, SURROGATE_LOSSES, LossSpec, parse_losses
+from xtk.losses import AUTO_LOSS, LOSSES, SURROGATE_LOSSES
 from xtk.losses.loss_interface import ComparisonSpace, Loss
+from xtk.losses.loss_spec import LossSpec, parse_losses
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.projection.projection import IDENTITY_KEYS, Projection, format_tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.evaluation.top1_agreement import TeacherTopTokens
-from xtk.losses.fused_head_and_loss import LossTensors
+from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import LossInputs, join_inputs
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
 from xtk.tokens.document import Document
@@ -34,7 +34,7 @@ class MicroBatch:
         input_ids: int64 [B, T], padded on the right; or [1, T], packed documents.
         document_lengths: lengths of the packed documents and of the padding at the end; None: not packed.
         loss_positions: int64 [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
-        terms: tensors of each loss, not yet scaled.
+        terms: cells of each loss, not yet scaled.
         tokens: tokens of the documents, without padding.
         trained_tokens: trained student tokens, weighted by the document weights.
         unaligned: int64 [teachers, 2], trained student tokens that no span of the teacher covers, and all trained
@@ -50,7 +50,7 @@ class MicroBatch:
     input_ids: NDArray[np.int64]
     document_lengths: tuple[int, ...] | None
     loss_positions: NDArray[np.int64]
-    terms: tuple[LossTensors, ...]
+    terms: tuple[LossCells, ...]
     tokens: int
     trained_tokens: float
     unaligned: NDArray[np.int64]
@@ -213,9 +213,9 @@ class BatchBuilder:
         example: LossInputs,
         weights: NDArray[np.float64],
         factors: NDArray[np.float64] | None,
-    ) -> LossTensors:
+    ) -> LossCells:
         teacher_weights = factors[objective.teacher_index] if objective.uses_teacher and factors is not None else None
-        return objective.to_tensors(example).with_row_weights(
+        return objective.build_cells(example).with_row_weights(
             None if (weights == 1).all() else weights, teacher_weights
         )
 

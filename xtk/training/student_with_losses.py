@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from xtk.errors import XtkError
 from xtk.losses.context_parallel_hidden_states import StateExchange
-from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_cells import LossCells
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.fsdp_and_tensor_parallel import apply_fsdp
 from xtk.models.output_head import OutputHead, chunk_rows
@@ -39,7 +40,7 @@ class StudentWithLoss(nn.Module):
         self,
         input_ids: Tensor,
         loss_positions: NDArray[np.int64],
-        terms: Sequence[LossTensors],
+        terms: Sequence[LossCells],
         packed_sequence: PackedSequence | None = None,
         hook: HiddenStateHook | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -83,7 +84,7 @@ class StudentWithLoss(nn.Module):
 def forward_student(
     model: nn.Module,
     batch: TokenBatch,
-    terms: Sequence[LossTensors],
+    terms: Sequence[LossCells],
     parallel: ParallelConfig,
     device: torch.device,
     hook: HiddenStateHook | None = None,
@@ -93,7 +94,7 @@ def forward_student(
     Args:
         model: the module from `parallelize`.
         batch: the tokens.
-        terms: the losses' tensors, on the device.
+        terms: the losses' cells, on the device.
         parallel: the parallel layout.
         device: device of this process.
         hook: as in `StudentWithLoss.forward`.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.losses import LossSpec
+from xtk.losses.loss_spec import LossSpec
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import SPEED, check_options, declared_options

@@ -15,6 +15,7 @@ from torch import nn
 from xtk import terminal
 from xtk.artifacts.run_folders import CHECKPOINT, METRICS_FILE, run_fingerprint
 from xtk.errors import ResumableStop, XtkError
+from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.causal_lm import BackboneWithHead
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups
@@ -370,8 +371,8 @@ def _pass(
                     torch.autograd.backward(total * layout.num_gradient_replicas)
             totals[:, 0] += parts.double()
             for term_totals, term in zip(totals, terms, strict=True):
-                if term.surrogate is not None:
-                    term_totals[1:] += term.surrogate.ratio_statistics
+                if isinstance(term, ClippedSurrogateCells):
+                    term_totals[1:] += term.ratio_statistics
     if not backward:
         reshard_weights(run.wrapped_student)
     totals = layout.all_reduce_sum(totals, "copies")

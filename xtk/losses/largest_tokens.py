@@ -1,0 +1,146 @@
+"""The largest logits of rows, in descending order, out of all tokens or some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xtk.losses import chunked_softmax_numba
+
+# Rows at a time where a mask is applied, so that the copy is small compared to the chunk.
+BLOCK_ROWS = 32
+
+
+@dataclass(frozen=True)
+class LargestLogits:
+    """The student's largest logits of each item, in descending order.
+
+    Attributes:
+        tokens: int64 [ranks]; -1 where there are no more.
+        logits: [ranks]; -inf where there are no more.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class LargestTokens:
+    """Which of the largest tokens of some rows to find: the first few of each item, one per rank.
+
+    Attributes:
+        rows: int64 [items], rows within the chunk, on the CPU.
+        counts: [items], number of ranks of each, on the CPU.
+        rank_items: [ranks], the item of each rank.
+        excluded_tokens: tokens that are not ranked; None: all are.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    rank_items: Tensor
+    excluded_tokens: Tensor | None
+
+    def included_mask(self, start: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        """Return [width], 1 for ranked tokens from token id `start` on, 0 for excluded ones; None: all are ranked."""
+        if self.excluded_tokens is None:
+            return None
+        outside = self.excluded_tokens.long() - start
+        mask = torch.ones(width, dtype=dtype, device=self.excluded_tokens.device)
+        mask[outside[(outside >= 0) & (outside < width)]] = 0
+        return mask
+
+    def find(self, logits: Tensor, first: int, start: int) -> LargestLogits:
+        """Return the largest logits of each item in a window [n, width] with first row `first`, first token `start`."""
+        here = ((self.rows >= first) & (self.rows < first + len(logits))).nonzero()[:, 0]
+        counts = self.counts[here]
+        mask = self.included_mask(start, logits.shape[1], logits.dtype)
+        found = _largest_tokens(logits, self.rows[here] - first, counts, mask).to(logits.device)
+        tokens = torch.full((len(self.rank_items),), -1, dtype=torch.int64, device=logits.device)
+        largest_logits = torch.full(tokens.shape, -torch.inf, dtype=logits.dtype, device=logits.device)
+        wanted = torch.zeros(len(self.rows), dtype=torch.bool)
+        wanted[here] = True
+        ranks = wanted.to(logits.device)[self.rank_items].nonzero()[:, 0][found >= 0]
+        found = found[found >= 0]
+        tokens[ranks] = found + start
+        rows = (self.rows - first).to(logits.device)[self.rank_items[ranks]]
+        largest_logits[ranks] = logits.view(-1).take(rows * logits.shape[1] + found)
+        return LargestLogits(tokens, largest_logits)
+
+    def included_sums(self, exponentials: Tensor, first: int, start: int) -> Tensor:
+        """Return [items], sums of exponentials over ranked tokens in a window with first row `first`, token `start`."""
+        rows = (self.rows - first).to(exponentials.device)
+        here = (rows >= 0) & (rows < len(exponentials))
+        mask = self.included_mask(start, exponentials.shape[1], exponentials.dtype)
+        of_rows = exponentials.sum(1) if mask is None else exponentials.mv(mask)
+        return torch.where(here, of_rows[rows.clamp(0, len(exponentials) - 1)], of_rows.new_zeros(()))
+
+    def merge(self, several: list[LargestLogits]) -> LargestLogits:
+        """Return the largest logits of each item, out of those found in different windows of the same rows."""
+        tokens, largest_logits = torch.cat([one.tokens for one in several]), torch.cat([one.logits for one in several])
+        owners = self.rank_items.repeat(len(several))
+        order = largest_logits.argsort(descending=True, stable=True)
+        order = order[owners[order].argsort(stable=True)]
+        counts = self.counts.to(tokens.device)
+        begins = (counts.cumsum(0) - counts)[self.rank_items]
+        within = torch.arange(len(self.rank_items), device=tokens.device) - begins
+        chosen = order[begins * len(several) + within]
+        return LargestLogits(tokens[chosen], largest_logits[chosen])
+
+
+def scale_rows(exponentials: Tensor, factors: Tensor, bands: list[tuple[Tensor, Tensor]]) -> None:
+    """Multiply [n, V], in place, by row factors [n] plus, for tokens in a band's mask [V], the band's factors [n]."""
+    if not bands:
+        exponentials.mul_(factors[:, None])
+        return
+    for start in range(0, len(exponentials), BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
+        block = exponentials[rows]
+        of_tokens = factors[rows, None].expand_as(block).clone()
+        for of_band, mask in bands:
+            of_tokens.addr_(of_band[rows], mask)
+        block.mul_(of_tokens)
+
+
+def _largest_tokens(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
+    """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
+
+    Args:
+        logits: [n, V].
+        rows: [items], on the CPU.
+        counts: [items], number of tokens for each, on the CPU.
+        mask: [V], 0 for excluded tokens; None: none are.
+    """
+    if logits.device.type == "cpu":
+        ranked = torch.ones(logits.shape[1], dtype=torch.bool) if mask is None else mask > 0
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        tokens = chunked_softmax_numba.largest_columns(logits.numpy(), rows.numpy(), offsets.numpy(), ranked.numpy())
+        return torch.from_numpy(tokens)
+    return largest_by_topk(logits, rows, counts, mask)
+
+
+def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
+    """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
+
+    The same as `chunked_softmax_numba.largest_columns`, for GPUs; it works on a few rows at a time.
+
+    Args:
+        logits: [n, V].
+        rows: [items], on the CPU.
+        counts: [items], number of tokens for each, on the CPU.
+        mask: [V], 0 for excluded tokens; None: none are.
+    """
+    device = logits.device
+    found = [torch.zeros(0, dtype=torch.int64, device=device)]
+    for start in range(0, len(rows), BLOCK_ROWS):
+        block = logits[rows[start : start + BLOCK_ROWS].to(device)]
+        if mask is not None:
+            block = block.masked_fill_(mask == 0, -torch.inf)
+        wanted = counts[start : start + BLOCK_ROWS].to(device)
+        most = int(wanted.max())
+        values, tokens = block.topk(min(most, block.shape[1]), dim=1)
+        tokens = tokens.masked_fill(values == -torch.inf, -1)
+        tokens = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1)
+        found.append(tokens[torch.arange(most, device=device) < wanted[:, None]])
+    return torch.cat(found)

@@ -1,0 +1,289 @@
+"""Cells: the events on which the distributions of student and teacher are compared, and the value of the comparison.
+
+A loss averages over items: tokens, boundaries or spans. An item has cells. A cell has the teacher's probability, and
+*entries*: pairs of a row of the student's logits and a token, whose weighted probabilities add up to the student's
+probability of the cell. The probability of each model outside of the cells is its remainder.
+
+`LossCells` compares the cells as they are. A subclass is another mechanism: it adds fields, and overrides what a loss
+reads of the softmax, and how its value follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
+from xtk.losses.divergences import FORWARD_KL, Divergence
+
+# Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller remainder counts as 0.
+MIN_REMAINDER = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCells:
+    """The cells of one loss over one or more documents: items, their cells, the cells' entries.
+
+    Structure is on the CPU; the fields in `ON_DEVICE` are on the device of the logits.
+
+    Attributes:
+        cell_offsets: int64 [C+1], the cells of item c.
+        entry_offsets: int64 [cells+1], the entries of each cell.
+        entry_cells: int32 [entries], the cell of each entry.
+        teacher_probs: [cells], sum to at most 1 per item.
+        rows: int32 [entries], row of the student's logits.
+        tokens: int32 [entries], student token.
+        log_weights: float32 [entries], log of the factor of the entry's probability.
+        rows_averaged: float32 [entries], number of rows over which the item of an entry is averaged.
+        first_rows: int64 [C], the first row of each item, sorted.
+        row_counts: int64 [C], number of rows with entries that are read for an item, from its first row on.
+        remainder_probs: float64 [C], the teacher's remainder; 0 where it is within rounding.
+        divergence: between the teacher's and the student's cells.
+        factor: factor of the divergence.
+        ignores_remainder: whether the mass outside of the cells is dropped; then the value can be negative.
+        scale: factor of each item: the term's weight over the global number of items.
+        weights: float32 [C], weight of each item in the sum; None: 1.
+        counts: float64 [C], weight of each item in the denominator; None: 1.
+        corrections: float64 [C], added to the value of each item, not to its gradient, so that values from sampled
+            tokens estimate the divergence. None: none.
+    """
+
+    cell_offsets: Tensor
+    entry_offsets: Tensor
+    entry_cells: Tensor
+    teacher_probs: Tensor
+    rows: Tensor
+    tokens: Tensor
+    log_weights: Tensor
+    rows_averaged: Tensor
+    first_rows: Tensor
+    row_counts: Tensor
+    remainder_probs: Tensor
+    divergence: Divergence = FORWARD_KL
+    factor: float = 1.0
+    ignores_remainder: bool = False
+    scale: float = 1.0
+    weights: Tensor | None = None
+    counts: Tensor | None = None
+    corrections: Tensor | None = None
+
+    # The fields with a value per item, and those that `to` moves; subclasses add theirs.
+    PER_ITEM: ClassVar[tuple[str, ...]] = (
+        "first_rows", "row_counts", "remainder_probs", "weights", "counts", "corrections",
+    )  # fmt: skip
+    ON_DEVICE: ClassVar[tuple[str, ...]] = (
+        "entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "rows_averaged", "weights", "corrections",
+    )  # fmt: skip
+    # Number of rows before the first row of an item that its value needs too.
+    ROWS_BEFORE: ClassVar[int] = 0
+
+    @classmethod
+    def from_numpy(
+        cls,
+        cell_offsets: NDArray[np.int64],
+        entry_offsets: NDArray[np.int64],
+        teacher_probs: NDArray[np.floating[Any]],
+        rows: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        log_weights: NDArray[np.float32],
+        item_rows: NDArray[np.int32] | None = None,
+        remainder_probs: NDArray[np.float64] | None = None,
+        **others: Any,
+    ) -> Self:
+        """Return cells as tensors on the CPU, with scale 1.
+
+        Args:
+            cell_offsets: as in the class; items are sorted by their rows.
+            entry_offsets: as in the class.
+            teacher_probs: as in the class.
+            rows: as in the class.
+            tokens: as in the class.
+            log_weights: as in the class.
+            item_rows: int32 [C], the row of each item, sorted; None: that of its first entry.
+            remainder_probs: float64 [C], the teacher's remainder, where float32 `teacher_probs` are too coarse for it;
+                None: 1 minus their sum.
+            others: other fields, arrays or values. `row_counts`: without it, an item has the rows from its first row to
+                that of its last entry, and is averaged over them.
+        """
+        size = len(cell_offsets) - 1
+        firsts, stops = entry_offsets[cell_offsets[:-1]], entry_offsets[cell_offsets[1:]]
+        some_rows = rows if len(rows) else np.zeros(1, np.int32)
+        if item_rows is None:  # an item without a cell (no support token can be reached) gets its neighbor's row
+            item_rows = some_rows[np.minimum(firsts, len(some_rows) - 1)]
+        first_rows = item_rows.astype(np.int64)
+        averaged = np.ones(len(rows), np.float32)
+        if "row_counts" not in others:
+            others["row_counts"] = np.where(stops > firsts, some_rows[stops - 1] - first_rows + 1, 0)
+            averaged = np.repeat(others["row_counts"].astype(np.float32), stops - firsts)
+        if remainder_probs is None:
+            items = np.repeat(np.arange(size), np.diff(cell_offsets))
+            outside = 1 - np.bincount(items, teacher_probs.astype(np.float64), minlength=size)
+            remainder_probs = np.where(outside > MIN_REMAINDER, outside, 0)
+        fields: dict[str, Any] = {
+            "cell_offsets": cell_offsets,
+            "entry_offsets": entry_offsets,
+            "entry_cells": np.repeat(np.arange(len(teacher_probs), dtype=np.int32), np.diff(entry_offsets)),
+            "teacher_probs": teacher_probs,
+            "rows": rows,
+            "tokens": tokens,
+            "log_weights": log_weights,
+            "rows_averaged": averaged,
+            "first_rows": first_rows,
+            "remainder_probs": remainder_probs,
+            **others,
+        }
+        arrays = {name: torch.from_numpy(one) for name, one in fields.items() if isinstance(one, np.ndarray)}
+        return cls(**fields | arrays)
+
+    @property
+    def num_items(self) -> int:
+        """Number of items, C."""
+        return len(self.first_rows)
+
+    @property
+    def denominator(self) -> float:
+        """Number of items, or sum of their documents' weights, over which the loss is averaged."""
+        return self.num_items if self.counts is None else float(self.counts.sum())
+
+    @property
+    def correction(self) -> Tensor | float:
+        """Sum of the corrections of all items: a scalar without a gradient."""
+        if self.corrections is None:
+            return 0.0
+        return (self.corrections if self.weights is None else self.corrections * self.weights).sum()
+
+    @property
+    def cell_items(self) -> Tensor:
+        """int64 [cells], the item of each cell."""
+        return torch.arange(self.num_items).repeat_interleave(torch.diff(self.cell_offsets))
+
+    @property
+    def has_remainder(self) -> Tensor:
+        """Bool [C], whether the student's remainder is read."""
+        if self.ignores_remainder:
+            return torch.zeros(self.num_items, dtype=torch.bool)
+        has_cells = torch.diff(self.cell_offsets) > 0
+        return has_cells & (self.remainder_probs > 0) if self.divergence.is_linear_in_teacher else has_cells
+
+    def with_row_weights(self, counts: NDArray[np.float64] | None, factors: NDArray[np.float64] | None) -> Self:
+        """Return a copy in which each item has the weight of its first row.
+
+        Args:
+            counts: [N], weight of each row in the sum and in the denominator; None: 1.
+            factors: [N], factor of each row in the sum only; None: 1.
+        """
+        given = [weights[self.first_rows.numpy()] for weights in (counts, factors) if weights is not None]
+        if not given:
+            return self
+        return dataclasses.replace(
+            self,
+            weights=torch.from_numpy(np.prod(given, axis=0).astype(np.float32)),
+            counts=None if counts is None else torch.from_numpy(given[0]),
+        )
+
+    def to(self, device: torch.device, scale: float) -> Self:
+        """Return a copy on a device, with a scale."""
+        there = {name: getattr(self, name) for name in self.ON_DEVICE if getattr(self, name) is not None}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in there.items()}
+        return dataclasses.replace(self, **moved, scale=scale)
+
+    def select_rows(self, start: int, stop: int, first_row: int) -> Self:
+        """Return the items whose first row is in `[start, stop)`, with rows relative to `first_row`."""
+        low, high = torch.searchsorted(self.first_rows, torch.tensor([start, stop])).tolist()
+        return self.select(slice(low, high), first_row)
+
+    def select(self, items: slice, first_row: int) -> Self:
+        """Return some items, with rows relative to `first_row`."""
+        offsets = self.cell_offsets[items.start : items.stop + 1]
+        cells = slice(int(offsets[0]), int(offsets[-1]))
+        entry_offsets = self.entry_offsets[cells.start : cells.stop + 1]
+        entries = slice(int(entry_offsets[0]), int(entry_offsets[-1]))
+        given = {name: getattr(self, name) for name in self.PER_ITEM if getattr(self, name) is not None}
+        of_items: dict[str, Any] = {name: tensor[items] for name, tensor in given.items()}
+        of_items["first_rows"] = of_items["first_rows"] - first_row
+        return dataclasses.replace(
+            self,
+            **of_items,
+            cell_offsets=offsets - cells.start,
+            entry_offsets=entry_offsets - entries.start,
+            entry_cells=self.entry_cells[entries] - cells.start,
+            teacher_probs=self.teacher_probs[cells],
+            rows=self.rows[entries] - first_row,
+            tokens=self.tokens[entries],
+            log_weights=self.log_weights[entries],
+            rows_averaged=self.rows_averaged[entries],
+        )
+
+    def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
+        """Return what the value needs of the softmax of the rows, for all items; `dtype` is that of the logits."""
+        device, log_weights = self.rows.device, self.log_weights.to(dtype)
+        items, groups, within = self.remainder_rows()
+        return SoftmaxReads(
+            cells=EntryGroups(self.rows.long(), self.tokens, self.entry_cells, len(self.teacher_probs), log_weights),
+            weights=log_weights.exp().mul_(self.rows_averaged),
+            remainder_rows=(self.first_rows[items] + within).to(device),
+            remainder_groups=groups.to(device),
+            num_remainders=int(self.has_remainder.sum()),
+            remainder_log_weights=(-self.row_counts[items].to(dtype).log()).to(device),
+        )
+
+    def remainder_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows that remainders are read from: item of each, number of its remainder, index in its rows."""
+        owners = self.has_remainder.nonzero()[:, 0]
+        counts = self.row_counts[owners]
+        groups = torch.arange(len(owners)).repeat_interleave(counts)
+        return owners[groups], groups, torch.arange(len(groups)) - (counts.cumsum(0) - counts)[groups]
+
+    def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
+        """Return the weighted sum of the loss over its items, a scalar.
+
+        Args:
+            cells: [cells], the student's log-probabilities.
+            remainders: [remainders], log-probabilities of the remainders.
+            others: log-probabilities of all else in `softmax_reads`; none here.
+        """
+        return self.divergence_sum(cells, remainders)
+
+    def divergence_sum(self, log_probs: Tensor, log_remainders: Tensor, cells: Tensor | None = None) -> Tensor:
+        """Return the weighted sum over items of the divergence between the teacher's and the student's cells.
+
+        Args:
+            log_probs: [n], the student's, of these cells.
+            log_remainders: [remainders], the student's.
+            cells: [n], on the CPU, indices of the compared cells; None: all.
+
+        Returns:
+            A scalar, not negative except for rounding if remainders are not ignored.
+        """
+        device, has_remainder = log_probs.device, self.has_remainder
+        cell_items, cell_probs = self.cell_items, self.teacher_probs
+        if cells is not None:
+            cell_items, cell_probs = cell_items[cells], cell_probs[cells.to(device)]
+        groups = torch.cat([cell_items, has_remainder.nonzero()[:, 0]]).to(device)
+        log_probs = torch.cat([log_probs, log_remainders])
+        remainder_probs = self.remainder_probs[has_remainder].to(device)
+        probs = torch.cat([cell_probs.to(log_probs.dtype), remainder_probs.to(log_probs.dtype)])
+        items, power = self.num_items, 1 / self.divergence.temperature
+        if power != 1:
+            log_probs = power * log_probs
+            log_probs = log_probs - group_logsumexp(log_probs, groups, items)[groups]
+            probs = probs.pow(power)
+            probs = probs / probs.new_zeros(items).scatter_add(0, groups, probs)[groups]
+        probs[len(cell_probs) :].clamp_min_(self.divergence.min_remainder)
+        values = self.divergence.cell_values(probs, log_probs)
+        if self.weights is not None:
+            values = values * self.weights[groups]
+        return self.factor * (values.sum() / power**2)
+
+
+def group_logsumexp(values: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Return the log-sum-exp of each group, differentiable; each group needs at least one finite value."""
+    highest = values.detach().new_full((count,), -torch.inf).scatter_reduce_(0, groups, values.detach(), "amax")
+    sums = values.new_zeros(count).scatter_add(0, groups, (values - highest[groups]).exp())
+    return sums.log() + highest

@@ -1,0 +1,122 @@
+"""Bayes' rule over alternative tokens for the same bytes: the student's distribution over the next bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
+from xtk.losses.loss_cells import LossCells, group_logsumexp
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextByteCells(LossCells):
+    """Cells conditioned on the bytes since the student's previous token boundary.
+
+    An item's alternatives are the student tokens that begin with these bytes, in groups: tokens that end at the item,
+    tokens that continue into none of its cells, then tokens that continue into each of its cells. The groups of all
+    items are concatenated; a group is a list of runs of the vocabulary in byte order, and may be empty.
+
+    Attributes:
+        previous_rows: int32 [C], the row of the student's logits that predicts the alternatives; -1: the item has none.
+        is_inside_token: bool [C], whether the item is inside of a student token, where no row predicts the next bytes.
+        sorted_token_ids: int32 [n], the student's tokens in byte order.
+        run_offsets: int64 [2 C + cells + 1], the runs of each group.
+        firsts: int32 [runs], first index of each run in `sorted_token_ids`.
+        stops: int32 [runs], one past its last index.
+    """
+
+    previous_rows: Tensor
+    is_inside_token: Tensor
+    sorted_token_ids: Tensor
+    run_offsets: Tensor
+    firsts: Tensor
+    stops: Tensor
+
+    PER_ITEM: ClassVar[tuple[str, ...]] = (*LossCells.PER_ITEM, "previous_rows", "is_inside_token")
+    ON_DEVICE: ClassVar[tuple[str, ...]] = (*LossCells.ON_DEVICE, "sorted_token_ids", "firsts", "stops")
+    ROWS_BEFORE: ClassVar[int] = 1
+
+    @property
+    def has_remainder(self) -> Tensor:
+        """Bool [C], whether the student's remainder is read; inside of a token it may always be 0."""
+        found = super().has_remainder
+        if self.divergence.is_linear_in_teacher:
+            return found
+        ending = self._ending_groups
+        return found & ~(self.is_inside_token & (self.run_offsets[ending + 2] == self.run_offsets[ending]))
+
+    def select(self, items: slice, first_row: int) -> Self:
+        """Return some items, with rows relative to `first_row`."""
+        first, stop = (int(self.cell_offsets[at]) + 2 * at for at in (items.start, items.stop))
+        offsets = self.run_offsets[first : stop + 1]
+        runs, chosen = slice(int(offsets[0]), int(offsets[-1])), super().select(items, first_row)
+        rows = chosen.previous_rows
+        return replace(
+            chosen,
+            previous_rows=torch.where(rows < 0, rows, rows - first_row),
+            run_offsets=offsets - runs.start,
+            firsts=self.firsts[runs],
+            stops=self.stops[runs],
+        )
+
+    def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
+        """Return the cells and remainders in the next-token rows, and the alternatives in the previous rows."""
+        device, items = self.rows.device, self._group_items
+        firsts, sizes = self.firsts.long(), (self.stops - self.firsts).long()
+        run_groups = torch.arange(len(items)).repeat_interleave(torch.diff(self.run_offsets)).to(device)
+        groups = run_groups.repeat_interleave(sizes)
+        alternatives = EntryGroups(
+            rows=self.previous_rows.long()[items].to(device)[groups],
+            tokens=self.sorted_token_ids[_concatenated_ranges(firsts, sizes)],
+            groups=groups,
+            num_groups=len(items),
+        )
+        return replace(super().softmax_reads(dtype), alternatives=alternatives)
+
+    def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
+        """Return the weighted sum of the divergence between cells, conditioned on the bytes of the alternatives.
+
+        Args:
+            cells: [cells], log-probabilities in the next-token rows; -inf where there is none.
+            remainders: [remainders], log-probabilities of the remainders in these rows.
+            others: [groups], log-probabilities of the alternatives.
+        """
+        (groups,), device = others, cells.device
+        ending, is_cell = self._ending_groups, torch.ones(len(self._group_items), dtype=torch.bool)
+        is_cell[ending] = is_cell[ending + 1] = False
+        without = torch.zeros_like(is_cell)
+        without[ending[self.previous_rows < 0]] = True
+        owners = self.has_remainder.nonzero()[:, 0]
+        inside, ending, owners = self.is_inside_token[owners].to(device), ending.to(device), owners.to(device)
+        # The ending group of items without alternatives has probability 1.
+        groups, items = groups.masked_fill(without.to(device), 0.0), self._group_items.to(device)
+        cell_groups = is_cell.nonzero()[:, 0].to(device)
+        total = group_logsumexp(groups, items, len(ending))
+        ended, of_cells = groups[ending], items[cell_groups]
+        cells = torch.logaddexp(ended[of_cells] + cells, groups[cell_groups]) - total[of_cells]
+        # Inside of a token, the continuation of the ending group is unknown: all its mass is in the remainder.
+        remainders = remainders.masked_fill(inside, 0.0)
+        no_cell = groups[ending[owners] + 1]
+        remainders = torch.logaddexp(ended[owners] + remainders, no_cell) - total[owners]
+        return self.divergence_sum(cells, remainders)
+
+    @property
+    def _group_items(self) -> Tensor:
+        """int64 [groups], the item of each group."""
+        return torch.arange(self.num_items).repeat_interleave(torch.diff(self.cell_offsets) + 2)
+
+    @property
+    def _ending_groups(self) -> Tensor:
+        """int64 [C], the group of the tokens that end at the item, which is followed by its other groups."""
+        return self.cell_offsets[:-1] + 2 * torch.arange(self.num_items)
+
+
+def _concatenated_ranges(firsts: Tensor, sizes: Tensor) -> Tensor:
+    """Return the concatenation of the ranges `[firsts[i], firsts[i] + sizes[i])`."""
+    before = sizes.cumsum(0) - sizes
+    shifts = (firsts - before).repeat_interleave(sizes)
+    return torch.arange(len(shifts), device=sizes.device) + shifts

@@ -1,0 +1,355 @@
+"""Numba kernels that group the student's tokens with a common prefix by the cells that they continue into."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.token_boundaries_numba import (
+    BOUNDARY_BYTES,
+    BOUNDARY_TOKEN,
+    NONE,
+    PREVIOUS_DISTRIBUTION,
+    prefix_range,
+    sorted_index,
+    token_cell,
+)
+from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
+
+# A smaller remainder is a rounding error of a complete distribution.
+MIN_REMAINDER = 1e-6
+
+
+class BoundaryScratch(NamedTuple):
+    """Scratch memory for one item at a time. An owner entry is valid if it is the item's number; nothing is cleared.
+
+    Attributes:
+        cell_owner: int64 [cells], the last item that contains a cell.
+        slots: int64 [cells], the index of a cell among its item's cells.
+        teacher_cell_owner: int64 [cells], the last item whose previous teacher distribution reaches a cell.
+        cells: int64 [cells], the item's cells, in the order of the teacher's support.
+        probs: float64 [cells], the teacher's probability of each.
+        exact_probs: float64 [cells], the same without sampled tokens.
+        is_at_boundary: bool [cells], whether the teacher's next-token distribution at the item reaches each.
+        teacher_cells: int64 [cells], the cells that the teacher's previous distribution reaches, in any order.
+        tokens: int64 [student's tokens + 1], index in byte order << 32 | group.
+        prefix_slots: int64 [longest support], support entries that begin with the bytes since the previous boundary.
+        prefix_indices: int64 [longest support], the indices of these tokens in byte order.
+    """
+
+    cell_owner: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    teacher_cell_owner: NDArray[np.int64]
+    cells: NDArray[np.int64]
+    probs: NDArray[np.float64]
+    exact_probs: NDArray[np.float64]
+    is_at_boundary: NDArray[np.bool_]
+    teacher_cells: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    prefix_slots: NDArray[np.int64]
+    prefix_indices: NDArray[np.int64]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def make_scratch(cells: int, tokens: int, support: TeacherArrays) -> BoundaryScratch:
+    """Return scratch memory for a number of cells, a number of student tokens and the teacher's longest support."""
+    longest = np.diff(support.offsets).max() if len(support.offsets) > 1 else 0
+    return BoundaryScratch(
+        np.full(cells, NONE, np.int64),
+        np.empty(cells, np.int64),
+        np.full(cells, NONE, np.int64),
+        np.empty(cells, np.int64),
+        np.empty(cells, np.float64),
+        np.empty(cells, np.float64),
+        np.empty(cells, np.bool_),
+        np.empty(cells, np.int64),
+        np.empty(tokens + 1, np.int64),
+        np.empty(longest, np.int64),
+        np.empty(longest, np.int64),
+    )
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _is_complete(support: TeacherArrays, position: int) -> bool:
+    """Return whether the exact entries of a position are the complete distribution."""
+    return bool(
+        support.remainder_mass[position] <= MIN_REMAINDER
+        and support.exact_stops[position] == support.offsets[position + 1]
+    )
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def group_prefix_tokens(
+    student: SortedVocabulary,
+    teacher: SortedVocabulary,
+    after: PrefixContinuations,
+    support: TeacherArrays,
+    student_item: NDArray[np.int64],
+    teacher_item: NDArray[np.int64],
+    found: int,
+    number: int,
+    scratch: BoundaryScratch,
+    runs: NDArray[np.int32],
+    scan_limit: int,
+) -> Any:
+    """Write the runs of the student's longer tokens that continue into the item's cells, and return their number."""
+    if student_item[PREVIOUS_DISTRIBUTION] == NONE:
+        return 0
+    if _is_complete(support, teacher_item[PREVIOUS_DISTRIBUTION]):
+        return group_all_continuations(student, after, student_item, found, number, scratch, runs, scan_limit)
+    since = max(0, student_item[BOUNDARY_BYTES] - teacher_item[BOUNDARY_BYTES])
+    own = student.suffix_cells[student.byte_offsets[student.sorted_indices[student_item[BOUNDARY_TOKEN]]] + since]
+    num_teacher_cells = collect_teacher_cells(
+        teacher,
+        support,
+        teacher_item,
+        max(0, teacher_item[BOUNDARY_BYTES] - student_item[BOUNDARY_BYTES]),
+        own,
+        number,
+        scratch,
+    )
+    return group_teacher_continuations(
+        student, after, student_item, since, num_teacher_cells, number, scratch, runs, scan_limit
+    )
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def collect_teacher_cells(
+    side: SortedVocabulary,
+    support: TeacherArrays,
+    place: NDArray[np.int64],
+    since: int,
+    own: int,
+    number: int,
+    scratch: BoundaryScratch,
+) -> int:
+    """List the cells that the teacher's previous distribution reaches, with tokens shortened by `since` bytes.
+
+    Args:
+        side: the teacher's vocabulary.
+        support: the teacher's support.
+        place: the item's columns of the teacher.
+        since: the bytes of the teacher's token before the student's token begins; 0 if both begin together.
+        own: the cell of the student's token, which is always listed; NONE: it has none.
+        number: the item's number.
+        scratch: `teacher_cells` and `teacher_cell_owner` are filled.
+
+    Returns:
+        The number of cells.
+    """
+    count = 0
+    if own != NONE:
+        scratch.teacher_cell_owner[own], scratch.teacher_cells[0] = number, own
+        count = 1
+    low, high = 0, 0
+    if since:
+        _, low, high = prefix_range(side, place[BOUNDARY_TOKEN], since)
+    for slot in range(support.offsets[place[PREVIOUS_DISTRIBUTION]], support.exact_stops[place[PREVIOUS_DISTRIBUTION]]):
+        token = support.ids[slot]
+        cell = NONE
+        if since == 0:
+            cell = token_cell(side, token)
+        elif low <= sorted_index(side, token) < high:
+            cell = side.suffix_cells[side.byte_offsets[sorted_index(side, token)] + since]
+        if cell != NONE and scratch.teacher_cell_owner[cell] != number:
+            scratch.teacher_cell_owner[cell], scratch.teacher_cells[count] = number, cell
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def group_all_continuations(
+    side: SortedVocabulary,
+    after: PrefixContinuations,
+    place: NDArray[np.int64],
+    found: int,
+    number: int,
+    scratch: BoundaryScratch,
+    runs: NDArray[np.int32],
+    scan_limit: int,
+) -> int:
+    """Group all student tokens that begin with the bytes since its previous boundary, as runs in byte order.
+
+    Groups: 0, the token ends at the item; 1, it continues into none of the item's cells; 2 + i, into cell i.
+
+    Args:
+        side: the student's vocabulary.
+        after: its continuations.
+        place: the item's columns of the student.
+        found: the item's number of cells.
+        number: the item's number.
+        scratch: the item's cells.
+        runs: int32 [., 3], output: group, first and stop, in byte order.
+        scan_limit: up to this many tokens per cell are scanned one by one; with more, the cells are searched.
+
+    Returns:
+        The number of runs.
+    """
+    low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
+    count: int = _add_run(runs, 0, 0, low, longer)
+    if high - longer < scan_limit * found:
+        for rank in range(longer, high):
+            count = _add_run(
+                runs, count, _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES]), rank, rank + 1
+            )
+        return count
+    size = 0
+    for slot in range(found):
+        cell, bounds = scratch.cells[slot], (longer, high)
+        size += _list_continuations(
+            side, after, low, place[BOUNDARY_BYTES], cell, bounds, 2 + slot, scratch.tokens[size:]
+        )
+    scratch.tokens[:size].sort()
+    at = longer
+    for token in scratch.tokens[:size]:
+        rank = token >> 32
+        count = _add_run(runs, count, 1, at, rank)
+        count = _add_run(runs, count, token & 0xFFFFFFFF, rank, rank + 1)
+        at = rank + 1
+    return int(_add_run(runs, count, 1, at, high))
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def group_teacher_continuations(
+    side: SortedVocabulary,
+    after: PrefixContinuations,
+    place: NDArray[np.int64],
+    since: int,
+    num_teacher_cells: int,
+    number: int,
+    scratch: BoundaryScratch,
+    runs: NDArray[np.int32],
+    scan_limit: int,
+) -> int:
+    """Group like `group_all_continuations`, but only the observed token and those in cells that the teacher reaches.
+
+    Args:
+        side: the student's vocabulary.
+        after: its continuations.
+        place: the item's columns of the student.
+        since: the bytes of the student's token before the teacher's token begins; 0 if that begins there or before.
+        num_teacher_cells: the number of cells that the teacher's previous distribution reaches.
+        number: the item's number.
+        scratch: the item's cells, and those that the teacher reaches.
+        runs: int32 [., 3], output: group, first and stop, in byte order.
+        scan_limit: up to this many tokens per cell are scanned one by one; with more, the cells are searched.
+
+    Returns:
+        The number of runs.
+    """
+    low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
+    own, count = side.sorted_indices[place[BOUNDARY_TOKEN]], 0
+    if high - low < scan_limit * num_teacher_cells:
+        for rank in range(low, high):
+            cell = side.suffix_cells[side.byte_offsets[rank] + since]
+            if rank == own or (cell != NONE and scratch.teacher_cell_owner[cell] == number):
+                group = 0 if rank < longer else _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES])
+                count = _add_run(runs, count, group, rank, rank + 1)
+        return count
+    lowest = prefix_range(side, place[BOUNDARY_TOKEN], since)[0] if since else 0
+    size = 0
+    if side.suffix_cells[side.byte_offsets[own] + since] == NONE:
+        scratch.tokens[0], size = np.int64(own) << 32, 1
+    for cell in scratch.teacher_cells[:num_teacher_cells]:
+        size += _list_continuations(side, after, lowest, since, cell, (low, high), 0, scratch.tokens[size:])
+    scratch.tokens[:size].sort()
+    for token in scratch.tokens[:size]:
+        rank = token >> 32
+        group = 0 if rank < longer else _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES])
+        count = _add_run(runs, count, group, rank, rank + 1)
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _list_continuations(
+    side: SortedVocabulary,
+    after: PrefixContinuations,
+    low: int,
+    size: int,
+    cell: int,
+    bounds: Any,
+    group: int,
+    some: NDArray[np.int64],
+) -> int:
+    """List the tokens with a prefix whose remaining bytes are in a cell, as index in byte order << 32 | group.
+
+    Args:
+        side: the vocabulary.
+        after: its continuations.
+        low: the first token with the prefix, in byte order.
+        size: the prefix's number of bytes.
+        cell: the cell of the remaining bytes.
+        bounds: the range [start, stop) of indices in byte order.
+        group: the group number to store.
+        some: output.
+
+    Returns:
+        The number of tokens.
+    """
+    node = side.byte_offsets[low] + size
+    first = _lower_bound(after.cells, after.offsets[node], after.offsets[node + 1], cell)
+    stop = _lower_bound(after.cells, first, after.offsets[node + 1], cell + 1)
+    count = 0
+    for entry in range(_lower_bound(after.sorted_indices, first, stop, bounds[0]), stop):
+        if after.sorted_indices[entry] >= bounds[1]:
+            break
+        some[count] = np.int64(after.sorted_indices[entry]) << 32 | group
+        count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _lower_bound(values: NDArray[np.int32], start: int, stop: int, least: int) -> int:
+    """Return the index of the first number >= `least` in the sorted range `[start, stop)`; `stop` if there is none."""
+    while start < stop:
+        middle = (start + stop) // 2
+        if values[middle] < least:
+            start = middle + 1
+        else:
+            stop = middle
+    return start
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _continuation_group(side: SortedVocabulary, scratch: BoundaryScratch, number: int, rank: int, cut: int) -> int:
+    """Return the group of a longer token: that of the cell of its bytes after the first `cut`."""
+    cell = side.suffix_cells[side.byte_offsets[rank] + cut]
+    return 2 + scratch.slots[cell] if cell != NONE and scratch.cell_owner[cell] == number else 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _add_run(runs: NDArray[np.int32], count: int, group: int, first: int, stop: int) -> int:
+    """Add tokens `[first, stop)`, extending the last run if they continue it, and return the number of runs."""
+    if first == stop:
+        return count
+    if count and runs[count - 1, 0] == group and runs[count - 1, 2] == first:
+        runs[count - 1, 2] = stop
+        return count
+    runs[count, 0], runs[count, 1], runs[count, 2] = group, first, stop
+    return count + 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def sort_runs_by_group(
+    runs: NDArray[np.int32],
+    groups: int,
+    ends: NDArray[np.int64],
+    firsts: NDArray[np.int32],
+    stops: NDArray[np.int32],
+) -> None:
+    """Write runs sorted by group, in stable order, and the end of each group's runs."""
+    ends[:groups] = 0
+    for run in range(len(runs)):
+        ends[runs[run, 0]] += 1
+    for group in range(1, groups):
+        ends[group] += ends[group - 1]
+    for run in range(len(runs) - 1, -1, -1):
+        group = runs[run, 0]
+        ends[group] -= 1
+        firsts[ends[group]], stops[ends[group]] = runs[run, 1], runs[run, 2]
+    for run in range(len(runs)):
+        ends[runs[run, 0]] += 1
