@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import material
-from common import real_data, report
+import small_inputs
+from measurement import real_data, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 REACH, STEPS = 0.15, 3
@@ -107,7 +107,7 @@ def model(folder: Path, name: str) -> None:
     """Write a Llama beside its tokenizer."""
     tokenizer, hidden, layers, rows, tied = MODELS[name]
     folder.mkdir()
-    made = {"student": material.make_student_tokenizer, "teacher": material.make_teacher_tokenizer}
+    made = {"student": small_inputs.make_student_tokenizer, "teacher": small_inputs.make_teacher_tokenizer}
     if tokenizer in made:
         made[tokenizer](folder)
     else:
@@ -151,8 +151,8 @@ def measure(folder: Path, case: Case) -> tuple[int, int]:
 
 def prepare(folder: Path, cases: list[Case]) -> None:
     """Write data, models and caches, and compile what numba has to."""
-    texts = material.sentences(64 * 15)
-    material.write_jsonl(folder / "data.jsonl", [" ".join(texts[at : at + 15]) for at in range(0, len(texts), 15)])
+    texts = small_inputs.sentences(64 * 15)
+    small_inputs.write_jsonl(folder / "data.jsonl", [" ".join(texts[at : at + 15]) for at in range(0, len(texts), 15)])
     for name in {one.model for one in cases} | {teacher_of(one) for one in cases} | {"11 MiB"}:
         model(folder / name, name)
     for teacher in {teacher_of(one) for one in cases}:

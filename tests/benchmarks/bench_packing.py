@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import gsm8k, real_data, report
+from measurement import gsm8k, real_data, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.losses import LOSSES, parse_losses

@@ -6,10 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
 import safetensors.numpy
+import small_inputs
 import tokenizers
 import torch
 from tokenizers import processors
@@ -66,7 +66,7 @@ def case_of(pair, corpus: Path | None = None, cache: Path | None = None, **plan)
 @pytest.fixture
 def wrong(pair, tmp_path):
     """A copy of the pair, for making it wrong."""
-    return material.Pair(
+    return small_inputs.Pair(
         shutil.copytree(pair.student, tmp_path / "student"), shutil.copytree(pair.teacher, tmp_path / "teacher")
     )
 
@@ -214,8 +214,8 @@ def test_attention_and_dtypes(wrong):
 
 
 def test_lengths(pair, tmp_path):
-    texts = [*material.sentences(8), " ".join(material.sentences(30))]
-    data = material.write_jsonl(tmp_path / "data.jsonl", texts)
+    texts = [*small_inputs.sentences(8), " ".join(small_inputs.sentences(30))]
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", texts)
     findings = list(document_lengths(case_of(pair, data)))
     assert [one.level for one in findings] == ["error", "error"]
     assert [one.hint.split()[2] for one in findings] == ["distill", "cache-teacher"]
@@ -230,14 +230,14 @@ def test_lengths(pair, tmp_path):
     }
     assert max_pass_tokens(case) == sum(sorted((min(size, 256) for size in sizes), reverse=True)[:8])
     assert max_pass_tokens(case_of(pair, data, max_batch_tokens=300)) == 300
-    short = material.write_jsonl(tmp_path / "short.jsonl", texts[:8])
+    short = small_inputs.write_jsonl(tmp_path / "short.jsonl", texts[:8])
     assert [one.level for one in document_lengths(case_of(pair, short))] == ["ok", "ok"]
 
 
 def test_data_that_spells_special_tokens(pair, corpus, tmp_path):
     assert not list(special_tokens_in_text(case_of(pair, corpus)))
-    texts = ["One.<|im_end|>", *material.sentences(3)]
-    case = case_of(pair, material.write_jsonl(tmp_path / "data.jsonl", texts))
+    texts = ["One.<|im_end|>", *small_inputs.sentences(3)]
+    case = case_of(pair, small_inputs.write_jsonl(tmp_path / "data.jsonl", texts))
     assert found(special_tokens_in_text(case), "warning", "<|im_end|>").figures == {"document_fraction": 0.25}
 
 
@@ -257,7 +257,7 @@ def test_projection_and_loss(pair, cache, corpus):
     figures = found(projection(case_of(pair)), "warning", "no counterpart with equal bytes").figures
     assert figures["poorly_matched_categories"] == ["digits"]
     assert sum(figures["rows"].values()) == 656
-    alone = material.Pair(pair.student, pair.student)
+    alone = small_inputs.Pair(pair.student, pair.student)
     assert found(projection(case_of(alone)), "ok", "the same tokenizer")
     assert found(auto_loss(case_of(alone)), "ok", "auto chooses").figures["losses"] == ["ce", "forward-kl"]
     case = case_of(pair, cache=cache)
@@ -371,7 +371,7 @@ def test_the_cache_of_another_top_k_is_about_as_large_as_was_forecast(run, wrong
         max_position_embeddings=256, initializer_range=0.1,
     )  # fmt: skip
     LlamaForCausalLM(configuration).save_pretrained(wrong.teacher)
-    data = material.write_jsonl(tmp_path / "data.jsonl", material.sentences(20))
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(20))
     run("cache-teacher", wrong.teacher, data, "--top-k", 512, "-o", tmp_path / "cache")
     written = found(disk(case_of(wrong, cache=tmp_path / "cache")), "ok", "per position").figures["bytes"]
     one = found(disk(case_of(wrong, data, top_k=512)), "ok", "extrapolated from caches with 64 ids")

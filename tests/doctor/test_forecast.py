@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.artifacts.corpus_reader import Corpus
@@ -44,11 +44,13 @@ def test_memory_is_what_was_forecast(tmp_path):
         num_key_value_heads=2, max_position_embeddings=1024,
     )  # fmt: skip
     model = LlamaForCausalLM(configuration)
-    student = material.make_student_tokenizer(tmp_path / "student")
-    teacher = material.make_teacher_tokenizer(tmp_path / "teacher")
+    student = small_inputs.make_student_tokenizer(tmp_path / "student")
+    teacher = small_inputs.make_teacher_tokenizer(tmp_path / "teacher")
     for folder in (student, teacher):
         model.save_pretrained(folder)
-    data = material.write_jsonl(tmp_path / "data.jsonl", [" ".join(material.sentences(12, seed)) for seed in range(16)])
+    data = small_inputs.write_jsonl(
+        tmp_path / "data.jsonl", [" ".join(small_inputs.sentences(12, seed)) for seed in range(16)]
+    )
     sides = [DoctorModel.read(role, folder, role) for role, folder in (("student", student), ("teacher", teacher))]
     case = DoctorInputs(*sides, RunPlan(batch_tokens=2048, max_batch_tokens=2048), None, Corpus([str(data)]))
     cached = tmp_path / "cache"

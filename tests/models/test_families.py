@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from full_logits_reference import assert_as_the_whole_model
 from transformers import AutoConfig, AutoModelForCausalLM
-from whole_model import assert_as_the_whole_model
 
 from xtk.models.causal_lm import BackboneWithHead
 

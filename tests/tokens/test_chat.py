@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import PIECES, SPECIAL_SPELLINGS, quick
+from hypothesis_texts import PIECES, SPECIAL_SPELLINGS, quick
 
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 import torch
-from layouts import (
+from parallel_layouts import (
     CONTEXT,
     LIKE_ONE,
     LIKE_ONE_LONG,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 def cache(run, pair, tmp_path_factory) -> Path:
     """Ten documents, as the teacher said it."""
     folder = tmp_path_factory.mktemp("exact")
-    material.write_jsonl(folder / "data.jsonl", material.sentences(10, seed=8))
+    small_inputs.write_jsonl(folder / "data.jsonl", small_inputs.sentences(10, seed=8))
     run("cache-teacher", pair.teacher, "data.jsonl", "--top-k", 16, "--precision", "float32", "-o", "cache", cwd=folder)
     return folder / "cache"
 
