@@ -121,8 +121,8 @@ def slowly(*arguments):
     print("state", flush=True)
     time.sleep(0.02)
 counting._write_state = slowly
-from xtk.cli import run
-sys.exit(run(sys.argv[1:]))
+from xtk.cli import run_command
+sys.exit(run_command(sys.argv[1:]))
 """
 
 

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 REACH, STEPS = 0.15, 3
 PEAK = (
-    "import sys; from xtk.cli import run; code = run(sys.argv[1:]); "
+    "import sys; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "
     "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr); "
     "sys.exit(code)"
 )

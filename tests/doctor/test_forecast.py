@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason=
 REACH = 0.15
 # ru_maxrss would begin with what this process has.
 PEAK = (
-    "import sys; from xtk.cli import run; code = run(sys.argv[1:]); "
+    "import sys; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "
     "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr); "
     "sys.exit(code)"
 )
