@@ -69,7 +69,7 @@ def make_oracle(folder: Path, answers: Mapping[str, str], *, context: int = 4096
         for asked, said in zip(tokenizer.encode(list(answers)), tokenizer.encode(list(answers.values())), strict=True)
     ]
     (folder / "table.json").write_text(json.dumps(table))
-    (folder / "answer_lookup_model.py").write_text(CODE)
+    (folder / "oracle.py").write_text(CODE)
     configuration = {
         "model_type": "oracle", "architectures": ["Oracle"], "vocab_size": tokenizer.embedding_rows, "hidden_size": 2,
         "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "eos_token_id": tokenizer.end_id,

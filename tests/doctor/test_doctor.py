@@ -25,8 +25,8 @@ from xtk.doctor.data_checks import compression, conversations, document_lengths,
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.doctor.environment_checks import library_versions
 from xtk.doctor.fake_tensor_memory import measure_footprint
+from xtk.doctor.library_memory import library_bytes
 from xtk.doctor.memory_disk_and_time_estimates import (
-    _library_bytes,
     disk,
     estimate_training_memory,
     max_pass_tokens,
@@ -383,13 +383,12 @@ def test_libraries_that_end_without_a_word_are_told(monkeypatch, tmp_path):
     (tmp_path / "silent.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(XtkError, match=r"(?s)cannot import.*SIGKILL"):
-        _library_bytes("", "silent")
+        library_bytes("", "silent")
 
 
 def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "xtk.doctor.memory_disk_and_time_estimates.IMPORT_CODE",
-        "from xtk.doctor.memory_disk_and_time_estimates import resident",
+        "xtk.doctor.library_memory.IMPORT_CODE", "from xtk.doctor.library_memory import resident"
     )  # the rest takes seconds
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "counted.py").write_text(
@@ -398,8 +397,8 @@ def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch,
     monkeypatch.syspath_prepend(tmp_path)
 
     def measured() -> tuple[int, int]:
-        _library_bytes.cache_clear()  # as another process
-        return _library_bytes("", "counted"), len((tmp_path / "log").read_text().splitlines())
+        library_bytes.cache_clear()  # as another process
+        return library_bytes("", "counted"), len((tmp_path / "log").read_text().splitlines())
 
     first, times = measured()
     assert times == 1
@@ -414,7 +413,7 @@ def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch,
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("LD_SOMETHING", "\udcff")  # no UTF-8
     assert measured()[1] == 5
-    _library_bytes.cache_clear()
+    library_bytes.cache_clear()
 
 
 def test_one_cause_is_told_once(pair, tmp_path):
