@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from xtk.losses import parse_losses
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import StudentModelConfig, StudentSource, load_student
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.distill import DistillInputs, open_inputs

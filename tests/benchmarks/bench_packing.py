@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.losses import LOSSES, parse_losses
 from xtk.losses.loss_term import LossTerm
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Document

@@ -27,7 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from xtk import terminal
 from xtk.losses import parse_losses
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm, silence_transformers
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm, silence_transformers
 from xtk.models.packed_attention import PackedSequence
 from xtk.models.student_model_setup import parameter_groups
 from xtk.quickstart.tiny_models import make_student, make_teacher

@@ -35,7 +35,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from xtk.artifacts.atomic_files import canonical_json, sha256
 from xtk.artifacts.projection_disk_cache import user_cache_folder
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm, silence_transformers
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm, silence_transformers
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.token_sequence import tokenize_documents

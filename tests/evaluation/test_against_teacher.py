@@ -12,7 +12,8 @@ import small_inputs
 import torch
 from recorded_training_steps import inputs_of, recipe_of
 
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.parallel_config import ParallelConfig

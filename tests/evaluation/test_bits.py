@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte, split_into_windows
 from xtk.evaluation.standard_errors import Estimate, Ratio
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from torch import Tensor
 from xtk.losses.divergences import ForwardKLDivergence, ReverseKLDivergence
 from xtk.losses.fused_head_and_loss import LossTensors
 from xtk.losses.loss_interface import LossCells
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.training.student_with_losses import StudentWithLoss
 
 LENGTH = 12

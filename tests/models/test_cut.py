@@ -26,7 +26,8 @@ from transformers import (
 
 from xtk.errors import XtkError
 from xtk.losses.fused_head_and_loss import LossTensors, fused_loss
-from xtk.models.causal_lm import BackboneWithHead, check_embedding_rows
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import check_embedding_rows
 from xtk.models.output_head import ChunkedLogits
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.student_with_losses import StudentWithLoss

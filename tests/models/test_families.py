@@ -9,7 +9,7 @@ import torch
 from full_logits_reference import assert_as_the_whole_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
 from xtk.errors import XtkError
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import (
     StudentModelConfig,
     StudentSource,

@@ -22,7 +22,8 @@ from recorded_training_steps import inputs_of, recipe_of
 from xtk.artifacts.projection_file import read_projection
 from xtk.errors import XtkError
 from xtk.evaluation.top1_agreement import BySpelling
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from xtk.models.causal_lm import BackboneWithHead
+    from xtk.models.backbone_with_head import BackboneWithHead
     from xtk.models.student_model_setup import StudentSource
     from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
     from xtk.training.parallel_config import ParallelConfig
@@ -764,7 +764,7 @@ def _load_student(
     """Return the student, unsharded, split into backbone and output head."""
     import torch
 
-    from xtk.models.causal_lm import BackboneWithHead
+    from xtk.models.backbone_with_head import BackboneWithHead
     from xtk.models.student_model_setup import load_student
 
     model = load_student(
