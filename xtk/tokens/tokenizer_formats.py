@@ -214,7 +214,7 @@ def _tokenizer_files(
 
 # SentencePiece; field numbers as in sentencepiece_model.proto.
 
-_NORMAL_PIECE, _UNKNOWN_PIECE, _CONTROL_PIECE, _USER_DEFINED_PIECE, _BYTE_PIECE = 1, 2, 3, 4, 6
+_NORMAL_PIECE, _UNKNOWN_PIECE, _CONTROL_PIECE, _USER_DEFINED_PIECE = 1, 2, 3, 4
 _UNIGRAM_MODEL, _BPE_MODEL = 1, 2
 
 
