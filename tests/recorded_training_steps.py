@@ -14,10 +14,11 @@ from xtk.losses import parse_losses
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import StudentModelConfig, StudentSource, load_student
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.distill import DistillInputs, open_inputs
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.micro_batches import BatchSampler
 from xtk.training.parallel_config import parse_parallel
+from xtk.training.runs.open_inputs import open_inputs
+from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.student_with_losses import parallelize
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 from xtk.training.training_loop import TrainingRun, _optimizer, _step, _step_batch_builder
@@ -66,7 +67,7 @@ def inputs_of(
     recipe: TrainConfig,
     projections: tuple[Path, ...] = (),
     held_out: tuple[Path, ...] = (),
-) -> DistillInputs:
+) -> RunInputs:
     """Open what a recipe reads."""
     places = RunPaths(
         student, tuple(map(str, caches)), projections, Path("nowhere"), eval_caches=tuple(map(str, held_out))
@@ -74,7 +75,7 @@ def inputs_of(
     return open_inputs(places, recipe, Tokenizer(student))
 
 
-def prepared(student: Path, recipe: TrainConfig, inputs: DistillInputs) -> Any:
+def prepared(student: Path, recipe: TrainConfig, inputs: RunInputs) -> Any:
     """Load a model as `distill` does; adapters begin with numbers instead of zeros, so that all of them matter."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
@@ -90,7 +91,7 @@ def prepared(student: Path, recipe: TrainConfig, inputs: DistillInputs) -> Any:
 def take_steps(
     accelerator: Accelerator,
     student: Path,
-    inputs: DistillInputs,
+    inputs: RunInputs,
     recipe: TrainConfig,
     documents: int,
     steps: int = 2,
@@ -124,6 +125,7 @@ def take_steps(
         sampler=BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed),
         recipe=recipe,
         logging_config=LoggingConfig(),
+        identity={},
         steps=steps,
         output=Path("nowhere"),
         tokenizer_folder=student,

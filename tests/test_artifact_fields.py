@@ -311,13 +311,14 @@ def test_rollouts_are_documented(rollouts):
 
 
 def test_stored_rollouts_of_an_unfinished_run_are_documented(tmp_path):
+    from xtk.artifacts import run_folder_removal
     from xtk.rollouts.rollout_record import Rollout
     from xtk.tokens.document import Document
-    from xtk.training import on_policy_loop
+    from xtk.training import rollout_batch_files
 
     path = tmp_path / "rollouts-00000-of-00001.jsonl"
-    on_policy_loop._write_rollouts(path, [Rollout(Document.from_text("a"), 0, 0, "stop")], "run")
-    found = keys_of(lines_of(path)) | {on_policy_loop.COMPARISON_FILE}
+    rollout_batch_files.write_rollouts(path, [Rollout(Document.from_text("a"), 0, 0, "stop")], "run")
+    found = keys_of(lines_of(path)) | {run_folder_removal.COMPARISON_FILE}
     assert not undocumented(found, "artifacts.md", "Rollout batches")
 
 

@@ -8,6 +8,9 @@ import sys
 import threading
 from typing import Any
 
+from xtk.errors import XtkError
+from xtk.writable_cache_folders import use_writable_cache_folders
+
 SECONDS_UNTIL_REPEATED_SIGNAL = 0.01
 
 
@@ -19,6 +22,7 @@ def main() -> None:
     try:
         _check_streams()
         _set_cache_folders(sys.argv[1:])
+        # Imported here, so that an interruption of the import ends like one of a command.
         from xtk.cli import run_command
 
         code = run_command(sys.argv[1:])
@@ -39,9 +43,6 @@ def _set_cache_folders(arguments: list[str]) -> None:
     """Set cache folders that libraries can write to, before they are imported."""
     if not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments):
         return
-    from xtk.errors import XtkError
-    from xtk.writable_cache_folders import use_writable_cache_folders
-
     try:
         use_writable_cache_folders(quiet=not {"-q", "--quiet"}.isdisjoint(arguments))
     except XtkError as failure:

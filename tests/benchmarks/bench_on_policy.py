@@ -36,9 +36,10 @@ from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training import on_policy_loop, training_loop
-from xtk.training.distill import distill, open_inputs
+from xtk.training.distill import distill
 from xtk.training.graceful_stop import StopListener
 from xtk.training.on_policy_config import OnPolicyConfig
+from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 PROMPTS, TOKENS, ROUNDS = 32, 48, 6

@@ -21,7 +21,7 @@ from measurement import ROOT, machine
 
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "training")]
 
-import material  # noqa: E402
+import small_inputs  # noqa: E402
 from parallel_layouts import LIKE_ONE, LIKE_ONE_LONG, WAYS, Difference, Taken, cases, make_students, references, take  # noqa: E402
 
 from xtk.training.parallel_config import parse_parallel  # noqa: E402
@@ -56,8 +56,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         students = make_students(folder)
-        material.make_teacher(folder / "teacher")
-        material.write_jsonl(folder / "data.jsonl", material.sentences(10, seed=8))
+        small_inputs.make_teacher(folder / "teacher")
+        small_inputs.write_jsonl(folder / "data.jsonl", small_inputs.sentences(10, seed=8))
         subprocess.run(
             [sys.executable, "-m", "xtk", "cache-teacher", "teacher", "data.jsonl", "--top-k", "16", "--precision",
              "float32", "--quiet", "-o", "cache"],

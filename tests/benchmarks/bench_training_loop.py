@@ -34,7 +34,8 @@ from xtk.models.student_model_setup import parameter_groups
 from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training import training_loop
-from xtk.training.distill import distill, open_inputs
+from xtk.training.distill import distill
+from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.student_with_losses import StudentWithLoss
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 

@@ -764,30 +764,31 @@ def test_a_specification_names_losses_and_weights():
         (["ce:wieght=2"], "no option of the loss ce called 'wieght'; did you mean weight?", "use one of: weight"),
         (
             ["ce:weight=0"],
-            "the weight of the loss ce is '0', but must be above 0 and at most 1e+12",
+            "the weight of the loss ce is '0', but must be a number above 0 and at most 1e+12",
             EXAMPLE,
         ),
         (
             ["ce:weight=-1"],
-            "the weight of the loss ce is '-1', but must be above 0 and at most 1e+12",
+            "the weight of the loss ce is '-1', but must be a number above 0 and at most 1e+12",
             EXAMPLE,
         ),
         (
             ["ce:weight=nan"],
-            "the weight of the loss ce is 'nan', but must be above 0 and at most 1e+12",
+            "the weight of the loss ce is 'nan', but must be a number above 0 and at most 1e+12",
             EXAMPLE,
         ),
         (
             ["ce:weight=inf"],
-            "the weight of the loss ce is 'inf', but must be above 0 and at most 1e+12",
+            "the weight of the loss ce is 'inf', but must be a number above 0 and at most 1e+12",
             EXAMPLE,
         ),
         (
             ["ce:weight=half"],
-            "the weight of the loss ce is 'half', but must be above 0 and at most 1e+12",
+            "the weight of the loss ce is 'half', but must be a number above 0 and at most 1e+12",
             EXAMPLE,
         ),
-        (["ce:weight"], "the weight of the loss ce is '', but must be above 0 and at most 1e+12", EXAMPLE),
+        (["ce:weight=1,weight=2"], "--loss ce:weight=1,weight=2: weight is given twice", "remove one weight="),
+        (["ce:weight"], "--loss ce:weight: 'weight' is not NAME=VALUE", "use weight=VALUE"),
         (["ce", "p-kl", "ce:weight=2"], "--loss ce is given twice", "use it once, with a weight: --loss ce:weight=0.5"),
     ],
 )

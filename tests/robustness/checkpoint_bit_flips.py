@@ -10,7 +10,7 @@ from bit_flips import Tally, flip_randomly
 from xtk.artifacts.atomic_files import read_json
 from xtk.artifacts.run_folders import read_recipe, read_run_manifest, verify_files
 from xtk.errors import CorruptError
-from xtk.training.checkpoint import find_checkpoint
+from xtk.training.resume_point import find_checkpoint
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -23,8 +23,10 @@ from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.teacher_logprobs import make_support
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.checkpoint import CheckpointSaver, ResumePoint, find_existing_run, prepare_run_folder
-from xtk.training.distill import distill, open_inputs
+from xtk.training.checkpoint import CheckpointSaver
+from xtk.training.distill import distill
+from xtk.training.resume_point import ResumePoint, find_existing_run, prepare_run_folder
+from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 

@@ -20,7 +20,7 @@ from xtk_processes import run_xtk
 from xtk.artifacts.atomic_files import canonical_json, sha256
 from xtk.artifacts.run_folders import file_entries, read_recipe, read_run_manifest, verify_files, write_run_manifest
 from xtk.errors import CorruptError
-from xtk.training.checkpoint import find_checkpoint
+from xtk.training.resume_point import find_checkpoint
 
 pytestmark = pytest.mark.slow
 

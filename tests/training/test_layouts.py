@@ -180,9 +180,9 @@ def test_what_is_not_named_is_one_and_replicas_are_what_is_left(text, processes,
         ("tp=3", 4, "--parallel tp=3 needs a multiple of 3 processes, but the run has 4"),
         ("dp=1,tp=2", 4, "--parallel dp=1,tp=2 needs 2 processes, but the run has 4"),
         ("pp=2", 2, "no parallel dimension called 'pp'"),
-        ("tp", 2, "'tp' is not NAME=NUMBER"),
-        ("tp=0", 2, "'tp=0' is not NAME=NUMBER"),
-        ("tp=2,tp=2", 4, "'tp=2' is not NAME=NUMBER"),
+        ("tp", 2, "'tp' is not NAME=VALUE"),
+        ("tp=0", 2, "tp of --parallel tp=0 is '0', but must be an integer of at least 1"),
+        ("tp=2,tp=2", 4, "--parallel tp=2,tp=2: tp is given twice"),
     ],
 )
 def test_what_cannot_be_is_refused(text, processes, message):

@@ -30,11 +30,12 @@ from xtk.teachers.online_teacher import OnlineTeacher, parse_online_teacher
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.distill import DistillInputs, open_inputs
 from xtk.training.graceful_stop import StopListener
 from xtk.training.metrics_file import read_metrics
 from xtk.training.micro_batches import BatchSampler
 from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks
+from xtk.training.runs.open_inputs import open_inputs
+from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.train_config import RunPaths
 
 # A document a forward pass, so that rounding does not depend on which documents are scored together.
@@ -55,18 +56,18 @@ def cached(teacher: OnlineTeacher, data: Path, folder: Path, **columns: str) -> 
 
 def live_inputs(
     student: Path, data: Path, models: list[OnlineTeacher], columns: dict[str, str] | None = None, **options: str
-) -> DistillInputs:
+) -> RunInputs:
     places = RunPaths(student, (str(data),), (), Path("nowhere"), columns or {}, online_teachers=tuple(models))
     return open_inputs(places, recipe_of(["byte-kl"], **options), Tokenizer(student))
 
 
-def blocks_of(inputs: DistillInputs, folder: Path, *, steps: int, size: int = 0, per_step: int = 8) -> TeacherBlocks:
+def blocks_of(inputs: RunInputs, folder: Path, *, steps: int, size: int = 0, per_step: int = 8) -> TeacherBlocks:
     assert isinstance(inputs.source, OnlineSource)
     order = BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), per_step, 42)
     return TeacherBlocks(inputs.source, order, steps, size, folder, Accelerator(cpu=True))
 
 
-def all_heard(inputs: DistillInputs, folder: Path) -> list[tuple[TeacherOutput | None, ...]]:
+def all_heard(inputs: RunInputs, folder: Path) -> list[tuple[TeacherOutput | None, ...]]:
     """What teachers say of all documents, scored in one block."""
     for _ in blocks_of(inputs, folder, steps=1, per_step=len(inputs.source))(range(1), StopListener()):
         heard = [inputs.source.teacher_outputs(number) for number in range(len(inputs.source))]

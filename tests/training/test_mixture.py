@@ -288,7 +288,7 @@ def test_numbers_are_weights_of_sum_1_and_scores_have_options():
         ("sum", "-1,2", 2, "--teacher-weights '-1,2' is not a list of 2 weights"),
         ("sum", "0,0", 2, "--teacher-weights '0,0' is not a list of 2 weights"),
         ("sum", "1e308,1e308", 2, "--teacher-weights '1e308,1e308' is not a list of 2 weights"),
-        ("sum", "ce:alpha=5,alpha=6", 2, "--teacher-weights 'ce:alpha=5,alpha=6' has an option twice"),
+        ("sum", "ce:alpha=5,alpha=6", 2, "--teacher-weights ce:alpha=5,alpha=6: alpha is given twice"),
         ("sum", "1,x", 2, "--teacher-weights '1,x' is not a list of 2 weights"),
         ("sum", "enropy", 2, "no score in --teacher-weights called 'enropy'; did you mean entropy?"),
         ("sum", "ce:beta=1", 2, "no option of --teacher-weights called 'beta'"),

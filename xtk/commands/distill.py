@@ -36,10 +36,11 @@ def distill(options: DistillOptions) -> None:
     from xtk.subprocesses import die_with_parent
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
-    from xtk.training.distill import open_inputs, run_identity
+    from xtk.training.distill import run_identity
     from xtk.training.distributed_launch import Machines, is_worker, launch, world_size
     from xtk.training.graceful_stop import exit_resumable_on_signal
     from xtk.training.parallel_config import parse_parallel
+    from xtk.training.runs.open_inputs import open_inputs
     from xtk.training.task_evaluation import check_supports_eval_tasks
 
     if is_worker():

@@ -73,14 +73,10 @@ def prune_projection(options: PruneProjectionOptions) -> None:
 def _parse_merge(value: str) -> tuple[str, float]:
     """Return path and weight of `--merge OTHER=WEIGHT`."""
     from xtk.errors import XtkError
+    from xtk.options.spec_parsing import parse_number
 
     name, _, number = value.rpartition("=")
-    try:
-        weight = float(number)
-    except ValueError:
-        name = ""
+    example = "for example --merge other.safetensors=0.5"
     if not name:
-        raise XtkError(
-            f"--merge is {value!r}, but must be OTHER=WEIGHT", hint="use for example --merge other.safetensors=0.5"
-        )
-    return name, weight
+        raise XtkError(f"--merge is {value!r}, but must be OTHER=WEIGHT", hint=f"use {example}")
+    return name, parse_number(number, float, f"the weight of --merge {value}", example)

@@ -20,6 +20,7 @@ from xtk.commands.distill import read_configs
 from xtk.commands.distill_options import DistillOptions
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
+from xtk.options.spec_parsing import parse_pair
 
 # Set by the sweep itself.
 FIXED_OPTIONS = ("output", "help", "json", "quiet", "force", "max-seconds")
@@ -179,14 +180,10 @@ def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
     known = [name for name in _distill_options() if name not in FIXED_OPTIONS]
     found: dict[str, list[str]] = {}
     for text in vary:
-        key, equals, values = text.partition("=")
-        name = key.strip().replace("_", "-")
-        if not equals:
-            raise typer.BadParameter(
-                f"--vary {text!r} is not NAME=VALUE or 'NAME=VALUE VALUE ...'; use for example --vary 'seed=0 1 2'"
-            )
+        key, values = parse_pair(text, f"--vary {text}")
+        name = key.replace("_", "-")
         if name not in known:
-            raise unknown_name_error("option of --vary", key, known)
+            raise unknown_name_error("option of --vary", name, known)
         words = _split_words(values, f"--vary {text}")
         if not words:
             raise typer.BadParameter(f"--vary {text}: {name} has no value; write values after =, such as {name}=VALUE")
@@ -338,9 +335,10 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     """
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.tokens.tokenizer import Tokenizer
-    from xtk.training.checkpoint import find_existing_run
-    from xtk.training.distill import open_inputs, run_identity
+    from xtk.training.distill import run_identity
     from xtk.training.parallel_config import parse_parallel
+    from xtk.training.resume_point import find_existing_run
+    from xtk.training.runs.open_inputs import open_inputs
 
     try:
         places, recipe, reporting = read_configs(run.distill_options)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xtk.errors import XtkError
+from xtk.options.spec_parsing import parse_pair
 
 
 def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -22,12 +23,7 @@ def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, 
         return dict(words)
     options: dict[str, Any] = {}
     for word in words:
-        name, equals, value = word.partition("=")
-        name = name.strip().removeprefix("--").replace("-", "_")
-        if not equals or not name:
-            raise XtkError(
-                f"--engine {word!r} does not have the form NAME=VALUE", hint="use --engine tensor_parallel_size=4"
-            )
+        name, value = parse_pair(word.removeprefix("--"), f"--engine {word}")
         if name in options:
             raise XtkError(f"--engine {name} is given twice", hint="remove one of them")
         try:

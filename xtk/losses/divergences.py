@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
-from xtk.option_spec_parsing import from_options, option_names
+from xtk.options.spec_parsing import from_pairs, option_names
 
 DIVERGENCES = {
     "forward-kl": "xtk.losses.divergences:ForwardKLDivergence",
@@ -176,7 +176,8 @@ def make_divergence(name: str, options: dict[str, str], loss_text: str) -> Diver
         XtkError: unknown divergence or option, or an option's value is invalid.
     """
     return _check_divergence(
-        from_options(load_registered(DIVERGENCES, name, "divergence"), options, loss_text), loss_text
+        from_pairs(load_registered(DIVERGENCES, name, "divergence"), options.items(), f"the loss {loss_text}"),
+        loss_text,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered, unknown_name_error
-from xtk.option_spec_parsing import OptionSpec, from_options, option_names, parse_weight
+from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
 
 if TYPE_CHECKING:
     from xtk.losses.divergences import Divergence
@@ -40,9 +40,8 @@ class LossSpec(OptionSpec):
         from xtk.losses import LOSSES
 
         rule = load_registered(LOSSES, self.name, "loss")
-        loss: Loss = from_options(
-            rule, {key: text for key, text in self.options if key in option_names(rule)}, str(self)
-        )
+        own = option_names(rule)
+        loss: Loss = from_pairs(rule, (pair for pair in self.options if pair[0] in own), f"the loss {self}")
         return loss
 
     def make_divergence(self) -> Divergence:
@@ -92,12 +91,10 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
             raise XtkError(
                 f"--loss {name} is given twice", hint=f"use it once, with a weight: --loss {name}:weight=0.5"
             )
-        pairs = [option.partition("=")[::2] for option in filter(None, options.split(","))]
-        weights = [value for key, value in pairs if key == "weight"]
-        others = {key.replace("-", "_"): value for key, value in pairs if key != "weight"}
-        weight = parse_weight(weights[-1], name, "loss") if weights else 1.0
-        loss = LossSpec(name, weight, tuple(sorted(others.items())))
-        if others:
+        pairs = dict(parse_pairs(options, f"--loss {text}"))
+        weight = parse_weight(pairs.pop("weight"), name, "loss") if "weight" in pairs else 1.0
+        loss = LossSpec(name, weight, tuple(sorted(pairs.items())))
+        if pairs:
             loss.make_divergence()  # report errors now
             loss.make_loss()
         results.append(loss)

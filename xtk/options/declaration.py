@@ -104,6 +104,11 @@ def redeclared(kind: type, name: str, default: Any = ..., **details: Any) -> Any
     return dataclasses.field(default=field.default if default is ... else default, metadata={_KEY: declared})
 
 
+def find_option(field: dataclasses.Field[Any]) -> Option | None:
+    """Return the declaration of a field; None: it is not declared."""
+    return field.metadata.get(_KEY)
+
+
 def option_of(kind: type, name: str) -> Option:
     """Return the declaration of a field."""
     declared: Option = kind.__dataclass_fields__[name].metadata[_KEY]  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from typing import Any
 
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered, unknown_name_error
-from xtk.option_spec_parsing import OptionSpec, from_options, option_names, parse_weight
+from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
 from xtk.rewards import REWARDS
 from xtk.user_code import load_user_object, user_code_errors
 
@@ -42,7 +42,7 @@ class RewardSpec(OptionSpec):
             reward: RewardFunction = load_user_object(self.name, "--reward FILE.py:FUNCTION", "function")
             return reward
         rule = load_registered(REWARDS, self.name, "reward")
-        judge: RewardFunction = from_options(rule, dict(self.options), str(self), "reward")
+        judge: RewardFunction = from_pairs(rule, self.options, f"the reward {self}")
         return judge
 
 
@@ -59,12 +59,8 @@ def parse_reward(text: str) -> RewardSpec:
     if not own and name not in REWARDS:
         raise unknown_name_error("reward", name, [*REWARDS, "FILE.py:FUNCTION"])
     known = ["weight", *([] if own else option_names(load_registered(REWARDS, name, "reward")))]
-    pairs: dict[str, str] = {}
-    for option in filter(None, re.split(rf",(?=(?:{'|'.join(known)})=)", options)):
-        key, _, value = option.partition("=")
-        if key not in known:
-            raise unknown_name_error(f"option of the reward {name}", key, known)
-        pairs[key] = value
+    noun = f"option of the reward {name}"
+    pairs = dict(parse_pairs(options, f"--reward {text}", known, noun=noun, values_have_commas=True))
     weight = parse_weight(pairs.pop("weight"), name, "reward") if "weight" in pairs else 1.0
     return RewardSpec(name, weight, tuple(sorted(pairs.items())))
 

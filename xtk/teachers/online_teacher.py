@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from xtk.artifacts.shard_codec_registry import codec_for_precision
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS
 from xtk.name_registry import load_registered, unknown_name_error
+from xtk.options.spec_parsing import parse_number, parse_pairs
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend_cli_options import backend_options
 from xtk.teachers.backend_interface import TeacherBackend
@@ -299,33 +299,22 @@ def _parse_options(text: str, options: str) -> tuple[dict[str, Any], list[str], 
     given: dict[str, Any] = {}
     engine: list[str] = []
     servers: list[str] = []
-    for option in filter(None, options.split(",")):
-        key, _, value = option.partition("=")
-        name = key.replace("-", "_")
+    for name, value in parse_pairs(options, f"--teacher {text}", repeatable=("server",)):
         if name.startswith(ENGINE_PREFIX):
             engine.append(f"{name.removeprefix(ENGINE_PREFIX)}={value}")
         elif name == "server":
             servers.append(value)
         elif name not in (*NUMERIC_OPTIONS, *TEXT_OPTIONS):
             raise unknown_name_error(
-                "option of a teacher", key, (*NUMERIC_OPTIONS, *TEXT_OPTIONS, f"{ENGINE_PREFIX}NAME")
+                "option of a teacher", name, (*NUMERIC_OPTIONS, *TEXT_OPTIONS, f"{ENGINE_PREFIX}NAME")
             )
-        elif name in given:
-            raise XtkError(f"--teacher {text}: {key} is given twice", hint=f"remove one {key}=")
         elif name in NUMERIC_OPTIONS and (name, value) != ("top_k", FULL_VOCABULARY):
-            given[name] = _parse_number(text, key, value, NUMERIC_OPTIONS[name])
+            kind = NUMERIC_OPTIONS[name]
+            example = f"for example {name}={64 if kind is int else 0.99}"
+            given[name] = parse_number(value, kind, f"--teacher {text}: {name}", example)
         else:
             given[name] = value
     return given, engine, servers
-
-
-def _parse_number(text: str, key: str, value: str, kind: type) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        number = "an integer" if kind is int else "a number"
-        hint = f"use, for example, {key}={json.dumps(64 if kind is int else 0.99)}"
-        raise XtkError(f"--teacher {text}: {key} is {value!r}, but must be {number}", hint=hint) from None
 
 
 def read_corpus_for_all(

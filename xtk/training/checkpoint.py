@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json, set_default_permissions
-from xtk.artifacts.output_path_checks import foreign_files_error, list_folder
+from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, set_default_permissions
 from xtk.artifacts.run_folder_removal import (
     keep_file_of_user,
     keep_manifest_of_user,
-    refuse_foreign_files_in_run,
-    remove_run,
     remove_run_subfolder,
     replace_run_subfolder,
 )
@@ -40,20 +36,14 @@ from xtk.artifacts.run_folders import (
     ROLLOUTS_FILE,
     RUN_MANIFEST,
     TRAINER_FOLDER,
-    check_listed_files,
     file_entries,
     list_checkpoints,
     listed_file_names,
     prefix_entry,
-    read_recipe,
     read_run_manifest,
-    recipe_version,
-    run_fingerprint,
     verify_files,
-    write_recipe,
     write_run_manifest,
 )
-from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError, XtkError
 from xtk.models.student_model_setup import is_peft_model, save_trainable
 from xtk.training import process_group
@@ -75,203 +65,6 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "added_tokens.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
-
-
-def find_existing_run(output: Path, identity: dict[str, Any], *, force: bool) -> dict[str, Any] | None:
-    """Return the manifest of a finished run in a folder, None if there is something to train; changes no file.
-
-    Returns:
-        The content of `xtk.json` of a finished run; None if the run is unfinished, there is none, or with `force`.
-
-    Raises:
-        XtkError: the folder has other files, or a run with another recipe or artifact version.
-        CorruptError: the manifest of a finished run is corrupt, or a weights file has the wrong size.
-    """
-    if output.is_file():
-        raise XtkError(
-            "the output of a run must be a folder, but this path is a file", where=str(output), hint="use another -o"
-        )
-    if not output.is_dir() or all(path.name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)) for path in output.iterdir()):
-        return None
-    if recipe_version(read_json(output / RECIPE_FILE) if (output / RECIPE_FILE).is_file() else {}) is None:
-        raise foreign_files_error(list_folder(output), str(output))
-    if force:
-        refuse_foreign_files_in_run(output)
-        return None
-    found = read_recipe(output)
-    if found != identity:
-        differences = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
-        changed = ", ".join(f"{key}: {found.get(key)} there, {identity.get(key)} now" for key in differences[:3])
-        raise XtkError(
-            "the output folder has a run with other options or inputs",
-            where=f"{output} ({changed})",
-            hint="use another -o, or --force to replace the run",
-        )
-    return _finished(output) if (output / RUN_MANIFEST).is_file() else None
-
-
-def _finished(output: Path) -> dict[str, Any]:
-    """Return the content of `xtk.json` of a finished run.
-
-    Raises:
-        CorruptError: the manifest is corrupt, or a weights file has the wrong size.
-    """
-    try:
-        content = read_run_manifest(output, (STUDENT,))
-        check_listed_files(output, content)
-    except CorruptError as wrong:
-        hint = f"run `rm {output / RUN_MANIFEST}` and the same command again; it resumes from the last checkpoint"
-        raise CorruptError(wrong.what, where=wrong.where, hint=hint) from None
-    return content
-
-
-def prepare_run_folder(
-    output: Path, options: Mapping[str, Any], identity: dict[str, Any], resumed: ResumePoint, *, force: bool
-) -> None:
-    """Create a run folder, or remove temporary files of a killed run; with `force`, remove a previous run.
-
-    The folder is locked by this process.
-
-    Args:
-        output: the run folder.
-        options: command-line options, stored in `recipe.json`.
-        identity: the run's options and input fingerprints.
-        resumed: the checkpoint that was found before the folder was locked.
-        force: replace a run with other options or inputs.
-
-    Raises:
-        XtkError: another command has written a run into the folder since then.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    if force:
-        remove_run(output)
-    else:
-        finished = find_existing_run(output, identity, force=False)
-        known = {resumed.folder, *resumed.damaged, None}
-        if finished is not None or any(folder not in known for step, folder in list_checkpoints(output)[-1:]):
-            raise XtkError(
-                "another command has written into the output folder since this one started",
-                where=str(output),
-                hint="run the same command again; it continues from what is there",
-            )
-    for path in output.glob(f"{TEMPORARY_PREFIX}*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    if not (output / RECIPE_FILE).is_file():
-        write_recipe(output, options, identity)
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint from which a run resumes.
-
-    Attributes:
-        step: completed steps; 0: the run starts from the beginning.
-        folder: the checkpoint folder; None: the run starts from the beginning.
-        damaged: later checkpoints that are corrupt.
-    """
-
-    step: int = 0
-    folder: Path | None = None
-    damaged: tuple[Path, ...] = ()
-
-
-def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bool) -> ResumePoint:
-    """Return the newest checkpoint of a run whose files all match its manifest (collective).
-
-    Each process verifies a part of the files. A checkpoint that does not match is reported, and the previous one is
-    tried.
-
-    Args:
-        output: the run folder.
-        identity: the run's options and input fingerprints, which the checkpoint must match.
-        needs_best: whether the run uses early stopping, so that the best weights so far are needed too.
-
-    Raises:
-        CorruptError: all checkpoints are corrupt, or the metrics file is.
-        XtkError: another artifact version.
-    """
-    found = process_group.all_gather_object(list_checkpoints(output))[0]
-    run, damaged, wrong = run_fingerprint(identity), list[Path](), None
-    for step, folder in reversed(found):
-        wrong = next(
-            filter(None, process_group.all_gather_object(_problem(output, step, folder, run, best=needs_best))), None
-        )
-        if wrong is None:
-            if process_group.is_main_process():
-                _check_metrics(output, folder)
-            return ResumePoint(step, folder, tuple(damaged))
-        if not isinstance(wrong, CorruptError):
-            raise wrong
-        damaged.append(folder)
-        terminal.note(f"distill: warning: skipping {folder.name}: {wrong.what} ({wrong.where})")
-    if wrong is not None:
-        raise CorruptError(
-            f"all checkpoints of this run are corrupt: {wrong.what}",
-            where=wrong.where,
-            hint="restore a checkpoint from a backup, or use --force to train again from step 0",
-        )
-    return ResumePoint()
-
-
-def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> XtkError | None:
-    """Return why a checkpoint cannot be used, judged by the files that this process verifies; None: no problem."""
-    here = (process_group.rank(), process_group.world_size())
-    try:
-        content = read_run_manifest(folder, (CHECKPOINT,))
-        if content.get("step") != step:
-            raise CorruptError(
-                f"the checkpoint's manifest is for step {content.get('step')}, but its folder name is for step {step}",
-                where=str(folder),
-                hint=SKIP_HINT,
-            )
-        if content.get("run_fingerprint") != run:
-            raise CorruptError(
-                "the checkpoint was written by a run with other options or inputs",
-                where=str(folder),
-                hint="use the options and inputs of that run, or another -o; or move this checkpoint away",
-            )
-        verify_files(folder, content, subset=here)
-        rank_files(folder, content)
-        state = TrainerState.from_manifest(content)
-        best_step = state.best_step
-        if best and state.best_bits_per_byte is not None:
-            weights = output / f"{BEST}-{best_step}"
-            kept = read_run_manifest(weights, (BEST,))
-            if (kept.get("step"), kept.get("run_fingerprint")) != (best_step, run):
-                raise CorruptError(
-                    f"the folder {weights.name} has weights of another step, or of a run with other options or inputs",
-                    where=str(weights),
-                    hint=SKIP_HINT,
-                )
-            verify_files(weights, kept, subset=here)
-    except XtkError as wrong:
-        wrong.where = wrong.where or str(folder / RUN_MANIFEST)
-        return wrong
-    except OSError as wrong:
-        return CorruptError(
-            f"the checkpoint cannot be read: {wrong.strerror}", where=str(wrong.filename or folder), hint=SKIP_HINT
-        )
-    return None
-
-
-def _check_metrics(output: Path, folder: Path) -> None:
-    """Check that the metrics file still begins with the lines that it had when a checkpoint was written.
-
-    Raises:
-        CorruptError: these lines have changed. A missing file is not an error.
-    """
-    stated = read_run_manifest(folder).get("metrics_file")
-    size = stated.get("bytes") if isinstance(stated, dict) else None
-    found = prefix_entry(output, METRICS_FILE, size) if isinstance(size, int) else None
-    if found is not None and found != stated:
-        raise CorruptError(
-            f"the metrics file has changed since {folder.name} was written",
-            where=str(output / METRICS_FILE),
-            hint="restore the file from a backup, or remove it to resume without the earlier metrics",
-        )
 
 
 def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = (), *, finished: bool = False) -> None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 from xtk.losses.loss_interface import LossInputs
 from xtk.name_registry import unknown_name_error
-from xtk.option_spec_parsing import MAX_WEIGHT
+from xtk.options.declaration import option
+from xtk.options.spec_parsing import MAX_WEIGHT, from_pairs, option_names, parse_pairs
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 COMBINATION_METHODS = {
@@ -142,29 +143,21 @@ def _parse_fixed_weights(text: str, teachers: int) -> tuple[float, ...]:
 
 
 def _parse_score_weighting(text: str) -> ScoreWeighting:
-    score, _, specs = text.partition(":")
+    score, _, options = text.partition(":")
     if score not in TEACHER_SCORES:
         raise unknown_name_error("score in --teacher-weights", score, TEACHER_SCORES)
-    pairs = [option.partition("=")[::2] for option in filter(None, specs.split(","))]
-    options = dict(pairs)
-    if len(options) < len(pairs):
-        raise XtkError(f"--teacher-weights {text!r} has an option twice", hint="give each option once")
-    for key in options:
-        if key not in ("alpha", "per"):
-            raise unknown_name_error("option of --teacher-weights", key, ("alpha", "per"))
-    per = options.get("per", "document")
-    if per not in WEIGHT_SCOPES:
-        raise unknown_name_error("value of per= in --teacher-weights", per, WEIGHT_SCOPES)
-    try:
-        alpha = float(options.get("alpha", "1"))
-    except ValueError:
-        alpha = math.nan
-    if not 0 <= alpha < math.inf:
-        raise XtkError(
-            f"alpha in --teacher-weights is {options['alpha']!r}, but must be a finite number of at least 0",
-            hint="use for example ce:alpha=1; 0 gives equal weights",
-        )
-    return ScoreWeighting(score, alpha, per)
+    known = option_names(_ScoreOptions)
+    pairs = parse_pairs(options, f"--teacher-weights {text}", known, noun="option of --teacher-weights")
+    found = from_pairs(_ScoreOptions, pairs, f"--teacher-weights {text}")
+    return ScoreWeighting(score, found.alpha, found.per)
+
+
+@dataclass(frozen=True)
+class _ScoreOptions:
+    """Options of a score in --teacher-weights."""
+
+    alpha: float = option(1.0, "Inverse temperature; 0 gives equal weights.", min=0)
+    per: str = option("document", "Scope of the weights.", choices=WEIGHT_SCOPES)
 
 
 # Scores of a document.

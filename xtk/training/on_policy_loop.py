@@ -6,7 +6,6 @@ within a batch resumes with the same rollouts, although the weights that generat
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import math
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from xtk.artifacts.atomic_files import atomic_write, read_json, sha256, write_json
+from xtk.artifacts.atomic_files import read_json, sha256, write_json
 from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.corpus_reader import CorpusFingerprint, InMemoryCorpus
-from xtk.artifacts.run_folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, ROLLOUT_FILE_NAMES, remove_rollout_batch
+from xtk.artifacts.run_folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, remove_rollout_batch
 from xtk.artifacts.run_folders import CHECKPOINT, ROLLOUTS_FILE, list_checkpoints
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
@@ -32,7 +30,7 @@ from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.teachers.cache_building import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.alignment import align_sequences
-from xtk.tokens.document import Document, Segment
+from xtk.tokens.document import Document
 from xtk.tokens.document_token_ids import SampledTokens
 from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import tokenize_documents
@@ -43,6 +41,7 @@ from xtk.training.graceful_stop import StopListener
 from xtk.training.metrics_file import MetricsFile
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
 from xtk.training.online_teacher_scoring import CombineCaches, OnlineSource, TeacherBlocks
+from xtk.training.rollout_batch_files import complete_rollout_files, read_rollouts, rollout_file_name, write_rollouts
 
 
 class RolloutGenerator(Protocol):
@@ -340,7 +339,7 @@ class OnPolicyLoop(TeacherBlocks):
             for prompt, epoch in self._order.prompts_of_step(step):
                 epochs.setdefault(prompt, epoch)
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        stored = _complete_rollout_files(folder)
+        stored = complete_rollout_files(folder)
         accelerator.wait_for_everyone()  # all processes list the files before one writes
         if stored is None and epochs and block.start < self._first_step:
             raise CorruptError(
@@ -363,9 +362,9 @@ class OnPolicyLoop(TeacherBlocks):
             ]
             self._generator.sleep()
             if rank is not None:
-                _write_rollouts(folder / _rollout_file_name(rank, ranks), rollouts, self._fingerprint)
+                write_rollouts(folder / rollout_file_name(rank, ranks), rollouts, self._fingerprint)
         accelerator.wait_for_everyone()
-        parts = stored or _complete_rollout_files(folder) or []
+        parts = stored or complete_rollout_files(folder) or []
         found = self._read_batch(parts, block)
         by_document = {one.prompt * on_policy.num_generations + one.sample: one for one in found}
         if len(found) != len(by_document) or len(found) != len(epochs) * on_policy.num_generations:
@@ -397,10 +396,9 @@ class OnPolicyLoop(TeacherBlocks):
         found = []
         for path in parts:
             try:
-                records = _read_rollout_records(path, self._fingerprint)
+                found += read_rollouts(path, self._fingerprint, self._source.prompts)
             except CorruptError as wrong:
                 raise self._corrupt_batch_error(wrong.what, str(path), block) from None
-            found += [_rollout_of_record(record, self._source) for record in records]
         return found
 
     def _corrupt_batch_error(self, what: str, where: str, block: range) -> CorruptError:
@@ -484,98 +482,3 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def _tokens_after_prompt(tokens: SampledTokens) -> int:
     positions = np.flatnonzero(tokens.sampled_mask)
     return int(positions[-1] - positions[0] + 1) if len(positions) else 0
-
-
-# Files of a rollout batch.
-
-
-def _rollout_file_name(rank: int, ranks: int) -> str:
-    return f"rollouts-{rank:05d}-of-{ranks:05d}.jsonl"
-
-
-def _complete_rollout_files(folder: Path) -> list[Path] | None:
-    """Return the rollout files of a batch, if those of all processes exist."""
-    by_ranks: dict[int, dict[int, Path]] = {}
-    for path in sorted(folder.glob("rollouts-*.jsonl")):
-        if found := ROLLOUT_FILE_NAMES.fullmatch(path.name):
-            by_ranks.setdefault(int(found[2]), {})[int(found[1])] = path
-    for ranks, parts in sorted(by_ranks.items()):
-        if len(parts) == ranks and max(parts) < ranks:
-            return [parts[rank] for rank in range(ranks)]
-    return None
-
-
-def _write_rollouts(path: Path, rollouts: Sequence[Rollout], run: str) -> None:
-    with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
-        for number, one in enumerate(rollouts):
-            sampled, top_ids = one.document.sampled_tokens, one.top_ids
-            record = {
-                "prompt": one.prompt,
-                "sample": one.sample,
-                "finish_reason": one.finish_reason,
-                "turns": one.num_turns,
-                "reward": None if math.isnan(one.reward) else one.reward,
-                "rewards": {name: None if math.isnan(value) else value for name, value in one.rewards.items()},
-                "complete": one.document.is_complete,
-                "segments": [[part.role, part.text, part.train] for part in one.document.segments],
-                "messages": None if one.document.conversation is None else list(one.document.conversation.messages),
-                "sampled_tokens": None if sampled is None else base64.b64encode(sampled.to_bytes()).decode(),
-                "top_ids": None if top_ids is None else np.asarray(top_ids).tolist(),
-            }
-            place = _record_place(path, run, number, len(rollouts))
-            stream.write(json.dumps({**record, "checksum": _rollout_checksum(place, record)}) + "\n")
-
-
-def _record_place(path: Path, run: str, number: int, count: int) -> str:
-    """Return what a record's checksum covers besides its content, so that no record is lost, added or moved."""
-    return f"{run} {path.parent.name}/{path.name} {number} of {count}"
-
-
-def _rollout_checksum(place: str, record: Mapping[str, Any]) -> str:
-    """Return the xxh3 checksum of a rollout record and its place."""
-    return "xxh3:" + xxhash.xxh3_64_hexdigest(f"{place} {json.dumps(record)}".encode())
-
-
-def _read_rollout_records(path: Path, run: str) -> list[dict[str, Any]]:
-    """Return the records of a rollout file.
-
-    Args:
-        path: the file.
-        run: fingerprint of the run that wrote it.
-
-    Raises:
-        CorruptError: a record does not match its checksum, which covers its place in the file of this run.
-    """
-    try:
-        records = [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-        stated = [record.pop("checksum") for record in records]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        records, stated = [{}], [""]
-    places = [_record_place(path, run, number, len(records)) for number in range(len(records))]
-    if stated != list(map(_rollout_checksum, places, records)):
-        raise CorruptError("a file of the run's stored rollouts does not match its checksums")
-    return records
-
-
-def _rollout_of_record(record: Mapping[str, Any], source: OnPolicySource) -> Rollout:
-    prompt_document = source.prompts[record["prompt"]].document
-    conversation = prompt_document.conversation
-    document = replace(
-        prompt_document,
-        segments=tuple(Segment(*part) for part in record["segments"]),
-        is_complete=record["complete"],
-        conversation=None if conversation is None else replace(conversation, messages=tuple(record["messages"])),
-        sampled_tokens=None
-        if record["sampled_tokens"] is None
-        else SampledTokens.from_bytes(base64.b64decode(record["sampled_tokens"])),
-    )
-    return Rollout(
-        document,
-        prompt=record["prompt"],
-        sample=record["sample"],
-        finish_reason=record["finish_reason"],
-        num_turns=record["turns"],
-        reward=math.nan if record["reward"] is None else record["reward"],
-        rewards={name: math.nan if value is None else value for name, value in record["rewards"].items()},
-        top_ids=None if record["top_ids"] is None else np.array(record["top_ids"], np.int32),
-    )

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.artifacts.corpus_reader import Corpus, InMemoryCorpus
 from xtk.artifacts.local_and_remote_folders import open_folder
@@ -330,16 +329,3 @@ def read_training_prompts(
 def teacher_names(teachers: Sequence[OnlineTeacher]) -> list[str]:
     """Return the teachers' names in metrics and routes: the last parts of their paths or hub ids, numbered if equal."""
     return number_duplicate_names([teacher.request.teacher_short_name for teacher in teachers])
-
-
-def create_teacher_blocks(
-    source: DocumentSource, sampler: BatchSampler, num_steps: int, block_steps: int, output: Path, accelerator: Any
-) -> TeacherBlocks | None:
-    """Return the blocks of a run with online teachers, and print their size; None for other runs."""
-    if not isinstance(source, OnlineSource):
-        return None
-    blocks = TeacherBlocks(source, sampler, num_steps, block_steps, output, accelerator)
-    teachers = ", ".join(teacher_names(source.teachers))
-    processes = "a separate process" if any(teacher.needs_subprocess for teacher in source.teachers) else "each process"
-    terminal.note(f"distill: {teachers} scores the documents of {blocks.size} steps at a time, in {processes}")
-    return blocks

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from xtk.errors import XtkError
-from xtk.name_registry import unknown_name_error
+from xtk.options.declaration import Option
+from xtk.options.spec_parsing import parse_number, parse_pairs
 
 # From the outermost to the innermost dimension: tensor parallel communicates most, so its ranks are adjacent.
 DIMENSIONS = {"dp": "data parallel", "fsdp": "FSDP", "cp": "context parallel", "tp": "tensor parallel"}
@@ -120,6 +121,9 @@ class ParallelConfig:
         return f"{self.num_processes} processes: {' x '.join(parts)}" if parts else "1 process"
 
 
+_SIZE = Option("number of processes", min=1)
+
+
 def parse_parallel(text: str, num_processes: int) -> ParallelConfig:
     """Return the layout of a --parallel value such as `fsdp=2,tp=2`; other dimensions are 1, `dp` takes the rest.
 
@@ -130,17 +134,11 @@ def parse_parallel(text: str, num_processes: int) -> ParallelConfig:
     Raises:
         XtkError: an unknown dimension, an invalid size, or a product that is not the number of processes.
     """
-    sizes: dict[str, int] = {}
-    for part in text.split(",") if text else []:
-        name, _, value = part.strip().partition("=")
-        if name not in DIMENSIONS:
-            raise unknown_name_error("parallel dimension", name, list(DIMENSIONS))
-        if not value.isdecimal() or int(value) < 1 or name in sizes:
-            raise XtkError(
-                f"--parallel {text}: {part.strip()!r} is not NAME=NUMBER, or its name is repeated",
-                hint="use for example fsdp=2,tp=2",
-            )
-        sizes[name] = int(value)
+    where = f"--parallel {text}"
+    sizes = {
+        name: parse_number(value, int, f"{name} of {where}", f"for example {name}=2", _SIZE)
+        for name, value in parse_pairs(text, where, DIMENSIONS, noun="parallel dimension")
+    }
     named = math.prod(sizes.values())
     if "dp" not in sizes and num_processes % named == 0:
         sizes["dp"] = num_processes // named
@@ -154,6 +152,7 @@ def parse_parallel(text: str, num_processes: int) -> ParallelConfig:
     return layout
 
 
+_DEVICE = Option("index of a device", min=0)
 DEVICE_ROLES = {"rollout": "the rollout engine", "teacher": "the online teachers"}
 
 
@@ -164,17 +163,12 @@ def parse_devices(text: str) -> dict[str, tuple[int, ...]]:
         XtkError: an unknown role, an invalid device, or a device with two roles.
     """
     devices: dict[str, tuple[int, ...]] = dict.fromkeys(DEVICE_ROLES, ())
-    for part in filter(None, text.split(",")):
-        role, _, value = part.strip().partition("=")
-        if role not in DEVICE_ROLES:
-            raise unknown_name_error("role of --devices", role, list(DEVICE_ROLES))
-        numbers = value.split("+")
-        if not all(number.isdecimal() for number in numbers) or devices[role]:
-            raise XtkError(
-                f"--devices {text}: {part.strip()!r} is not ROLE=N+N, or its role is repeated",
-                hint="use for example rollout=2+3,teacher=1",
-            )
-        devices[role] = tuple(map(int, numbers))
+    where = f"--devices {text}"
+    for role, value in parse_pairs(text, where, DEVICE_ROLES, noun="role of --devices"):
+        example = f"for example {role}=2+3"
+        devices[role] = tuple(
+            parse_number(number, int, f"a device of {where}", example, _DEVICE) for number in value.split("+")
+        )
     taken = [number for numbers in devices.values() for number in numbers]
     available = max(torch.cuda.device_count(), 1)  # a machine without GPUs has one device, the CPU
     if len(set(taken)) < len(taken):

@@ -18,8 +18,8 @@ from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, p
 from xtk.evaluation.local_task_data import parse_tasks
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.name_registry import unknown_name_error
-from xtk.option_spec_parsing import from_options, option_names
 from xtk.options.declaration import options_of
+from xtk.options.spec_parsing import from_pairs, option_names, parse_pairs
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
@@ -178,7 +178,9 @@ def parse_eval_task(text: str) -> EvalTask:
     stray = re.search(r":([a-z][a-z_-]*)=", place)
     if stray is not None:
         raise unknown_name_error("option of --eval-tasks", stray[1], known)
-    options = dict(option.split("=", 1) for option in re.split(rf",(?=(?:{one})=)", specs) if option)
+    options = dict(
+        parse_pairs(specs, f"--eval-tasks {text}", known, noun="option of --eval-tasks", values_have_commas=True)
+    )
     kind: type[ProblemOptions | HarnessOptions] = ProblemOptions if "reward" in options else HarnessOptions
     for key in options:
         if key not in option_names(kind):
@@ -188,7 +190,7 @@ def parse_eval_task(text: str) -> EvalTask:
                 where=f"--eval-tasks {text}",
                 hint=f"remove {key}=",
             )
-    own = from_options(kind, options, text, "task")
+    own = from_pairs(kind, options.items(), f"the task {text}")
     if isinstance(own, ProblemOptions):
         return RewardProblems(place, own)
     if Path(place).is_file():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,18 +21,20 @@ from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
-from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, ResumePoint, remove_old_checkpoints
+from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints
 from xtk.training.cross_process_reduction import StepReduction
 from xtk.training.graceful_stop import StopListener
 from xtk.training.held_out_evaluation import HeldOutEvaluator
-from xtk.training.metrics_file import MetricsFile, first_values, last_values, metric_name, peak_memory_bytes
+from xtk.training.metrics_file import MetricsFile, first_values, last_values
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch
 from xtk.training.model_card import Provenance, model_card
 from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.parallel_config import ParallelConfig
+from xtk.training.resume_point import ResumePoint
 from xtk.training.student_offload import offload_student
 from xtk.training.student_with_losses import clip_gradients, forward_student, reshard_weights
 from xtk.training.task_evaluation import TaskEvaluator
+from xtk.training.throughput_meter import ThroughputMeter
 from xtk.training.train_config import LoggingConfig, TrainConfig
 from xtk.training.trainer_state import TrainerState, step_is_finite
 from xtk.training.weight_ema import ExponentialMovingAverage
@@ -55,9 +55,12 @@ class TrainingRun:
         sampler: chooses the documents of each step.
         recipe: the options that decide the result.
         logging_config: logging, evaluation and checkpoints.
+        identity: the options and fingerprints that decide whether two runs are the same.
         steps: total number of optimizer steps.
         output: the run folder.
-        tokenizer_folder: folder with the student's tokenizer files.
+        tokenizer_folder: folder of the student before training, with its tokenizer files.
+        packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
+        trust_remote_code: run the model's own Python code.
         held_out_evaluator: evaluates held-out documents; None: there are none.
         task_evaluator: evaluates --eval-tasks; None: there are none.
         provenance: base model, teachers and data, for the model card.
@@ -77,9 +80,12 @@ class TrainingRun:
     sampler: BatchSampler
     recipe: TrainConfig
     logging_config: LoggingConfig
+    identity: dict[str, Any]
     steps: int
     output: Path
     tokenizer_folder: Path
+    packing_multiple: int = 0
+    trust_remote_code: bool = False
     held_out_evaluator: HeldOutEvaluator | None = None
     task_evaluator: TaskEvaluator | None = None
     provenance: Provenance = field(default_factory=Provenance)
@@ -99,140 +105,175 @@ class TrainingRun:
                 for name, value in one().items()}  # fmt: skip
 
 
-def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
+def train(run: TrainingRun) -> dict[str, Any]:
     """Train from the last checkpoint, or from the start, to the end; return the content of `xtk.json`.
 
     Raises:
         ResumableStop: a signal or a time limit ended the run, after a checkpoint.
         XtkError: too many steps, or weights of the student, are not finite.
     """
-    accelerator, recipe = run.accelerator, run.recipe
-    optimizer = _optimizer(run.student, recipe)
-    run.wrapped_student.train()
-    torch.manual_seed(recipe.seed + run.parallel.gradient_replica)
-    average = ExponentialMovingAverage(run.student.model, recipe.ema_decay)
-    run.saver = saver = CheckpointSaver(run.student.model, optimizer, run.tokenizer_folder, averages=average.averages,
-                              parallel=str(run.parallel), merge_adapter=run.merge_adapter,
-                                  run_fingerprint=run_fingerprint(identity))  # fmt: skip
-    _connect_online_teachers(run, average, optimizer)
-    done, state = _resume(run, saver)
-    metrics = MetricsFile(run.output / METRICS_FILE, done) if accelerator.is_main_process else None
-    meter = _Meter(run, state.tokens)
-    if run.has_evaluation and run.logging_config.eval_on_start and not done:
-        with meter.exclude_from_rate():
-            _log(run, metrics, {"step": 0, **_evaluate(run, saver, state, 0)})
-    with (
-        terminal.Progress("distill", run.steps, "steps", done=done) as progress,
-        StopListener(run.logging_config.deadline) as stop,
-    ):
-        batches, kept = meter.timed(_step_batches(run, range(done, run.steps), meter, stop)), done
-        for step in range(done, run.steps):
-            micro_batches = next(batches, None)
-            if micro_batches is None:  # stopped while teachers scored
-                if step > kept:
-                    state.tokens = meter.total_tokens()
-                    _save(run, saver, step, state)
-                _raise_stopped(run, step, stop.reason(accelerator.device, by_signals=True))
-            learning_rate = recipe.learning_rate_at(step, run.steps)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            losses, norm = _step(run, optimizer, micro_batches)
-            _count_step(run, state, average, step, losses, norm)
-            meter.count(micro_batches)
-            last = step + 1 == run.steps
-            record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
-            if (step + 1) % run.logging_config.logging_steps == 0 or step == 0 or last:
-                record |= meter.metrics() | {"skipped_steps": state.skipped_steps}
-                if run.teacher_blocks is not None:
-                    record |= run.teacher_blocks.metrics(step)
-            evaluated = _due(step + 1, run.logging_config.eval_steps, last) and run.has_evaluation
-            if evaluated:
-                with meter.exclude_from_rate(), average.swapped_in(run.wrapped_student):
-                    record |= _evaluate(run, saver, state, step + 1)
-                last = last or 0 < recipe.early_stopping_patience <= state.evaluations_without_improvement
-            if "tokens_per_second" in record or evaluated:
-                _log(run, metrics, record)
-            stopped = stop.reason(accelerator.device)
-            if (_saves_at(run, step + 1) or stopped) and not last:
-                with meter.exclude_from_rate():
-                    state.tokens = meter.total_tokens()
-                    _save(run, saver, step + 1, state)
-                kept = step + 1
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
-            progress.advance(1, f"{shown}  {meter.summary}")
-            if last:
-                break
-            if stopped:
-                _raise_stopped(run, step + 1, stopped)
-    state.tokens = meter.total_tokens()
-    accelerator.wait_for_everyone()
-    content = _checked_content(run, state, step + 1, identity)
-    best = state.best_step if recipe.early_stopping_patience and state.best_bits_per_byte is not None else None
-    if best is not None:
-        content["best"] = {"step": best, "eval_bits_per_byte": state.best_bits_per_byte}
-    with average.swapped_in(run.wrapped_student):
-        saver.write_final(
-            run.output, content, model_card(run.provenance, content, first_values(run.output / METRICS_FILE)), best
-        )
-    if accelerator.is_main_process:
-        remove_old_checkpoints(run.output, run.logging_config.save_total_limit, run.resume_point.damaged, finished=True)
-    if run.teacher_blocks is not None:
-        run.teacher_blocks.finish()
-    accelerator.end_training()  # destroys the process group
-    return content
+    return _TrainingLoop(run).train()
 
 
-def _evaluate(run: TrainingRun, saver: CheckpointSaver, state: TrainerState, step: int) -> dict[str, float]:
-    """Return the metrics of an evaluation; for early stopping, keep the weights if it is the best (collective)."""
-    metrics = run.evaluate()
-    bits = metrics.get("eval_bits_per_byte")
-    if bits is not None and state.count_evaluation(step, bits) and run.recipe.early_stopping_patience:
-        saver.write_best(run.output, step)
-    return metrics
+class _TrainingLoop:
+    """The state of a run while it trains: optimizer, counters, checkpoints and metrics.
 
-
-def _count_step(
-    run: TrainingRun,
-    state: TrainerState,
-    average: ExponentialMovingAverage,
-    step: int,
-    losses: Mapping[str, float],
-    norm: float,
-) -> None:
-    """Update counters and the EMA after a step (collective).
-
-    Raises:
-        XtkError: too many steps were skipped, or weights of the student are not finite.
+    Args:
+        run: the training run.
     """
-    if not step_is_finite(losses, norm):
-        _check_finite_weights(run, f"step {step + 1:,}")
-        state.count_skipped_step(step + 1, losses["loss"], norm, run.logging_config.max_skipped_steps)
-        return
-    state.consecutive_skipped_steps = 0
-    if run.recipe.learning_rate:
-        average.update()
 
-
-def _checked_content(run: TrainingRun, state: TrainerState, steps: int, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the student's `xtk.json`, after checking that the student is valid (collective).
-
-    Raises:
-        XtkError: all steps were skipped, or weights are not finite.
-    """
-    if state.skipped_steps == steps:
-        raise XtkError(
-            f"no student is saved: the loss or the gradient was NaN or infinite in all {steps:,} steps",
-            where=str(run.output),
-            hint="use a smaller --learning-rate or --mixed-precision no; check the data and the teacher",
+    def __init__(self, run: TrainingRun) -> None:
+        self.run, self.recipe = run, run.recipe
+        self.optimizer = _optimizer(run.student, run.recipe)
+        run.wrapped_student.train()
+        torch.manual_seed(run.recipe.seed + run.parallel.gradient_replica)
+        self.average = ExponentialMovingAverage(run.student.model, run.recipe.ema_decay)
+        run.saver = self.saver = CheckpointSaver(
+            run.student.model, self.optimizer, run.tokenizer_folder, averages=self.average.averages,
+            parallel=str(run.parallel), merge_adapter=run.merge_adapter, run_fingerprint=run_fingerprint(run.identity),
+        )  # fmt: skip
+        _connect_online_teachers(run, self.average, self.optimizer)
+        self.first_step, self.state = _resume(run, self.saver)
+        self.saved_step = self.first_step
+        is_main = run.accelerator.is_main_process
+        self.metrics = MetricsFile(run.output / METRICS_FILE, self.first_step) if is_main else None
+        self.meter = ThroughputMeter(
+            run.parallel, run.accelerator.device, run.batch_builder.teachers, self.state.tokens
         )
-    _check_finite_weights(run, f"the student after step {steps:,}")
-    return {
-        "kind": STUDENT,
-        "steps": steps,
-        "documents_per_step": run.sampler.documents_per_step,
-        "recipe": identity,
-        "metrics": last_values(run.output / METRICS_FILE),
-    }
+
+    def train(self) -> dict[str, Any]:
+        """Take all remaining steps; return the content of `xtk.json`."""
+        run = self.run
+        if run.has_evaluation and run.logging_config.eval_on_start and not self.first_step:
+            with self.meter.exclude_from_rate():
+                _log(run, self.metrics, {"step": 0, **self._evaluate(0)})
+        steps = self.first_step
+        with (
+            terminal.Progress("distill", run.steps, "steps", done=self.first_step) as progress,
+            StopListener(run.logging_config.deadline) as stop,
+        ):
+            batches = self.meter.timed(_step_batches(run, range(self.first_step, run.steps), self.meter, stop))
+            is_last = False
+            while not is_last and steps < run.steps:
+                micro_batches = next(batches, None)
+                if micro_batches is None:
+                    self._stop_before(steps, stop)
+                losses, is_last = self._train_step(steps, micro_batches)
+                steps += 1
+                stopped = stop.reason(run.accelerator.device)
+                if (_saves_at(run, steps) or stopped) and not is_last:
+                    with self.meter.exclude_from_rate():
+                        self._save(steps)
+                shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
+                progress.advance(1, f"{shown}  {self.meter.summary}")
+                if stopped and not is_last:
+                    _raise_stopped(run, steps, stopped)
+        return self._finish(steps)
+
+    def _stop_before(self, step: int, stop: StopListener) -> NoReturn:
+        """End a run that was stopped while online teachers scored the documents of a step (collective)."""
+        if step > self.saved_step:
+            self._save(step)
+        _raise_stopped(self.run, step, stop.reason(self.run.accelerator.device, by_signals=True))
+
+    def _train_step(self, step: int, micro_batches: list[MicroBatch]) -> tuple[dict[str, float], bool]:
+        """Take a step (counted from 0), evaluate and log if due; return its losses, and whether it is the last."""
+        run, recipe, state = self.run, self.recipe, self.state
+        learning_rate = recipe.learning_rate_at(step, run.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        losses, norm = _step(run, self.optimizer, micro_batches)
+        self._count_step(step, losses, norm)
+        self.meter.count(micro_batches)
+        is_last = step + 1 == run.steps
+        record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
+        is_logged = (step + 1) % run.logging_config.logging_steps == 0 or step == 0 or is_last
+        if is_logged:
+            record |= self.meter.metrics() | {"skipped_steps": state.skipped_steps}
+            if run.teacher_blocks is not None:
+                record |= run.teacher_blocks.metrics(step)
+        is_evaluated = run.has_evaluation and _due(step + 1, run.logging_config.eval_steps, is_last)
+        if is_evaluated:
+            with self.meter.exclude_from_rate(), self.average.swapped_in(run.wrapped_student):
+                record |= self._evaluate(step + 1)
+            is_last = is_last or 0 < recipe.early_stopping_patience <= state.evaluations_without_improvement
+        if is_logged or is_evaluated:
+            _log(run, self.metrics, record)
+        return losses, is_last
+
+    def _count_step(self, step: int, losses: Mapping[str, float], norm: float) -> None:
+        """Update counters and the EMA after a step (collective).
+
+        Raises:
+            XtkError: too many steps were skipped, or weights of the student are not finite.
+        """
+        if not step_is_finite(losses, norm):
+            _check_finite_weights(self.run, f"step {step + 1:,}")
+            self.state.count_skipped_step(step + 1, losses["loss"], norm, self.run.logging_config.max_skipped_steps)
+            return
+        self.state.consecutive_skipped_steps = 0
+        if self.recipe.learning_rate:
+            self.average.update()
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of an evaluation; for early stopping, keep the weights if it is the best (collective)."""
+        metrics = self.run.evaluate()
+        bits = metrics.get("eval_bits_per_byte")
+        is_better = bits is not None and self.state.count_evaluation(step, bits)
+        if is_better and self.recipe.early_stopping_patience:
+            self.saver.write_best(self.run.output, step)
+        return metrics
+
+    def _save(self, step: int) -> None:
+        """Write a checkpoint and remove old ones (collective)."""
+        run = self.run
+        self.state.tokens = self.meter.total_tokens()
+        interrupted = {} if _saves_at(run, step) else {INTERRUPTED: True}
+        self.saver.write_checkpoint(run.output, step, self.state.to_dict() | interrupted)
+        if run.accelerator.is_main_process:
+            damaged = [path for path in run.resume_point.damaged if path.name != f"{CHECKPOINT}-{step}"]
+            remove_old_checkpoints(run.output, run.logging_config.save_total_limit, damaged)
+        run.resume_point = replace(run.resume_point, damaged=())
+        run.accelerator.wait_for_everyone()
+        self.saved_step = step
+
+    def _finish(self, steps: int) -> dict[str, Any]:
+        """Write the student; return the content of its `xtk.json` (collective).
+
+        Raises:
+            XtkError: all steps were skipped, or weights are not finite.
+        """
+        run, state, accelerator = self.run, self.state, self.run.accelerator
+        state.tokens = self.meter.total_tokens()
+        accelerator.wait_for_everyone()
+        if state.skipped_steps == steps:
+            raise XtkError(
+                f"no student is saved: the loss or the gradient was NaN or infinite in all {steps:,} steps",
+                where=str(run.output),
+                hint="use a smaller --learning-rate or --mixed-precision no; check the data and the teacher",
+            )
+        _check_finite_weights(run, f"the student after step {steps:,}")
+        content = {
+            "kind": STUDENT,
+            "steps": steps,
+            "documents_per_step": run.sampler.documents_per_step,
+            "recipe": run.identity,
+            "metrics": last_values(run.output / METRICS_FILE),
+        }
+        keeps_best = self.recipe.early_stopping_patience and state.best_bits_per_byte is not None
+        best = state.best_step if keeps_best else None
+        if best is not None:
+            content["best"] = {"step": best, "eval_bits_per_byte": state.best_bits_per_byte}
+        with self.average.swapped_in(run.wrapped_student):
+            card = model_card(run.provenance, content, first_values(run.output / METRICS_FILE))
+            self.saver.write_final(run.output, content, card, best)
+        if accelerator.is_main_process:
+            damaged = run.resume_point.damaged
+            remove_old_checkpoints(run.output, run.logging_config.save_total_limit, damaged, finished=True)
+        if run.teacher_blocks is not None:
+            run.teacher_blocks.finish()
+        accelerator.end_training()  # destroys the process group
+        return content
 
 
 def _check_finite_weights(run: TrainingRun, where: str) -> None:
@@ -347,7 +388,9 @@ def _optimizer(student: BackboneWithHead, recipe: TrainConfig) -> torch.optim.Op
     return torch.optim.AdamW(list(groups.values()), lr=recipe.learning_rate, fused=True)
 
 
-def _step_batches(run: TrainingRun, steps: range, meter: _Meter, stop: StopListener) -> Iterator[list[MicroBatch]]:
+def _step_batches(
+    run: TrainingRun, steps: range, meter: ThroughputMeter, stop: StopListener
+) -> Iterator[list[MicroBatch]]:
     """Yield the prefetched micro-batches of each step; time of online teachers does not count as training.
 
     It ends early if a stop signal arrives while online teachers score.
@@ -395,95 +438,5 @@ def _saves_at(run: TrainingRun, step: int) -> bool:
     return bool(run.logging_config.save_steps) and step % run.logging_config.save_steps == 0
 
 
-def _save(run: TrainingRun, saver: CheckpointSaver, step: int, state: TrainerState) -> None:
-    interrupted = {} if _saves_at(run, step) else {INTERRUPTED: True}
-    saver.write_checkpoint(run.output, step, state.to_dict() | interrupted)
-    if run.accelerator.is_main_process:
-        damaged = [path for path in run.resume_point.damaged if path.name != f"{CHECKPOINT}-{step}"]
-        remove_old_checkpoints(run.output, run.logging_config.save_total_limit, damaged)
-    run.resume_point = replace(run.resume_point, damaged=())
-    run.accelerator.wait_for_everyone()
-
-
 def _due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
-
-
-class _Meter:
-    """Measures throughput, data wait and memory between logged steps.
-
-    Args:
-        run: the training run.
-        tokens: tokens of the run before this start.
-    """
-
-    def __init__(self, run: TrainingRun, tokens: int) -> None:
-        self._layout, self._device = run.parallel, run.accelerator.device
-        self._tokens = self._num_nan = 0
-        self._teachers = run.batch_builder.teachers
-        self._unaligned = np.zeros((len(self._teachers), 2))
-        self._all_tokens = tokens
-        self._interval_start = self._started = time.monotonic()
-        self._waited = 0.0
-        self.summary = ""
-
-    def timed(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-        """Yield batches, and measure the time until each is available."""
-        started = time.monotonic()
-        for batch in batches:
-            self._waited += time.monotonic() - started
-            yield batch
-            started = time.monotonic()
-
-    def count(self, batches: list[MicroBatch]) -> None:
-        """Count the tokens of a step."""
-        self._tokens += sum(batch.tokens for batch in batches)
-        self._unaligned += sum(batch.unaligned for batch in batches)
-        self._num_nan += sum(batch.nan_positions for batch in batches)
-
-    def total_tokens(self) -> int:
-        """Return the tokens of the run so far, over all processes (collective)."""
-        tokens = torch.tensor(self._tokens, dtype=torch.float64, device=self._device)
-        return self._all_tokens + int(self._layout.all_reduce_sum(tokens, "data"))
-
-    @contextlib.contextmanager
-    def exclude_from_rate(self) -> Iterator[None]:
-        """Exclude the time of a `with` block, which is not training, from the throughput."""
-        started = time.monotonic()
-        yield
-        self._interval_start += time.monotonic() - started
-
-    @contextlib.contextmanager
-    def exclude_from_rate_and_wait(self) -> Iterator[None]:
-        """Exclude the time of online teachers from the throughput and from the data wait."""
-        started = time.monotonic()
-        with self.exclude_from_rate():
-            yield
-        self._waited -= time.monotonic() - started
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, over all processes, and reset (collective)."""
-        counts = torch.tensor([self._tokens, self._num_nan, *self._unaligned.reshape(-1)], dtype=torch.float64)
-        tokens, num_nan, *unaligned = self._layout.all_reduce_sum(counts.to(self._device), "data").tolist()
-        now = time.monotonic()
-        seconds = max(now - self._interval_start, 1e-9)
-        waiting = min(1.0, self._layout.all_reduce_max(round(1e6 * self._waited), self._device) / 1e6 / seconds)
-        memory = self._layout.all_reduce_max(peak_memory_bytes(self._device), self._device) / 2**30
-        self.summary = f"{tokens / seconds:,.0f} tokens/s  {memory:.1f} GiB  data wait {waiting:.1%}"
-        self._all_tokens += int(tokens)
-        self._tokens, self._waited = 0, 0.0
-        self._unaligned[:] = 0
-        self._interval_start = now
-        if num_nan:
-            terminal.note(f"distill: warning: {num_nan:,.0f} positions skipped so far: teacher log-probability is NaN")
-        return {
-            "tokens": self._all_tokens,
-            "tokens_per_second": round(tokens / seconds, 1),
-            "training_seconds": round(now - self._started, 3),
-            "data_wait_fraction": round(waiting, 6),
-            "peak_memory_gib": round(memory, 3),
-            **{
-                metric_name("unaligned_fraction", name, self._teachers): round(missed / max(rows, 1), 6)
-                for name, missed, rows in zip(self._teachers, unaligned[::2], unaligned[1::2], strict=True)
-            },
-        }

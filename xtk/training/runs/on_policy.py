@@ -1,0 +1,166 @@
+"""On-policy runs: the student generates completions, and online teachers score them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.run_folders import run_fingerprint
+from xtk.errors import XtkError
+from xtk.rollouts.generator_interface import GeneratorConfig
+from xtk.rollouts.prompts import tokenize_prompts
+from xtk.rollouts.rollout_record import Prompt
+from xtk.teachers.online_teacher import OnlineTeacher
+from xtk.tokens.document import Document
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combine_teachers import parse_ensemble
+from xtk.training.engine_logprob_check import LogprobCheck
+from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
+from xtk.training.on_policy_loop import OnPolicyLoop, OnPolicySource
+from xtk.training.online_teacher_scoring import read_training_prompts
+from xtk.training.runs.online_teachers import plain_corpus
+from xtk.training.runs.run_inputs import RunInputs
+from xtk.training.runs.teacher_setup import TeacherSetup, set_up_teachers
+from xtk.training.student_generator import IN_PROCESS_BACKEND, StudentGenerator
+from xtk.training.train_config import RunPaths, TrainConfig
+from xtk.training.training_loop import TrainingRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyInputs(RunInputs):
+    """Inputs of an on-policy run.
+
+    Attributes:
+        config: options of on-policy training.
+        adapter: folder of the student's adapter; None: none.
+    """
+
+    source: OnPolicySource
+    config: OnPolicyConfig
+    adapter: Path | None
+
+    def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the indices of the prompts with a weight above 0, and the bytes of all prompts.
+
+        Raises:
+            XtkError: all prompts have the weight 0.
+        """
+        documents = [prompt.document for prompt in self.source.prompts]
+        sizes = np.array([len(document.text.encode()) for document in documents], np.int64)
+        counting = np.flatnonzero([document.weight > 0 for document in documents])
+        if not len(counting):
+            raise XtkError(
+                "the data has no prompt with a weight above 0",
+                hint="use data with prompts, or another --weight-column",
+            )
+        return counting, sizes
+
+    def sampler(
+        self, recipe: TrainConfig, documents: NDArray[np.int64], sizes: NDArray[np.int64], documents_per_step: int
+    ) -> PromptSampler:
+        """Return the sampler of the prompts of each step."""
+        return PromptSampler(documents, sizes, documents_per_step, recipe.seed, self.config)
+
+    def teacher_blocks(self, run: TrainingRun) -> OnPolicyLoop:
+        """Return the loop that generates and scores rollouts, and print its settings."""
+        config = self.config
+        assert isinstance(run.sampler, PromptSampler)
+        options: dict[str, Any] = {"adapter": self.adapter} if self.adapter else {}
+        if config.backend == "server":
+            options["servers"] = list(config.server)
+        elif config.engine:
+            options["engine"] = dict(config.engine)
+        request = GeneratorConfig(run.tokenizer_folder, str(run.tokenizer_folder), self.tokenizer, config.dtype,
+                                config.batch_tokens, run.trust_remote_code, options)  # fmt: skip
+        generator = StudentGenerator(
+            config,
+            self.tokenizer,
+            run.student,
+            request,
+            lambda folder: run.saver.write_student(folder) if run.saver is not None else None,
+            run.output,
+            mixed_precision=run.recipe.mixed_precision,
+            seed=run.recipe.seed,
+        )
+        terminal.note(f"distill: {config.describe(generator.describe(run.accelerator.num_processes))}")
+        for teacher in self.source.teachers:
+            terminal.note(f"distill: {teacher.describe_placement()}")
+        check = None
+        if config.backend != IN_PROCESS_BACKEND:
+            check = LogprobCheck(run.wrapped_student, run.parallel, run.packing_multiple, run.accelerator.device)
+        return OnPolicyLoop(
+            self.source, run.sampler, run.steps, config, run.output, run.accelerator, generator,
+                run_fingerprint(run.identity),
+            check,
+        )  # fmt: skip
+
+
+def open_on_policy_inputs(
+    paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str], config: OnPolicyConfig
+) -> OnPolicyInputs:
+    """Return the inputs of an on-policy run.
+
+    Args:
+        paths: the run's inputs.
+        recipe: the training options.
+        tokenizer: the student's tokenizer.
+        student: fingerprints of the student.
+        config: options of on-policy training.
+
+    Raises:
+        XtkError: there is no teacher, data or a teacher cannot be read, or they do not match.
+    """
+    if not paths.online_teachers:
+        raise XtkError("--on-policy needs --teacher", hint="add --teacher MODEL to score the student's completions")
+    combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.online_teachers))
+    corpus = plain_corpus(paths, recipe)
+    prompts = read_training_prompts(paths.online_teachers, corpus, config.prompt_format)
+    setup = set_up_teachers(paths, recipe, tokenizer, combination)
+    source = _on_policy_source(config, prompts, corpus, setup)
+    fields = setup.input_fields(student, prompts=source.fingerprint())
+    return OnPolicyInputs(source=source, **fields, ce_on_data_only=True, config=config, adapter=paths.adapter)
+
+
+def _on_policy_source(
+    on_policy: OnPolicyConfig,
+    prompts: Sequence[Prompt],
+    corpus: Corpus,
+    setup: TeacherSetup,
+) -> OnPolicySource:
+    """Return the source of on-policy documents: prompts, and with `lmbda` < 1 also the completions of the data."""
+    conversation = next((one.document for one in prompts if one.document.conversation is not None), None)
+    if conversation is not None and on_policy.environment:  # it sends the first message: prompts alone may not render
+        _ = setup.tokenizer.chat_template
+    elif conversation is not None:
+        tokenize_prompts(setup.tokenizer, [conversation], on_policy.chat_template_kwargs)
+    data: list[Document] = []
+    if on_policy.lmbda < 1:
+        form = on_policy.prompt_format
+        data = [form.document_with_completion(record, corpus.columns, where) for record, where in corpus.records()]
+        unanswered = next((at for at, one in enumerate(data) if not any(part.train for part in one.segments)), None)
+        if len(data) != len(prompts) or unanswered is not None:
+            raise XtkError(
+                "--lmbda below 1 also trains on completions in the data, but a prompt has no completion",
+                where=f"{corpus.name}, document {unanswered or 0}",
+                hint="give each prompt a completion, end messages with an assistant message, or use --lmbda 1",
+            )
+    projections = [
+        None if one.has_students_tokenizer or one.support != "candidates" else one.projection for one in setup.teachers
+    ]
+    return OnPolicySource(
+        prompts,
+        data,
+        on_policy.num_generations,
+        setup.tokenizer,
+        [one.source for one in setup.teachers if isinstance(one.source, OnlineTeacher)],
+        [one.name for one in setup.teachers] if setup.combination.method == "route" else [],
+        projections,
+        setup.combine_caches,
+    )

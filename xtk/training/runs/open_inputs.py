@@ -1,0 +1,47 @@
+"""Opens the inputs of a run, by the kind of run that options and data ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from xtk.artifacts.local_and_remote_folders import is_remote
+from xtk.artifacts.model_resolver import weights_fingerprint
+from xtk.artifacts.output_path_checks import check_output_folder
+from xtk.artifacts.teacher_cache import is_cache
+from xtk.losses import AUTO_LOSS
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.runs.cached_teachers import open_cache_inputs
+from xtk.training.runs.on_policy import open_on_policy_inputs
+from xtk.training.runs.online_teachers import open_online_inputs
+from xtk.training.runs.run_inputs import RunInputs
+from xtk.training.runs.teacher_setup import needs_no_teacher
+from xtk.training.runs.text_only import open_text_inputs
+from xtk.training.train_config import RunPaths, TrainConfig
+
+
+def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> RunInputs:
+    """Return the opened inputs of a run, checked against each other and the student.
+
+    Args:
+        paths: the run's inputs and output.
+        recipe: the training options.
+        tokenizer: the student's tokenizer.
+
+    Raises:
+        XtkError: one of them cannot be read, or they do not match.
+    """
+    local = [Path(cache) for cache in paths.data if not is_remote(cache)]
+    models = [paths.student, *(teacher.request.teacher_folder for teacher in paths.online_teachers)]
+    models += [paths.adapter] if paths.adapter else []
+    check_output_folder(paths.output, "a student", (*models, *local, *paths.projections))
+    student = {"weights": weights_fingerprint(paths.student), "tokenizer": tokenizer.fingerprint}
+    if paths.adapter:
+        student["adapter"] = weights_fingerprint(paths.adapter)
+    if recipe.on_policy is not None:
+        return open_on_policy_inputs(paths, recipe, tokenizer, student, recipe.on_policy)
+    if paths.online_teachers:
+        return open_online_inputs(paths, recipe, tokenizer, student)
+    is_without_teacher = all(loss.name != AUTO_LOSS and needs_no_teacher(loss.name) for loss in recipe.losses)
+    if is_without_teacher and not any(map(is_cache, paths.data)):
+        return open_text_inputs(paths, recipe, tokenizer, student)
+    return open_cache_inputs(paths, recipe, tokenizer, student)

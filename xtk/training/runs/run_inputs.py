@@ -1,0 +1,153 @@
+"""The opened inputs of a run, in the form that all kinds of runs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.errors import XtkError
+from xtk.losses.loss_term import LossTerm
+from xtk.tokens.normalization_changes import count_normalization_loss
+from xtk.tokens.token_sequence import count_lost_bytes, format_lost_bytes, tokenize_documents
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combine_teachers import ScoreWeighting
+from xtk.training.data_sources import DocumentSource
+from xtk.training.held_out_evaluation import HeldOutData
+from xtk.training.micro_batches import BatchBuilder, BatchSampler
+from xtk.training.model_card import Provenance
+from xtk.training.online_teacher_scoring import TeacherBlocks
+from xtk.training.train_config import TrainConfig
+from xtk.training.training_loop import TrainingRun
+
+DOCUMENTS_PER_CHECK = 1000
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The opened inputs of a run, checked against each other.
+
+    Attributes:
+        source: documents, with teacher outputs.
+        tokenizer: the student's tokenizer.
+        objectives: the terms of the loss.
+        identity: losses and input fingerprints, which decide with the options whether two runs are the same.
+        teachers: the teachers' names in metrics.
+        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
+        auto_loss_note: the losses that `--loss auto` chose and why; "": it was not used.
+        held_out: held-out caches for evaluation; None: there are none.
+        provenance: base model, teachers and data, for the model card.
+        ce_on_data_only: whether losses without a teacher ignore documents that the student generated.
+    """
+
+    source: DocumentSource
+    tokenizer: Tokenizer
+    objectives: tuple[LossTerm, ...]
+    identity: dict[str, Any]
+    teachers: tuple[str, ...] = ()
+    score_weighting: ScoreWeighting | None = None
+    auto_loss_note: str = ""
+    held_out: HeldOutData | None = None
+    provenance: Provenance = field(default_factory=Provenance)
+    ce_on_data_only: bool = False
+
+    def batch_builder(self, max_length: int | None, packing_multiple: int = 0) -> BatchBuilder:
+        """Return the builder of micro-batches.
+
+        Args:
+            max_length: maximum number of tokens of a document.
+            packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
+        """
+        return BatchBuilder(
+            self.source, self.tokenizer, self.objectives, max_length, self.score_weighting, self.teachers,
+                packing_multiple,
+            ce_on_data_only=self.ce_on_data_only,
+        )  # fmt: skip
+
+    def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return which documents to train on, and print notes on those that are skipped or changed.
+
+        Args:
+            recipe: the training options.
+            limit: maximum number of tokens of a document; None: unlimited.
+
+        Returns:
+            int64 [n], the indices of the documents to train on, and int64 [documents], the length of all in bytes.
+
+        Raises:
+            XtkError: documents are too long for --long-documents refuse, or none is left.
+        """
+        sizes = self.source.text_bytes()
+        weightless = self.source.weights() == 0
+        documents = np.flatnonzero((sizes > 0) & ~weightless)
+        if weightless.any():
+            terminal.note(f"distill: skipping {weightless.sum():,} of {len(sizes):,} documents, whose weight is 0")
+        self._report_changed_text(documents)
+        too_long = [] if limit is None else self._longer_than(limit, sizes)
+        if too_long:
+            longest, number = max(too_long)
+            message = f"{len(too_long):,} of {len(sizes):,} documents have more tokens than the limit of {limit:,}"
+            if recipe.long_documents == "refuse":
+                raise XtkError(
+                    message,
+                    where=f"the longest is document {number} with {longest:,} tokens",
+                    hint="use --long-documents truncate or --long-documents skip",
+                )
+            terminal.note(f"distill: {message}: --long-documents {recipe.long_documents}")
+            if recipe.long_documents == "skip":
+                documents = np.setdiff1d(documents, [number for _, number in too_long])
+        if not len(documents):
+            raise XtkError(
+                "no document is left to train on: all are empty, have the weight 0 or are too long",
+                hint="use other data or --weight-column, or --long-documents truncate",
+            )
+        return documents, sizes
+
+    def sampler(
+        self, recipe: TrainConfig, documents: NDArray[np.int64], sizes: NDArray[np.int64], documents_per_step: int
+    ) -> BatchSampler:
+        """Return the sampler of the documents of each step.
+
+        Args:
+            recipe: the training options.
+            documents: indices of the documents to train on, as from `training_documents`.
+            sizes: length of all documents, as from `training_documents`.
+            documents_per_step: number of documents in a step.
+        """
+        return BatchSampler(documents, sizes, documents_per_step, recipe.seed)
+
+    def teacher_blocks(self, run: TrainingRun) -> TeacherBlocks | None:
+        """Return the blocks of steps that online teachers score, and print their settings; None: no online teachers."""
+        return None
+
+    def _report_changed_text(self, documents: NDArray[np.int64]) -> None:
+        """Print how much text the student's tokenizer or chat template changes, on a sample of the documents."""
+        sample = documents[:: -(-len(documents) // DOCUMENTS_PER_CHECK) or 1]
+        read = [self.source.document(int(number)) for number in sample]
+        texts = [document.text for document in read if document.conversation is None]
+        if warning := count_normalization_loss(self.tokenizer, texts).warning():
+            terminal.note(f"distill: {warning}")
+        conversations = [document for document in read if document.conversation is not None]
+        tokenized = tokenize_documents(self.tokenizer, conversations)
+        counts = [count_lost_bytes(*pair) for pair in zip(conversations, tokenized, strict=True)]
+        if sum(counts):
+            terminal.note("distill: " + format_lost_bytes(counts))
+
+    def _longer_than(self, limit: int, sizes: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return (tokens, index) of the documents with more than `limit` tokens.
+
+        A text has at most one token per byte and two special tokens, so only texts that may be longer are tokenized.
+        Conversations are always tokenized, because the length of their template is not known.
+        """
+        found = []
+        candidates = np.flatnonzero((sizes + 2 > limit) | self.source.conversations())
+        for start in range(0, len(candidates), DOCUMENTS_PER_CHECK):
+            numbers = candidates[start : start + DOCUMENTS_PER_CHECK].tolist()
+            documents = [self.source.document(number) for number in numbers]
+            for number, sequence in zip(numbers, tokenize_documents(self.tokenizer, documents), strict=True):
+                if len(sequence) > limit:
+                    found.append((len(sequence), number))
+        return found

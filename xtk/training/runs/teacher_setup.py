@@ -1,0 +1,273 @@
+"""The teachers of a run, how they are combined, and their losses, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.artifacts.atomic_files import canonical_json, sha256
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import MismatchError, XtkError
+from xtk.losses import LOSSES
+from xtk.losses.loss_term import LossTerm
+from xtk.name_registry import load_registered
+from xtk.projection.projection import Projection
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combine_teachers import TeacherEnsemble
+from xtk.training.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
+from xtk.training.held_out_evaluation import HeldOutData
+from xtk.training.losses_per_teacher import AssignedLoss, DistillationTeacher, assign_losses, open_teachers
+from xtk.training.metrics_file import metric_name
+from xtk.training.model_card import Provenance, public_model_name
+from xtk.training.train_config import RunPaths, TrainConfig
+
+
+@dataclass(frozen=True)
+class TeacherSetup:
+    """The teachers of a run, how they are combined, and their losses.
+
+    Attributes:
+        paths: the run's inputs.
+        tokenizer: the student's tokenizer.
+        combination: how several teachers are combined.
+        teachers: the teachers.
+        losses: the losses, each assigned to a teacher.
+        auto_loss_note: the losses that `--loss auto` chose and why; "": it was not used.
+    """
+
+    paths: RunPaths
+    tokenizer: Tokenizer
+    combination: TeacherEnsemble
+    teachers: Sequence[DistillationTeacher]
+    losses: Sequence[AssignedLoss]
+    auto_loss_note: str
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The teachers' names in metrics; a mixture has one."""
+        return ("mixture",) if self.combination.method == "mixture" else tuple(one.name for one in self.teachers)
+
+    @cached_property
+    def objectives(self) -> tuple[LossTerm, ...]:
+        """The terms of the loss."""
+        return tuple(map(self._loss_term, self.losses))
+
+    def combine_caches(self, caches: Sequence[TeacherCache], rows: NDArray[np.int64]) -> DocumentSource:
+        """Return the documents of several caches.
+
+        Args:
+            caches: one per teacher.
+            rows: int64 [teachers, documents], index of each document in each cache; -1: not in it.
+        """
+        if self.combination.method == "mixture":
+            return MixtureSource(*caches, rows=rows, weights=self.combination.weights)
+        return CacheSource(*caches, rows=rows)
+
+    def cache_source(self, teachers: Sequence[DistillationTeacher]) -> DocumentSource:
+        """Return the documents of the caches of teachers, combined by the method of `--combine-teachers`."""
+        caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
+        if len(caches) == 1:
+            return CacheSource(*caches)
+        if self.combination.method == "route":
+            return CacheSource(*caches, rows=route_documents(caches, [teacher.name for teacher in teachers]))
+        return self.combine_caches(caches, match_documents(caches))
+
+    def input_fields(self, student: dict[str, str], **fingerprints: Any) -> dict[str, Any]:
+        """Return the fields of `RunInputs` that follow from teachers and losses.
+
+        Args:
+            student: fingerprints of the student.
+            fingerprints: of further inputs.
+
+        Raises:
+            XtkError: held-out caches do not match the teachers.
+        """
+        return {
+            "tokenizer": self.tokenizer,
+            "objectives": self.objectives,
+            "identity": {
+                "losses": [self._describe_loss(one) for one in self.losses],
+                "inputs": {"student": student, **self._fingerprints(), **fingerprints},
+            },
+            "teachers": self.names,
+            "score_weighting": self.combination.score_weighting,
+            "auto_loss_note": self.auto_loss_note,
+            "held_out": self._open_held_out() if self.paths.eval_caches else None,
+            "provenance": Provenance(
+                public_model_name(self.paths.student),
+                [one.identity for one in self.teachers],
+                self._data_fingerprints(),
+            ),
+        }
+
+    def _loss_term(self, one: AssignedLoss) -> LossTerm:
+        rule, divergence, loss = one.rule, one.loss.make_divergence(), one.loss
+        if one.teacher is None:
+            return LossTerm(rule, divergence, None, loss.name, loss.weight)
+        method, is_weighted_later = self.combination.method, self.combination.score_weighting is not None
+        return LossTerm(
+            rule,
+            divergence,
+            self.teachers[one.teacher].comparison_space(rule.comparison_space),
+            metric_name(loss.name, self.names[one.teacher], self.names),
+            loss.weight,
+            one.teacher,
+            teacher_weight=1.0
+            if is_weighted_later or method in ("mixture", "route")
+            else self.combination.weights[one.teacher],
+            denominator_group=("auto" if one.is_auto else loss.name) if method == "route" else "",
+        )
+
+    def _describe_loss(self, one: AssignedLoss) -> str:
+        """Return a loss as the recipe describes it."""
+        if one.teacher is None or len(self.names) == 1:
+            return str(one.loss)
+        return f"{one.loss} of {self.names[one.teacher]}"
+
+    def _fingerprints(self) -> dict[str, Any]:
+        """Return the fingerprints of caches or online teachers, and of the projections that are given or needed."""
+        needed = {one.teacher for one in self.losses if one.rule.comparison_space == "projection"}
+        caches = [sha256(canonical_json(teacher.source.manifest)) for teacher in self.teachers]
+        kind = "teacher" if any(teacher.is_online for teacher in self.teachers) else "cache"
+        projections = [
+            _projection_fingerprint(teacher.projection) if number in needed or teacher.named_projection else None
+            for number, teacher in enumerate(self.teachers)
+        ]
+        if len(self.teachers) == 1:
+            return {kind: caches[0], "projection": projections[0]}
+        return {f"{kind}s": caches, "projections": projections}
+
+    def _data_fingerprints(self) -> list[str]:
+        """Return the distinct fingerprints of the data that the teachers scored."""
+        headers = [teacher.source.header["data"] for teacher in self.teachers]
+        sources = [part["fingerprint"] for header in headers for part in header.get("sources", [header])]
+        return list(dict.fromkeys(sources))
+
+    def _open_held_out(self) -> HeldOutData:
+        """Return the opened held-out caches: one per teacher, in the order of the teachers.
+
+        Raises:
+            XtkError: they come from other teachers, or do not store what a loss needs.
+        """
+        paths = self.paths.eval_caches
+        if len(paths) != len(self.teachers):
+            raise XtkError(
+                f"--eval-data has {len(paths)} caches for {len(self.teachers)} teachers",
+                where=", ".join(paths),
+                hint="give one held-out cache per teacher, in the order of the training caches",
+            )
+        held = open_teachers(paths, (), self.tokenizer)
+        for ours, theirs in zip(self.teachers, held, strict=True):
+            if any(ours.identity[key] != theirs.identity[key] for key in ("tokenizer", "embedding_rows")):
+                raise MismatchError(
+                    "a cache of --eval-data is from a teacher with another vocabulary than its training cache",
+                    where=f"{theirs.path} is from {theirs.name}; {ours.path} from {ours.name}",
+                    hint="run xtk cache-teacher with the same teacher; give the caches in the same order",
+                )
+        for number, theirs in enumerate(held):
+            refusals = [theirs.refusal(one.loss) for one in self.losses if one.teacher == number]
+            if refusal := next(filter(None, refusals), None):
+                raise refusal
+        matchings = tuple(
+            ours.token_matching({one.rule.comparison_space for one in self.losses if one.teacher == number})
+            if theirs.has_exact_top1
+            else None
+            for number, (ours, theirs) in enumerate(zip(self.teachers, held, strict=True))
+        )
+        return HeldOutData(
+            self.cache_source(held),
+            self.objectives,
+            self.names,
+            self.combination.score_weighting,
+            matchings[: len(self.names)],
+        )
+
+
+def set_up_teachers(
+    paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, combination: TeacherEnsemble
+) -> TeacherSetup:
+    """Open the teachers of a run and assign the losses to them.
+
+    Args:
+        paths: the run's inputs.
+        recipe: the training options.
+        tokenizer: the student's tokenizer.
+        combination: how several teachers are combined.
+
+    Raises:
+        XtkError: a cache or projection cannot be read, or a loss cannot be computed from a teacher.
+    """
+    teachers = open_teachers(paths.data, paths.projections, tokenizer, paths.online_teachers)
+    losses, auto_loss_note = assign_losses(recipe.losses, teachers, on_policy=recipe.on_policy is not None)
+    check_loss_scaling(recipe, losses)
+    if combination.method == "mixture":
+        _check_mixable(teachers)
+        losses = _losses_on_mixture(losses, teachers)
+    if combination.score_weighting is not None:
+        _check_score(combination.score_weighting.score, teachers)
+    return TeacherSetup(paths, tokenizer, combination, teachers, losses, auto_loss_note)
+
+
+def needs_no_teacher(name: str) -> bool:
+    """Return whether a loss needs no teacher."""
+    return bool(load_registered(LOSSES, name, "loss").comparison_space == "text")
+
+
+def check_loss_scaling(recipe: TrainConfig, assigned: Sequence[AssignedLoss]) -> None:
+    """Raise XtkError for `--scale-kd-to ce` without both a CE loss and a distillation loss."""
+    both = {one.teacher is None for one in assigned}
+    if recipe.scale_kd_to == "ce" and both != {True, False}:
+        raise XtkError(
+            "--scale-kd-to ce needs a CE loss and a distillation loss, but --loss gives only one of them",
+            hint="give both, for example --loss ce --loss auto; or remove --scale-kd-to",
+        )
+
+
+def _check_score(score: str, teachers: Sequence[DistillationTeacher]) -> None:
+    """Check that the score of --teacher-weights can be computed from each teacher.
+
+    Raises:
+        XtkError: a cache does not have the exact top-1 tokens that the score needs.
+    """
+    lacking = next((one for one in teachers if score == "max-probability" and not one.has_exact_top1), None)
+    if lacking is not None:
+        raise XtkError(
+            "--teacher-weights max-probability needs the exact most likely token of each position",
+            where=f"{lacking.path} has the support {lacking.support}",
+            hint="use --teacher-weights ce, or caches with the support top-k+sample, top-k or top-p",
+        )
+
+
+def _check_mixable(teachers: Sequence[DistillationTeacher]) -> None:
+    first, *others = teachers
+    for other in others:
+        if other.identity["tokenizer"] != first.identity["tokenizer"]:
+            raise MismatchError(
+                "--combine-teachers mixture needs teachers with the same tokenizer",
+                where=f"{first.path} and {other.path}",
+                hint="use --combine-teachers sum",
+            )
+
+
+def _losses_on_mixture(assigned: Sequence[AssignedLoss], teachers: Sequence[DistillationTeacher]) -> list[AssignedLoss]:
+    """Return the losses on the mixture: those of the teacher with the least support, if all teachers allow them.
+
+    Raises:
+        XtkError: a loss cannot be computed from one of the teachers.
+    """
+    least = next((number for number, teacher in enumerate(teachers) if teacher.support == "none"), 0)
+    losses = [one for one in assigned if one.teacher in (None, least)]
+    for one in losses:
+        for teacher in teachers:
+            if refusal := teacher.refusal(one.loss):
+                raise refusal
+    return [one if one.teacher is None else replace(one, teacher=0) for one in losses]
+
+
+def _projection_fingerprint(projection: Projection) -> str:
+    return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())

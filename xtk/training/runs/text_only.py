@@ -1,0 +1,51 @@
+"""Runs without a teacher: losses on the text alone."""
+
+from __future__ import annotations
+
+from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint
+from xtk.errors import XtkError
+from xtk.losses.loss_term import LossTerm
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combine_teachers import parse_ensemble
+from xtk.training.data_sources import TextSource
+from xtk.training.losses_per_teacher import assign_losses
+from xtk.training.model_card import Provenance, public_model_name
+from xtk.training.runs.run_inputs import RunInputs
+from xtk.training.runs.teacher_setup import check_loss_scaling
+from xtk.training.train_config import RunPaths, TrainConfig
+
+
+def open_text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]) -> RunInputs:
+    """Return the inputs of a run without a teacher.
+
+    Args:
+        paths: the run's inputs.
+        recipe: the training options.
+        tokenizer: the student's tokenizer.
+        student: fingerprints of the student.
+
+    Raises:
+        XtkError: the data cannot be read, or an option needs a teacher.
+    """
+    parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, 1)
+    if paths.eval_caches:
+        raise XtkError(
+            "--eval-data is a cache, but no loss uses a teacher", where=paths.eval_caches[0],
+            hint="give --eval-data the documents as text or JSONL",
+        )  # fmt: skip
+    assigned, _ = assign_losses(recipe.losses, [])
+    check_loss_scaling(recipe, assigned)
+    documents = list(Corpus(list(paths.data), paths.columns, paths.max_document_bytes))
+    fingerprint = CorpusFingerprint()
+    for document in documents:
+        fingerprint.add(document)
+    return RunInputs(
+        TextSource(documents),
+        tokenizer,
+        tuple(LossTerm(one.rule, one.loss.make_divergence(), None, one.loss.name, one.loss.weight) for one in assigned),
+        {
+            "losses": [str(one.loss) for one in assigned],
+            "inputs": {"student": student, "documents": str(fingerprint)},
+        },
+        provenance=Provenance(public_model_name(paths.student), data=[str(fingerprint)]),
+    )
