@@ -5,9 +5,9 @@
 Students and teachers are Llamas with random weights and real or made tokenizers. Each case is a doctor and a run, as
 processes; the peak of the run is what Linux says (VmHWM; ru_maxrss begins with what the parent had). Numba's kernels
 are compiled before by a run that does not count. Cases marked `fitted` were looked at when the constants of
-xtk/doctor/memory_disk_and_time_estimates.py and heap.py were chosen; the others never. Reach: 15 %. With
-MALLOC_MMAP_THRESHOLD_=1048576 in the
-environment glibc gives memory back, and both the forecast and the run know that.
+xtk/doctor/memory_disk_and_time_estimates.py were chosen, and all of `distill` when its margins for the heap were
+chosen; the others never. Reach: 15 %. With MALLOC_MMAP_THRESHOLD_=1048576 in the environment glibc gives memory back,
+and both the forecast and the run know that.
 """
 
 from __future__ import annotations

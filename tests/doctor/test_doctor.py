@@ -327,6 +327,17 @@ def test_a_pass_on_tensors_without_content_holds_what_a_real_one_does(pair):
     assert measure_footprint(pair.student, 200, train=False).kept_activations < told.kept_activations / 4
 
 
+def test_the_margin_for_the_heap_is_0_where_freed_memory_is_returned(pair, corpus, monkeypatch):
+    def margin(**plan: object) -> float:
+        parts = estimate_training_memory(case_of(pair, corpus, **plan)).bytes_by_purpose
+        return parts["heap fragmentation"] / parts["gradients and activations"]
+
+    assert margin() == pytest.approx(0.2, rel=1e-3)
+    assert margin(gradient_checkpointing=True) == pytest.approx(1, rel=1e-3)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+    assert margin() == 0
+
+
 @pytest.mark.slow
 def test_memory_and_layouts(pair, corpus):
     said = [one.figures["command"] for one in memory(case_of(pair, corpus))]

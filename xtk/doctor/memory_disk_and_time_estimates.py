@@ -36,6 +36,10 @@ TOKENIZER_BYTES_PER_TOKEN = 800  # per vocabulary token; Llama 3 and Qwen in the
 SHARDS_IN_MEMORY = 2  # cache shards in memory: one is scored, one is written
 MEMORY_BYTES_PER_POSITION = 64  # offsets, masses, log-probabilities; each entry takes 8 bytes more
 PACKING_BYTES_PER_ENTRY = 64  # of the shard that is being compressed; fitted to one run with 256 entries
+# Fragmentation of glibc's heap, as a fraction of gradients and activations: plain; with adapters or gradient
+# checkpointing. Fitted to 19 runs (numbers.md, doctor).
+HEAP_MARGIN, HEAP_MARGIN_RECOMPUTED = 0.2, 1.0
+MALLOC_MMAP_THRESHOLD = 1 << 20  # with this variable of glibc, freed tensors are returned to the system
 DEFAULT_DOCUMENT_TOKENS = 1024  # tokens per document, if there is no data
 
 
@@ -135,6 +139,7 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
     if narrow and plan.dtype == "float32":
         at_head += found.head_bytes // layout.tp // 2  # the head's weights, cast to the autocast dtype
     peak = max(at_head + before - sharded_away * several, found.backward_peak + head + before - sharded_away, trained)
+    fragmentation = _heap_fragmentation(peak, plan)
     replicas = layout.num_gradient_replicas > 1 and not layout.is_sharded
     parts = {
         "weights": weights,
@@ -142,10 +147,8 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
         "gradients and activations": peak,
         "gathered weights": 2 * found.largest_block if layout.fsdp * layout.cp > 1 and layout.is_sharded else 0,
         "DDP buckets": trained if replicas else 0,
-        "heap fragmentation": found.heap_fragmentation,
-        "adapter merging": _merge_bytes(found.weights, peak, found.heap_fragmentation)
-        if plan.lora_r and not _on_cuda()
-        else 0,
+        "heap fragmentation": fragmentation,
+        "adapter merging": _merge_bytes(found.weights, peak, fragmentation) if plan.lora_r and not _on_cuda() else 0,
         "EMA": 4 * found.trained_weights // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
     }
     tokens = len(inputs.student.tokenizer) + len(inputs.teacher.tokenizer)
@@ -154,8 +157,21 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
 
 def _merge_bytes(weights: int, peak: int, fragmentation: int) -> int:
     """Return the additional memory to load the model again at the end and merge the adapter."""
-    is_released = fragmentation < peak // 50  # otherwise new weights do not fit where activations were
-    return max(0, weights - peak) if is_released else weights
+    # In a fragmented heap, new weights do not fit where activations were.
+    return weights if fragmentation else max(0, weights - peak)
+
+
+def _heap_fragmentation(peak: int, plan: RunPlan) -> int:
+    """Return a margin for what the heap keeps in addition to live tensors; 0 on a GPU, or if it returns freed memory.
+
+    Args:
+        peak: bytes of gradients and activations.
+        plan: adapters and gradient checkpointing allocate and free more tensors during a pass.
+    """
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    if _on_cuda() or (threshold.isdecimal() and int(threshold) <= MALLOC_MMAP_THRESHOLD):
+        return 0
+    return int(peak * (HEAP_MARGIN_RECOMPUTED if plan.lora_r or plan.gradient_checkpointing else HEAP_MARGIN))
 
 
 def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
