@@ -84,6 +84,7 @@ CASES = (
     Case("distill", "250 MiB", "--per-device-train-batch-size 2 --gradient-accumulation-steps 2"),
     Case("distill", "600 MiB", "--max-batch-tokens 1024"),
     Case("distill", "600 MiB", "--max-batch-tokens 1024 --lora-r 16"),
+    Case("distill", "100 MiB", "--max-batch-tokens 1024 --gradient-checkpointing"),
     Case("distill", "128k rows", "--max-batch-tokens 1024"),
     Case("distill", "128k rows, tied", "--max-batch-tokens 1024 --mixed-precision bf16"),
     Case("cache-teacher", "teacher of 8k rows", "--batch-tokens 1024 --top-k 256", fitted=True),
