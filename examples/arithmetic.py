@@ -25,6 +25,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
+from xtk.commands.html_page import PAGE_END, page_start
+from xtk.commands.svg_curves import CURVE_STYLE, MetricCurve, curve_color, curves_figure
+
 NUMBERS, BY_LOT = 31, 0.5
 LETTERS = string.digits + string.ascii_letters  # of base 62
 START, END = "<s>", "</s>"
@@ -180,25 +183,19 @@ def main() -> None:
         last = [curve[-1] for curve in of_seeds]
         say(f"{name}: {statistics.mean(last):.3f} ({', '.join(f'{value:.3f}' for value in last)})")
     (folder / "curves.json").write_text(json.dumps({"steps": steps, "curves": curves}))
-    draw(folder / "curves.svg", steps, curves)
+    draw(folder / "curves.html", steps, curves)
 
 
 def draw(path: Path, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
     """Draw how many sums students answer right, a line a seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for number, (name, of_seeds) in enumerate(curves.items()):
-        for seed, curve in enumerate(of_seeds):
-            axes.plot(steps, curve, color=f"C{number}", marker="o", label=None if seed else name)
-    axes.set(xlabel=f"steps of {BATCH} answers", ylabel="sums answered right", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    drawn = [
+        MetricCurve(f"{name}, seed {seed}", number, list(zip(steps, curve, strict=True)))
+        for number, (name, of_seeds) in enumerate(curves.items())
+        for seed, curve in enumerate(of_seeds)
+    ]
+    legend = " ".join(f'<span style="color: {curve_color(number)}">{name}</span>' for number, name in enumerate(curves))
+    figure = curves_figure("sums answered right", f"by steps of {BATCH} answers", drawn)
+    path.write_text(f"{page_start('Arithmetic', CURVE_STYLE)}<p>{legend}</p>\n{figure}{PAGE_END}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import command_line
-import material
-from families import Families
+import small_inputs
+import xtk_processes
 from object_store import ObjectStore
+from tokenizer_families import Families
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XTK_CACHE"] = tempfile.mkdtemp(prefix="xtk-cache-")  # never the user's own
@@ -25,7 +25,7 @@ for name in ("HF_MODULES_CACHE", "HF_DATASETS_CACHE"):
     os.environ[name] = str(Path(os.environ["XTK_CACHE"], name.lower()))
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-command_line.start_fork_server()
+xtk_processes.start_fork_server()
 
 
 # Minutes each; a module runs in one worker, since its tests share what takes long to make.
@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
-Pair = material.Pair
+Pair = small_inputs.Pair
 RunXtk = Callable[..., subprocess.CompletedProcess[str]]
-run_xtk = command_line.run_xtk
+run_xtk = xtk_processes.run_xtk
 
 
 @pytest.fixture(scope="session")
@@ -64,13 +64,15 @@ def material_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair(material_folder: Path) -> Pair:
     """Two small models: a Llama with numbers in threes, a Qwen3 with single digits."""
-    return Pair(material.make_student(material_folder / "student"), material.make_teacher(material_folder / "teacher"))
+    return Pair(
+        small_inputs.make_student(material_folder / "student"), small_inputs.make_teacher(material_folder / "teacher")
+    )
 
 
 @pytest.fixture(scope="session")
 def metaspace(material_folder: Path) -> Path:
     """A SentencePiece-like tokenizer."""
-    return material.make_metaspace_tokenizer(material_folder / "metaspace")
+    return small_inputs.make_metaspace_tokenizer(material_folder / "metaspace")
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +84,7 @@ def families(material_folder: Path) -> Families:
 @pytest.fixture(scope="session")
 def corpus(material_folder: Path) -> Path:
     """Forty short documents."""
-    return material.write_jsonl(material_folder / "corpus.jsonl", material.sentences(40, seed=3))
+    return small_inputs.write_jsonl(material_folder / "corpus.jsonl", small_inputs.sentences(40, seed=3))
 
 
 @pytest.fixture(scope="session")

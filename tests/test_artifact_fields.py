@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from command_line import run_xtk
 from safetensors import safe_open
+from xtk_processes import run_xtk
 
 from xtk.artifacts import corpus_cooccurrence_counts
 from xtk.artifacts.corpus_reader import Corpus

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-import material
+import small_inputs
 
 MOST = 24
 # Not needed by users: a small machine, a small model, and no compiler.
@@ -35,7 +35,7 @@ def make_llama(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    material.make_teacher_tokenizer(folder)
+    small_inputs.make_teacher_tokenizer(folder)
     torch.manual_seed(seed)
     configuration = LlamaConfig(
         vocab_size=rows, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from xtk.errors import XtkError
@@ -13,20 +12,19 @@ MAX_DEPTH = 100
 _HINT = "correct the JSON there, or copy the file again"
 
 
-def parse_json(text: str, *, what: str, where: str, parse_float: Callable[[str], float] | None = None) -> Any:
+def parse_json(text: str, *, what: str, where: str) -> Any:
     """Return the value of a JSON text.
 
     Args:
         text: the JSON text.
         what: its name in messages, such as "this line".
         where: its location, for messages.
-        parse_float: as in `json.loads`.
 
     Raises:
         XtkError: it is not JSON, or lists and objects are nested more than MAX_DEPTH deep.
     """
     try:
-        value = json.loads(text, parse_float=parse_float)
+        value = json.loads(text)
     except ValueError as wrong:
         raise XtkError(f"{what} is not valid JSON: {wrong}", where=where, hint=_HINT) from None
     except RecursionError:

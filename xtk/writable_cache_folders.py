@@ -13,9 +13,7 @@ from xtk.errors import XtkError
 USER_CACHE_VARIABLES = {
     "XTK_CACHE": "xtk", "HF_HOME": "huggingface", "TORCH_HOME": "torch", "VLLM_CACHE_ROOT": "vllm",
 }  # fmt: skip
-HOME_VARIABLES = {
-    "TRITON_CACHE_DIR": ".triton/cache", "MPLCONFIGDIR": ".config/matplotlib", "VLLM_CONFIG_ROOT": ".config/vllm",
-}  # fmt: skip
+HOME_VARIABLES = {"TRITON_CACHE_DIR": ".triton/cache", "VLLM_CONFIG_ROOT": ".config/vllm"}
 HF_HOME_VARIABLES = {
     "HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules", "HF_ASSETS_CACHE": "assets", "HF_XET_CACHE": "xet",
 }  # fmt: skip

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-import material
 import pytest
+import small_inputs
 
 from xtk.artifacts import corpus_cooccurrence_counts
 from xtk.artifacts.corpus_cooccurrence_counts import (
@@ -22,7 +22,7 @@ from xtk.artifacts.corpus_cooccurrence_counts import (
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.tokens.tokenizer import Tokenizer
 
-TEXTS = [text for number in range(6) for text in material.sentences(20, seed=number)]
+TEXTS = [text for number in range(6) for text in small_inputs.sentences(20, seed=number)]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def sides(families):
 
 @pytest.fixture
 def data(tmp_path):
-    return material.write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    return small_inputs.write_jsonl(tmp_path / "data.jsonl", TEXTS)
 
 
 class Stopped(Exception):
@@ -93,7 +93,7 @@ def test_counts_of_something_else_are_begun_anew(small, sides, families, data, t
     with pytest.raises(Stopped):
         count_corpus_cooccurrences(*sides, Corpus([str(data)]), path, stop_after(4, []))
     if change == "another text":
-        material.write_jsonl(data, ["something else", *TEXTS[1:]])
+        small_inputs.write_jsonl(data, ["something else", *TEXTS[1:]])
     if change == "another teacher":
         sides = (sides[0], Tokenizer(families["teacher"]))
     if change == "damage":
@@ -121,8 +121,8 @@ def slowly(*arguments):
     print("state", flush=True)
     time.sleep(0.02)
 counting._write_state = slowly
-from xtk.cli import run
-sys.exit(run(sys.argv[1:]))
+from xtk.cli import run_command
+sys.exit(run_command(sys.argv[1:]))
 """
 
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from artifacts.plain_codec import PlainCodec
+from artifacts.reference_packed_codec import PlainCodec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

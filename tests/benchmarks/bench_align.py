@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common import gsm8k, real_data, report
 from hard_texts import corpora
+from measurement import gsm8k, real_data, report
 
 from xtk.tokens.alignment import align
 from xtk.tokens.tokenizer import EncodedText, Tokenizer

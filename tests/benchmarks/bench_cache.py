@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import gsm8k, model_folder, report
+from measurement import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from xtk.artifacts.cache_shard import ScoredDocument

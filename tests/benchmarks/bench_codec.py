@@ -1,8 +1,9 @@
 """The packed codec on a real teacher's scores: bytes a position by support and precision, divergence, speed.
 
-The teacher is the one of `language_model.py`, trained once on this machine; another source of scores is a function that
-`measure` and `compare` take. Documents are held-out GSM8K and WikiText-2, ranks are of those documents, and a shard
-holds them all. Speed: from the bytes of rows to a student's arrays, one thread, best of some rounds, compiled before.
+The teacher is the one of `calibrated_teacher.py`, trained once on this machine; another source of scores is a function
+that `measure` and `compare` take. Documents are held-out GSM8K and WikiText-2, ranks are of those documents, and a
+shard holds them all. Speed: from the bytes of rows to a student's arrays, one thread, best of some rounds, compiled
+before.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from calibrated_teacher import held_out, language_model
 from codec_alternatives import alternatives
-from common import gsm8k, machine, report
-from language_model import held_out, language_model
+from measurement import gsm8k, machine, report
 
 from xtk.artifacts.codec.packed_shard_codec import PackedCodec
 from xtk.artifacts.shard_codec_registry import to_teacher_logprobs

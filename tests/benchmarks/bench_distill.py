@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import gsm8k, median_seconds, model_folder, process, report
+from measurement import gsm8k, median_seconds, model_folder, process, report
 from numba import njit
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 

@@ -5,9 +5,9 @@
 Students and teachers are Llamas with random weights and real or made tokenizers. Each case is a doctor and a run, as
 processes; the peak of the run is what Linux says (VmHWM; ru_maxrss begins with what the parent had). Numba's kernels
 are compiled before by a run that does not count. Cases marked `fitted` were looked at when the constants of
-xtk/doctor/memory_disk_and_time_estimates.py and heap.py were chosen; the others never. Reach: 15 %. With
-MALLOC_MMAP_THRESHOLD_=1048576 in the
-environment glibc gives memory back, and both the forecast and the run know that.
+xtk/doctor/memory_disk_and_time_estimates.py were chosen, and all of `distill` when its margins for the heap were
+chosen; the others never. Reach: 15 %. With MALLOC_MMAP_THRESHOLD_=1048576 in the environment glibc gives memory back,
+and both the forecast and the run know that.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import material
-from common import real_data, report
+import small_inputs
+from measurement import real_data, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 REACH, STEPS = 0.15, 3
 PEAK = (
-    "import sys; from xtk.cli import run; code = run(sys.argv[1:]); "
+    "import sys; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "
     "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr); "
     "sys.exit(code)"
 )
@@ -84,6 +84,7 @@ CASES = (
     Case("distill", "250 MiB", "--per-device-train-batch-size 2 --gradient-accumulation-steps 2"),
     Case("distill", "600 MiB", "--max-batch-tokens 1024"),
     Case("distill", "600 MiB", "--max-batch-tokens 1024 --lora-r 16"),
+    Case("distill", "100 MiB", "--max-batch-tokens 1024 --gradient-checkpointing"),
     Case("distill", "128k rows", "--max-batch-tokens 1024"),
     Case("distill", "128k rows, tied", "--max-batch-tokens 1024 --mixed-precision bf16"),
     Case("cache-teacher", "teacher of 8k rows", "--batch-tokens 1024 --top-k 256", fitted=True),
@@ -107,7 +108,7 @@ def model(folder: Path, name: str) -> None:
     """Write a Llama beside its tokenizer."""
     tokenizer, hidden, layers, rows, tied = MODELS[name]
     folder.mkdir()
-    made = {"student": material.make_student_tokenizer, "teacher": material.make_teacher_tokenizer}
+    made = {"student": small_inputs.make_student_tokenizer, "teacher": small_inputs.make_teacher_tokenizer}
     if tokenizer in made:
         made[tokenizer](folder)
     else:
@@ -151,8 +152,8 @@ def measure(folder: Path, case: Case) -> tuple[int, int]:
 
 def prepare(folder: Path, cases: list[Case]) -> None:
     """Write data, models and caches, and compile what numba has to."""
-    texts = material.sentences(64 * 15)
-    material.write_jsonl(folder / "data.jsonl", [" ".join(texts[at : at + 15]) for at in range(0, len(texts), 15)])
+    texts = small_inputs.sentences(64 * 15)
+    small_inputs.write_jsonl(folder / "data.jsonl", [" ".join(texts[at : at + 15]) for at in range(0, len(texts), 15)])
     for name in {one.model for one in cases} | {teacher_of(one) for one in cases} | {"11 MiB"}:
         model(folder / name, name)
     for teacher in {teacher_of(one) for one in cases}:

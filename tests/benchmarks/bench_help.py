@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from common import median_seconds, report
+from measurement import median_seconds, report
 
 HEAVY = {"torch", "transformers", "pyarrow", "numpy", "numba"}
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import DATA, median_seconds, real_data, report
+from measurement import DATA, median_seconds, real_data, report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

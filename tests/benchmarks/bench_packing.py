@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import gsm8k, real_data, report
+from measurement import gsm8k, real_data, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.losses import LOSSES
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Document

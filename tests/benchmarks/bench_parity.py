@@ -5,7 +5,7 @@
 On a CPU with gloo, fp32, a Llama and a Qwen3 whose head is its embedding, of 657 vocabulary rows, eight losses at once
 from the cache of a teacher with another tokenizer, documents of unequal length. A row is the worst of both students, of
 steps of eight and of five documents (the last process of some has none), cut into the passes that
-tests/training/layouts.py names. Weights are those after five steps of AdamW at 1e-3.
+tests/training/parallel_layouts.py names. Weights are those after five steps of AdamW at 1e-3.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import ROOT, machine
+from measurement import ROOT, machine
 
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "training")]
 
-import material  # noqa: E402
-from layouts import LIKE_ONE, LIKE_ONE_LONG, WAYS, Difference, Taken, cases, make_students, references, take  # noqa: E402
+import small_inputs  # noqa: E402
+from parallel_layouts import LIKE_ONE, LIKE_ONE_LONG, WAYS, Difference, Taken, cases, make_students, references, take  # noqa: E402
 
 from xtk.training.parallel_config import parse_parallel  # noqa: E402
 
@@ -56,8 +56,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         students = make_students(folder)
-        material.make_teacher(folder / "teacher")
-        material.write_jsonl(folder / "data.jsonl", material.sentences(10, seed=8))
+        small_inputs.make_teacher(folder / "teacher")
+        small_inputs.write_jsonl(folder / "data.jsonl", small_inputs.sentences(10, seed=8))
         subprocess.run(
             [sys.executable, "-m", "xtk", "cache-teacher", "teacher", "data.jsonl", "--top-k", "16", "--precision",
              "float32", "--quiet", "-o", "cache"],

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import process, real_data, report
+from measurement import process, real_data, report
 
 FLOOR = """
 import sys

@@ -8,7 +8,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from common import DATA, machine
+from measurement import DATA, machine
 
 from xtk.rewards.reward_spec import parse_reward
 

@@ -28,7 +28,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import numpy as np
     import torch
-    from common import report
+    from measurement import report
     from vllm_on_cpu import ENGINE, SURROUNDINGS, make_llama
 
     from xtk.engines.vllm_engine import import_vllm

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from common import report
+from measurement import report
 
 from xtk.artifacts import cache_shard as shards
 from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, ShardPosition, check_file_checksum, write_shard

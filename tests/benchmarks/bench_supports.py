@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from common import gsm8k, report
-from language_model import Muon, schedule
+from calibrated_teacher import Muon, schedule
+from measurement import gsm8k, report
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, gsm8k, machine, real_data
 from hard_texts import made
+from measurement import ROOT, gsm8k, machine, real_data
 
 from xtk.tokens.alignment import align
 from xtk.tokens.tokenizer import EncodedText, Tokenizer

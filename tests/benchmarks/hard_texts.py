@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable
 
-from common import gsm8k, real_data
+from measurement import gsm8k, real_data
 
 CHARACTERS = 6000
 SENTENCES = (

@@ -7,8 +7,8 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 from test_bad_input import refused
 
 from xtk.tokens.tokenizer import Tokenizer
@@ -85,8 +85,8 @@ def json_lines(text: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return material.write_jsonl(
-        tmp_path_factory.mktemp("align") / "data.jsonl", [*TRAPS, *material.sentences(30, seed=5)]
+    return small_inputs.write_jsonl(
+        tmp_path_factory.mktemp("align") / "data.jsonl", [*TRAPS, *small_inputs.sentences(30, seed=5)]
     )
 
 
@@ -173,7 +173,7 @@ def test_titles_tell_ids_and_bytes(run, pair, tmp_path):
 
 def test_the_page_tells_what_it_leaves_out(run, pair, tmp_path):
     long = "Anna has 1234 apples. " * 2000
-    data = material.write_jsonl(tmp_path / "long.jsonl", [long, *material.sentences(20)])
+    data = small_inputs.write_jsonl(tmp_path / "long.jsonl", [long, *small_inputs.sentences(20)])
     run("align", pair.student, pair.teacher, data, "--html", "-o", "p.html", "--limit", 3, "--order", "first",
         cwd=tmp_path)  # fmt: skip
     raw = (tmp_path / "p.html").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -47,7 +47,7 @@ def test_a_model_folder_without_a_tokenizer(run, pair, corpus, tmp_path):
 
 
 def test_a_tokenizer_folder_where_a_model_is_needed(run, pair, corpus, tmp_path):
-    bare = material.make_teacher_tokenizer(tmp_path / "tokenizer")
+    bare = small_inputs.make_teacher_tokenizer(tmp_path / "tokenizer")
     refused(run("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None), "the folder contains no model")
 
 
@@ -59,8 +59,8 @@ def test_an_empty_corpus(run, pair, tmp_path, content):
 
 
 def test_documents_longer_than_the_teachers_context_are_counted_and_told(run, pair, tmp_path):
-    texts = [*material.sentences(3), "many words " * 300]
-    corpus = material.write_jsonl(tmp_path / "long.jsonl", texts)
+    texts = [*small_inputs.sentences(3), "many words " * 300]
+    corpus = small_inputs.write_jsonl(tmp_path / "long.jsonl", texts)
     done = run("cache-teacher", pair.teacher, corpus, "-o", "c", cwd=tmp_path, code=None)
     refused(done, "1 of 4 documents", "256 tokens", "--long-documents")
     assert not (tmp_path / "c").exists()
@@ -78,7 +78,7 @@ def test_pieces_of_a_split_document_spell_it_again(run, pair, tmp_path):
     from xtk.artifacts.teacher_cache import TeacherCache
 
     text = "日本語 with emoji 😀 and numbers 12345. " * 40
-    corpus = material.write_jsonl(tmp_path / "long.jsonl", [text])
+    corpus = small_inputs.write_jsonl(tmp_path / "long.jsonl", [text])
     run("cache-teacher", pair.teacher, corpus, "--long-documents", "split", "-o", "c", cwd=tmp_path)
     rows = list(TeacherCache(tmp_path / "c"))
     assert "".join(row.document.text for row in rows) == text
@@ -87,7 +87,7 @@ def test_pieces_of_a_split_document_spell_it_again(run, pair, tmp_path):
 
 
 def test_documents_longer_than_the_students_context_are_counted_and_told(run, pair, cache, projection, tmp_path):
-    short = material.make_student(tmp_path / "short", context=24)
+    short = small_inputs.make_student(tmp_path / "short", context=24)
     arguments = ("distill", short, cache, "--projection", projection, "--max-steps", 1)
     done = run(*arguments, "-o", "out", cwd=tmp_path, code=None)
     refused(done, "40 documents have more tokens than the limit of 24", "--long-documents")
@@ -215,7 +215,7 @@ def test_a_dash_with_an_empty_stdin(run, pair, tmp_path, arguments):
 
 @pytest.mark.slow
 def test_what_all_processes_find_is_told_once(run, pair, cache, projection, tmp_path):
-    short = material.make_student(tmp_path / "short", context=24)
+    short = small_inputs.make_student(tmp_path / "short", context=24)
     done = run("distill", short, cache, "--projection", projection, "--num-processes", 2, "-o", "out", cwd=tmp_path,
                code=None)  # fmt: skip
     assert done.returncode == 1
@@ -357,7 +357,7 @@ def same_files(one: Path, other: Path) -> bool:
     "number", [signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGINT, signal.SIGTERM))]
 )
 def test_a_cache_that_is_stopped_goes_on_and_ends_equal(run, pair, corpus, tmp_path, number):
-    many = material.write_jsonl(tmp_path / "many.jsonl", material.sentences(400))
+    many = small_inputs.write_jsonl(tmp_path / "many.jsonl", small_inputs.sentences(400))
     arguments = ["cache-teacher", pair.teacher, many, "--top-k", 8, "--shard-tokens", 500, "-o"]
     run(*arguments, tmp_path / "whole")
     command = [sys.executable, "-m", "xtk", *map(str, arguments), str(tmp_path / "stopped")]

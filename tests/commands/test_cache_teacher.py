@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pyarrow as pa
 import pytest
-from artifacts.plain_codec import PlainCodec
+from artifacts.reference_packed_codec import PlainCodec
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.tokens.teacher_logprobs import SUPPORTS, make_support

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from steps import inputs_of, recipe_of
+from recorded_training_steps import inputs_of, recipe_of
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError

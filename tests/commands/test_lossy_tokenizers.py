@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 
-import material
 import pytest
+import small_inputs
 
 TEXTS = ["Anna has 12 Äpfel.", "anna has 12", "Bert left."]
 
@@ -22,7 +22,7 @@ def lossy(pair, families, tmp_path_factory):
 
 
 def test_align_flags_what_is_not_spelled_and_says_how_similar_it_is(run, pair, lossy, tmp_path):
-    corpus = material.write_jsonl(tmp_path / "c.jsonl", TEXTS)
+    corpus = small_inputs.write_jsonl(tmp_path / "c.jsonl", TEXTS)
     done = run("align", pair.student, lossy, corpus)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["exact"] for record in records] == [False, False, False]
@@ -38,7 +38,7 @@ def test_align_flags_what_is_not_spelled_and_says_how_similar_it_is(run, pair, l
 
 
 def test_statistics_count_the_characters_that_are_lost(run, pair, lossy, tmp_path):
-    corpus = material.write_jsonl(tmp_path / "c.jsonl", TEXTS)
+    corpus = small_inputs.write_jsonl(tmp_path / "c.jsonl", TEXTS)
     record = json.loads(run("align", pair.student, lossy, corpus, "--stats", "--json").stdout)
     assert record["normalization_loss"]["student"] == {"rewritten": 0, "dropped": 0, "unknown": 0}
     # Three capital letters, one of them with an accent, and six spaces, one of them right before it.
@@ -49,7 +49,7 @@ def test_statistics_count_the_characters_that_are_lost(run, pair, lossy, tmp_pat
 
 
 def test_a_cache_and_a_run_say_what_their_tokenizers_lose(run, pair, lossy, tmp_path):
-    corpus = material.write_jsonl(tmp_path / "c.jsonl", TEXTS)
+    corpus = small_inputs.write_jsonl(tmp_path / "c.jsonl", TEXTS)
     done = run("cache-teacher", lossy, corpus, "--top-k", 4, "-o", tmp_path / "cache")
     assert "of the characters of these texts" in done.stderr
     run("build-projection", pair.student, lossy, "-o", tmp_path / "p")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import run_xtk
-from interrupting import told
-from material import write_jsonl
+from interrupted_runs import told
+from small_inputs import write_jsonl
+from xtk_processes import run_xtk
 
 from xtk.artifacts.atomic_files import write_json
 

@@ -11,7 +11,7 @@ import sys
 import fsspec
 import numpy as np
 import pytest
-from material import sentences, write_jsonl
+from small_inputs import sentences, write_jsonl
 
 from xtk.artifacts.teacher_cache import TeacherCache
 

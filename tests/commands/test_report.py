@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import run_xtk
 from hypothesis import given
 from hypothesis import strategies as st
+from xtk_processes import run_xtk
 
 from xtk.commands import svg_curves
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import browser
 import pytest
-from command_line import run_xtk
+from xtk_processes import run_xtk
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not browser.PROGRAM, reason=browser.MISSING)]
 WINDOWS = {"phone": (390, 844), "desk": (1280, 900)}

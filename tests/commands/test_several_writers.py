@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import material
+import cache_writer_processes
 import pytest
-import writers
+import small_inputs
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -45,7 +45,7 @@ def start(pair, corpus: object, folder: Path, *options: object, **arguments: obj
 
 def wait_for_children(process: subprocess.Popen[str], count: int) -> list[int]:
     deadline = time.monotonic() + 300
-    while len(children := writers.children_of(process.pid)) < count and time.monotonic() < deadline:
+    while len(children := cache_writer_processes.children_of(process.pid)) < count and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.01)
     assert len(children) == count
@@ -69,14 +69,14 @@ def is_alive(process: int) -> bool:
 def test_two_processes_and_a_pipe_write_the_cache_of_one(run, pair, corpus, cache, tmp_path):
     done = run("cache-teacher", pair.teacher, "-", *OPTIONS, "--num-processes", 2, "-o", "c", "--json", cwd=tmp_path,
                stdin=corpus.read_text(encoding="utf-8"), timeout=600)  # fmt: skip
-    assert writers.contents(tmp_path / "c") == writers.contents(cache)
+    assert cache_writer_processes.contents(tmp_path / "c") == cache_writer_processes.contents(cache)
     (line,) = done.stdout.splitlines()  # of the workers, nothing
     assert json.loads(line)["documents"] == 40
 
 
 @pytest.mark.long
 def test_what_goes_wrong_in_a_process_is_told_as_it_is_without_it(run, pair, corpus, tmp_path):
-    broken = material.make_teacher(tmp_path / "broken")
+    broken = small_inputs.make_teacher(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     arguments = ("cache-teacher", broken, corpus, *OPTIONS, "-o", tmp_path / "c")
@@ -113,20 +113,23 @@ def test_machines_write_their_own_shards_and_the_last_one_finishes(pair, corpus,
     # What a machine that was lost had half written.
     (folder / f".xtk-tmp-7@0123abcd-89abcdef-{shards[2]}").write_bytes(b"half")
     assert write(pair, corpus, folder, 2, 3) == write(pair, corpus, folder, 0, 3)
-    assert writers.contents(folder) == writers.contents(cache)
+    assert cache_writer_processes.contents(folder) == cache_writer_processes.contents(cache)
 
 
 def test_two_machines_that_finish_at_once_write_the_same(pair, corpus, cache, tmp_path):
     teacher, folder = pair.teacher, tmp_path / "c"
     processes = [
-        writers._forks.Process(target=writers.write_share, args=(teacher, corpus, folder, rank, 2)) for rank in (0, 1)
+        cache_writer_processes._forks.Process(
+            target=cache_writer_processes.write_share, args=(teacher, corpus, folder, rank, 2)
+        )
+        for rank in (0, 1)
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0]
-    assert writers.contents(folder) == writers.contents(cache)
+    assert cache_writer_processes.contents(folder) == cache_writer_processes.contents(cache)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_shares_that_make_no_sense(run, pair, corpus, tmp_path, options, words):
 
 def test_a_second_writer_of_a_cache_is_refused_and_nothing_is_lost(run, pair, corpus, cache, tmp_path):
     folder = tmp_path / "c"
-    many = material.write_jsonl(tmp_path / "many.jsonl", material.sentences(2000))
+    many = small_inputs.write_jsonl(tmp_path / "many.jsonl", small_inputs.sentences(2000))
     first = start(pair, many, folder)
     deadline = time.monotonic() + 300
     while not list(folder.glob("shard-*")) and time.monotonic() < deadline:
@@ -158,12 +161,12 @@ def test_a_second_writer_of_a_cache_is_refused_and_nothing_is_lost(run, pair, co
         assert "another process is writing this cache" in done.stderr
         assert f"process {first.pid} on " in done.stderr
         assert "try:" in done.stderr
-    held = writers.contents(folder)
+    held = cache_writer_processes.contents(folder)
     first.kill()
     first.communicate()
     assert any(name.startswith("shard-") for name in held)
     run("cache-teacher", pair.teacher, corpus, *OPTIONS, "--force", "-o", folder)  # the dead hold nobody up
-    assert writers.contents(folder) == writers.contents(cache)
+    assert cache_writer_processes.contents(folder) == cache_writer_processes.contents(cache)
 
 
 def test_a_second_run_of_one_student_is_refused(run, pair, cache, projection, tmp_path):
@@ -206,7 +209,7 @@ def test_what_was_damaged_between_a_kill_and_the_next_run_is_named_and_written_a
         flipped(shard, next(raw.find(text.encode()) for text in texts if text.encode() in raw))
     write(pair, corpus, folder, 0, 1)
     assert f"{shard}: " in capfd.readouterr().err
-    assert writers.contents(folder) == writers.contents(cache)
+    assert cache_writer_processes.contents(folder) == cache_writer_processes.contents(cache)
 
 
 def test_a_flipped_byte_in_the_tokenizer_is_found_by_inspect_and_by_who_reads_it(run, cache, tmp_path):
@@ -239,6 +242,6 @@ def test_two_processes_on_a_full_disk_go_on_when_there_is_room(run, pair, corpus
         assert not list((disk / "c").glob(".*"))
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
         run(*arguments, timeout=600)
-        assert writers.contents(disk / "c") == writers.contents(tmp_path / "whole")
+        assert cache_writer_processes.contents(disk / "c") == cache_writer_processes.contents(tmp_path / "whole")
     finally:
         subprocess.run(["umount", str(disk)], check=True)

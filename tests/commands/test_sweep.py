@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import run_xtk
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupting import assert_none_left, assert_same, processes_that_name, start, wait_for
+from interrupted_runs import assert_none_left, assert_same, processes_that_name, start, wait_for
+from xtk_processes import run_xtk
 
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.commands.sweep_plan import plan_runs

@@ -6,10 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
 import safetensors.numpy
+import small_inputs
 import tokenizers
 import torch
 from tokenizers import processors
@@ -25,8 +25,8 @@ from xtk.doctor.data_checks import compression, conversations, document_lengths,
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.doctor.environment_checks import library_versions
 from xtk.doctor.fake_tensor_memory import measure_footprint
+from xtk.doctor.library_memory import library_bytes
 from xtk.doctor.memory_disk_and_time_estimates import (
-    _library_bytes,
     disk,
     estimate_training_memory,
     max_pass_tokens,
@@ -66,7 +66,7 @@ def case_of(pair, corpus: Path | None = None, cache: Path | None = None, **plan)
 @pytest.fixture
 def wrong(pair, tmp_path):
     """A copy of the pair, for making it wrong."""
-    return material.Pair(
+    return small_inputs.Pair(
         shutil.copytree(pair.student, tmp_path / "student"), shutil.copytree(pair.teacher, tmp_path / "teacher")
     )
 
@@ -214,8 +214,8 @@ def test_attention_and_dtypes(wrong):
 
 
 def test_lengths(pair, tmp_path):
-    texts = [*material.sentences(8), " ".join(material.sentences(30))]
-    data = material.write_jsonl(tmp_path / "data.jsonl", texts)
+    texts = [*small_inputs.sentences(8), " ".join(small_inputs.sentences(30))]
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", texts)
     findings = list(document_lengths(case_of(pair, data)))
     assert [one.level for one in findings] == ["error", "error"]
     assert [one.hint.split()[2] for one in findings] == ["distill", "cache-teacher"]
@@ -230,14 +230,14 @@ def test_lengths(pair, tmp_path):
     }
     assert max_pass_tokens(case) == sum(sorted((min(size, 256) for size in sizes), reverse=True)[:8])
     assert max_pass_tokens(case_of(pair, data, max_batch_tokens=300)) == 300
-    short = material.write_jsonl(tmp_path / "short.jsonl", texts[:8])
+    short = small_inputs.write_jsonl(tmp_path / "short.jsonl", texts[:8])
     assert [one.level for one in document_lengths(case_of(pair, short))] == ["ok", "ok"]
 
 
 def test_data_that_spells_special_tokens(pair, corpus, tmp_path):
     assert not list(special_tokens_in_text(case_of(pair, corpus)))
-    texts = ["One.<|im_end|>", *material.sentences(3)]
-    case = case_of(pair, material.write_jsonl(tmp_path / "data.jsonl", texts))
+    texts = ["One.<|im_end|>", *small_inputs.sentences(3)]
+    case = case_of(pair, small_inputs.write_jsonl(tmp_path / "data.jsonl", texts))
     assert found(special_tokens_in_text(case), "warning", "<|im_end|>").figures == {"document_fraction": 0.25}
 
 
@@ -257,7 +257,7 @@ def test_projection_and_loss(pair, cache, corpus):
     figures = found(projection(case_of(pair)), "warning", "no counterpart with equal bytes").figures
     assert figures["poorly_matched_categories"] == ["digits"]
     assert sum(figures["rows"].values()) == 656
-    alone = material.Pair(pair.student, pair.student)
+    alone = small_inputs.Pair(pair.student, pair.student)
     assert found(projection(case_of(alone)), "ok", "the same tokenizer")
     assert found(auto_loss(case_of(alone)), "ok", "auto chooses").figures["losses"] == ["ce", "forward-kl"]
     case = case_of(pair, cache=cache)
@@ -327,6 +327,17 @@ def test_a_pass_on_tensors_without_content_holds_what_a_real_one_does(pair):
     assert measure_footprint(pair.student, 200, train=False).kept_activations < told.kept_activations / 4
 
 
+def test_the_margin_for_the_heap_is_0_where_freed_memory_is_returned(pair, corpus, monkeypatch):
+    def margin(**plan: object) -> float:
+        parts = estimate_training_memory(case_of(pair, corpus, **plan)).bytes_by_purpose
+        return parts["heap fragmentation"] / parts["gradients and activations"]
+
+    assert margin() == pytest.approx(0.2, rel=1e-3)
+    assert margin(gradient_checkpointing=True) == pytest.approx(1, rel=1e-3)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+    assert margin() == 0
+
+
 @pytest.mark.slow
 def test_memory_and_layouts(pair, corpus):
     said = [one.figures["command"] for one in memory(case_of(pair, corpus))]
@@ -371,7 +382,7 @@ def test_the_cache_of_another_top_k_is_about_as_large_as_was_forecast(run, wrong
         max_position_embeddings=256, initializer_range=0.1,
     )  # fmt: skip
     LlamaForCausalLM(configuration).save_pretrained(wrong.teacher)
-    data = material.write_jsonl(tmp_path / "data.jsonl", material.sentences(20))
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(20))
     run("cache-teacher", wrong.teacher, data, "--top-k", 512, "-o", tmp_path / "cache")
     written = found(disk(case_of(wrong, cache=tmp_path / "cache")), "ok", "per position").figures["bytes"]
     one = found(disk(case_of(wrong, data, top_k=512)), "ok", "extrapolated from caches with 64 ids")
@@ -383,13 +394,12 @@ def test_libraries_that_end_without_a_word_are_told(monkeypatch, tmp_path):
     (tmp_path / "silent.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(XtkError, match=r"(?s)cannot import.*SIGKILL"):
-        _library_bytes("", "silent")
+        library_bytes("", "silent")
 
 
 def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "xtk.doctor.memory_disk_and_time_estimates.IMPORT_CODE",
-        "from xtk.doctor.memory_disk_and_time_estimates import resident",
+        "xtk.doctor.library_memory.IMPORT_CODE", "from xtk.doctor.library_memory import resident"
     )  # the rest takes seconds
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "counted.py").write_text(
@@ -398,8 +408,8 @@ def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch,
     monkeypatch.syspath_prepend(tmp_path)
 
     def measured() -> tuple[int, int]:
-        _library_bytes.cache_clear()  # as another process
-        return _library_bytes("", "counted"), len((tmp_path / "log").read_text().splitlines())
+        library_bytes.cache_clear()  # as another process
+        return library_bytes("", "counted"), len((tmp_path / "log").read_text().splitlines())
 
     first, times = measured()
     assert times == 1
@@ -414,7 +424,7 @@ def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch,
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("LD_SOMETHING", "\udcff")  # no UTF-8
     assert measured()[1] == 5
-    _library_bytes.cache_clear()
+    library_bytes.cache_clear()
 
 
 def test_one_cause_is_told_once(pair, tmp_path):

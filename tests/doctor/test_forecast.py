@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.artifacts.corpus_reader import Corpus
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason=
 REACH = 0.15
 # ru_maxrss would begin with what this process has.
 PEAK = (
-    "import sys; from xtk.cli import run; code = run(sys.argv[1:]); "
+    "import sys; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "
     "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr); "
     "sys.exit(code)"
 )
@@ -37,18 +37,20 @@ def held(forecast: int, *arguments: object) -> int:
     return peak
 
 
-@pytest.mark.long  # a minute; bench_doctor.py has 25 cases
+@pytest.mark.long  # a minute; bench_doctor.py has 26 cases
 def test_memory_is_what_was_forecast(tmp_path):
     configuration = LlamaConfig(
         vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024,
     )  # fmt: skip
     model = LlamaForCausalLM(configuration)
-    student = material.make_student_tokenizer(tmp_path / "student")
-    teacher = material.make_teacher_tokenizer(tmp_path / "teacher")
+    student = small_inputs.make_student_tokenizer(tmp_path / "student")
+    teacher = small_inputs.make_teacher_tokenizer(tmp_path / "teacher")
     for folder in (student, teacher):
         model.save_pretrained(folder)
-    data = material.write_jsonl(tmp_path / "data.jsonl", [" ".join(material.sentences(12, seed)) for seed in range(16)])
+    data = small_inputs.write_jsonl(
+        tmp_path / "data.jsonl", [" ".join(small_inputs.sentences(12, seed)) for seed in range(16)]
+    )
     sides = [DoctorModel.read(role, folder, role) for role, folder in (("student", student), ("teacher", teacher))]
     case = DoctorInputs(*sides, RunPlan(batch_tokens=2048, max_batch_tokens=2048), None, Corpus([str(data)]))
     cached = tmp_path / "cache"

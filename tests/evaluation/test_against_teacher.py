@@ -6,26 +6,27 @@ import json
 import math
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
-from steps import inputs_of, recipe_of
+from recorded_training_steps import inputs_of, recipe_of
 
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_with_losses import StudentWithLoss
 
-TEXTS = material.sentences(12, seed=21)
+TEXTS = small_inputs.sentences(12, seed=21)
 
 
 @pytest.fixture(scope="module")
 def folder(run, pair, tmp_path_factory) -> Path:
     """Documents, and what the teacher and the student say of them."""
     folder = tmp_path_factory.mktemp("against")
-    material.write_jsonl(folder / "data.jsonl", TEXTS)
+    small_inputs.write_jsonl(folder / "data.jsonl", TEXTS)
     for name, options in {"top": ("--top-k", 16, "--precision", "float32"), "none": ("--support", "none")}.items():
         run("cache-teacher", pair.teacher, "data.jsonl", *options, "-o", name, "-q", cwd=folder)
     return folder
@@ -71,7 +72,7 @@ def dense_kl(student: Path, teacher: Path) -> float:
 
 @pytest.mark.slow
 def test_with_the_teachers_tokenizer_it_is_the_divergence_of_full_distributions(run, pair, folder, tmp_path):
-    other = material.make_student(tmp_path / "other", seed=9)
+    other = small_inputs.make_student(tmp_path / "other", seed=9)
     expected = dense_kl(pair.student, other)
     (whole,) = told(run, pair.student, "data.jsonl", "--teacher", f"{other}:top_k=all", cwd=folder)
     assert whole["forward-kl"] == pytest.approx(expected, rel=1e-4)

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,13 +17,18 @@ from hypothesis import strategies as st
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte, split_into_windows
 from xtk.evaluation.standard_errors import Estimate, Ratio
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
-TEXTS = [*material.sentences(12, seed=5), *material.ODD, "a", ""]
-LONG = [" ".join(material.sentences(40, seed=6)), " ".join(material.sentences(33, seed=7)), "Anna has 12 apples."]
+TEXTS = [*small_inputs.sentences(12, seed=5), *small_inputs.ODD, "a", ""]
+LONG = [
+    " ".join(small_inputs.sentences(40, seed=6)),
+    " ".join(small_inputs.sentences(33, seed=7)),
+    "Anna has 12 apples.",
+]
 
 
 def documents(texts: list[str]) -> list[Document]:
@@ -75,7 +80,7 @@ def test_bits_per_byte_do_not_depend_on_the_batch(pair):
 
 def test_more_documents_than_are_read_at_once_add_up(pair):
     model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
-    corpus = documents(material.sentences(300, seed=2))
+    corpus = documents(small_inputs.sentences(300, seed=2))
 
     def stream() -> Iterator[Document]:
         yield from corpus

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted import ScriptedWriter
+from scripted_generator import ScriptedWriter
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError

@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import math
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES, categorize_bytes, fenced_ranges
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 CODE = "See:\n```python\nx = 1\n```\nand 2."
-TEXTS = [*material.sentences(10, seed=8), *material.ODD, CODE, "a", "", " ".join(material.sentences(40, seed=6))]
+TEXTS = [
+    *small_inputs.sentences(10, seed=8),
+    *small_inputs.ODD,
+    CODE,
+    "a",
+    "",
+    " ".join(small_inputs.sentences(40, seed=6)),
+]
 
 
 def named(text: str) -> list[str]:
@@ -96,7 +104,7 @@ def shared(folder, texts: list[str]) -> dict[str, float]:
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_a_byte_costs_what_the_bytes_before_it_in_its_token_leave_open(pair, side):
-    folder, texts = getattr(pair, side), [*material.sentences(2, seed=8), CODE, "naïve 12 字 café"]
+    folder, texts = getattr(pair, side), [*small_inputs.sentences(2, seed=8), CODE, "naïve 12 字 café"]
     expected = shared(folder, texts)
     documents = list(map(Document.from_text, texts))
     found = evaluate_bits_per_byte(

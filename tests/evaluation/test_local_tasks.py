@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from oracle import make_oracle
+from answer_lookup_model import make_oracle
 
 from xtk.errors import XtkError
 from xtk.evaluation.local_task_data import CODE_TASKS, parse_tasks

@@ -9,9 +9,9 @@ import gzip
 import json
 from pathlib import Path
 
-import harness_tasks
+import lm_eval_tasks
 import pytest
-from oracle import make_oracle
+from answer_lookup_model import make_oracle
 
 from xtk.errors import XtkError
 from xtk.rewards.sandbox import Sandbox
@@ -99,7 +99,7 @@ def test_gsm8k_as_a_task_of_the_harness(run, real_data, tmp_path, count):
     rows = gsm8k(real_data)[:count]
     data = write(tmp_path / "rows.jsonl", rows)
     numbers = [{"function": "regex", "regex_pattern": "#### (-?[0-9.,]+)"}, {"function": "take_first"}]
-    (tmp_path / "gsm8k.yaml").write_text(harness_tasks.task(
+    (tmp_path / "gsm8k.yaml").write_text(lm_eval_tasks.task(
         "gsm8k_here", data, output_type="generate_until", doc_to_text="Question: {{question}}\nAnswer:",
         doc_to_target="{{answer.split('####')[-1].strip()}}", metric_list=[{"metric": "exact_match"}],
         generation_kwargs={"until": ["\nQuestion:"], "max_gen_toks": 1500},

@@ -7,7 +7,7 @@ import random
 import sys
 from pathlib import Path
 
-import harness_tasks
+import lm_eval_tasks
 import numpy as np
 import pytest
 import torch
@@ -24,14 +24,14 @@ from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return harness_tasks.write_tasks(tmp_path_factory.mktemp("tasks"))
+    return lm_eval_tasks.write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 def chosen(model: Path) -> list[bool]:
     """Whether a model finds the right sum likelier, from full logits in float64."""
     tokenizer, network = Tokenizer(model), load_causal_lm(model, dtype=torch.float64).eval()
     found = []
-    for row in harness_tasks.rows():
+    for row in lm_eval_tasks.rows():
         sums = []
         for choice in row["choices"]:
             before, whole = (one.ids.astype(np.int64) for one in tokenizer.encode(
@@ -58,7 +58,7 @@ def test_models_side_by_side_score_what_full_logits_say(run, pair, folder, tmp_p
     assert scores["acc_difference"] == pytest.approx(gains.mean())
     assert scores["acc_difference_error"] == pytest.approx(gains.std(ddof=1) / len(gains) ** 0.5)
     assert scores["acc_error"] == pytest.approx(np.std(theirs, ddof=1) / len(theirs) ** 0.5)
-    assert (scores["problems"], scores["num_fewshot"]) == (harness_tasks.COUNT, 0)
+    assert (scores["problems"], scores["num_fewshot"]) == (lm_eval_tasks.COUNT, 0)
     assert first["results"]["write_sum"]["exact_match,number"] < 0.2  # a model that knows nothing
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     told = [bool(one["acc"]) for one in answers if one["task"] == "choose_sum" and one["model"] == str(pair.student)]
@@ -116,7 +116,7 @@ def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
         with pytest.raises(XtkError) as refused:
             Harness(HarnessConfig((names,), str(folder)))
         assert message in str(refused.value)
-    (tmp_path / "missing.yaml").write_text(harness_tasks.task("missing", tmp_path / "nowhere.jsonl"))
+    (tmp_path / "missing.yaml").write_text(lm_eval_tasks.task("missing", tmp_path / "nowhere.jsonl"))
     with pytest.raises(XtkError, match="cannot load the tasks"):
         Harness(HarnessConfig(("missing",), str(tmp_path)))
     with pytest.raises(XtkError, match=r"the folder of custom tasks \(include_path\) does not exist"):

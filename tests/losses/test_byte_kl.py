@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_byte_kl import Words, plain_byte_kl, plain_items
-from plain_losses import signal_of
-from tiny_words import draw_spellings, next_bytes_of, partition_of
+from reference_byte_kl import Words, plain_byte_kl, plain_items
+from reference_losses import signal_of
+from small_vocabularies import draw_spellings, next_bytes_of, partition_of
 from torch import Tensor
 
 from xtk.losses import byte_kl

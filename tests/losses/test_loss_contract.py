@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_byte_kl import OF_A_CELL, Distance, said_at
-from plain_losses import (
+from reference_byte_kl import OF_A_CELL, Distance, said_at
+from reference_losses import (
     PLAIN,
     Case,
     case_of_one_model,
@@ -23,7 +23,7 @@ from plain_losses import (
     predicted_spans,
     signal_of,
 )
-from tiny_words import partition_of
+from small_vocabularies import partition_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

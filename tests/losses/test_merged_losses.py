@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_byte_kl import OF_A_CELL, Distance
-from plain_losses import (
+from reference_byte_kl import OF_A_CELL, Distance
+from reference_losses import (
     Case,
     by_rank,
     case_of_one_model,
@@ -26,7 +26,7 @@ from plain_losses import (
     predicted_spans,
     signal_of,
 )
-from tiny_words import partition_of
+from small_vocabularies import partition_of
 from torch import Tensor
 
 from xtk.losses.chunked_softmax_numba import largest_columns

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from plain_losses import Case, draw_case, plain_policy_gradient, predicted_spans, signal_of
-from tiny_words import spell
+from reference_losses import Case, draw_case, plain_policy_gradient, predicted_spans, signal_of
+from small_vocabularies import spell
 from torch import Tensor
 
 from xtk.errors import XtkError

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from tiny_words import draw_spellings, next_bytes_of, partition_of
+from small_vocabularies import draw_spellings, next_bytes_of, partition_of
 
 from xtk.artifacts.codec.logprob_packing import pack_logprobs
 from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from processes_with_shards import Layout, Question, ask, product
+from sharded_loss_processes import Layout, Question, ask, product
 from torch import distributed
 
 from xtk.errors import XtkError

@@ -6,9 +6,10 @@ import dataclasses
 import warnings
 from typing import Any
 
-import material
 import pytest
+import small_inputs
 import torch
+from full_logits_reference import assert_as_the_whole_model, cells_of, plain
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
@@ -22,11 +23,11 @@ from transformers import (
     LlamaConfig,
     PhiConfig,
 )
-from whole_model import assert_as_the_whole_model, cells_of, plain
 
 from xtk.errors import XtkError
 from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.models.causal_lm import BackboneWithHead, check_embedding_rows
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import check_embedding_rows
 from xtk.models.output_head import ChunkedLogits
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.student_with_losses import StudentWithLoss
@@ -173,7 +174,7 @@ def test_a_cap_far_beyond_the_logits_still_counts():
 
 @pytest.mark.parametrize("missing", [-7, 0, 1])
 def test_a_head_with_fewer_rows_than_tokens_is_refused_and_padding_is_not(tmp_path, missing):
-    tokenizer = Tokenizer(material.make_student_tokenizer(tmp_path))
+    tokenizer = Tokenizer(small_inputs.make_student_tokenizer(tmp_path))
     rows = len(tokenizer) - missing
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"vocab_size": rows}))
     if missing <= 0:

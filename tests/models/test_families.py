@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from full_logits_reference import assert_as_the_whole_model
 from transformers import AutoConfig, AutoModelForCausalLM
-from whole_model import assert_as_the_whole_model
 
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from full_logits_reference import assert_as_the_whole_model, gradients_of_cut, gradients_of_whole
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
-from whole_model import assert_as_the_whole_model, gradients_of_cut, gradients_of_whole
 
 from xtk.errors import XtkError
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import (
     StudentModelConfig,
     StudentSource,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from projection_material import TEXTS, embedding_of
+from projection_inputs import TEXTS, embedding_of
 
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
 from xtk.tokens.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from projection_material import TEXTS
+from projection_inputs import TEXTS
 
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from xtk.errors import XtkError
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.models.packed_attention import ATTENTION_NAME
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.stop_strings import StopStringDetector

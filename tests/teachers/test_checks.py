@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -151,7 +151,7 @@ BAD = {
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    return material.write_jsonl(folder / "texts.jsonl", material.sentences(8, seed=5))
+    return small_inputs.write_jsonl(folder / "texts.jsonl", small_inputs.sentences(8, seed=5))
 
 
 def fill(pair, texts: Path, folder: Path, backend: str) -> dict:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from said import assert_is_the_truth
+from reference_logprobs import assert_is_the_truth
 
 from xtk.errors import XtkError
 from xtk.teachers.vllm_top_logprobs import (

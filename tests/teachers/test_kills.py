@@ -9,9 +9,9 @@ import signal
 import time
 from pathlib import Path
 
-import material
+import cache_writer_processes
 import pytest
-import writers
+import small_inputs
 
 from xtk.artifacts.teacher_cache import TeacherCache
 
@@ -22,7 +22,7 @@ SEED = 20_240
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    return material.write_jsonl(folder / "texts.jsonl", material.sentences(DOCUMENTS, seed=11))
+    return small_inputs.write_jsonl(folder / "texts.jsonl", small_inputs.sentences(DOCUMENTS, seed=11))
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +31,33 @@ def whole(pair, texts, tmp_path_factory) -> tuple[dict[str, bytes], float]:
     folder = tmp_path_factory.mktemp("whole") / "cache"
     started = time.monotonic()
     finish(pair, texts, folder, 1)
-    return writers.contents(folder), time.monotonic() - started
+    return cache_writer_processes.contents(folder), time.monotonic() - started
 
 
 def finish(pair, texts: Path, folder: Path, processes: int) -> None:
-    writer = writers.start(pair.teacher, texts, folder, processes=processes)
+    writer = cache_writer_processes.start(pair.teacher, texts, folder, processes=processes)
     writer.join(300)
-    assert writer.exitcode == 0, writers.said(folder)
+    assert writer.exitcode == 0, cache_writer_processes.said(folder)
 
 
 def assert_only_whole_shards(folder: Path, whole: dict[str, bytes]) -> None:
     """What has its final name after a kill is what it is in the end; the manifest is not there before all of it."""
     if not folder.exists():
         return
-    found = {name: content for name, content in writers.contents(folder).items() if not name.startswith(".xtk-")}
+    found = {
+        name: content
+        for name, content in cache_writer_processes.contents(folder).items()
+        if not name.startswith(".xtk-")
+    }
     assert found.items() <= whole.items()
     assert "manifest.json" not in found or found == whole
 
 
 def assert_ends_equal(pair, texts: Path, folder: Path, whole: dict[str, bytes], processes: int) -> None:
     finish(pair, texts, folder, processes)
-    assert writers.contents(folder) == whole  # byte for byte, and nothing beside it: no lock, nothing half
+    assert (
+        cache_writer_processes.contents(folder) == whole
+    )  # byte for byte, and nothing beside it: no lock, nothing half
     read = [row.document.text for row in TeacherCache(folder)]
     assert read == [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()]
 
@@ -63,7 +69,7 @@ def kill_many_times(pair, texts, folder: Path, whole: dict[str, bytes], seconds:
     killed = caches = 0
     while killed < kills:
         target = folder / str(caches)
-        writer = writers.start(pair.teacher, texts, target)
+        writer = cache_writer_processes.start(pair.teacher, texts, target)
         writer.join(draw.uniform(0, seconds))
         writer.kill()
         writer.join()
@@ -71,11 +77,11 @@ def kill_many_times(pair, texts, folder: Path, whole: dict[str, bytes], seconds:
         if writer.exitcode == 0:
             caches += 1
         else:
-            assert writer.exitcode == -signal.SIGKILL, writers.said(target)
+            assert writer.exitcode == -signal.SIGKILL, cache_writer_processes.said(target)
             killed += 1
     assert_ends_equal(pair, texts, folder / str(caches), whole, 1)
     for number in range(caches):
-        assert writers.contents(folder / str(number)) == whole
+        assert cache_writer_processes.contents(folder / str(number)) == whole
     return caches
 
 
@@ -92,7 +98,7 @@ def test_two_hundred_kills(pair, texts, whole, tmp_path):
 
 def kill_one_of(writer, draw: random.Random) -> bool:
     """Kill a writer or, as often, one of its processes; say whether it was the writer."""
-    children = writers.children_of(writer.pid)
+    children = cache_writer_processes.children_of(writer.pid)
     if draw.random() < 0.5 or not children:
         writer.kill()
         return True
@@ -122,14 +128,14 @@ def kill_two_processes(pair, texts, folder: Path, whole: dict[str, bytes], kills
     while killed < kills:
         target = folder / str(caches)
         there = len(list(target.glob("shard-*")))
-        writer = writers.start(pair.teacher, texts, target, processes=2)
+        writer = cache_writer_processes.start(pair.teacher, texts, target, processes=2)
         if draw.random() < 0.25:
             writer.join(draw.uniform(0, 5))
         else:
             while writer.is_alive() and len(list(target.glob("shard-*"))) == there:
                 time.sleep(0.005)
             writer.join(draw.uniform(0, 0.5))
-        children = writers.children_of(writer.pid) if writer.is_alive() else []
+        children = cache_writer_processes.children_of(writer.pid) if writer.is_alive() else []
         was_parent = kill_one_of(writer, draw) if writer.is_alive() else False
         writer.join(60)
         assert gone(children)
@@ -140,7 +146,7 @@ def kill_two_processes(pair, texts, folder: Path, whole: dict[str, bytes], kills
         killed += 1
         assert writer.exitcode == (-signal.SIGKILL if was_parent else 1)
         if not was_parent:
-            assert "was killed by SIGKILL" in writers.said(target)
+            assert "was killed by SIGKILL" in cache_writer_processes.said(target)
     assert_ends_equal(pair, texts, folder / str(caches), whole, 2)
 
 

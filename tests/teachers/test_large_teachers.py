@@ -12,10 +12,10 @@ import time
 import warnings
 from pathlib import Path
 
+import cache_writer_processes
 import numpy as np
 import pytest
 import torch
-import writers
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.models.causal_lm import load_causal_lm
@@ -184,7 +184,7 @@ def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, co
     writer = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True)
     while not list((tmp_path / "c").glob("shard-*")) and writer.poll() is None:
         time.sleep(0.01)
-    (follower,) = writers.children_of(writer.pid)
+    (follower,) = cache_writer_processes.children_of(writer.pid)
     os.kill(follower, signal.SIGKILL)
     _, said = writer.communicate(timeout=60)
     assert writer.returncode == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.teachers.cache_build_config import CacheRequest, sharding_options
@@ -29,9 +29,9 @@ def peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int
 def test_planning_ten_times_the_documents_takes_no_more_memory(pair, tmp_path):
     request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4))
     tokenizer = Tokenizer(pair.teacher)
-    texts = material.sentences(1500, seed=9)
-    few = material.write_jsonl(tmp_path / "few.jsonl", texts)
-    many = material.write_jsonl(tmp_path / "many.jsonl", texts * 8)
+    texts = small_inputs.sentences(1500, seed=9)
+    few = small_inputs.write_jsonl(tmp_path / "few.jsonl", texts)
+    many = small_inputs.write_jsonl(tmp_path / "many.jsonl", texts * 8)
     peak(request, tokenizer, few)  # what is made once and kept
     (one, small), (other, large) = peak(request, tokenizer, few), peak(request, tokenizer, many)
     assert (one, other) == (1500, 12_000)

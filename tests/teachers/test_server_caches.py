@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from material import Pair
-from processes_that_serve import answer_as_vllm, get_in_the_way, served
+from http_server_processes import answer_as_vllm, get_in_the_way, served
+from small_inputs import Pair
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache

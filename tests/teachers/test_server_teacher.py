@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
-from material import Pair
-from processes_that_serve import SPOIL, Served, answer_as_vllm, get_in_the_way, served
-from said import assert_is_the_truth, documents_of, said_plainly
+import small_inputs
+from http_server_processes import SPOIL, Served, answer_as_vllm, get_in_the_way, served
+from reference_logprobs import assert_is_the_truth, documents_of, said_plainly
+from small_inputs import Pair
 
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import MismatchError, XtkError
@@ -182,7 +182,7 @@ def test_answers_that_are_large_together_are_asked_for_one_by_one(pair, proxy, d
 
 
 def test_a_hundred_documents_come_back_in_their_order(pair, model):
-    texts = material.sentences(100, seed=11)
+    texts = small_inputs.sentences(100, seed=11)
     documents = documents_of(pair.teacher, 256, texts)
     for document, scores in zip(
         documents, ServerTeacher(request_of(pair.teacher, [model.url])).score(documents), strict=True
@@ -273,7 +273,7 @@ def test_a_server_that_does_not_tell_ids_is_noted(pair, capsys):
 
 
 def test_two_servers_of_different_weights_are_refused(pair, model, tmp_path):
-    folder = material.make_teacher(tmp_path / "teacher", seed=7)
+    folder = small_inputs.make_teacher(tmp_path / "teacher", seed=7)
     with (
         served(answer_as_vllm, str(folder), ["teacher"], {}) as wrong,
         pytest.raises(MismatchError, match="do not have the same model") as caught,

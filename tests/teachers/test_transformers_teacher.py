@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
-TEXTS = [*material.sentences(9, seed=8), "a", "", "Anna", " ".join(material.sentences(6, seed=9))]
+TEXTS = [*small_inputs.sentences(9, seed=8), "a", "", "Anna", " ".join(small_inputs.sentences(6, seed=9))]
 
 
 def read(folder: Path, texts: list[str] = TEXTS) -> list[TokenSequence]:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from hypothesis_texts import FAMILIES, TEXTS, quick
 from test_properties import readable_spans
-from texts import FAMILIES, TEXTS, quick
 
 from xtk.tokens.alignment import align, align_sequences
 from xtk.tokens.alignment_numba import minimal_spans

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import PIECES, SPECIAL_SPELLINGS, quick
+from hypothesis_texts import PIECES, SPECIAL_SPELLINGS, quick
 
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences
@@ -133,13 +133,13 @@ def test_the_tokens_are_those_of_the_rendered_text(sides, name):
     tokenizer = sides[name]
     conversation = Conversation(tuple(CHAT))
     backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-    rendered = tokenizer.chat_template.render_with_positions(conversation).text
+    rendered = tokenizer.chat_template.render_batch_with_positions([conversation])[0].text
     (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(CHAT)])
     assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
 
 
 def test_a_system_prompt_inside_of_the_first_question_is_found(sides):
-    rendering = sides["metaspace"].chat_template.render_with_positions(Conversation(tuple(CHAT[:3])))
+    (rendering,) = sides["metaspace"].chat_template.render_batch_with_positions([Conversation(tuple(CHAT[:3]))])
     assert written(rendering) == [message["content"] for message in CHAT[:3]]
 
 
@@ -306,7 +306,7 @@ def test_a_template_that_looks_into_one_turn_to_write_another_loses_none(familie
     assert trained_text(tokenizer, sequence) == "I ask.It is 12.Anna."
     assert (sequence.segment_end_tokens >= 0).all()
     backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-    rendered = tokenizer.chat_template.render_with_positions(document.conversation).text
+    rendered = tokenizer.chat_template.render_batch_with_positions([document.conversation])[0].text
     assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
 
 
@@ -403,22 +403,23 @@ def test_tools_calls_and_dates_reach_the_template():
         {"role": "assistant", "content": "", "tool_calls": [{"name": "é<"}]},
         {"role": "tool", "content": "5"},
     ]
-    rendering = template.render_with_positions(Conversation(tuple(messages), tools=({"name": "add"},)))
+    conversation = Conversation(tuple(messages), tools=({"name": "add"},))
+    (rendering,) = template.render_batch_with_positions([conversation])
     assert rendering.text == '[{"name": "add"}]2024-07-26<b>|[{"name": "é<"}]|5|'
     assert written(rendering) == ["<b>", None, "5"]
 
 
 def test_a_template_that_leaves_a_message_out_gives_it_no_region():
     template = ChatTemplate("{% for m in messages if m.role != 'system' %}{{ m.content }}.{% endfor %}", {}, "here")
-    rendering = template.render_with_positions(
-        Conversation(({"role": "system", "content": "s"}, {"role": "user", "content": "u"}))
+    (rendering,) = template.render_batch_with_positions(
+        [Conversation(({"role": "system", "content": "s"}, {"role": "user", "content": "u"}))]
     )
     assert written(rendering) == [None, "u"]
 
 
 def test_a_template_that_writes_a_content_twice_is_no_trap():
     template = ChatTemplate("{{ messages[0].content }}; {{ messages[0].content }}!", {}, "here")
-    rendering = template.render_with_positions(Conversation(({"role": "user", "content": "abc"},)))
+    (rendering,) = template.render_batch_with_positions([Conversation(({"role": "user", "content": "abc"},))])
     assert [place.runs.tolist() for place in rendering.content_positions] == [[[0, 5, 3]]]  # the last of the two
 
 

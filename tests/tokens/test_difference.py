@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from texts import TEXTS, quick
+from hypothesis_texts import TEXTS, quick
 
 from xtk.tokens.different_text_alignment import (
     align_different_texts,

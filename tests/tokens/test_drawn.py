@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from families import MAKERS
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_texts import quick
 from test_chat import HEADERS, TURNS, with_template
-from texts import quick
+from tokenizer_families import MAKERS
 
 from xtk.artifacts.record_to_document import record_to_document
 from xtk.errors import XtkError

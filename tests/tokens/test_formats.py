@@ -5,20 +5,29 @@ from __future__ import annotations
 import base64
 import json
 
-import material
 import numpy as np
 import pytest
 import sentencepiece
+import small_inputs
 import tiktoken
 from hypothesis import given
-from texts import TEXTS, quick
+from hypothesis_texts import TEXTS, quick
 
 from xtk.errors import XtkError
 from xtk.tokens import tokenizer_formats
 from xtk.tokens.tokenizer import Tokenizer
 
 PATTERN = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-PROSE = [*material.sentences(200, seed=9), *material.ODD, "  two  spaces ", "tab\tx", "\n\n x", "  ", "a▁b", "ﬁne ½"]
+PROSE = [
+    *small_inputs.sentences(200, seed=9),
+    *small_inputs.ODD,
+    "  two  spaces ",
+    "tab\tx",
+    "\n\n x",
+    "  ",
+    "a▁b",
+    "ﬁne ½",
+]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +102,7 @@ def test_special_tokens_of_ranks_have_their_ids_and_roles(rank_file, tekken, ran
 def models(tmp_path_factory):
     """Models trained by SentencePiece itself: BPE with byte fallback as Llama 2, with a normaliser, Unigram."""
     folder = tmp_path_factory.mktemp("pieces")
-    (folder / "text").write_text("\n".join([*material.sentences(1500), *material.ODD]))
+    (folder / "text").write_text("\n".join([*small_inputs.sentences(1500), *small_inputs.ODD]))
     kinds = {
         "bpe": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
                 "remove_extra_whitespaces": False, "split_digits": True},

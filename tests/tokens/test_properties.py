@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tokenizers
+from expected_token_bytes import TRUTHS, assert_ends_where_it_could, assert_groups_spell, assert_whole
 from hypothesis import HealthCheck, given, settings
-from texts import FAMILIES, batches
-from truth import TRUTHS, assert_ends_where_it_could, assert_groups_spell, assert_whole
+from hypothesis_texts import FAMILIES, batches
 
 from xtk.tokens.alignment import align
 from xtk.tokens.alignment_numba import token_byte_ends

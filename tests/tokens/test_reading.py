@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from hypothesis_texts import PIECES, TEXTS, quick
 from test_chat import CHAT, HEADERS, THINKING, TURNS, read_of, trained_text, with_template
-from texts import PIECES, TEXTS, quick
 
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import FAMILIES, TEXTS, quick
+from hypothesis_texts import FAMILIES, TEXTS, quick
 
 from xtk.tokens import alignment_statistics as module
 from xtk.tokens.alignment_statistics import SPAN_KINDS, AlignedDocument, AlignmentStatistics, align_documents
@@ -167,9 +167,9 @@ def test_the_worst_documents_and_the_longest_spans_are_those_of_the_whole_corpus
 
 
 def test_groups_change_nothing(tokenizer_of, monkeypatch):
-    import material
+    import small_inputs
 
-    texts = [*material.sentences(20), "", *material.ODD, "x" * 300]
+    texts = [*small_inputs.sentences(20), "", *small_inputs.ODD, "x" * 300]
     pair = tokenizer_of["student"], tokenizer_of["metaspace"]
     whole, _ = counted(*pair, texts)
     for name, value in (("BATCH_DOCUMENTS", 1), ("BATCH_DOCUMENTS", 7), ("BATCH_CHARACTERS", 100)):

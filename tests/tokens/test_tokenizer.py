@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import tokenizers
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from hypothesis_texts import FAMILIES, SPECIAL_SPELLINGS, TEXTS, quick
 from test_properties import readable_byte_ends
-from texts import FAMILIES, SPECIAL_SPELLINGS, TEXTS, quick
 from transformers import AutoTokenizer
 
 from xtk.errors import XtkError
@@ -258,7 +258,7 @@ def test_a_broken_configuration_beside_the_tokenizer_is_named(families, tmp_path
 
 
 def test_added_tokens_whose_numbers_leave_a_gap_have_those_of_transformers(tmp_path):
-    folder = material.make_student_tokenizer(tmp_path / "gap")
+    folder = small_inputs.make_student_tokenizer(tmp_path / "gap")
     content = json.loads((folder / "tokenizer.json").read_text())
     last = content["added_tokens"][-1]
     most = max(*content["model"]["vocab"].values(), last["id"])

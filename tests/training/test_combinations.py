@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import run_xtk
-from layouts import make_students
+from parallel_layouts import make_students
 from safetensors.torch import load_file
+from xtk_processes import run_xtk
 
 from xtk.training.metrics_file import read_metrics
 

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-import harness_tasks
+import lm_eval_tasks
 import pytest
 
 from xtk.errors import XtkError
@@ -44,8 +44,8 @@ def folder(pair, tmp_path_factory) -> Path:
     configuration = json.loads((folder / "student" / "config.json").read_text())
     (folder / "student" / "config.json").write_text(json.dumps(configuration | {"attention_dropout": 0.2}))
     (folder / "student" / "chat_template.jinja").write_text(TEMPLATE)
-    harness_tasks.write_tasks(folder / "tasks")
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in harness_tasks.rows(7)))
+    lm_eval_tasks.write_tasks(folder / "tasks")
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lm_eval_tasks.rows(7)))
     (folder / "judge.py").write_text(JUDGE)
     return folder
 

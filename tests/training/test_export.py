@@ -6,13 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 import torch
-from command_line import run_xtk
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from xtk_processes import run_xtk
 
 from xtk.artifacts.run_folders import file_entries, write_run_manifest
 from xtk.errors import CorruptError, XtkError
@@ -47,7 +47,7 @@ def logits_of(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def tied(tmp_path_factory, corpus) -> Path:
     """A finished run of a student with tied embeddings, a chat template, and another end of turn than its eos."""
     root = tmp_path_factory.mktemp("exports")
-    student = material.make_teacher(root / "student")
+    student = small_inputs.make_teacher(root / "student")
     (student / "chat_template.jinja").write_text(TEMPLATE)
     described = json.loads((student / "tokenizer_config.json").read_text())
     (student / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "<|endoftext|>"}))

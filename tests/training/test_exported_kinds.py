@@ -13,9 +13,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from command_line import run_xtk
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from xtk_processes import run_xtk
 
 from xtk.errors import XtkError
 from xtk.training.student_export import upload_to_hub

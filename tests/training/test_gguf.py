@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 READ = """
@@ -49,7 +49,7 @@ def test_a_student_is_what_it_was_in_llama_cpps_own_file(run, real_data, tmp_pat
             num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
         )
     ).save_pretrained(student)  # fmt: skip
-    data = material.write_jsonl(tmp_path / "data.jsonl", material.sentences(4))
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(4))
     run("distill", student, data, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "run")
     out = tmp_path / "out"
     run("export", tmp_path / "run", "-o", out, "--gguf", "q8_0", "--gguf-converter", converter, timeout=600)

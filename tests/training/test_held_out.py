@@ -13,16 +13,17 @@ import sys
 import time
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
-from steps import inputs_of, recipe_of
+from recorded_training_steps import inputs_of, recipe_of
 
 from xtk.artifacts.projection_file import read_projection
 from xtk.errors import XtkError
 from xtk.evaluation.top1_agreement import BySpelling
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents
@@ -40,7 +41,7 @@ STEPS = 4
 def caches(run, pair, tmp_path_factory) -> Path:
     """Held-out documents as the teacher said them, and as the student itself did."""
     folder = tmp_path_factory.mktemp("held-out")
-    material.write_jsonl(folder / "data.jsonl", material.sentences(12, seed=21))
+    small_inputs.write_jsonl(folder / "data.jsonl", small_inputs.sentences(12, seed=21))
     for name in ("teacher", "student"):
         run("cache-teacher", getattr(pair, name), "data.jsonl", "--top-k", 16, "--precision", "float32", "-o", name,
             cwd=folder)  # fmt: skip
@@ -76,7 +77,7 @@ def test_top1_agreement_through_a_projection_is_that_of_full_logits(pair, caches
     weights = read_projection(projection)
     dense = np.zeros((weights.student_width, weights.teacher_width))
     dense[weights.entry_rows, weights.teacher_ids] = weights.weights
-    pairs = list(starts_of_both(pair, material.sentences(12, seed=21)))
+    pairs = list(starts_of_both(pair, small_inputs.sentences(12, seed=21)))
     agreed = [dense[ours].max() > 0 and dense[ours].argmax() == theirs for ours, theirs in pairs]
     found = evaluate(pair.student, caches / "teacher", ["p-kl"], (projection,))
     assert len(pairs) > 100
@@ -87,7 +88,7 @@ def test_top1_agreement_without_a_projection_is_by_bytes(pair, caches):
     padding = [b""] * 100  # rows of the heads above the tokens
     spelled = [[*Tokenizer(folder).vocabulary.bytes_by_id, *padding] for folder in (pair.student, pair.teacher)]
     ends = [Tokenizer(folder).special_token_ids["eos"] for folder in (pair.student, pair.teacher)]
-    pairs = list(starts_of_both(pair, material.sentences(12, seed=21)))
+    pairs = list(starts_of_both(pair, small_inputs.sentences(12, seed=21)))
     agreed = 0
     for ours, theirs in pairs:
         one, other = spelled[0][ours], spelled[1][theirs]
@@ -116,7 +117,7 @@ def test_the_cross_entropy_of_held_out_text_is_always_told(pair, caches):
     found = evaluate(pair.student, caches / "teacher", ["byte-kl"])
     nats, count = 0.0, 0
     model = load_causal_lm(pair.student, dtype=torch.float64).eval()
-    texts = material.sentences(12, seed=21)
+    texts = small_inputs.sentences(12, seed=21)
     for sequence in tokenize_documents(Tokenizer(pair.student), [Document.from_text(text) for text in texts]):
         ids = torch.from_numpy(sequence.ids.astype(np.int64))
         with torch.no_grad():

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from command_line import run_xtk
-from interrupting import (
+from interrupted_runs import (
     assert_none_left,
     assert_same,
     ended,
@@ -25,9 +24,10 @@ from interrupting import (
     wait_for,
     worker,
 )
-from material import sentences, write_jsonl
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_inputs import sentences, write_jsonl
+from xtk_processes import run_xtk
 
 from xtk.artifacts.run_folders import read_recipe
 from xtk.tokens.tokenizer import Tokenizer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import material
 import pytest
+import small_inputs
 import torch
-from layouts import (
+from parallel_layouts import (
     CONTEXT,
     LIKE_ONE,
     LIKE_ONE_LONG,
@@ -29,7 +29,8 @@ from safetensors.torch import load_file
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.parallel_config import ParallelConfig, parse_parallel
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.slow
 def cache(run, pair, tmp_path_factory) -> Path:
     """Ten documents, as the teacher said it."""
     folder = tmp_path_factory.mktemp("exact")
-    material.write_jsonl(folder / "data.jsonl", material.sentences(10, seed=8))
+    small_inputs.write_jsonl(folder / "data.jsonl", small_inputs.sentences(10, seed=8))
     run("cache-teacher", pair.teacher, "data.jsonl", "--top-k", 16, "--precision", "float32", "-o", "cache", cwd=folder)
     return folder / "cache"
 

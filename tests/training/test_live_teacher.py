@@ -11,15 +11,15 @@ import sys
 import time
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
 from accelerate import Accelerator
-from command_line import run_xtk
-from interrupting import ended, start, wait_for
+from interrupted_runs import ended, start, wait_for
+from recorded_training_steps import inputs_of, recipe_of
 from safetensors.torch import load_file
-from steps import inputs_of, recipe_of
+from xtk_processes import run_xtk
 
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.artifacts.corpus_reader import Corpus
@@ -98,7 +98,7 @@ def assert_same_words(
 @pytest.fixture(scope="module")
 def second(tmp_path_factory) -> Path:
     """Another teacher with the first one's tokenizer, of a shorter context."""
-    return material.make_teacher(tmp_path_factory.mktemp("second") / "second", context=40, seed=7)
+    return small_inputs.make_teacher(tmp_path_factory.mktemp("second") / "second", context=40, seed=7)
 
 
 # --- runs
@@ -246,7 +246,7 @@ def test_all_of_the_vocabulary_is_a_distribution(pair, corpus, tmp_path):
 
 @pytest.mark.parametrize("way", ["sum", "mixture"])
 def test_several_teachers_say_what_their_caches_say(pair, corpus, tmp_path, way):
-    third = material.make_teacher(tmp_path / "third", seed=7)
+    third = small_inputs.make_teacher(tmp_path / "third", seed=7)
     options = [f"top_k=16,{ALONE}", f"support=top-k+sample,top_k=4,{ALONE}"]
     teachers = [live(model, option) for model, option in zip((pair.teacher, third), options, strict=True)]
     caches = [cached(teacher, corpus, tmp_path / f"cache-{at}") for at, teacher in enumerate(teachers)]
@@ -259,7 +259,7 @@ def test_several_teachers_say_what_their_caches_say(pair, corpus, tmp_path, way)
 
 
 def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_path):
-    texts = material.sentences(12, seed=5)
+    texts = small_inputs.sentences(12, seed=5)
     lines = [{"text": text, "by": ["teacher", "second"][at % 3 == 0], "counts": at} for at, text in enumerate(texts)]
     data = tmp_path / "routed.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -286,8 +286,8 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
 
 
 def test_documents_are_cut_to_what_all_teachers_read(pair, second, tmp_path):
-    texts = [*material.sentences(6, seed=8), " ".join(material.sentences(6, seed=9))]
-    data = material.write_jsonl(tmp_path / "long.jsonl", texts)
+    texts = [*small_inputs.sentences(6, seed=8), " ".join(small_inputs.sentences(6, seed=9))]
+    data = small_inputs.write_jsonl(tmp_path / "long.jsonl", texts)
     with pytest.raises(XtkError, match="longer than the 40 tokens of the teacher's context"):
         live_inputs(pair.student, data, [live(pair.teacher), live(second)])
     read = tokenize_documents(Tokenizer(second), list(map(Document.from_text, texts)))

@@ -11,14 +11,14 @@ import signal
 import time
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
-from command_line import run_xtk
-from interrupting import start, told, wait_for
+from interrupted_runs import start, told, wait_for
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from xtk_processes import run_xtk
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
@@ -452,7 +452,7 @@ def test_several_teachers_score_what_the_student_writes(pair, tmp_path, way):
     data = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"Anna has {at} apples and", "by": ["teacher", "other"][at % 2]} for at in range(4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    other = material.make_teacher(tmp_path / "other", seed=9)
+    other = small_inputs.make_teacher(tmp_path / "other", seed=9)
     routes = ["--route-column", "by"] if way == "route" else []
     run_xtk("distill", pair.student, data, "--teacher", f"{pair.teacher}:top_k=16", "--teacher", f"{other}:top_k=16",
             "--combine-teachers", way, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import material
 import pytest
+import small_inputs
 import torch
 from safetensors.torch import load_file
 
@@ -25,7 +25,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-end
             "--nproc-per-node", "2"]  # fmt: skip
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
               "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
-HELPERS = str(Path(material.__file__).parent)
+HELPERS = str(Path(small_inputs.__file__).parent)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -88,10 +88,10 @@ def cache(run, pair, corpus, tmp_path_factory) -> Path:
 def weighted(run, pair, tmp_path_factory) -> list[str]:
     """Caches of two teachers, one of them with the student's tokenizer, whose documents have weights and routes."""
     folder = tmp_path_factory.mktemp("weighted")
-    other = material.make_student(folder / "other", seed=7)
+    other = small_inputs.make_student(folder / "other", seed=7)
     lines = [
         {"text": text, "quality": (0.5, 1, 2, 3)[at % 4], "by": (pair.teacher.name, "other")[at % 3 == 0]}
-        for at, text in enumerate(material.sentences(10, seed=8))
+        for at, text in enumerate(small_inputs.sentences(10, seed=8))
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     columns = ("--weight-column", "quality", "--route-column", "by")
@@ -104,7 +104,7 @@ def weighted(run, pair, tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def dumped(pair, cache, projection, weighted, tmp_path_factory) -> dict[int, Dumped]:
     """What one process and what two processes got, by the number of processes."""
-    script = Path(__file__).parent / "dump_gradients.py"
+    script = Path(__file__).parent / "gradient_dump_process.py"
     results = {}
     for processes, launcher, ways in ((1, [], ONE_PROCESS), (2, TORCHRUN, TWO_PROCESSES)):
         folder = tmp_path_factory.mktemp(f"gradients-{processes}")

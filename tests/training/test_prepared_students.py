@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import run_xtk
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from xtk_processes import run_xtk
 
 from xtk.training.metrics_file import read_metrics
 

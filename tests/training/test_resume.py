@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import run_xtk
-from interrupting import assert_none_left, assert_same, stop_at_a_checkpoint
+from interrupted_runs import assert_none_left, assert_same, stop_at_a_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from xtk_processes import run_xtk
 
 from xtk.losses.loss_spec import LossSpec
 from xtk.training.metrics_file import MetricsFile, read_metrics

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
 from accelerate import Accelerator
-from steps import inputs_of, recipe_of, take_steps
+from recorded_training_steps import inputs_of, recipe_of, take_steps
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
@@ -23,7 +23,7 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import match_documents
 from xtk.training.losses_per_teacher import AUTO_LOSSES, assign_losses, open_teachers
 
-TEXTS = material.sentences(8, seed=11)
+TEXTS = small_inputs.sentences(8, seed=11)
 ROUTES = ["teacher", "twin", "twin", "teacher", "twin", "teacher", "teacher", "teacher"]
 WEIGHTS = [1, 2, 1, 0, 3, 1, 2, 1]
 Step = Callable[..., tuple[dict[str, torch.Tensor], dict[str, float]]]
@@ -33,10 +33,13 @@ Step = Callable[..., tuple[dict[str, torch.Tensor], dict[str, float]]]
 def folder(run, pair, tmp_path_factory) -> Path:
     """Caches of three teachers: `teacher` and `other` have one tokenizer, `alike` has the student's; and data."""
     folder = tmp_path_factory.mktemp("teachers")
-    other, alike = material.make_teacher(folder / "other", seed=5), material.make_student(folder / "alike", seed=7)
-    material.write_jsonl(folder / "plain.jsonl", TEXTS)
-    material.write_jsonl(folder / "turned.jsonl", TEXTS[::-1])
-    material.write_jsonl(folder / "listed.jsonl", np.repeat(TEXTS, WEIGHTS).tolist())
+    other, alike = (
+        small_inputs.make_teacher(folder / "other", seed=5),
+        small_inputs.make_student(folder / "alike", seed=7),
+    )
+    small_inputs.write_jsonl(folder / "plain.jsonl", TEXTS)
+    small_inputs.write_jsonl(folder / "turned.jsonl", TEXTS[::-1])
+    small_inputs.write_jsonl(folder / "listed.jsonl", np.repeat(TEXTS, WEIGHTS).tolist())
     lines = [
         {"text": text, "by": by, "quality": weight} for text, by, weight in zip(TEXTS, ROUTES, WEIGHTS, strict=True)
     ]
@@ -167,7 +170,7 @@ def test_caches_of_one_teacher_over_two_halves_are_its_cache_over_both(step):
 
 
 def test_a_document_goes_to_the_teacher_that_its_column_names(run, step, pair, folder):
-    twin = material.make_teacher(folder / "twin")  # the same model, of another name
+    twin = small_inputs.make_teacher(folder / "twin")  # the same model, of another name
     exact = ("--top-k", 12, "--precision", "float32", "--route-column", "by", "-q")
     run("cache-teacher", pair.teacher, "columns.jsonl", *exact, "-o", "c-routed", cwd=folder)
     run("cache-teacher", twin, "columns.jsonl", *exact, "-o", "c-twin", cwd=folder)
@@ -192,7 +195,7 @@ def test_documents_are_found_in_whatever_order_they_are_cached(folder, tmp_path,
         assert read == [TEXTS[number]] * 3
     twice = [TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[0]]
     for name, texts in (("one", twice), ("two", twice[::-1])):
-        material.write_jsonl(tmp_path / f"{name}.jsonl", texts)
+        small_inputs.write_jsonl(tmp_path / f"{name}.jsonl", texts)
         run("cache-teacher", pair.teacher, f"{name}.jsonl", "--support", "none", "-q", "-o", name, cwd=tmp_path)
     assert match_documents([TeacherCache(tmp_path / name) for name in ("one", "two")]).tolist() == [
         [0, 1, 2, 3],
@@ -246,7 +249,7 @@ def test_balance_brings_teachers_to_the_size_of_ce_and_leaves_ce_alone(step):
 
 
 def test_balance_is_that_of_the_very_step_though_the_student_forgets_at_random(folder):
-    student = material.make_student(folder / "forgetful")
+    student = small_inputs.make_student(folder / "forgetful")
     configuration = json.loads((student / "config.json").read_text())
     (student / "config.json").write_text(json.dumps({**configuration, "attention_dropout": 0.5}))
     ratios = []
@@ -351,7 +354,7 @@ def test_the_command_takes_several_caches_and_tells_of_each(run, pair, folder, t
 def test_plain_data_has_weights_too(run, pair, folder, tmp_path):
     lines = [{"text": TEXTS[0], "quality": 2}, {"text": TEXTS[1], "quality": 1}, {"text": TEXTS[2], "quality": 0}]
     (tmp_path / "weighted.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    material.write_jsonl(tmp_path / "listed.jsonl", [TEXTS[0], TEXTS[0], TEXTS[1]])
+    small_inputs.write_jsonl(tmp_path / "listed.jsonl", [TEXTS[0], TEXTS[0], TEXTS[1]])
     options = ("--loss", "ce", "--max-steps", 1, "--logging-steps", 1)
     done = run("distill", pair.student, "weighted.jsonl", "--weight-column", "quality", *options,
                "--per-device-train-batch-size", 2, "-o", "one", cwd=tmp_path)  # fmt: skip

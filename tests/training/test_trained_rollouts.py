@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import material
 import numpy as np
 import pytest
+import small_inputs
 import torch
 
 from xtk.artifacts.corpus_reader import Corpus
@@ -52,7 +52,7 @@ class Rollouts:
 def rollouts(run, pair, tmp_path_factory) -> Rollouts:
     folder = tmp_path_factory.mktemp("rollouts")
     student = Tokenizer(pair.student)
-    places = {"alike": material.make_student(folder / "alike", seed=7), "teacher": pair.teacher}
+    places = {"alike": small_inputs.make_student(folder / "alike", seed=7), "teacher": pair.teacher}
     lines, drawn = [], []
     for said, after in ((" ab 12 apples", " cab"), (" has 3", " left")):
         first = [student.vocabulary.token_of_bytes[bytes([byte])] for byte in said.encode()]

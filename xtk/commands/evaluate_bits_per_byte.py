@@ -125,7 +125,7 @@ def _measured(
     """Measure one model."""
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
     from xtk.evaluation.cached_teacher_comparison import compare_with_teacher
-    from xtk.models.causal_lm import BackboneWithHead
+    from xtk.models.backbone_with_head import BackboneWithHead
     from xtk.training.losses_per_teacher import DistillationTeacher
 
     network, tokenizer = load_model_and_tokenizer(name, places, options)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from xtk.doctor import heap_fragmentation_estimate
 from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.causal_lm import DTYPES, load_model_config
@@ -46,7 +45,6 @@ class MemoryFootprint:
             gradients of earlier passes except that of the output head.
         forward_peak: peak of the forward pass, without weights.
         backward_peak: peak of the backward pass, with gradients of the weights except that of the output head.
-        heap_fragmentation: additional memory of the heap when passes are repeated; 0 on a GPU and without training.
     """
 
     weights: int
@@ -60,7 +58,6 @@ class MemoryFootprint:
     kept_activations: int
     forward_peak: int
     backward_peak: int
-    heap_fragmentation: int
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,7 +67,6 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self._ignored: set[int] = set()
-        self.events: list[tuple[int, int]] = []
 
     def ignore(self, tensor: Tensor) -> None:
         """Exclude an existing tensor from the count."""
@@ -90,14 +86,11 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignored.add(name)
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        number = len(self.events)
-        self.events.append((number, size))
-        weakref.finalize(storage, self._drop, name, number, size)
+        weakref.finalize(storage, self._drop, name, size)
 
-    def _drop(self, name: int, number: int, size: int) -> None:
+    def _drop(self, name: int, size: int) -> None:
         self._ignored.discard(name)
         self.live_bytes -= size
-        self.events.append((number, -1))
 
 
 def measure_footprint(
@@ -220,9 +213,6 @@ def _measure_passes(model: Any, shape: tuple[int, int], autocast: Any, passes: i
         kept_activations=kept,
         forward_peak=forward,
         backward_peak=most,
-        heap_fragmentation=heap_fragmentation_estimate.fragmentation_bytes(live.events)
-        if passes and embedding.device.type == "cpu"
-        else 0,
     )
 
 

@@ -5,26 +5,21 @@ The formulas are in `docs/how-to/doctor.md`.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import os
-import platform
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from xtk import __version__
-from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
-from xtk.artifacts.projection_disk_cache import user_cache_folder
 from xtk.artifacts.teacher_cache import cache_totals
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan, max_document_tokens
+from xtk.doctor.fake_tensor_memory import UnsupportedModel, measure_footprint
+from xtk.doctor.library_memory import library_bytes
 from xtk.doctor.weight_checks import transformers_class
-from xtk.errors import XtkError
+from xtk.models.output_head import chunk_rows
+from xtk.teachers.cache_build_config import CacheRequest
+from xtk.teachers.transformers import CHUNK_PASSES
 from xtk.terminal import format_duration
 from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, make_support
 
@@ -41,11 +36,10 @@ TOKENIZER_BYTES_PER_TOKEN = 800  # per vocabulary token; Llama 3 and Qwen in the
 SHARDS_IN_MEMORY = 2  # cache shards in memory: one is scored, one is written
 MEMORY_BYTES_PER_POSITION = 64  # offsets, masses, log-probabilities; each entry takes 8 bytes more
 PACKING_BYTES_PER_ENTRY = 64  # of the shard that is being compressed; fitted to one run with 256 entries
-IMPORT_CODE = (
-    "import accelerate, numba, pyarrow, xtk.training.distill, xtk.training.training_loop, "
-    "xtk.training.held_out_evaluation; "
-    "from xtk.doctor.memory_disk_and_time_estimates import resident"
-)
+# Fragmentation of glibc's heap, as a fraction of gradients and activations: plain; with adapters or gradient
+# checkpointing. Fitted to 19 runs (numbers.md, doctor).
+HEAP_MARGIN, HEAP_MARGIN_RECOMPUTED = 0.2, 1.0
+MALLOC_MMAP_THRESHOLD = 1 << 20  # with this variable of glibc, freed tensors are returned to the system
 DEFAULT_DOCUMENT_TOKENS = 1024  # tokens per document, if there is no data
 
 
@@ -69,8 +63,6 @@ class MemoryEstimate:
 
 def memory(inputs: DoctorInputs) -> Iterator[Finding]:
     """Compare the estimated memory of each command with the available memory."""
-    from xtk.doctor.fake_tensor_memory import UnsupportedModel
-
     _ = inputs.data_sample  # an error in the data is reported once, by the first check that reads it
     for command, forecast in (("cache-teacher", estimate_caching_memory), ("distill", estimate_training_memory)):
         if command == "cache-teacher" and inputs.cache is not None:
@@ -113,8 +105,6 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
     Raises:
         UnsupportedModel: the memory of this model cannot be estimated.
     """
-    from xtk.doctor.fake_tensor_memory import measure_footprint
-
     plan, layout = inputs.plan, inputs.plan.parallel
     tokens = max(1, -(-max_pass_tokens(inputs) // layout.cp))
     several = plan.gradient_accumulation_steps > 1 or max_pass_tokens(inputs, entire_step=True) > max_pass_tokens(
@@ -149,6 +139,7 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
     if narrow and plan.dtype == "float32":
         at_head += found.head_bytes // layout.tp // 2  # the head's weights, cast to the autocast dtype
     peak = max(at_head + before - sharded_away * several, found.backward_peak + head + before - sharded_away, trained)
+    fragmentation = _heap_fragmentation(peak, plan)
     replicas = layout.num_gradient_replicas > 1 and not layout.is_sharded
     parts = {
         "weights": weights,
@@ -156,10 +147,8 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
         "gradients and activations": peak,
         "gathered weights": 2 * found.largest_block if layout.fsdp * layout.cp > 1 and layout.is_sharded else 0,
         "DDP buckets": trained if replicas else 0,
-        "heap fragmentation": found.heap_fragmentation,
-        "adapter merging": _merge_bytes(found.weights, peak, found.heap_fragmentation)
-        if plan.lora_r and not _on_cuda()
-        else 0,
+        "heap fragmentation": fragmentation,
+        "adapter merging": _merge_bytes(found.weights, peak, fragmentation) if plan.lora_r and not _on_cuda() else 0,
         "EMA": 4 * found.trained_weights // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
     }
     tokens = len(inputs.student.tokenizer) + len(inputs.teacher.tokenizer)
@@ -168,8 +157,21 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
 
 def _merge_bytes(weights: int, peak: int, fragmentation: int) -> int:
     """Return the additional memory to load the model again at the end and merge the adapter."""
-    is_released = fragmentation < peak // 50  # otherwise new weights do not fit where activations were
-    return max(0, weights - peak) if is_released else weights
+    # In a fragmented heap, new weights do not fit where activations were.
+    return weights if fragmentation else max(0, weights - peak)
+
+
+def _heap_fragmentation(peak: int, plan: RunPlan) -> int:
+    """Return a margin for what the heap keeps in addition to live tensors; 0 on a GPU, or if it returns freed memory.
+
+    Args:
+        peak: bytes of gradients and activations.
+        plan: adapters and gradient checkpointing allocate and free more tensors during a pass.
+    """
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    if _on_cuda() or (threshold.isdecimal() and int(threshold) <= MALLOC_MMAP_THRESHOLD):
+        return 0
+    return int(peak * (HEAP_MARGIN_RECOMPUTED if plan.lora_r or plan.gradient_checkpointing else HEAP_MARGIN))
 
 
 def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
@@ -178,10 +180,6 @@ def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
     Raises:
         UnsupportedModel: the memory of this model cannot be estimated.
     """
-    from xtk.doctor.fake_tensor_memory import measure_footprint
-    from xtk.teachers.cache_build_config import CacheRequest
-    from xtk.teachers.transformers import CHUNK_PASSES
-
     plan = inputs.plan
     longest = inputs.data_sample.longest[1][0][0] if inputs.data_sample.num_documents else DEFAULT_DOCUMENT_TOKENS
     limit = max_document_tokens(inputs.teacher, plan)
@@ -222,8 +220,6 @@ def _other_dtype_bytes(side: DoctorModel, dtype: str) -> int:
 
 def logits_bytes(num_tokens: int, vocab_size: int, *, half_precision: bool = False) -> int:
     """Return the bytes of the logits of a chunk in fp32; with `half_precision`, plus their 16-bit original."""
-    from xtk.models.output_head import chunk_rows
-
     return (6 if half_precision else 4) * vocab_size * min(num_tokens, chunk_rows(vocab_size))
 
 
@@ -252,75 +248,9 @@ def _add_library_memory(parts: dict[str, int], side: DoctorModel, tokens: int, m
     if _on_cuda():
         return MemoryEstimate(parts, "cuda")
     known = transformers_class(side)
-    libraries = _library_bytes("" if known is None else known.__name__, more)
+    libraries = library_bytes("" if known is None else known.__name__, more)
     base = {"libraries": libraries + WORKING_BYTES, "tokenizers": tokens * TOKENIZER_BYTES_PER_TOKEN}
     return MemoryEstimate(base | parts, "cpu")
-
-
-@functools.lru_cache
-def _library_bytes(model: str, more: str) -> int:
-    """Return the resident bytes of a process that has imported the libraries of both commands and a model class.
-
-    A subprocess measures it, which takes seconds; the number is stored in the user's cache folder until the installed
-    packages change.
-    """
-    named = [f"from transformers import {model}"] if model else []
-    named += [f"import {more}"] if more else []
-    code = "; ".join([IMPORT_CODE, *named, "print(resident())"])
-    path = None
-    # No home folder, an unreadable package folder, or an environment variable that is not UTF-8.
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        path = (
-            user_cache_folder()
-            / "libraries"
-            / sha256(canonical_json([code, *_import_environment()])).removeprefix("sha256:")
-        )
-    if path is not None:
-        with contextlib.suppress(OSError, ValueError):
-            return int(path.read_text(encoding="ascii"))
-    found = _resident_memory_after(code)
-    if path is not None:
-        with contextlib.suppress(OSError, XtkError), atomic_write(path) as temporary:
-            temporary.write_text(f"{found}\n", encoding="ascii")
-    return found
-
-
-def _import_environment() -> tuple[str, list[str], dict[str, str]]:
-    """Return what the memory of imports depends on: Python, machine, packages, and linker and heap variables."""
-    packages = {found.name for place in filter(None, sys.path) for found in Path(place).glob("*.dist-info")}
-    variables = {
-        name: value for name, value in os.environ.items() if name.startswith(("GLIBC_", "LD_", "MALLOC_", "OMP_"))
-    }
-    machine = f"{platform.node()} {platform.machine()} {os.sysconf('SC_PAGE_SIZE')}"  # the cache folder may be shared
-    return f"{sys.version} {__version__} {machine}", sorted(packages), variables
-
-
-def _resident_memory_after(code: str) -> int:
-    """Return the number that a subprocess with this code prints."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
-        last = (done.stderr.strip() or f"the process ended with {how}").splitlines()[-1]
-        raise XtkError("cannot import the libraries of a run", where=last, hint="reinstall xtk with its dependencies")
-    return int(done.stdout.split()[-1])
-
-
-def resident() -> int:
-    """Return the resident memory of this process in bytes.
-
-    ru_maxrss does not work: in a child process it starts at the parent's peak.
-    """
-    path = Path("/proc/self/statm")
-    if path.is_file():
-        import resource
-
-        return int(path.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-    import torch
-
-    from xtk.training.metrics_file import peak_memory_bytes
-
-    return peak_memory_bytes(torch.device("cpu"))
 
 
 def _on_cuda() -> bool:

@@ -16,7 +16,8 @@ from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES, WHITE_SPACE, ca
 from xtk.evaluation.standard_errors import Ratio
 from xtk.evaluation.token_bits_to_bytes import TokenByteCosts, attribute_to_bytes
 from xtk.evaluation.token_logprobs import compute_token_logprobs
-from xtk.models.causal_lm import BackboneWithHead, max_context_length
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import max_context_length
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import TokenSequence, count_preserved_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from xtk.evaluation.top1_agreement import TeacherTopTokens, TokenMatching
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import chunk_rows
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents

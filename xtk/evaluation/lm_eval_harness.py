@@ -28,6 +28,7 @@ from xtk.evaluation.generated_answers import AnswerScores, ProcessShare
 from xtk.evaluation.local_task_data import CODE_TASKS, CodeProblems, write_mmlu_tasks
 from xtk.evaluation.standard_errors import Estimate
 from xtk.name_registry import nearest_name
+from xtk.rollouts.transformers_generator import generation_mode
 from xtk.tokens.tokenizer import Tokenizer
 
 BATCH_SIZE = 8
@@ -223,7 +224,6 @@ class Harness:
         from lm_eval import evaluator
 
         from xtk.evaluation.lm_eval_model import HarnessModel
-        from xtk.rollouts.transformers_generator import generation_mode
 
         config = self.config
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -17,6 +17,7 @@ from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout_record import Prompt, Rollout
+from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
 
 MMLU, NUM_CHOICES = "mmlu", 4
@@ -205,8 +206,6 @@ class CodeProblems:
         self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare, *, keep_samples: bool
     ) -> tuple[AnswerScores, list[int], list[dict[str, Any]]]:
         """Return rewards of a model's greedy answers, the problems' numbers, and prompts with answers."""
-        from xtk.rollouts.transformers_generator import TransformersGenerator
-
         samples: list[dict[str, Any]] = []
 
         def keep(prompt: Prompt, one: Rollout) -> None:

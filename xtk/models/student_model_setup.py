@@ -93,7 +93,6 @@ def load_student(
     device: torch.device,
     mixed_precision: str = "no",
     trust_remote_code: bool = False,
-    options: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> Any:
     """Return a model for training, in which only the trained parameters require gradients.
@@ -105,7 +104,6 @@ def load_student(
         device: device of the model.
         mixed_precision: "bf16" if the model will compute in bf16.
         trust_remote_code: run Python code that comes with the model.
-        options: further arguments of `from_pretrained`.
         quiet: print no notes.
 
     Returns:
@@ -116,7 +114,7 @@ def load_student(
     """
     adapted = bool(config.lora_r or source.adapter)
     folder = source.model if adapted or source.checkpoint is None else source.checkpoint
-    model = _load_base_model(folder, config, device, mixed_precision, trust_remote_code, dict(options or {}))
+    model = _load_base_model(folder, config, device, mixed_precision, trust_remote_code)
     if not adapted and getattr(model, "quantization_method", None):
         raise XtkError(
             "the student's weights are quantized and cannot be trained",
@@ -149,9 +147,9 @@ def _load_base_model(
     device: torch.device,
     mixed_precision: str,
     trust_remote_code: bool,
-    options: dict[str, Any],
 ) -> Any:
     """Return the base model with the configured attention and quantization."""
+    options: dict[str, Any] = {}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     if config.is_quantized:
@@ -170,7 +168,7 @@ def _load_base_model(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if narrow else torch.float32,
         )
-        options.setdefault("device_map", {"": device})
+        options["device_map"] = {"": device}
     try:
         return load_causal_lm(
             folder,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.projection.coverage_audit import audit_projection
+from xtk.projection.methods.byte_partition import partition_vocabularies
 from xtk.projection.projection import Projection
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
 from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
@@ -85,8 +86,6 @@ def build_projection(
     special = SparseEntries(rows, columns, np.ones(len(rows), np.float32))
     projection = assemble_projection(*concatenate_entries(made.build_entries(pair), special), pair.shape, {})
     if made.stores_cells:
-        from xtk.projection.methods.byte_partition import partition_vocabularies
-
         cells = partition_vocabularies(pair, rows, columns)
         projection = dataclasses.replace(projection, student_cells=cells[0], teacher_cells=cells[1])
     header = projection_header(student, teacher, method, special_tokens, **options)

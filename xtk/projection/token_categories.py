@@ -15,7 +15,6 @@ CATEGORIES = (
 SPECIAL, PARTIAL_UTF8, WHITE_SPACE, DIGITS, PUNCTUATION, CODE, LATIN, CJK, OTHER_SCRIPT = range(len(CATEGORIES))
 
 _SPACE, _DIGIT, _LATIN, _CJK, _OTHER, _SYMBOL, _CODE_SYMBOL, _OPERATOR = (1 << bit for bit in range(8))
-_LETTER = _LATIN | _CJK | _OTHER
 _CODE_SYMBOLS = "!#$%&()*+,./:;<=>?@[\\]^_`{|}~"  # ASCII symbols except ' " and -, which occur in words
 _OPERATORS = "#$%&()*+/<=>@[\\]^_`{|}~;"
 # First and last code point of the blocks, from Blocks.txt of Unicode.

@@ -17,7 +17,9 @@ from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json, write_json
 from xtk.artifacts.output_path_checks import check_output_folder, foreign_files_error, list_folder
 from xtk.errors import XtkError
+from xtk.models.causal_lm import silence_transformers
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
+from xtk.quickstart.tiny_models import make_student, make_teacher
 
 # Found by experiment: docs/explanation/decisions.md. The student is trained on 15 % of the teacher's documents.
 STUDENT_FRACTION = 0.15
@@ -29,7 +31,7 @@ DISTILL_LOSS_OPTIONS = "--loss ce --loss p-kl:weight=2"
 GENERATION_OPTIONS = "--max-completion-length 48 --temperature 0.7"
 NUM_PROMPTS, PROMPT_CHARACTERS = 5, 120  # held-out documents whose beginnings are prompts
 MARKER_FILE = "quickstart.json"  # written first; identifies the folder of a quickstart
-RESULTS_FILE, CURVES_FILE, REPORT_FILE = "results.json", "curves.png", "report.html"
+RESULTS_FILE, REPORT_FILE = "results.json", "report.html"
 
 
 def run_quickstart(folder: Path, num_seeds: int) -> dict[str, Any]:
@@ -73,15 +75,10 @@ def run_quickstart(folder: Path, num_seeds: int) -> dict[str, Any]:
         figures["ce"].append(_bits(alone))
         figures["distilled"].append(_bits(taught))
     write_json(folder / RESULTS_FILE, {"bits_per_byte": figures, "seeds": num_seeds})
-    from xtk.quickstart.plot_curves import plot_training_curves
-
-    plot_training_curves(folder, num_seeds, figures["teacher"], folder / CURVES_FILE)
     page = _report(folder, num_seeds)
     terminal.note(markdown_table(figures))
-    terminal.note(
-        f"\nCurves: {folder}/{CURVES_FILE}. All numbers: {page}. "
-        f"Total time: {terminal.format_duration(time.monotonic() - started)}."
-    )
+    duration = terminal.format_duration(time.monotonic() - started)
+    terminal.note(f"\nCurves and all numbers: {page}. Total time: {duration}.")
     return figures
 
 
@@ -133,9 +130,6 @@ def _prepare(folder: Path, seeds: int) -> None:
         f"{len(training):,} training documents from Python's documentation, {len(part):,} of them for the student; "
         f"{len(held_out):,} held-out documents."
     )
-    from xtk.models.causal_lm import silence_transformers
-    from xtk.quickstart.tiny_models import make_student, make_teacher
-
     silence_transformers()
     beginnings = [text[:PROMPT_CHARACTERS] for text in held_out if len(text) > PROMPT_CHARACTERS][:NUM_PROMPTS]
     for name, texts in (("train", training), ("part", part), ("test", held_out), ("prompts", beginnings)):

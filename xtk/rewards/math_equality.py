@@ -13,6 +13,8 @@ import sys
 import threading
 from pathlib import Path
 
+from xtk.subprocesses import die_with_parent
+
 _MEMORY = 4 << 30
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -81,8 +83,6 @@ class MathComparer:
 def compare_formulas() -> None:
     """Read pairs of formulas, one per line, and print the result of math-verify for each."""
     from math_verify import LatexExtractionConfig, parse, verify
-
-    from xtk.subprocesses import die_with_parent
 
     die_with_parent(int(sys.argv[2]))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

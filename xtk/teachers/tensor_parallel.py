@@ -23,7 +23,8 @@ from torch import Tensor
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.models.causal_lm import BackboneWithHead, load_causal_lm, load_model_config
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm, load_model_config
 from xtk.subprocesses import block_sigint, die_with_parent
 from xtk.teachers.worker_pool import WorkerProcess
 

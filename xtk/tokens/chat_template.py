@@ -86,15 +86,10 @@ class ChatTemplate:
         others = {"documents": None, "add_generation_prompt": False, **self._tokens, **arguments}
         return {"messages": list(messages), "tools": tools, **others}
 
-    def render_with_positions(self, conversation: Conversation, **arguments: Any) -> RenderedConversation:
-        """Return a rendered conversation (`arguments` as in `render`) with the positions of its contents."""
-        (rendering,) = self.render_batch_with_positions([conversation], **arguments)
-        return rendering
-
     def render_batch_with_positions(
         self, conversations: Sequence[Conversation], **arguments: Any
     ) -> list[RenderedConversation]:
-        """Return `render_with_positions` of many conversations, several times faster than one by one."""
+        """Return rendered conversations (`arguments` as in `render`) with the positions of their contents."""
         all_marked = []
         values = []
         for conversation in conversations:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import hashlib
 import itertools
 import json
 import re
@@ -13,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -21,27 +19,20 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.tokens.model_config_json import read_model_config
+from xtk.tokens.chat_template import ChatTemplate
 from xtk.tokens.normalized_byte_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
-from xtk.tokens.tokenizer_validation import bpe_dropout, check_tokenizer_json, wrap_backend_errors
+from xtk.tokens.tokenizer_files import configured_vocab_size, read_tokenizer_files
+from xtk.tokens.tokenizer_validation import bpe_dropout, wrap_backend_errors
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
     BYTE_LEVEL_ENCODER,
-    LITERAL,
     METASPACE,
     METASPACE_CHARACTER,
-    WORD_PIECE,
-    ByteVocabulary,
-    decode_vocabulary,
+    component_types,
+    read_vocabulary,
 )
-from xtk.untrusted_json import parse_json
-
-if TYPE_CHECKING:
-    from xtk.tokens.chat_template import ChatTemplate
 
 _dropout_warned: set[str] = set()  # fingerprints of tokenizers
-
-SPECIAL_TOKEN_ROLES = ("bos", "eos", "pad", "unk")
 
 # End-of-turn tokens, as the publishers of the chat formats document them.
 END_OF_TURN_TOKENS = (
@@ -97,16 +88,8 @@ class Tokenizer:
     def __init__(self, folder: str | Path, *, name: str | None = None, embedding_rows: int | None = None) -> None:
         self.folder = Path(folder)
         self.name = name or str(folder)
-        raw, configuration = self._read_files()
-        with wrap_backend_errors("invalid tokenizer.json", str(self.folder)), _no_garbage_collection():
-            content = json.loads(raw, parse_float=_round_score)
-            check_tokenizer_json(content, str(self.folder))
-            self._backend = tokenizers.Tokenizer.from_buffer(raw)
-            self.fingerprint = _tokenizer_fingerprint(content)
-        # Where ids of added tokens have gaps, the backend (and so transformers) numbers them without gaps.
-        content["added_tokens"] = [
-            {**token, "id": self._backend.token_to_id(token["content"])} for token in content.get("added_tokens") or []
-        ]
+        files = read_tokenizer_files(self.folder)
+        content, self._backend, self.fingerprint = files.content, files.backend, files.fingerprint
         self._disable_dropout(bpe_dropout(content))
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -115,19 +98,19 @@ class Tokenizer:
         # The text of a special token inside a document is not that token.
         self._backend.encode_special_tokens = True
         self._lock = threading.Lock()  # guards that setting, which `encode_rendered` changes temporarily
-        self._template = self._read_template(configuration)
-        self.template_fingerprint = _template_fingerprint(self._template)
-        self.vocabulary = self._read_vocabulary(content)
-        self._has_precompiled_charsmap = "Precompiled" in _component_types(content.get("normalizer"))
+        self._template = files.chat_template
+        self.template_fingerprint = files.template_fingerprint
+        self.vocabulary = read_vocabulary(content, self._backend)
+        self._has_precompiled_charsmap = "Precompiled" in component_types(content.get("normalizer"))
         self.unknown_id = self._read_unknown_id(content["model"])
         self._whitespace_stripping = {
             token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in content["added_tokens"]
         }
-        self._role_contents = self._read_role_contents(configuration)
-        numbers = {role: self._backend.token_to_id(token) for role, token in self._role_contents.items()}
+        self._role_contents = files.special_tokens
+        numbers = {role: self._backend.token_to_id(token) for role, token in files.special_tokens.items()}
         self.special_token_ids = {role: int(number) for role, number in numbers.items() if number is not None}
-        self.embedding_rows = max(len(self.vocabulary), embedding_rows or _configured_vocab_size(self.folder))
-        self._raw = raw
+        self.embedding_rows = max(len(self.vocabulary), embedding_rows or configured_vocab_size(self.folder))
+        self._raw = files.raw
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokenizer as its folder; the other process loads it again."""
@@ -285,8 +268,6 @@ class Tokenizer:
         Raises:
             XtkError: the tokenizer has none.
         """
-        from xtk.tokens.chat_template import ChatTemplate
-
         if self._template is None:
             raise XtkError(
                 "this tokenizer has no chat template, but the data has conversations",
@@ -492,111 +473,10 @@ class Tokenizer:
             return None
         return np.array(single, np.int32)
 
-    def _read_files(self) -> tuple[bytes, dict[str, Any]]:
-        """Return tokenizer.json and the tokenizer configuration, converted from another format if necessary."""
-        path = self.folder / "tokenizer.json"
-        configuration = _read_json(self.folder / "tokenizer_config.json")
-        if path.is_file():
-            return path.read_bytes(), configuration
-        if not self.folder.is_dir():
-            raise XtkError(
-                "this model or tokenizer folder does not exist",
-                where=str(self.folder),
-                hint="check the path; use a folder with tokenizer.json",
-            )
-        from xtk.tokens.tokenizer_formats import convert_tokenizer_files
-
-        files = convert_tokenizer_files(self.folder)
-        if files is not None:
-            return files["tokenizer.json"], {**json.loads(files["tokenizer_config.json"]), **configuration}
-        slow = [name for name in ("vocab.json", "vocab.txt")
-                if (self.folder / name).is_file()]  # fmt: skip
-        if slow:
-            raise XtkError(
-                f"this folder has only a slow tokenizer ({slow[0]}, no tokenizer.json)",
-                where=str(self.folder),
-                hint='convert it: python -c "from transformers import AutoTokenizer as T; '
-                f"T.from_pretrained('{self.folder}').save_pretrained('{self.folder}')\"",
-            )
-        raise XtkError(
-            "this folder has no tokenizer.json",
-            where=str(self.folder),
-            hint="copy tokenizer.json and tokenizer_config.json of the model into the folder",
-        )
-
-    def _read_vocabulary(self, content: dict[str, Any]) -> ByteVocabulary:
-        added, model = content["added_tokens"], content["model"]
-        return decode_vocabulary(
-            _token_alphabet(content),
-            self._tokens_in_order(content, added),
-            added_tokens={token["id"]: token["content"] for token in added},
-            special_tokens={token["content"]: token["id"] for token in added if token.get("special")},
-            byte_fallback=bool(model.get("byte_fallback")),
-            subword_prefix=model.get("continuing_subword_prefix") or "",
-            word_suffix=model.get("end_of_word_suffix") or "",
-        )
-
     def _read_unknown_id(self, model: dict[str, Any]) -> int | None:
         token = model.get("unk_token")
         number = model.get("unk_id") if token is None else self._backend.token_to_id(token)
         return None if number is None else int(number)
-
-    def _tokens_in_order(self, content: dict[str, Any], added: Sequence[dict[str, Any]]) -> list[str | None]:
-        """Return the token of each id: from the JSON if it is complete, since the backend takes ten times as long."""
-        table: dict[str, int] = content["model"].get("vocab")
-        added_ids = {token["content"]: token["id"] for token in added}
-        if isinstance(table, dict):
-            tokens = list(table) if list(table.values()) == list(range(len(table))) else _tokens_by_id(table)
-            tokens += [None] * (max(added_ids.values(), default=-1) + 1 - len(tokens))
-            for token, number in added_ids.items():
-                tokens[number] = token
-            if len(tokens) - tokens.count(None) == self._backend.get_vocab_size(with_added_tokens=True):
-                return tokens
-        return _tokens_by_id(self._backend.get_vocab(with_added_tokens=True))
-
-    def _read_role_contents(self, configuration: dict[str, Any]) -> dict[str, str]:
-        fallback = _read_json(self.folder / "special_tokens_map.json")
-        roles = {}
-        for role in SPECIAL_TOKEN_ROLES:
-            value = configuration.get(f"{role}_token", fallback.get(f"{role}_token"))
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str) and self._backend.token_to_id(token) is not None:
-                roles[role] = token
-        return roles
-
-    def _read_template(self, configuration: dict[str, Any]) -> str | None:
-        path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            try:
-                return path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                raise XtkError(
-                    "this chat template is not UTF-8", where=str(path), hint="save the file as UTF-8"
-                ) from None
-        template = configuration.get("chat_template")
-        if isinstance(template, list):  # several, named
-            named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
-            template = named.get("default", next(iter(named.values()), None))
-        return template if isinstance(template, str) else None
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection while half a million long-lived objects are created: halves the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _tokens_by_id(table: dict[str, int]) -> list[str | None]:
-    token_of_id: list[str | None] = [None] * (max(table.values(), default=-1) + 1)
-    for token, number in table.items():
-        token_of_id[number] = token
-    return token_of_id
 
 
 def _decode_or_none(spelling: bytes) -> str | None:
@@ -604,73 +484,3 @@ def _decode_or_none(spelling: bytes) -> str | None:
         return spelling.decode()
     except UnicodeDecodeError:
         return None
-
-
-def _round_score(number: str) -> float:
-    # Unigram scores lose their last digits when a tokenizer is saved again; the fingerprint must not change.
-    return float(f"{float(number):.6g}")
-
-
-def _tokenizer_fingerprint(content: dict[str, Any]) -> str:
-    identity = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
-    return "sha256:" + hashlib.sha256(_canonical_json(identity).encode()).hexdigest()
-
-
-def _canonical_json(content: Any) -> str:
-    """Return `json.dumps` with sorted keys. A vocabulary is sorted by its keys alone, which halves the time."""
-    if not isinstance(content, dict):
-        return json.dumps(content, sort_keys=True, separators=(",", ":"))
-    if set(map(type, content.values())) == {int}:
-        return json.dumps({key: content[key] for key in sorted(content)}, separators=(",", ":"))
-    return "{" + ",".join(f"{json.dumps(key)}:{_canonical_json(content[key])}" for key in sorted(content)) + "}"
-
-
-def _template_fingerprint(template: str | None) -> str | None:
-    return None if template is None else "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise XtkError("this JSON file is not UTF-8", where=str(path), hint="save the file as UTF-8") from None
-    content = parse_json(text, what="this file", where=str(path))
-    if re.search(r"\\u[dD][89a-fA-F]", text):  # lone surrogates cannot be encoded as UTF-8
-        content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
-    return content if isinstance(content, dict) else {}
-
-
-def _configured_vocab_size(folder: Path) -> int:
-    configuration = read_model_config(folder)
-    text = configuration.get("text_config")
-    rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    return int(rows or 0)
-
-
-def _token_alphabet(content: dict[str, Any]) -> str:
-    parts = [content.get("pre_tokenizer"), content.get("decoder"), content.get("normalizer")]
-    kinds = {kind for part in parts for kind in _component_types(part)}
-    if "ByteLevel" in kinds:
-        return BYTE_LEVEL
-    if (
-        "Metaspace" in kinds
-        or content.get("model", {}).get("byte_fallback")
-        or METASPACE_CHARACTER in json.dumps(parts, ensure_ascii=False)
-    ):
-        return METASPACE
-    if "WordPiece" in kinds or content.get("model", {}).get("type") == "WordPiece":
-        return WORD_PIECE
-    return LITERAL
-
-
-def _component_types(part: Any) -> Iterator[str]:
-    if isinstance(part, dict):
-        if isinstance(part.get("type"), str):
-            yield part["type"]
-        for value in part.values():
-            yield from _component_types(value)
-    elif isinstance(part, list):
-        for value in part:
-            yield from _component_types(value)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xtk.errors import XtkError
 from xtk.tokens.vocabulary import BYTE_LEVEL_ENCODER, METASPACE_CHARACTER
@@ -94,6 +94,7 @@ TIKTOKEN_SPECS = {
 }  # fmt: skip
 
 FileContents = dict[str, bytes]
+_Token = TypeVar("_Token", str, bytes)
 
 
 def convert_tokenizer_files(folder: Path) -> FileContents | None:
@@ -156,12 +157,9 @@ def _read_tiktoken(path: Path) -> FileContents:
 def _files_from_bpe_ranks(ranks: Mapping[bytes, int], scheme: TiktokenSpec) -> FileContents:
     """Return the files of a byte-level BPE that merges the pair with the lowest rank first."""
     written = {token: "".join(map(BYTE_LEVEL_ENCODER.__getitem__, token)) for token in ranks}
-    merges = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        halves = ((token[:at], token[at:]) for at in range(1, len(token)))
-        pairs = [pair for pair in halves if pair[0] in ranks and pair[1] in ranks]
-        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [[written[left], written[right]] for left, right in pairs]
+    merges = [
+        [written[left], written[right]] for left, right in _possible_merges(sorted(ranks, key=ranks.__getitem__), ranks)
+    ]
     vocabulary = {written[token]: rank for token, rank in ranks.items()}
     # Added tokens get ids above the model's vocabulary, unless they are part of it.
     vocabulary |= {token: number for token, number in scheme.special_token_ids.items() if number < len(ranks)}
@@ -175,6 +173,14 @@ def _files_from_bpe_ranks(ranks: Mapping[bytes, int], scheme: TiktokenSpec) -> F
         "model": {**_BPE_DEFAULTS, **model},
     }
     return _tokenizer_files(content, scheme.special_token_ids, scheme.special_token_roles)
+
+
+def _possible_merges(ordered: Iterable[_Token], ids: Mapping[_Token, int]) -> Iterator[tuple[_Token, _Token]]:
+    """Yield the pairs of tokens whose concatenation is a token, in the order of these tokens, then by ids."""
+    for token in ordered:
+        halves = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = [pair for pair in halves if pair[0] in ids and pair[1] in ids]
+        yield from sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
 
 
 _BPE_DEFAULTS = {
@@ -208,7 +214,7 @@ def _tokenizer_files(
 
 # SentencePiece; field numbers as in sentencepiece_model.proto.
 
-_NORMAL_PIECE, _UNKNOWN_PIECE, _CONTROL_PIECE, _USER_DEFINED_PIECE, _BYTE_PIECE = 1, 2, 3, 4, 6
+_NORMAL_PIECE, _UNKNOWN_PIECE, _CONTROL_PIECE, _USER_DEFINED_PIECE = 1, 2, 3, 4
 _UNIGRAM_MODEL, _BPE_MODEL = 1, 2
 
 
@@ -250,16 +256,11 @@ def _read_sentencepiece(path: Path) -> FileContents:
     return _tokenizer_files(content, specials, roles, symbols)
 
 
-def _merges_from_scores(names: list[str], scores: list[float], kinds: list[int]) -> list[list[str]]:
-    """Return the merges of a SentencePiece BPE, best first: all pairs of pieces whose concatenation is a piece."""
+def _merges_from_scores(names: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
+    """Return the merges of a SentencePiece BPE, best first."""
     number_of = {name: at for at, name in enumerate(names) if kinds[at] == _NORMAL_PIECE}
-    merges = []
-    for name in sorted(number_of, key=lambda name: (-scores[number_of[name]], number_of[name])):
-        halves = ((name[:at], name[at:]) for at in range(1, len(name)))
-        pairs = [pair for pair in halves if pair[0] in number_of and pair[1] in number_of]
-        pairs.sort(key=lambda pair: (number_of[pair[0]], number_of[pair[1]]))
-        merges += [list(pair) for pair in pairs]
-    return merges
+    best_first = sorted(number_of, key=lambda name: (-scores[number_of[name]], number_of[name]))
+    return list(_possible_merges(best_first, number_of))
 
 
 def _normalizer_and_decoder(normalizer: Mapping[int, Any], byte_fallback: bool) -> dict[str, Any]:

@@ -8,10 +8,12 @@ them are decoded to bytes here, so that two vocabularies can be compared.
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,3 +172,71 @@ def _decode_metaspace(tokens: list[str], byte_fallback: bool) -> list[bytes]:
         lone = _BYTE_FALLBACK_TOKEN.fullmatch(token) if byte_fallback and len(token) == 6 else None
         pieces.append(bytes([int(lone[1], 16)]) if lone else token.replace(METASPACE_CHARACTER, " ").encode())
     return pieces
+
+
+def read_vocabulary(content: dict[str, Any], backend: Any) -> ByteVocabulary:
+    """Return the bytes of each token of a tokenizer.
+
+    Args:
+        content: the parsed tokenizer.json.
+        backend: the same as `tokenizers.Tokenizer`.
+    """
+    added, model = content["added_tokens"], content["model"]
+    return decode_vocabulary(
+        _token_alphabet(content),
+        _tokens_in_order(content, added, backend),
+        added_tokens={token["id"]: token["content"] for token in added},
+        special_tokens={token["content"]: token["id"] for token in added if token.get("special")},
+        byte_fallback=bool(model.get("byte_fallback")),
+        subword_prefix=model.get("continuing_subword_prefix") or "",
+        word_suffix=model.get("end_of_word_suffix") or "",
+    )
+
+
+def _tokens_in_order(content: dict[str, Any], added: Sequence[dict[str, Any]], backend: Any) -> list[str | None]:
+    """Return the token of each id: from the JSON if it is complete, since the backend takes ten times as long."""
+    table: dict[str, int] = content["model"].get("vocab")
+    added_ids = {token["content"]: token["id"] for token in added}
+    if isinstance(table, dict):
+        tokens = list(table) if list(table.values()) == list(range(len(table))) else _tokens_by_id(table)
+        tokens += [None] * (max(added_ids.values(), default=-1) + 1 - len(tokens))
+        for token, number in added_ids.items():
+            tokens[number] = token
+        if len(tokens) - tokens.count(None) == backend.get_vocab_size(with_added_tokens=True):
+            return tokens
+    return _tokens_by_id(backend.get_vocab(with_added_tokens=True))
+
+
+def _tokens_by_id(table: dict[str, int]) -> list[str | None]:
+    token_of_id: list[str | None] = [None] * (max(table.values(), default=-1) + 1)
+    for token, number in table.items():
+        token_of_id[number] = token
+    return token_of_id
+
+
+def _token_alphabet(content: dict[str, Any]) -> str:
+    parts = [content.get("pre_tokenizer"), content.get("decoder"), content.get("normalizer")]
+    kinds = {kind for part in parts for kind in component_types(part)}
+    if "ByteLevel" in kinds:
+        return BYTE_LEVEL
+    if (
+        "Metaspace" in kinds
+        or content.get("model", {}).get("byte_fallback")
+        or METASPACE_CHARACTER in json.dumps(parts, ensure_ascii=False)
+    ):
+        return METASPACE
+    if "WordPiece" in kinds or content.get("model", {}).get("type") == "WordPiece":
+        return WORD_PIECE
+    return LITERAL
+
+
+def component_types(part: Any) -> Iterator[str]:
+    """Yield the types of a part of tokenizer.json (normalizer, pre-tokenizer, decoder) and of the parts in it."""
+    if isinstance(part, dict):
+        if isinstance(part.get("type"), str):
+            yield part["type"]
+        for value in part.values():
+            yield from component_types(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from component_types(value)

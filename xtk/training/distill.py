@@ -17,7 +17,8 @@ from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import MismatchError, XtkError
-from xtk.models.causal_lm import BackboneWithHead, max_context_length, silence_transformers
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import max_context_length, silence_transformers
 from xtk.models.student_model_setup import (
     StudentSource,
     has_mergeable_adapter,

@@ -12,7 +12,7 @@ import torch
 
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.errors import XtkError
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts.engine_weight_files import write_tied_head
 from xtk.rollouts.environments import load_environment

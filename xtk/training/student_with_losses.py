@@ -15,7 +15,7 @@ from xtk.errors import XtkError
 from xtk.losses.context_parallel_hidden_states import StateExchange
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_cells import LossCells
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.fsdp_and_tensor_parallel import apply_fsdp
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.models.packed_attention import PackedSequence

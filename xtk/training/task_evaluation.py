@@ -16,7 +16,7 @@ from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import ProcessShare, check_rewards_apply, evaluate_answers
 from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states
 from xtk.evaluation.local_task_data import parse_tasks
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import options_of
 from xtk.options.spec_parsing import from_pairs, option_names, parse_pairs

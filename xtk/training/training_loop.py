@@ -16,7 +16,7 @@ from xtk import terminal
 from xtk.artifacts.run_folders import CHECKPOINT, METRICS_FILE, run_fingerprint
 from xtk.errors import ResumableStop, XtkError
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
-from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters

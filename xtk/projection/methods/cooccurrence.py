@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.projection.cooccurrence_numba import count_first_token_pairs, insert_counts
 from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
 from xtk.tokens.alignment import align
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
@@ -105,8 +106,6 @@ class CooccurrenceCounter:
 
     def add(self, texts: Sequence[str], student: Sequence[EncodedText], teacher: Sequence[EncodedText]) -> None:
         """Count the spans of texts."""
-        from xtk.projection.cooccurrence_numba import count_first_token_pairs  # numba takes half a second to import
-
         spans = [align(one, other) for one, other in zip(student, teacher, strict=True)]
         while self._used + sum(map(len, spans)) > len(self._keys) // 2:
             self._grow()
@@ -202,6 +201,4 @@ def _text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def _insert_counts(
     table: NDArray[np.int64], times_of: NDArray[np.int64], keys: NDArray[np.int64], times: NDArray[np.int64]
 ) -> None:
-    from xtk.projection.cooccurrence_numba import insert_counts
-
     insert_counts(table, times_of, keys, times)

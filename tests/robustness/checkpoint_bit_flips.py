@@ -1,0 +1,51 @@
+"""Flips in the checkpoints of a run, in best weights and in finished students."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bit_flips import Tally, flip_randomly
+
+from xtk.artifacts.atomic_files import read_json
+from xtk.artifacts.run_folders import read_recipe, read_run_manifest, verify_files
+from xtk.errors import CorruptError
+from xtk.training.resume_point import find_checkpoint
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Return the values in a folder: of JSON what it means, of other files their bytes."""
+    return {str(path.relative_to(folder)): read_json(path) if path.suffix == ".json" else path.read_bytes()
+            for path in files_of(folder)}  # fmt: skip
+
+
+def flip_checkpoint(run: Path, step: int, count: int, seed: int = 0) -> Tally:
+    """Flip bits in the newest checkpoint of an unfinished run; the run goes on from it, or from the one before."""
+    folder, identity = run / f"checkpoint-{step}", read_recipe(run)
+
+    def use() -> Any:
+        resumed = find_checkpoint(run, identity, needs_best=False)
+        if resumed.damaged:
+            raise CorruptError("the one before is taken", where=str(resumed.damaged[0]))
+        assert resumed.folder == folder
+        return contents(folder)
+
+    return flip_randomly(files_of(folder), use, count, seed)
+
+
+def flip_student(run: Path, count: int, seed: int = 0) -> Tally:
+    """Flip bits in the files of a finished student that its manifest lists, and in the manifest."""
+    stated = read_run_manifest(run)
+    files = [run / "xtk.json", *(run / name for name in stated["files"])]
+    files += [run / folder / name for folder, names in stated["folders"].items() for name in names]
+
+    def use() -> Any:
+        content = read_run_manifest(run, ("student",))
+        verify_files(run, content)
+        return content, [path.read_bytes() for path in files[1:]]
+
+    return flip_randomly(files, use, count, seed)

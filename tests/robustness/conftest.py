@@ -1,0 +1,32 @@
+"""Runs that the attacks are about."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from xtk_processes import run_xtk
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def trained(pair, corpus, tmp_path_factory) -> tuple[list[object], Path]:
+    """The arguments of a run, the output last, and its folder; it is finished, with checkpoints of steps 2 and 4."""
+    arguments = [
+        "distill", pair.student, corpus, "--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-limit", 9,
+        "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4, "-o",
+    ]  # fmt: skip
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run_xtk(*arguments, folder)
+    return arguments, folder
+
+
+@pytest.fixture
+def unfinished(trained, tmp_path) -> Path:
+    """A copy of the run, as if it had been killed behind its last checkpoint."""
+    copy = Path(shutil.copytree(trained[1], tmp_path / "run"))
+    (copy / "xtk.json").unlink()
+    return copy

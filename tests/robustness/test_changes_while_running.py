@@ -1,0 +1,222 @@
+"""Files that other programs replace between the check of a command and its work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import small_inputs
+from xtk_processes import run_xtk
+
+from xtk.artifacts.run_folder_removal import keep_manifest_of_user
+from xtk.artifacts.run_folders import list_checkpoints, read_recipe
+from xtk.errors import MismatchError, XtkError
+from xtk.losses.loss_spec import parse_losses
+from xtk.models.student_model_setup import StudentModelConfig
+from xtk.teachers.cache_build_config import CacheRequest, open_teacher
+from xtk.teachers.online_teacher import parse_online_teacher
+from xtk.teachers.transformers import TransformersTeacher
+from xtk.tokens.teacher_logprobs import make_support
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training import student_export
+from xtk.training.checkpoint import CheckpointSaver
+from xtk.training.distill import distill
+from xtk.training.resume_point import ResumePoint, find_existing_run, prepare_run_folder
+from xtk.training.runs.open_inputs import open_inputs
+from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
+
+
+def test_a_run_that_another_command_finished_in_between_is_not_overwritten(pair, corpus, tmp_path):
+    output = tmp_path / "run"
+    assert find_existing_run(output, {"seed": 1}, force=False) is None  # as each of two commands finds it
+    run_xtk("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 2, "--save-steps", 1, "-o", output)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(XtkError, match="has a run with other options or inputs"):
+        prepare_run_folder(output, {}, {"seed": 1}, ResumePoint(), force=False)
+    recipe = read_recipe(output)
+    with pytest.raises(XtkError, match="another command has written into the output folder"):
+        prepare_run_folder(output, {}, recipe, ResumePoint(), force=False)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    (output / "xtk.json").unlink()  # unfinished, with a checkpoint that was not there before
+    with pytest.raises(XtkError, match="another command has written into the output folder"):
+        prepare_run_folder(output, {}, recipe, ResumePoint(), force=False)
+    prepare_run_folder(output, {}, recipe, ResumePoint(*list_checkpoints(output)[-1]), force=False)
+
+
+def test_a_student_that_is_replaced_while_it_is_loaded_is_refused(pair, corpus, tmp_path):
+    student = shutil.copytree(pair.student, tmp_path / "student")
+    other = small_inputs.make_student(tmp_path / "other", seed=9)
+    recipe = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=1)
+    paths = RunPaths(student, (str(corpus),), (), tmp_path / "run")
+    inputs = open_inputs(paths, recipe, Tokenizer(student))
+    (other / "model.safetensors").replace(student / "model.safetensors")
+    with pytest.raises(MismatchError, match="the files of the student were replaced since the run started"):
+        distill(paths, recipe, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def lora(pair, corpus, tmp_path_factory) -> Path:
+    """A folder with a student, another one, and a LoRA run of the student."""
+    folder = tmp_path_factory.mktemp("lora")
+    shutil.copytree(pair.student, folder / "student")
+    small_inputs.make_student(folder / "other", seed=9)
+    run_xtk("distill", folder / "student", corpus, "--loss", "ce", "--lora-r", 4, "--max-steps", 3, "--save-steps", 2,
+            "-o", folder / "run")  # fmt: skip
+    return folder
+
+
+@contextlib.contextmanager
+def replaced(folder: Path) -> Iterator[None]:
+    """Replace the student by the other one for a while."""
+    weights = folder / "student" / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes((folder / "other" / "model.safetensors").read_bytes())
+    try:
+        yield
+    finally:
+        weights.write_bytes(before)
+
+
+def test_an_adapter_of_a_checkpoint_is_not_merged_into_another_model(lora, tmp_path):
+    for checkpoint in (("run", "--checkpoint", 2), ("run/checkpoint-2",)):
+        with replaced(lora):
+            refused = run_xtk("export", *checkpoint, "-o", tmp_path / "exported", code=1, cwd=lora).stderr
+        assert "the base model of the adapter is not the one of the run" in refused
+        assert not (tmp_path / "exported" / "model.safetensors").exists()
+    run_xtk("export", "run", "--checkpoint", 2, "-o", tmp_path / "exported", cwd=lora)
+
+
+def test_the_adapter_of_a_run_is_not_merged_into_a_student_that_was_replaced(lora, corpus, tmp_path, monkeypatch):
+    whole = (lora / "run" / "model.safetensors").read_bytes()
+    recipe = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=3, preparation=StudentModelConfig(lora_r=4))
+    paths = RunPaths(lora / "student", (str(corpus),), (), tmp_path / "run")
+    logging = LoggingConfig(save_steps=2)
+    save = CheckpointSaver.write_final
+
+    def write_final(self, *args: object) -> None:  # as if another program did it after the last step
+        with replaced(lora):
+            save(self, *args)
+
+    monkeypatch.setattr(CheckpointSaver, "write_final", write_final)
+    inputs = open_inputs(paths, recipe, Tokenizer(paths.student))
+    with pytest.raises(MismatchError, match="the files of the student were replaced since the run started"):
+        distill(paths, recipe, logging, inputs, force=False, trust_remote_code=False)
+    monkeypatch.undo()
+    assert not (tmp_path / "run" / "xtk.json").exists()
+    distill(paths, recipe, logging, inputs, force=False, trust_remote_code=False)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == whole
+
+
+def test_a_run_that_is_replaced_while_it_is_exported_is_refused(lora, pair, corpus, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run_xtk("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "-o", run)
+    load = student_export.load_causal_lm
+
+    def load_another(folder: Path, **options: object) -> object:  # as if another program did it after the check
+        (run / "model.safetensors").write_bytes((lora / "other" / "model.safetensors").read_bytes())
+        return load(folder, **options)
+
+    monkeypatch.setattr(student_export, "load_causal_lm", load_another)
+    config = student_export.ExportConfig(run)
+    with pytest.raises(XtkError, match="does not match its checksum"):
+        student_export.export_student(config, tmp_path / "exported", force=False)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_an_online_teacher_that_is_replaced_is_refused(pair, corpus, tmp_path):
+    shutil.copytree(pair.teacher, tmp_path / "teacher")
+    other = small_inputs.make_teacher(tmp_path / "other", seed=9)
+    recipe = TrainConfig(losses=tuple(parse_losses(["byte-kl"])), max_steps=1)
+    teacher = parse_online_teacher(f"{tmp_path / 'teacher'}:top_k=8", long_documents="refuse", trust_remote_code=False)
+    paths = RunPaths(pair.student, (str(corpus),), (), tmp_path / "run", online_teachers=(teacher,))
+    inputs = open_inputs(paths, recipe, Tokenizer(pair.student))
+    (other / "model.safetensors").replace(tmp_path / "teacher" / "model.safetensors")
+    with pytest.raises(MismatchError, match="the files of the teacher were replaced while it was loaded"):
+        distill(paths, recipe, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+
+
+def test_a_file_of_the_user_where_the_manifest_of_a_run_will_be_is_kept(pair, corpus, tmp_path):
+    output = tmp_path / "run"
+    command = ("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 3, "--save-steps", 1, "-o", output)
+    run_xtk(*command, "--max-seconds", 0.001, code=75)
+    (output / "xtk.json").write_text("notes of the user")
+    refused = run_xtk(*command, "--force", code=1).stderr
+    assert "xtk.json" in refused
+    assert (output / "xtk.json").read_text() == "notes of the user"
+    (output / "xtk.json").unlink()
+    run_xtk(*command, "--force")
+    (output / "xtk.json").rename(tmp_path / "manifest")
+    (output / "xtk.json").write_text("notes of the user")
+    keep_manifest_of_user(output / "xtk.json")  # as the end of a run does
+    assert (output / "xtk.json.kept-1").read_text() == "notes of the user"
+
+
+@pytest.mark.parametrize("command", ["inspect", "doctor"])
+def test_a_fifo_instead_of_weights_ends_in_a_sentence(pair, tmp_path, command):
+    model = shutil.copytree(pair.student, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    more = (pair.teacher,) if command == "doctor" else ()
+    done = run_xtk(command, model, *more, code=1)
+    assert "the weight file is not a regular file" in done.stdout + done.stderr
+
+
+def test_evaluate_notes_text_that_the_tokenizer_drops(pair, tmp_path):
+    model = shutil.copytree(pair.student, tmp_path / "model")
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[b-z]"}, "content": ""}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(4, seed=2))
+    assert "dropped characters count as bytes but cost no bits" in run_xtk("evaluate", model, data).stderr
+    assert "dropped" not in run_xtk("evaluate", pair.student, data).stderr
+
+
+def test_a_teacher_that_is_replaced_while_it_is_loaded_is_refused(pair, tmp_path):
+    teacher = shutil.copytree(pair.teacher, tmp_path / "teacher")
+    stated = TransformersTeacher.weights_identity(teacher, {})
+    request = CacheRequest(teacher_folder=teacher, teacher_name="teacher", support=make_support("top-k"))
+    open_teacher(request, Tokenizer(teacher), stated)
+    (small_inputs.make_teacher(tmp_path / "other", seed=9) / "model.safetensors").replace(teacher / "model.safetensors")
+    with pytest.raises(MismatchError, match="the files of the teacher were replaced while it was loaded"):
+        open_teacher(request, Tokenizer(teacher), stated)
+
+
+@pytest.mark.parametrize("damage", ["short", "flip"])
+def test_damaged_files_of_a_cache_are_not_merged(cache, tmp_path, damage):
+    first, second = (shutil.copytree(cache, tmp_path / name) for name in "ab")
+    (file,) = second.glob("vocabulary-order-*.arrow")
+    content = bytearray(file.read_bytes())
+    if damage == "short":
+        del content[-8:]
+    else:
+        content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    for order in ((first, second), (second, first)):
+        done = run_xtk("cache-teacher", "--merge", *order, "-o", tmp_path / "out", code=1)
+        assert f"where: {file}" in done.stderr, done.stderr
+        assert not list(Path(tmp_path / "out").glob("manifest.json"))
+
+
+def test_a_rollout_file_without_all_its_lines_is_not_taken_for_the_finished_one(pair, tmp_path):
+    small_inputs.write_jsonl(tmp_path / "prompts.jsonl", small_inputs.sentences(4, seed=2))
+    path = tmp_path / "r.jsonl"
+    command = ("rollout", pair.student, tmp_path / "prompts.jsonl", "--num-generations", 2,
+               "--max-completion-length", 6, "-o", path)  # fmt: skip
+    run_xtk(*command)
+    lines = path.read_text().splitlines(keepends=True)
+    changes = [lines[:-1], lines[1:], lines[:2] + lines[3:], [*lines, lines[0]], lines[::-1], [lines[0], *lines]]
+    for changed in changes:
+        path.write_text("".join(changed))
+        assert "lines of the output file were removed, repeated or reordered" in run_xtk(*command, code=1).stderr
+        assert '"has_all_lines": false' in run_xtk("inspect", path, "--json").stdout
+    path.write_text("".join(lines))
+    run_xtk(*command)
+    assert '"has_all_lines": true' in run_xtk("inspect", path, "--json").stdout
+    run_xtk(*command, "--seed", 4, "--force")
+    assert path.read_text() != "".join(lines)

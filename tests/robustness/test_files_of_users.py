@@ -1,0 +1,391 @@
+"""Files of the user in folders that a command goes on with: they stay, whatever they are called."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import interrupted_runs
+import pytest
+from xtk_processes import run_xtk
+
+from xtk.artifacts.atomic_files import atomic_write, temporary_name
+from xtk.artifacts.local_and_remote_folders import LocalFolder
+from xtk.artifacts.write_locks import only_writer_of_path
+from xtk.errors import XtkError
+
+TRAINING = ["--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-limit", 1, "--logging-steps", 1,
+            "--per-device-train-batch-size", 4]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_removes_no_file_that_xtk_did_not_write(run, pair, corpus, tmp_path):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, *TRAINING, "-o", out]
+    process = interrupted_runs.start(command)
+    interrupted_runs.wait_for(out / "checkpoint-2", process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (out / "xtk.json").exists()
+    mine = [
+        "checkpoint-1/mine",
+        "best-1/mine",
+        "checkpoint-2/note.txt",
+        "checkpoint-6/my.txt",
+        "checkpoint-5/config.json",
+    ]
+    for name in mine:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    stderr = run(*command).stderr
+    kept = {path.name for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"mine"}
+    assert kept == {Path(name).name for name in mine}
+    assert "kept as checkpoint-1.kept-1" in stderr
+    assert "contains files that xtk did not write (note.txt)" in stderr
+
+
+def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
+    mine = tmp_path / "q.xtk-cooccurrence-state"
+    mine.write_text("mine")
+    command = ["build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", corpus]
+    assert "the output path is an existing file" in run(*command, "-o", tmp_path / "q", code=1).stderr
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["rollouts.jsonl", "trackers/mine.txt", "trackers/xtk/note.md", "rollout_batches/1/mine"]
+)
+def test_force_refuses_files_of_the_user_that_are_called_as_those_of_other_runs(run, pair, corpus, tmp_path, name):
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "--report-to", "tensorboard", "-o",
+               tmp_path / "out"]  # fmt: skip
+    run(*command)
+    run(*command, "--force")  # what the tracker wrote is the run's
+    (tmp_path / "out" / name).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / "out" / name).write_text("mine")
+    assert (
+        f"this folder contains files that xtk did not write ({name.partition('/1/')[0]}"
+        in run(*command, "--force", code=1).stderr
+    )
+    assert (tmp_path / "out" / name).read_text() == "mine"
+    assert (tmp_path / "out" / "xtk.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_keeps_files_of_the_user_that_are_called_as_those_of_a_student(run, pair, corpus, tmp_path):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 2, "-o", out]
+    run(*command, "--max-seconds", 0.001, code=75)
+    for name in ("README.md", "config.json"):
+        (out / name).write_text(f"mine: {name}")
+    stderr = run(*command).stderr
+    for name in ("README.md", "config.json"):
+        assert (out / f"{name}.kept-1").read_text() == f"mine: {name}"
+        assert f"{out / name} was not written by xtk; kept as {name}.kept-1" in stderr
+    run("inspect", out, "--verify")
+    left = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and "kept" not in path.name}
+    (out / "xtk.json").unlink()  # as a run that was killed just before its end
+    shutil.rmtree(out / "checkpoint-1", ignore_errors=True)
+    assert "renamed" not in run(*command).stderr
+    assert {path.name for path in out.iterdir() if path.is_file() and "kept" not in path.name} == set(left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpoint-9/model.safetensors", "best-9/config.json", "checkpoint-9/trainer/x",
+                                  "adapter/README.md", "adapter/model.safetensors"])  # fmt: skip
+def test_files_of_the_user_with_names_of_a_model_in_folders_of_a_run_are_not_removed(run, pair, corpus, tmp_path, name):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--lora-r", 2, "--max-steps", 2, "--save-steps", 1,
+               "-o", out]  # fmt: skip
+    run(*command)
+    (out / name).parent.mkdir(exist_ok=True, parents=True)
+    (out / name).write_text("mine")
+    refused = run(*command, "--seed", 7, "--force", code=1).stderr
+    assert f"this folder contains files that xtk did not write ({name.rpartition('/x')[0] or name}" in refused
+    assert (out / name).read_text() == "mine"
+    assert (out / "xtk.json").exists()
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_user_in_an_unfinished_run_is_renamed_and_one_left_by_a_kill_is_not(
+    run, pair, corpus, tmp_path
+):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--lora-r", 2, "--max-steps", 2, "--save-steps", 1,
+               "-o", out]  # fmt: skip
+    run(*command)
+    adapter = {path.name: path.read_bytes() for path in (out / "adapter").iterdir()}
+    assert set(adapter) == {"adapter_config.json", "adapter_model.safetensors"}
+    (out / "xtk.json").unlink()  # as a kill after the adapter was written
+    run(*command)
+    assert sorted(path.name for path in out.iterdir() if "adapter" in path.name) == ["adapter"]
+    assert {path.name: path.read_bytes() for path in (out / "adapter").iterdir()} == adapter
+    (out / "xtk.json").unlink()
+    (out / "adapter" / "README.md").write_text("mine")
+    stderr = run(*command).stderr
+    assert f"{out / 'adapter'} was not written by this run; kept as adapter.kept-1" in stderr
+    assert (out / "adapter.kept-1" / "README.md").read_text() == "mine"
+    assert {path.name: path.read_bytes() for path in (out / "adapter").iterdir()} == adapter
+    targets = json.loads(adapter["adapter_config.json"])["target_modules"]
+    assert targets == sorted(targets)
+
+
+@pytest.mark.slow
+def test_files_of_the_user_among_stored_rollouts_are_kept(run, pair, tmp_path):
+    """In the folder of all batches, in one that is removed after a checkpoint, and in one of the last steps."""
+    out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n} plus {n} is"}) + "\n" for n in range(8)))
+    command = ["distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=8", "--loss",
+               "byte-kl", "--max-completion-length", 4, "--max-steps", 3, "--save-steps", 1, "-o", out]  # fmt: skip
+    run(*command, "--max-seconds", 0.001, code=75)
+    mine = [
+        out / "rollout_batches" / name for name in ("note.txt", "000000/note.txt", "000002/note.txt", "my/note.txt")
+    ]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("mine")
+    run(*command)
+    left = [path for path in (out / "rollout_batches").rglob("*") if path.is_file()]
+    assert sum(path.read_bytes() == b"mine" for path in left) == len(mine)
+    refused = run(*command, "--force", code=1).stderr
+    assert "this folder contains files that xtk did not write (rollout_batches/" in refused
+    assert sum(path.is_file() for path in (out / "rollout_batches").rglob("*")) == len(left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shard-00009.arrow", "vocabulary-order-0123456789abcdef.arrow"])
+def test_force_refuses_files_that_the_manifest_of_a_cache_does_not_list(run, pair, corpus, tmp_path, name):
+    command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]
+    run(*command)
+    (tmp_path / "cache" / name).write_text("mine")
+    assert f"this folder contains files that xtk did not write ({name})" in run(*command, "--force", code=1).stderr
+    assert (tmp_path / "cache" / name).read_text() == "mine"
+    run("inspect", tmp_path / "cache", "--verify")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rollout", "evaluate", "export"])
+def test_two_commands_do_not_write_one_output_at_once(run, pair, corpus, tmp_path, kind):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "Anna has", "answer": "4"}\n')
+    out = tmp_path / ("out" if kind == "export" else "out.jsonl")
+    if kind == "export":
+        run("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "run")
+    command = {
+        "rollout": ["rollout", pair.student, prompts, "--max-completion-length", 4, "-o", out],
+        "evaluate": ["evaluate", pair.student, prompts, "--reward", "exact", "--max-completion-length", 4, "-o", out],
+        "export": ["export", tmp_path / "run", "-o", out],
+    }[kind]
+    with only_writer_of_path(out, "file"):
+        stderr = run(*command, code=1).stderr
+    assert "another process is writing this" in stderr
+    assert f"process {os.getpid()} on" in stderr
+    assert not out.exists()
+    run(*command)
+    assert out.exists()
+    assert not list(tmp_path.glob(".xtk-*"))
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    other, same = (temporary_name("out").replace(f"{os.getpid()}@", f"{process}@") for process in (1, ended.pid))
+    for name in (other, same):
+        (tmp_path / name).write_text("written")
+    with atomic_write(tmp_path / "equal", keep_others=True) as first:
+        first.write_text("result")
+        (tmp_path / "equal").write_text("result")  # another process with the same request
+    (tmp_path / "equal").unlink()
+    with atomic_write(tmp_path / "out") as first, atomic_write(tmp_path / "out") as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", other}
+
+
+def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_result(tmp_path):
+    path = tmp_path / "out.jsonl"
+
+    def write() -> None:
+        with atomic_write(path, keep_others=True) as temporary:
+            temporary.write_text("result")
+            path.write_text("mine")
+
+    with pytest.raises(XtkError, match="another program wrote the output file while this command ran") as refused:
+        write()
+    assert path.read_text() == "mine"
+    assert refused.value.hint == f"compare both files and keep one; the result of this command is in {path}.1"
+    assert (tmp_path / "out.jsonl.1").read_text() == "result"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+LATE = """
+import sys
+from pathlib import Path
+import {module}
+written = {module}.{function}
+def late(*given, **options):
+    Path({out!r}).write_text("mine")
+    return written(*given, **options)
+{module}.{function} = late
+from xtk.__main__ import main
+sys.argv[0] = "xtk"
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "option", "writer"),
+    [
+        (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.commands.html_page.write_page"),
+        (["inspect", "CACHE"], "--html", "xtk.commands.html_page.write_page"),
+        (["build-projection", "STUDENT", "TEACHER"], "-o", "xtk.artifacts.projection_file.write_projection"),
+        (["prune-projection", "PROJECTION", "--top-k", "1"], "-o", "xtk.artifacts.projection_file.write_projection"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_file_that_appears_between_the_check_and_the_end_of_a_command_stays(
+    pair, corpus, cache, projection, tmp_path, command, option, writer
+):
+    """The file appears when the result is ready: after the check of the output path, before anything is written."""
+    out = tmp_path / "out"
+    names = {"STUDENT": pair.student, "TEACHER": pair.teacher, "CORPUS": corpus, "CACHE": cache,
+             "PROJECTION": projection}  # fmt: skip
+    module, _, function = writer.rpartition(".")
+    code = LATE.format(module=module, function=function, out=str(out))
+    arguments = [str(names.get(word, word)) for word in command]
+    done = subprocess.run([sys.executable, "-c", code, *arguments, option, str(out)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "another program wrote the output file while this command ran" in done.stderr
+    assert out.read_text() == "mine"
+    assert (tmp_path / "out.1").stat().st_size > 100
+
+
+def test_a_file_with_the_name_of_a_shard_that_appears_meanwhile_stays(tmp_path):
+    folder = LocalFolder(tmp_path)
+    for name in ("shard-00005.arrow", "manifest.json"):
+        (tmp_path / name).write_text("mine")
+        with (
+            pytest.raises(XtkError, match="this file already exists, and this command did not write it"),
+            folder.write(name, exclusive=True) as temporary,
+        ):
+            temporary.write_text("xtk's")
+        assert (tmp_path / name).read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_manifest_that_appears_while_a_cache_is_written_stays(pair, tmp_path):
+    out = tmp_path / "out"
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n} apples " * 30}) + "\n" for n in range(300)))
+    command = ["cache-teacher", str(pair.teacher), str(texts), "--shard-tokens", "400", "-o", str(out)]
+    with subprocess.Popen([sys.executable, "-m", "xtk", *command], stderr=subprocess.PIPE, text=True) as process:
+        while not (out / "shard-00001.arrow").exists() and process.poll() is None:
+            time.sleep(0.001)
+        (out / "manifest.json").write_text("mine")
+        _, stderr = process.communicate()
+    assert process.returncode == 1, stderr
+    assert f"this file already exists, and this command did not write it\n  where: {out}/manifest.json" in stderr
+    assert (out / "manifest.json").read_text() == "mine"
+    (out / "manifest.json").unlink()
+    run_xtk(*command)
+    run_xtk("inspect", out, "--verify")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_the_repair_that_is_named_repairs_a_cache_of_one_shard(run, pair, corpus, tmp_path, damage):
+    cache = tmp_path / "cache"
+    command = ["cache-teacher", pair.teacher, corpus, "-o", cache]
+    run(*command)
+    whole = {path.name: path.read_bytes() for path in cache.iterdir()}
+    shard = cache / "shard-00000.arrow"
+    content = bytearray(whole[shard.name])
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content[:5000] if damage == "truncated" else content)
+    assert f"remove {shard} and run the same" in run("inspect", cache, "--verify", code=1).stderr
+    shard.unlink()
+    run(*command)
+    assert {path.name: path.read_bytes() for path in cache.iterdir()} == whole
+
+
+def test_a_cache_whose_manifest_is_empty_can_be_replaced(run, pair, cache, corpus, tmp_path):
+    shutil.copytree(cache, tmp_path / "cache")
+    (tmp_path / "cache" / "manifest.json").write_text("")
+    command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]
+    run(*command, code=1)
+    run(*command, "--force")
+
+
+def test_a_tokenizer_of_the_user_stays_though_a_file_calls_its_folder_an_unfinished_cache(run, pair, corpus, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pair.student / name, folder)
+    (folder / ".xtk-unfinished").write_text("{}")
+    assert (
+        "this folder contains files that xtk did not write"
+        in run("cache-teacher", pair.teacher, corpus, "-o", folder, code=1).stderr
+    )
+    assert (folder / "tokenizer.json").read_bytes() == (pair.student / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_processes_that_prepare_batches_end_with_a_run_that_is_killed_while_they_start(pair, corpus, tmp_path):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, *TRAINING, "--dataloader-num-workers", 3, "-o", out]
+    process = interrupted_runs.start(command)
+    until = time.monotonic() + 120
+    while not (started := _children(process.pid)) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    while any(map(_is_alive, started)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert started
+    assert not any(map(_is_alive, started))
+
+
+def _children(process: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == process and b"spawn_main" in words:
+            found.append(int(path.name))
+    return found
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_a_file_that_appears_while_rollouts_are_generated_stays(run, pair, tmp_path, force):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"text": "Anna has"}\n')
+    command = ["rollout", str(pair.student), str(prompts), "--max-completion-length", "4", "-o", str(out), *force]
+    with subprocess.Popen(
+        [sys.executable, "-m", "xtk", *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        while not list(tmp_path.glob(".xtk-lock-*")) and process.poll() is None:
+            time.sleep(0.001)
+        out.write_text("mine, precious\n")
+        _, stderr = process.communicate()
+    assert process.returncode == 1, stderr
+    assert out.read_text() == "mine, precious\n"

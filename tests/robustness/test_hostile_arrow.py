@@ -1,0 +1,151 @@
+"""Arrow files made to lead a reader out of its memory: each is refused in a sentence, or read as what it states."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import small_caches
+from forged_arrow_process import places_of
+
+from xtk.artifacts.cache_shard import ScoredDocument
+from xtk.artifacts.local_and_remote_folders import LocalFolder
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, vocabulary_order_file_name
+from xtk.errors import CorruptError
+from xtk.tokens.token_sequence import TokenSequence
+
+WORKER = Path(__file__).parent / "forged_arrow_process.py"
+
+
+@pytest.fixture(scope="module")
+def caches(run, pair, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("hostile")
+    return {kind: small_caches.make(run, pair, folder, kind) for kind in ("packed", "raw")}
+
+
+def forged(*arguments: object) -> dict[str, int]:
+    """Run the worker; one that is ended by a signal fails the test, with the forgery that did it."""
+    done = subprocess.run(
+        [sys.executable, str(WORKER), *map(str, arguments)],
+        capture_output=True, text=True, check=False, timeout=1800, env=dict(os.environ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    print(arguments[0], found)
+    assert found["tracebacks"] == 0, [line for line in done.stderr.splitlines() if line.startswith("TRACEBACK")]
+    return found
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["packed", "raw"])
+def test_no_forged_shard_ends_the_process_even_if_its_checksums_match(caches, kind, count):
+    assert forged("shards", caches[kind], count, 1)["refused"] > count / 4
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.long)])
+def test_no_forged_data_file_ends_the_process(tmp_path, count):
+    assert forged("data", tmp_path, count, 2)["refused"] > count / 4
+
+
+@pytest.mark.parametrize("value", [-1, -(1 << 31), (1 << 31) - 1, 1 << 20])
+def test_data_with_absurd_offsets_is_refused_by_the_command(run, pair, tmp_path, value):
+    path = tmp_path / "texts.arrow"
+    batch = pa.record_batch({"text": [f"text {number}" for number in range(50)]})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content = bytearray(path.read_bytes())
+    start, size = max(places_of(path)[:1])
+    content[start + 4 : start + 8] = struct.pack("<i", value)
+    path.unlink()
+    path.write_bytes(content)
+    assert size >= 4 * 51
+    done = run("cache-teacher", pair.teacher, path, "-o", tmp_path / "cache", code=1)
+    assert "this data file cannot be read completely" in done.stderr
+    assert str(path) in done.stderr
+
+
+def tokens_with(row: ScoredDocument, **changed: object) -> ScoredDocument:
+    parts = {
+        name: getattr(row.tokens, name)
+        for name in ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens")
+    }
+    return dataclasses.replace(row, tokens=TokenSequence(**{**parts, **changed}))
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("token", "token id 300000000 is outside of the teacher's vocabulary"),
+        ("negative token", "token id -5"),
+        ("entry", "token id 300000000"),
+        ("ends", "token or byte positions lie outside of the document"),
+        ("text_runs", "token or byte positions lie outside of the document"),
+        ("segment_end_tokens", "token or byte positions lie outside of the document"),
+        ("positions", "trained tokens lie outside of the document"),
+    ],
+)
+def test_absurd_numbers_in_a_shard_with_right_checksums_are_refused(caches, tmp_path, what, told):
+    cache = TeacherCache(caches["raw"])
+    row = cache.read_document(0)
+    row = ScoredDocument(row.document, row.tokens, row.stored_logprobs)
+    ids, ends = row.tokens.ids.copy(), row.tokens.byte_ends.copy()
+    if what == "entry":
+        entries = row.stored_logprobs.ids.copy()
+        entries[-1] = 300_000_000
+        row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, ids=entries))
+    elif what == "positions":
+        positions = row.stored_logprobs.positions.copy()
+        positions[-1] = 1 << 30
+        row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, positions=positions))
+    elif what == "ends":
+        ends[-1] = 1 << 30
+        row = tokens_with(row, byte_ends=ends)
+    elif what in ("text_runs", "segment_end_tokens"):
+        changed = getattr(row.tokens, what).copy()
+        changed[...] = 1 << 30
+        row = tokens_with(row, **{what: changed})
+    else:
+        ids[0] = 300_000_000 if what == "token" else -5
+        row = tokens_with(row, ids=ids)
+    writer = CacheWriter(
+        LocalFolder(tmp_path / "forged"), {**cache.header, "data": {**cache.header["data"], "documents": 1}}, [1]
+    )
+    writer.write_shard(0, [row])
+    writer.finish()
+    with pytest.raises(CorruptError, match=told) as caught:
+        _ = TeacherCache(tmp_path / "forged").read_document(0).stored_logprobs
+    assert caught.value.where.endswith("shard-00000.arrow, row 0")
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 1], [0, 1, 3], [-1, 0, 1], [0, 1, 300_000_000]])
+def test_a_vocabulary_order_that_is_no_order_of_ids_is_refused(ids):
+    content = VocabularyOrder(np.array([0, 1, 2], np.int32), np.zeros(3, np.int32)).file_content
+    batch = pa.record_batch({"id": pa.array(ids, pa.int32()), "num_bytes": pa.array([0, 0, 0], pa.int32())})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    forged = bytes(sink.getvalue())
+    VocabularyOrder.from_file_content(vocabulary_order_file_name(content), content, "order")
+    with pytest.raises(CorruptError, match="must list every token id exactly once"):
+        VocabularyOrder.from_file_content(vocabulary_order_file_name(forged), forged, "order")
+    for size in (0, 9, len(content) // 2):
+        with pytest.raises(CorruptError, match="is not a valid Arrow file"):
+            VocabularyOrder.from_file_content(vocabulary_order_file_name(content[:size]), content[:size], "order")
+
+
+@pytest.mark.parametrize("line", ['{"input_ids": [5, 6, 300000000, 8]}', '{"input_ids": [5, 6, -7, 8]}'])
+def test_an_absurd_token_id_in_pretokenized_data_is_refused(run, pair, tmp_path, line):
+    path = tmp_path / "ids.jsonl"
+    path.write_text(line + "\n")
+    done = run("cache-teacher", pair.teacher, path, "-o", tmp_path / "cache", code=1)
+    assert "Traceback" not in done.stderr
+    assert str(path) in done.stderr

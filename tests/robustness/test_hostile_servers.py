@@ -1,0 +1,233 @@
+"""Hostile HTTP servers: each answer ends in a sentence, within limits of memory and time."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import sys
+import time
+import tracemalloc
+from multiprocessing.connection import Connection
+
+import pytest
+from http_server_processes import Served, _Handler, _serve, served
+from xtk_processes import run_xtk
+
+from xtk.engines import http_client_pool
+from xtk.engines.http_client_pool import (
+    Endpoint,
+    EndpointPool,
+    NoResponseError,
+    PermanentError,
+    RetryableError,
+    RetryPolicy,
+    parse_response,
+)
+from xtk.engines.response_validation import checked_logprobs, checked_token_ids, parse_token_ids
+from xtk.engines.vllm_server_checks import parse_models
+from xtk.errors import XtkError
+
+HASTY = RetryPolicy(
+    max_attempts=2, total_seconds=20, attempt_seconds=1.5, connect_seconds=5, initial_backoff=0.02, max_backoff=0.1
+)
+
+
+def attack(told: Connection) -> None:
+    """Answer `/KIND/v1/models` in the way of KIND."""
+
+    class Handler(_Handler):
+        answers = 0
+
+        def attack(self) -> None:
+            getattr(self, self.path.split("/")[1])()
+
+        do_GET = do_POST = attack  # noqa: N815
+
+        def endless(self) -> None:
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            while True:
+                self.wfile.write(b"[" * (1 << 20))
+
+        def bomb(self) -> None:
+            self.answer(200, gzip.compress(b" " * (1 << 26)), {"Content-Encoding": "gzip"})
+
+        def redirect(self) -> None:
+            self.answer(302, b"", {"Location": "http://127.0.0.1:9/v1/models"})
+
+        def nowhere(self) -> None:
+            self.answer(302, b"")
+
+        def drip(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            for _ in range(1000):
+                self.wfile.write(b" ")
+                time.sleep(0.05)
+
+        def hints(self) -> None:
+            while True:
+                self.wfile.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 100)
+
+        def hang(self) -> None:
+            time.sleep(60)
+
+        def deep(self) -> None:
+            self.answer(200, b'{"data":' * 10_000 + b"1" + b"}" * 10_000)
+
+        def number(self) -> None:
+            self.answer(200, b'{"data": [{"id": "m", "max_model_len": ' + b"9" * 5000 + b"}]}")
+
+        def length(self) -> None:
+            self.answer(200, b'{"data": [{"id": "m", "max_model_len": -5}]}')
+
+        def name(self) -> None:
+            self.answer(200, b'{"data": [{"id": ["m"]}]}')
+
+        def nan(self) -> None:
+            self.answer(200, b'{"data": NaN}')
+
+        def twice(self) -> None:
+            self.answer(200, b'{"data": [], "data": [{"id": "m"}]}')
+
+        def nul(self) -> None:
+            self.answer(200, b"\0" * 1000)
+
+        def html(self) -> None:
+            self.answer(200, b"<html>gateway</html>", {"Content-Type": "text/html"})
+
+        def latin(self) -> None:
+            self.answer(200, b'{"data": "\xff\xfe"}')
+
+        def switch(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            Handler.answers += 1
+            self.answer(200, {"model": "m" if Handler.answers < 3 else "other", "data": [{"id": "m"}]})
+
+        def error(self) -> None:
+            self.answer(500, b"x" * (1 << 24))
+
+        def escapes(self) -> None:
+            self.answer(404, {"error": {"message": "\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J"}})
+
+    _serve(Handler, told)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(attack) as running:
+        yield running
+
+
+def ask(server: Served, kind: str) -> object:
+    one = Endpoint.parse(f"{server.host}/{kind}/v1")
+    those = EndpointPool([one], concurrency=2, max_weight=float("inf"), retry_policy=HASTY)
+
+    async def asked() -> object:
+        async with those.connected():
+            return await those.request_one(one, "/models", None, parse_models, max_attempts=1)
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("endless", "larger than 1,048,576 bytes"),
+        ("bomb", "compressed \\(gzip\\)"),
+        ("drip", "within 1.5 seconds"),
+        ("hints", "within 1.5 seconds"),
+        ("hang", "within 1.5 seconds"),
+        ("deep", "not valid JSON|nested"),
+        ("number", "not valid JSON"),
+        ("length", "max_model_len"),
+        ("name", "a model whose id is not a string"),
+        ("nan", "NaN is not a JSON number"),
+        ("twice", "a key twice"),
+        ("nul", "not valid JSON"),
+        ("html", "not valid JSON"),
+        ("latin", "not valid JSON"),
+        ("error", "500 x"),
+    ],
+)
+def test_an_answer_that_is_an_attack_is_one_sentence(server, kind, words):
+    tracemalloc.start()
+    started = time.monotonic()
+    with pytest.raises(NoResponseError, match=words) as wrong:
+        ask(server, kind)
+    assert time.monotonic() - started < 10
+    assert len(wrong.value.what) < 1000
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+
+
+def test_a_question_without_a_body_is_not_waited_for_as_long_as_an_answer(server, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "HASTY", RetryPolicy(attempt_seconds=600, status_seconds=1))
+    with pytest.raises(NoResponseError, match="within 1 seconds"):
+        ask(server, "hints")
+
+
+def test_a_server_that_changes_its_model_is_refused(server):
+    one = Endpoint.parse(f"{server.host}/switch/v1")
+    those = EndpointPool([one], concurrency=1, max_weight=float("inf"), retry_policy=HASTY)
+
+    async def asked() -> None:
+        async with those.connected():
+            for _ in range(3):
+                await those.request_one(one, "/completions", {}, parse_models, max_attempts=1)
+
+    with pytest.raises(XtkError, match="the server answered with the model 'm' first, and now with 'other'"):
+        asyncio.run(asked())
+
+
+def test_redirects_are_not_followed(server):
+    with pytest.raises(PermanentError, match=r"redirect to http://127\.0\.0\.1:9/v1/models, which xtk does not follow"):
+        ask(server, "redirect")
+    with pytest.raises(PermanentError, match="redirect to an unknown address, which xtk does not follow"):
+        ask(server, "nowhere")
+
+
+def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, monkeypatch):
+    monkeypatch.setattr(http_client_pool, "REPORT_INTERVAL_SECONDS", 0.4)
+    with pytest.raises(NoResponseError):
+        ask(server, "hang")
+    assert "no response for" in capsys.readouterr().err
+
+
+def test_escape_codes_of_an_answer_do_not_reach_the_terminal(server, pair, corpus, tmp_path):
+    done = run_xtk("cache-teacher", pair.teacher, corpus, "--backend", "server", "--server",
+                   f"{server.host}/escapes/v1", "--top-k", 4, "-o", tmp_path / "cache", code=1)  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert r"\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J" in done.stderr
+    assert not any(mark in done.stderr for mark in "\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.parametrize("name", ["1_2_3", " 3", "3 ", "+3", "-1", "٣", "0x1", "", "03", "9" * 30, "3000000000", "1.0"])
+def test_a_key_that_is_no_token_id_is_refused(name):
+    with pytest.raises(RetryableError, match="token id"):
+        parse_token_ids([name])
+    assert parse_token_ids(["0", "123"]).tolist() == [0, 123]
+
+
+@pytest.mark.parametrize("values", [[True], [1.5], [-1], [1 << 40], ["3"], None, {"0": 1}])
+def test_a_value_that_is_no_token_id_is_refused(values):
+    with pytest.raises(RetryableError, match="token id"):
+        checked_token_ids(values)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf"), 0.5, None, "-1", True, -(10**400)])
+def test_a_value_that_is_no_log_probability_is_refused(value):
+    with pytest.raises(RetryableError, match="log-probability"):
+        checked_logprobs([-1.0, value])
+    assert checked_logprobs([0, -2.5]).tolist() == [0, -2.5]
+
+
+def test_minus_infinity_in_json_is_refused():
+    for text in ("-Infinity", "Infinity", "NaN"):
+        with pytest.raises(RetryableError, match="is not a JSON number"):
+            parse_response(json.dumps({"logprob": 0}).replace("0", text).encode())
+    with pytest.raises(RetryableError, match="not finite"):
+        checked_logprobs([parse_response(b"-1e999")])

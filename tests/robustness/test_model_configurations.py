@@ -1,0 +1,129 @@
+"""config.json as nobody should have written it: a sentence before memory is taken, never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_inputs import sentences, write_jsonl
+from xtk_processes import run_xtk
+
+from xtk.errors import XtkError
+from xtk.models.causal_lm import check_loadable, load_causal_lm, load_model_config
+from xtk.tokens.model_config_json import hub_kernel_repositories, read_model_config
+from xtk.tokens.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.slow
+
+KERNEL = "the model needs the attention kernel evil/kernel, which is code from the Hugging Face hub"
+# {name: (what is changed in a configuration, or its whole text, the sentence)}
+ATTACKS: dict[str, tuple[Any, str]] = {
+    "nested": ('{"a":' + "[" * 10_000 + "]" * 10_000 + "}", "nested more than 100"),
+    "open": ("[" * 10_000, "this config.json is "),
+    "list": ("[1, 2]", "config.json must contain a JSON object"),
+    "text": ('"model"', "config.json must contain a JSON object"),
+    "latin": (b'{"model_type": "\xe9"}', "config.json is not UTF-8"),
+    "cut": ('{"model_type": "llama"', "this config.json is not valid JSON"),
+    "digits": ('{"vocab_size": ' + "9" * 5_000 + "}", "this config.json is not valid JSON"),
+    "large file": ('{"a": "' + " " * (17 << 20) + '"}', "bytes, but must have at most 16,777,216"),
+    "layers": (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers in config.json is 1,000,000,000, but must be at most 10,000",
+    ),
+    "layers text": (
+        {"num_hidden_layers": "two"},
+        'num_hidden_layers in config.json is "two", but must be a non-negative integer',
+    ),
+    "layers fraction": (
+        {"num_hidden_layers": 2.5},
+        "num_hidden_layers in config.json is 2.5, but must be a non-negative integer",
+    ),
+    "vocabulary": (
+        {"vocab_size": 10_000_001},
+        "vocab_size in config.json is 10,000,001, but must be at most 10,000,000",
+    ),
+    "vocabulary 1e12": ({"vocab_size": 10**12}, "vocab_size in config.json is 1,000,000,000,000, but must be at most"),
+    "negative": ({"vocab_size": -1}, "vocab_size in config.json is -1, but must be a non-negative integer"),
+    "inside": (
+        {"text_config": {"vocab_size": 3 * 10**8}},
+        "vocab_size in config.json is 300,000,000, but must be at most",
+    ),
+    "width": ({"hidden_size": 10**9}, "hidden_size in config.json is 1,000,000,000, but must be at most 10,000,000"),
+    "infinite": (
+        '{"model_type": "llama", "hidden_size": Infinity}',
+        "hidden_size in config.json is inf, but must be at most",
+    ),
+    "kernel": ({"_attn_implementation": "evil/kernel"}, KERNEL),
+    "kernel, plain": ({"attn_implementation": "evil/kernel"}, KERNEL),
+    "kernel, version": ({"_attn_implementation": "flash|evil/kernel@main:f"}, "evil/kernel"),
+    "kernel, by part": ({"_attn_implementation": {"": "sdpa", "text": "evil/kernel"}}, KERNEL),
+    "kernel, inside": ({"text_config": {"_attn_implementation_internal": "evil/kernel"}}, KERNEL),
+    "kernel, experts": ({"_experts_implementation": "evil/kernel"}, KERNEL),
+    "own code": ({"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}, "--trust-remote-code"),
+    "unknown": ({"model_type": "nosuch"}, "transformers cannot load the model"),
+    "type": ({"model_type": 5}, "transformers cannot load the model"),
+    "width text": ({"hidden_size": "32"}, ""),
+    "width 0": ({"hidden_size": 0}, ""),
+    "heads 0": ({"num_attention_heads": 0}, ""),
+    "activation": ({"hidden_act": "nosuch"}, ""),
+    "rope": ({"rope_theta": "x", "rope_scaling": {"rope_type": "nosuch"}}, ""),
+    "dtype": ({"dtype": "nosuch", "torch_dtype": "nosuch"}, ""),
+    "quantized": ({"quantization_config": {"quant_method": "nosuch"}}, ""),
+    "fewer layers": ({"num_hidden_layers": 1}, None),
+    "more layers": ({"num_hidden_layers": 3}, "the model's files lack 9 of its weights: model.layers.2."),
+}
+
+
+def attacked(model: Path, folder: Path, change: Any) -> Path:
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    if isinstance(change, dict):
+        change = json.dumps({**json.loads(path.read_text()), **change})
+    path.write_bytes(change if isinstance(change, bytes) else change.encode())
+    return folder
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_configurations_end_in_a_sentence_before_a_model_is_built(name, pair, tmp_path):
+    change, expected = ATTACKS[name]
+    folder = attacked(pair.student, tmp_path / "model", change)
+    if expected is None:  # weights that are not used are noted
+        load_causal_lm(folder)
+        return
+    for load in (load_causal_lm, lambda model: check_loadable(model, Tokenizer(model))):
+        with pytest.raises(XtkError) if expected else contextlib.suppress(XtkError) as refused:
+            load(folder)
+        assert not expected or expected in str(refused.value)
+
+
+def test_names_of_implementations_are_no_kernels(pair, tmp_path):
+    for name in ("sdpa", "eager", "flash_attention_2", "paged|sdpa", None):
+        folder = attacked(pair.student, tmp_path / str(name), {"_attn_implementation": name})
+        assert hub_kernel_repositories(read_model_config(folder)) == []
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize("name", ["nested", "list", "layers", "vocabulary", "vocabulary 1e12", "kernel"])
+def test_commands_refuse_them_in_a_sentence(name, pair, corpus, cache, tmp_path):
+    change, expected = ATTACKS[name]
+    folder = attacked(pair.student, tmp_path / "model", change)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", sentences(2, seed=7))
+    for arguments in (
+        ["evaluate", folder, corpus],
+        ["distill", folder, cache, "-o", tmp_path / "run"],
+        ["distill", pair.student, corpus, "--teacher", folder, "-o", tmp_path / "run"],
+        ["cache-teacher", folder, corpus, "-o", tmp_path / "cache"],
+        ["rollout", folder, prompts, "-o", tmp_path / "rollouts.jsonl"],
+        ["doctor", folder, pair.teacher],
+        ["align", folder, pair.teacher, "a text"],
+    ):
+        done = run_xtk(*arguments, code=None)
+        assert "Traceback" not in done.stderr
+        if arguments[0] == "align" and name == "kernel":  # reads the tokenizer alone
+            continue
+        assert done.returncode == 1
+        assert expected in done.stderr + done.stdout

@@ -1,0 +1,105 @@
+"""Rollouts of an unfinished on-policy run have checksums, and are kept as long as a run can go back to them."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from bit_flips import flip
+from interrupted_runs import start, told, wait_for
+from small_inputs import write_jsonl
+from xtk_processes import run_xtk
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def killed(pair, tmp_path_factory) -> tuple[list[object], Path]:
+    """A run of rounds of two steps, killed after the checkpoint of step 6; that of step 3 lies inside of a round."""
+    folder = tmp_path_factory.mktemp("rounds")
+    prompts = write_jsonl(folder / "prompts.jsonl", [f"{n} plus {n} is" for n in range(12)])
+    arguments = [
+        "distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=16", "--loss", "byte-kl",
+        "--max-completion-length", 12, "--steps-per-generation", 2, "--max-steps", 10, "--save-steps", 3,
+        "--save-total-limit", 9, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4,
+        "-o",
+    ]  # fmt: skip
+    process = start([*arguments, folder / "killed"])
+    wait_for(folder / "killed" / "checkpoint-6", process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    run_xtk(*arguments, folder / "whole")
+    other = start([*arguments, folder / "other", "--seed", 7])
+    wait_for(folder / "other" / "checkpoint-3", other)
+    other.send_signal(signal.SIGKILL)
+    other.communicate()
+    return arguments, folder
+
+
+def test_a_run_that_goes_back_a_checkpoint_reads_the_rollouts_of_that_time(killed, tmp_path):
+    arguments, folder = killed
+    run = Path(shutil.copytree(folder / "killed", tmp_path / "run"))
+    assert (run / "rollout_batches" / "000001").is_dir()  # steps 3 and 4: the student that wrote them is gone
+    for step in range(4, 11):
+        if (run / f"checkpoint-{step}").is_dir():
+            flip(run / f"checkpoint-{step}" / "model.safetensors", 9000, 4)
+    done = run_xtk(*arguments, run)
+    assert "skipping checkpoint-6" in done.stderr
+    assert "checkpoint-3" in done.stderr
+    whole = folder / "whole"
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    losses = [[line["loss"] for line in told(one)] for one in (run, whole)]
+    assert losses[0] == losses[1]
+
+
+ATTACKS = {
+    "a line is lost": lambda lines: lines[:-1],
+    "the first line is left": lambda lines: lines[:1],
+    "a line within is lost": lambda lines: [*lines[:1], *lines[2:]],
+    "a line is there twice": lambda lines: [*lines, lines[0]],
+    "a line replaces another": lambda lines: [lines[0], lines[0], *lines[2:]],
+    "two lines are swapped": lambda lines: [lines[1], lines[0], *lines[2:]],
+    "no line is left": lambda lines: [],
+}
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "a bit is flipped",
+        "the batch is removed",
+        "renamed to none of none",
+        "renamed to one of many",
+        "of another run",
+        *ATTACKS,
+    ],
+)
+def test_rollouts_that_were_altered_or_removed_are_not_trained_from(killed, tmp_path, attack):
+    arguments, folder = killed
+    run = Path(shutil.copytree(folder / "killed", tmp_path / "run"))
+    for step in range(4, 11):
+        shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
+    (rollouts,) = (run / "rollout_batches" / "000001").glob("rollouts-*.jsonl")
+    shutil.copyfile(rollouts, rollouts.with_name(f"{rollouts.stem} (copy).jsonl"))  # of the user; not read
+    if attack == "a bit is flipped":
+        flip(rollouts, rollouts.read_bytes().index(b'"sampled_tokens": "') + 60, 1)
+    elif attack == "the batch is removed":
+        shutil.rmtree(rollouts.parent)
+    elif attack == "renamed to none of none":
+        rollouts.rename(rollouts.with_name("rollouts-00000-of-00000.jsonl"))
+    elif attack == "renamed to one of many":
+        rollouts.rename(rollouts.with_name("rollouts-00000-of-3000000.jsonl"))
+    elif attack == "of another run":
+        shutil.copyfile(folder / "other" / rollouts.relative_to(run), rollouts)
+    else:
+        rollouts.write_text("".join(ATTACKS[attack](rollouts.read_text().splitlines(keepends=True))))
+    done = run_xtk(*arguments, run, code=1)
+    if attack.startswith(("the batch", "renamed")):
+        assert "are missing" in done.stderr
+    else:
+        assert "stored rollouts" in done.stderr
+    assert "rollout_batches/000001" in done.stderr
+    assert "move checkpoint-3 out of the run folder" in done.stderr  # nothing else could make them again
+    assert "Traceback" not in done.stderr

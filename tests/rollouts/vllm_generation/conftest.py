@@ -1,0 +1,27 @@
+"""Two students that vLLM runs: one before a step, one after. Both have more rows than their tokenizer has tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm_on_cpu import make_llama
+
+from xtk.tokens.tokenizer import Tokenizer
+
+from .generation_requests import CONTEXT, PADDING
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+
+
+@pytest.fixture(scope="session")
+def students(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("vllm")
+    rows = len(Tokenizer(make_llama(root / "old", context=CONTEXT))) + PADDING
+    return tuple(
+        make_llama(root / name, context=CONTEXT, rows=rows, seed=seed) for seed, name in enumerate(("old", "new"))
+    )

@@ -1,0 +1,59 @@
+"""vLLM opens a checkpoint as it is and loads its weights into an engine that runs; trainer state is not weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import small_inputs
+import torch
+from transformers import AutoModelForCausalLM
+from vllm_on_cpu import SURROUNDINGS, make_llama
+
+SCRIPT = """
+import json, pathlib, sys
+from vllm import LLM, SamplingParams
+start, checkpoint, told = sys.argv[1:]
+asked = [{"prompt_token_ids": list(range(first, first + 20))} for first in range(5, 205, 25)]
+def said(engine):
+    read = engine.generate(asked, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    return [[next(iter(one.values())).logprob for one in answer.prompt_logprobs[1:]] for answer in read]
+engine = LLM(start, dtype="float32", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=128 << 20,
+             enable_prefix_caching=False)
+found = []
+if start == checkpoint:
+    found = said(engine)
+else:
+    before = said(engine)
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
+    found = said(engine)
+    assert found != before
+pathlib.Path(told).write_text(json.dumps(found))
+"""
+
+
+def test_vllm_opens_a_checkpoint_and_takes_its_weights(tmp_path):
+    student = make_llama(tmp_path / "student", context=128)
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(8))
+    command = [sys.executable, "-m", "xtk", "distill", student, data, "--loss", "ce", "--max-steps", 2, "--save-steps",
+               1, "--learning-rate", "1e-2", "-o", tmp_path / "run"]  # fmt: skip
+    subprocess.run(list(map(str, command)), env=SURROUNDINGS, check=True, timeout=600)
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    expected = []
+    for first in range(5, 205, 25):
+        ids = torch.arange(first, first + 20)
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)
+        expected.append(logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist())
+    for start in (checkpoint, student):
+        told = tmp_path / "told.json"
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(start), str(checkpoint), str(told)],
+            env={**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True, timeout=900,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        np.testing.assert_allclose(json.loads(told.read_text()), expected, atol=1e-4, rtol=0)

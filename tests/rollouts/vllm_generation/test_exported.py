@@ -1,0 +1,54 @@
+"""What `xtk export` writes is what vLLM serves: the same tokens as transformers', and it stops where a turn ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import small_inputs
+import torch
+from transformers import AutoModelForCausalLM
+from vllm_on_cpu import SURROUNDINGS, make_llama
+
+SCRIPT = """
+import json, pathlib, sys
+from vllm import LLM, SamplingParams
+engine = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=128 << 20)
+asked = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
+written = engine.generate(asked, SamplingParams(temperature=0, max_tokens=40))
+told = [[list(one.outputs[0].token_ids), one.outputs[0].finish_reason] for one in written]
+pathlib.Path(sys.argv[3]).write_text(json.dumps(told))
+"""
+
+
+def test_vllm_serves_an_export_and_stops_at_the_end_of_a_turn(tmp_path):
+    student = make_llama(tmp_path / "student", context=128, ends=4.0)
+    described = json.loads((student / "tokenizer_config.json").read_text())
+    (student / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "<|endoftext|>"}))
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(8))
+    xtk = [sys.executable, "-m", "xtk"]
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    trained = [*xtk, "distill", str(student), str(data), "--loss", "ce", "--max-steps", "1", "-o", run]
+    subprocess.run(trained, env=SURROUNDINGS, check=True, timeout=600)
+    subprocess.run(
+        [*xtk, "export", run, "--max-shard-size", "200KB", "-o", out], env=SURROUNDINGS, check=True, timeout=600
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    prompts = [[first, first + 1, first + 2] for first in range(5, 205, 10)]
+    with torch.no_grad():
+        expected = [
+            model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40)[0, len(ids) :].tolist()
+            for ids in prompts
+        ]
+    ends = ["stop" if ids[-1] in (0, 1) else "length" for ids in expected]
+    assert "stop" in ends
+    told = tmp_path / "told.json"
+    command = [sys.executable, "-c", SCRIPT, out, json.dumps(prompts), str(told)]
+    done = subprocess.run(
+        command, env={**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True,
+        timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(told.read_text()) == [list(pair) for pair in zip(expected, ends, strict=True)]

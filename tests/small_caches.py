@@ -1,0 +1,55 @@
+"""Small caches of every codec and support, whole and unfinished, for tests that damage them."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import small_inputs
+
+from xtk.artifacts.local_and_remote_folders import LocalFolder
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
+
+KINDS = {
+    "packed": ("--num-samples", 4),
+    "sample": ("--support", "sample", "--num-samples", 3),
+    "top-k": ("--top-k", 4),
+    "raw": ("--precision", "float32", "--num-samples", 4),
+    "raw-top-k": ("--precision", "float32", "--top-k", 3),
+}
+DOCUMENTS = 12
+
+
+def make(run, pair, folder: Path, kind: str) -> Path:
+    """Write a cache of some documents, several shards."""
+    data = folder / "data.jsonl"
+    if not data.exists():
+        small_inputs.write_jsonl(data, small_inputs.sentences(DOCUMENTS, seed=5))
+    run("cache-teacher", pair.teacher, data, *KINDS[kind], "--shard-tokens", 100, "-o", folder / kind)
+    return folder / kind
+
+
+def unfinished(cache: Path, folder: Path) -> Path:
+    """Copy a cache without its manifest."""
+    shutil.copytree(cache, folder)
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+def resumed(cache: TeacherCache, folder: Path) -> CacheWriter:
+    """Open an unfinished copy of a cache as the writer of the same request does."""
+    return CacheWriter(LocalFolder(folder), cache.header, [entry["documents"] for entry in cache.manifest["shards"]])
+
+
+def numbers(cache: TeacherCache) -> list[bytes]:
+    """Return all that a cache holds, a row each."""
+    return [
+        repr(row.document).encode()
+        + b"".join(
+            np.asarray(value).tobytes()
+            for value in itertools.chain(vars(row.stored_logprobs).values(), vars(row.tokens).values())
+        )
+        for row in cache
+    ]

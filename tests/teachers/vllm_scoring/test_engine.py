@@ -1,0 +1,113 @@
+"""vLLM in process says what transformers says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference_logprobs import assert_is_the_truth, documents_of, said_plainly
+from vllm_on_cpu import ENGINE, SURROUNDINGS
+
+from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
+
+from .conftest import CONTEXT
+
+SCRIPT = Path(__file__).parent / "vllm_scoring_process.py"
+
+
+def run_engine(folder: Path, support: Support, out: Path, *engine: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(asdict(support)), str(out), *ENGINE, *engine]
+    return subprocess.run(
+        command, env={**SURROUNDINGS, **env}, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def descendants(process: int) -> set[int]:
+    """The processes that a process started, and those that they did."""
+    found: set[int] = set()
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:  # it has gone
+                continue
+    while more := {child for child, parent in parents.items() if parent in found | {process}} - found:
+        found |= more
+    return found
+
+
+def runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def scores_in(path: Path) -> list[StoredLogprobs]:
+    arrays = np.load(path)
+    count = len({name.split()[0] for name in arrays})
+    return [
+        StoredLogprobs(**{field.name: arrays[f"{at} {field.name}"] for field in fields(StoredLogprobs)})
+        for at in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("support", "engine"),
+    [
+        (Support("top-k", top_k=16), []),
+        (Support("top-p", top_k=32, top_p=0.7), ["max_num_batched_tokens=64", "max_num_seqs=3"]),
+        (Support("none"), []),
+    ],
+    ids=["top-k", "top-p in small batches", "none"],
+)
+def test_the_engine_says_what_transformers_says(teacher, tmp_path, support, engine):
+    done = run_engine(teacher, support, tmp_path / "out.npz", *engine)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "", "stdout carries results only"
+    documents = documents_of(teacher, CONTEXT)
+    assert max(map(len, documents)) == CONTEXT, "a document as long as the context is among them"
+    truth = said_plainly(teacher, documents)
+    for document, scores, expected in zip(documents, scores_in(tmp_path / "out.npz"), truth, strict=True):
+        assert_is_the_truth(scores, document, expected, support, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("tensor_paralel_size=2", "did you mean --engine tensor_parallel_size"),
+        ("max_logprobs=5", "--engine max_logprobs is not allowed: xtk sets this argument"),
+        ("max_num_seqs=0", "vLLM cannot run this model"),
+    ],
+)
+def test_an_engine_option_that_is_none_is_told(teacher, tmp_path, engine, said):
+    done = run_engine(teacher, Support("top-k", top_k=4), tmp_path / "out.npz", engine)
+    assert done.returncode == 1
+    assert "XtkError" in done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_a_killed_process_leaves_no_engine_behind(teacher, tmp_path):
+    out = tmp_path / "out.npz"
+    command = [sys.executable, str(SCRIPT), str(teacher), '{"kind": "none"}', str(out), *ENGINE]
+    process = subprocess.Popen(command, env={**SURROUNDINGS, "THEN_WAIT": "1"}, stderr=subprocess.DEVNULL)
+    while not out.exists():
+        assert process.poll() is None
+        time.sleep(0.2)
+    started = descendants(process.pid)
+    assert len(started) >= 2, "an engine, and the shell that watches"
+    os.kill(process.pid, 9)
+    process.wait()
+    end = time.monotonic() + 120
+    while any(map(runs, started)) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert not [one for one in started if runs(one)]

@@ -1,0 +1,44 @@
+"""Score documents with vLLM in this process and write what it says: FOLDER SUPPORT OUT ENGINE-OPTION...
+
+With THEN_WAIT in the environment it does not end by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+CONTEXT = 320
+
+
+def main() -> None:
+    import numpy as np
+    from reference_logprobs import documents_of
+
+    from xtk.engines.engine_options import parse_engine_options
+    from xtk.teachers.backend_interface import BackendConfig
+    from xtk.teachers.vllm import VllmTeacher
+    from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
+    from xtk.tokens.tokenizer import Tokenizer
+
+    folder, support, out = Path(sys.argv[1]), Support(**json.loads(sys.argv[2])), sys.argv[3]
+    options = {"engine": parse_engine_options(sys.argv[4:]), "longest": CONTEXT}
+    teacher = VllmTeacher(BackendConfig(folder, "teacher", Tokenizer(folder), support, backend_options=options))
+    assert (teacher.max_document_tokens, teacher.vocab_size) == (CONTEXT, 496)
+    found = teacher.score(documents_of(folder, CONTEXT))
+    arrays = {
+        f"{at} {field.name}": getattr(one, field.name)
+        for at, one in enumerate(found)
+        for field in fields(StoredLogprobs)
+    }
+    np.savez(out, **arrays)
+    if "THEN_WAIT" in os.environ:
+        time.sleep(600)
+
+
+if __name__ == "__main__":  # vLLM's workers import this file again
+    main()

@@ -1,0 +1,181 @@
+"""Layouts, and what processes that share the work in them get: losses, gradients, weights after five steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import small_inputs
+import torch
+from safetensors.torch import load_file
+
+LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
+# In which ways eight and five documents are taken, by the number of processes: in passes of so many, over all of them.
+WAYS = {1: ["8:2", "5:5"], 2: ["8:4", "5:5"], 3: ["5:2"], 4: ["8:2", "5:2"], 8: ["8:2"]}
+MOVED = 5  # documents of a step, where five steps move the weights
+LORA = {"lora_r": 4}
+LIKE_ONE: dict[int, list[dict[str, Any]]] = {
+    # A budget of 10 is less than any document has.
+    1: [{}, {"max_batch_tokens": 100}, {"max_batch_tokens": 10}, {"max_batch_tokens": 100, "packing": False},
+        {"gradient_checkpointing": True}],
+    2: [
+        {"parallel": "fsdp=2"},
+        {"parallel": "fsdp=2", "fsdp_offload": True, "max_batch_tokens": 70},
+        {"parallel": "tp=2"},
+        {"parallel": "cp=2", "max_batch_tokens": 90, "gradient_checkpointing": True},
+        LORA,
+        {**LORA, "parallel": "fsdp=2"},
+    ],
+}  # fmt: skip
+LIKE_ONE_LONG: dict[int, list[dict[str, Any]]] = {
+    2: [{}, {"parallel": "cp=2"}, {**LORA, "parallel": "cp=2"}],
+    3: [{"parallel": "cp=3"}, {"parallel": "fsdp=3"}],
+    4: [
+        {"parallel": "tp=2,cp=2", "max_batch_tokens": 90},
+        {"parallel": "fsdp=2,tp=2"},
+        {"parallel": "dp=2,tp=2", "gradient_checkpointing": True},
+        {"parallel": "dp=2,fsdp=2"},
+        {"parallel": "fsdp=2,cp=2"},
+        {"parallel": "cp=2"},
+        {**LORA, "parallel": "dp=2,fsdp=2"},
+    ],
+    8: [{"parallel": "dp=2,tp=2,cp=2"}, {"parallel": "fsdp=2,tp=2,cp=2"}, {"parallel": "dp=2,fsdp=2,cp=2"}],
+}
+STUDENTS = ("llama", "tied")
+CONTEXT = 24  # tokens, of held-out documents, some of which have more
+
+Case = tuple[str, dict[str, Any]]
+
+
+def make_students(folder: Path) -> dict[str, Path]:
+    """Write a Llama, and a Qwen3 whose head is its embedding; 657 rows are not cut evenly."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    size = {"vocab_size": 657, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+    models = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, **size)),
+        "tied": lambda: Qwen3ForCausalLM(
+            Qwen3Config(hidden_size=48, intermediate_size=96, head_dim=16, tie_word_embeddings=True, **size)
+        ),
+    }
+    for name, make in models.items():
+        small_inputs.make_student_tokenizer(folder / name)
+        torch.manual_seed(0)
+        make().save_pretrained(folder / name)
+    return {name: folder / name for name in models}
+
+
+def cases(layouts: Sequence[dict[str, Any]]) -> list[Case]:
+    """Return each student with each layout; adapters are tried with one of them."""
+    return [
+        (student, options)
+        for student in STUDENTS
+        for options in layouts
+        if student == STUDENTS[0] or not options.keys() & LORA
+    ]
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a layout is compared with: one process, one pass, a row for each document."""
+    return {"packing": False, **{name: value for name, value in options.items() if name in LORA}}
+
+
+def name_of(student: str, options: Mapping[str, Any]) -> str:
+    return " ".join([student, *(f"{name}={value}" for name, value in options.items())])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """By how much a layout differs from one process: of losses and norms relative, of the rest over the largest number.
+
+    Attributes:
+        loss: of any loss.
+        gradient: of any parameter's gradient, over its largest number.
+        norm: of the gradient's norm.
+        weights: of any parameter after five steps, over its largest number; None where none were taken.
+    """
+
+    loss: float
+    gradient: float
+    norm: float
+    weights: float | None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What so many processes got, in all their cases and ways."""
+
+    folder: Path
+    told: dict[str, dict[str, Any]]
+
+    def tensors(self, name: str, way: str) -> dict[str, torch.Tensor]:
+        """Return gradients, and weights after five steps, as `take_steps` does."""
+        return load_file(self.folder / f"{name}-{way.replace(':', '-')}.safetensors")
+
+    def difference(self, student: str, options: Mapping[str, Any], way: str, alone: Taken) -> Difference:
+        """Compare with one process.
+
+        Raises:
+            AssertionError: they have other parameters, or a gradient is zero.
+        """
+        name, other, documents = name_of(student, options), name_of(student, plain(options)), way.split(":")[0]
+        ours, theirs = self.told[name][way], alone.told[other][f"{documents}:{documents}"]
+        found, expected = self.tensors(name, way), alone.tensors(other, f"{documents}:{documents}")
+        assert expected.keys() == found.keys()
+        worst: dict[str, float] = {}
+        for parameter, values in expected.items():
+            kind = "weights" if parameter.startswith("weights.") else "gradient"
+            scale = float(values.abs().max())
+            assert scale > 0, parameter
+            worst[kind] = max(worst.get(kind, 0.0), float((found[parameter] - values).abs().max()) / scale)
+        losses = [
+            _relative(one[loss], theirs["losses"][step][loss])
+            for step, one in enumerate(ours["losses"])
+            for loss in one
+        ]
+        norms = [_relative(one, other) for one, other in zip(ours["norms"], theirs["norms"], strict=True)]
+        return Difference(max(losses), worst["gradient"], max(norms), worst.get("weights"))
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / abs(other)
+
+
+def take(processes: int, wanted: Sequence[Case], cache: Path, students: Mapping[str, Path], folder: Path) -> Taken:
+    """Let processes, which are started once, take steps in some layouts."""
+    every = {"caches": [str(cache)], "projections": [], "losses": LOSSES.split(" "), "held_out": [str(cache)],
+             "context": CONTEXT, "moved": MOVED}  # fmt: skip
+    asked = {
+        "output": str(folder),
+        "cases": [
+            {**every, "name": name_of(student, options), "student": str(students[student]), "options": options,
+             "ways": ["8:8", "5:5"] if processes == 1 and options == plain(options) else WAYS[processes]}
+            for student, options in wanted
+        ],
+    }  # fmt: skip
+    launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+                "--nproc-per-node", str(processes)] if processes > 1 else []  # fmt: skip
+    paths = [str(Path(small_inputs.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(Path(__file__).parent / "gradient_dump_process.py"), json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+             "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(paths)},
+        timeout=600,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return Taken(folder, json.loads((folder / "told.json").read_text()))
+
+
+def references() -> list[Case]:
+    """Return the cases of one process with which all others are compared."""
+    return cases([plain({}), plain(LORA)])
