@@ -17,7 +17,7 @@ class TokenDivergenceLoss(Loss):
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per token; `comparison_space` is the identity projection."""
         assert isinstance(comparison_space, ProjectionColumns)
-        return projected_cells(example, span_ranges(example), comparison_space)
+        return projected_cells(example, span_ranges(example), comparison_space, is_projection=False)
 
 
 class ForwardKL(TokenDivergenceLoss):

@@ -53,6 +53,16 @@ class ProjectionColumns:
     student_ids: NDArray[np.int32]
     log_weights: NDArray[np.float32]
 
+    @property
+    def width(self) -> int:
+        """Number of teacher tokens, U."""
+        return len(self.offsets) - 1
+
+    @cached_property
+    def num_mapped(self) -> int:
+        """Number of teacher tokens to which a student token maps."""
+        return int(np.count_nonzero(np.diff(self.offsets)))
+
     def pad_columns(self, width: int) -> ProjectionColumns:
         """Return W with at least `width` columns; added columns (the teacher's padding rows) are empty."""
         missing = max(0, width + 1 - len(self.offsets))
