@@ -134,7 +134,7 @@ class ChunkStatistics:
         remainder_sums: for each part, [remainder rows], this sum without the part's entries.
         entry_logits: for each part, [entries], their logits.
         alternative_logits: for each part with prefix alternatives, [alternatives], their logits.
-        largest: for each part that asks for them, the student's largest logits.
+        largest: for each part that reads them, the student's largest logits.
         included_sums: for each such part, [items], the sums over the included tokens.
     """
 
@@ -266,7 +266,7 @@ class RankGradients:
         logprob_gradients: [H], of their log-probabilities.
         mass_gradients: [items], of the total probability of the included tokens.
         masses: [items], these probabilities.
-        largest: tells the rows of items, and which tokens are included.
+        largest: the rows of items, and the included tokens.
     """
 
     rows: Tensor

@@ -20,7 +20,7 @@ from xtk.losses.span_probability_products import SpanProductCells
 
 @dataclass(frozen=True, kw_only=True)
 class SortedProbCells(SpanProductCells):
-    """Cells, and beside them sorted probabilities in the last row of each item, which are compared rank by rank.
+    """Cells, and in addition sorted probabilities in the last row of each item, which are compared rank by rank.
 
     Attributes:
         rank_rows: int32 [C], rows of the student's logits.
