@@ -20,8 +20,8 @@ from pathlib import Path
 
 from xtk import __version__
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
+from xtk.artifacts.cache_manifest import cache_totals
 from xtk.artifacts.projection_disk_cache import user_cache_folder
-from xtk.artifacts.teacher_cache import cache_totals
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan, max_document_tokens
 from xtk.doctor.weight_checks import transformers_class
 from xtk.errors import XtkError
