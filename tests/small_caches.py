@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import small_inputs
 
-from xtk.artifacts.local_and_remote_folders import LocalFolder
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
+from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.storage_folders import LocalFolder
+from xtk.artifacts.teacher_cache import TeacherCache
 
 KINDS = {
     "packed": ("--num-samples", 4),

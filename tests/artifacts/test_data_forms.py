@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.data_file_readers import READ_BYTES
+from xtk.artifacts.text_streams import READ_BYTES
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from test_teacher_cache import row_of
 
-from xtk.artifacts.local_and_remote_folders import LocalFolder
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
+from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.storage_folders import LocalFolder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.tokens.document import Document
 

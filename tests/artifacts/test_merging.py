@@ -13,15 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_teacher_cache import DOCUMENTS, HEADER, ScoredDocument, assert_equal, files_of, row_of
 
+from xtk.artifacts.cache_manifest import cache_totals
 from xtk.artifacts.cache_merging import merge_caches
-from xtk.artifacts.local_and_remote_folders import open_folder
-from xtk.artifacts.teacher_cache import (
-    CacheWriter,
-    TeacherCache,
-    cache_totals,
-    read_finished_cache,
-    write_cache_manifest,
-)
+from xtk.artifacts.cache_output import CACHE
+from xtk.artifacts.cache_writer import CacheWriter, write_cache_manifest
+from xtk.artifacts.storage_folders import open_folder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
 
 CUTS = {"a": [3, 1], "b": [4], "c": [1, 1]}  # documents a shard
@@ -268,7 +265,7 @@ def test_a_merge_in_a_store_is_that_of_this_machine_byte_for_byte(store, caches,
     assert {file: folders["all"].read(file) for file in folders["all"].file_sizes()} == files_of(tmp_path / "all")
     assert {file: folders["mixed"].read(file) for file in folders["mixed"].file_sizes()} == files_of(tmp_path / "here")
     assert files_of(tmp_path / "back") == files_of(tmp_path / "here")
-    assert read_finished_cache(folders["all"], json.loads(folders["all"].read("manifest.json"))["header"])
+    assert CACHE.find_finished(folders["all"], json.loads(folders["all"].read("manifest.json"))["header"])
 
 
 def test_the_hard_links_of_a_merge_outlive_its_inputs(caches, rows, tmp_path):

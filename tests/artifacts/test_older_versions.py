@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from xtk.artifacts import cache_manifest, cache_shard, corpus_cooccurrence_counts, teacher_cache
+from xtk.artifacts import cache_manifest, cache_writer, corpus_cooccurrence_counts, shard_writing, teacher_cache
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.local_and_remote_folders import LocalFolder
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.record_to_document import record_to_document
 from xtk.artifacts.run_folders import read_recipe, read_run_manifest
+from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.tokens.tokenizer import Tokenizer
@@ -41,14 +41,14 @@ def older_shard(path: Path) -> None:
     batch, seal = reader.get_batch_with_custom_metadata(0)
     position = json.loads(seal[b"xtk"])
     stated = {"first_row": position["first_document"], "rows": position["documents"], "shard": position["shard"]}
-    seal = canonical_json({"checksum": "xxh3_128:" + "0" * cache_shard.CHECKSUM_DIGITS, **stated})
+    seal = canonical_json({"checksum": "xxh3_128:" + "0" * shard_writing.CHECKSUM_DIGITS, **stated})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch, custom_metadata={"xtk": seal})
     content = path.read_bytes()
-    at = content.find(cache_shard.CHECKSUM_PREFIX) + len(cache_shard.CHECKSUM_PREFIX)
+    at = content.find(shard_writing.CHECKSUM_PREFIX) + len(shard_writing.CHECKSUM_PREFIX)
     with path.open("r+b") as stream:
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            digits = cache_shard._checksum_around(mapped, at)
+            digits = shard_writing._checksum_around(mapped, at)
         stream.seek(at)
         stream.write(digits.encode())
 
@@ -79,8 +79,8 @@ def test_a_shard_and_an_unfinished_cache(cache, tmp_path, run, pair, corpus):
 
 def test_an_unfinished_cache_without_a_shard(cache, tmp_path):
     header = TeacherCache(cache).header
-    (tmp_path / ".xtk-unfinished").write_text(canonical_json({"format": teacher_cache.FORMAT, "header": header}))
-    failure = refused(teacher_cache.start_cache, LocalFolder(tmp_path), header)
+    (tmp_path / ".xtk-unfinished").write_text(canonical_json({"format": cache_manifest.FORMAT, "header": header}))
+    failure = refused(cache_writer.start_cache, LocalFolder(tmp_path), header)
     assert failure.what == "this teacher cache has version 5; this xtk reads version 6"
 
 

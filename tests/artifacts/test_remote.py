@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of, row_of, write
 
-from xtk.artifacts.cache_shard import ScoredDocument
-from xtk.artifacts.local_and_remote_folders import LocalFolder, StorageFolder, open_folder
-from xtk.artifacts.remote_storage import RemoteFolder
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, read_finished_cache, remove_cache
+from xtk.artifacts.cache_output import CACHE, remove_cache
+from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.shard_writing import ScoredDocument
+from xtk.artifacts.storage_folders import LocalFolder, RemoteFolder, StorageFolder, open_folder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 
 
@@ -68,12 +69,12 @@ def test_a_remote_cache_is_the_local_one_byte_for_byte(place, rows, tmp_path):
 def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(place, rows, tmp_path):
     write(tmp_path / "local", rows).finish()
     write_to(RemoteFolder(place), rows, [0, 2])
-    assert read_finished_cache(RemoteFolder(place), HEADER) is None
+    assert CACHE.find_finished(RemoteFolder(place), HEADER) is None
     writer = CacheWriter(RemoteFolder(place), HEADER, SIZES)
     assert writer.missing_shards() == [1, 3]
     write_to(RemoteFolder(place), rows, [1, 3]).finish()
     assert stored(place) == files_of(tmp_path / "local")
-    assert read_finished_cache(RemoteFolder(place), HEADER) is not None
+    assert CACHE.find_finished(RemoteFolder(place), HEADER) is not None
 
 
 def test_a_file_that_fails_while_it_is_made_is_never_seen(place):
@@ -220,7 +221,7 @@ def test_a_forced_cache_goes_whole_and_what_is_not_ours_stays(place, rows):
 
 WRITER = """
 import sys
-from xtk.artifacts.remote_storage import RemoteFolder
+from xtk.artifacts.storage_folders import RemoteFolder
 folder = RemoteFolder(sys.argv[1])
 with folder.write("shard-00000.arrow", exclusive=True) as temporary:
     temporary.write_bytes(b"x" * 30_000_000)

@@ -10,9 +10,10 @@ from artifacts.reference_packed_codec import PlainCodec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, ShardPosition, write_shard
+from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.codec.packed_shard_codec import PackedCodec
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs
+from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError
 from xtk.tokens.document import Document

@@ -12,9 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, StoredDocument
-from xtk.artifacts.local_and_remote_folders import LocalFolder
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, cache_totals, read_finished_cache, remove_cache
+from xtk.artifacts.cache_manifest import cache_totals
+from xtk.artifacts.cache_output import CACHE, remove_cache
+from xtk.artifacts.cache_shard import CacheShard, StoredDocument
+from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.shard_writing import ScoredDocument
+from xtk.artifacts.storage_folders import LocalFolder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.tokens.document import Document, Segment
 from xtk.tokens.teacher_logprobs import StoredLogprobs
@@ -217,7 +221,7 @@ def test_an_unfinished_cache_says_so(rows, tmp_path):
     failure = failure_of(tmp_path / "cache")
     assert failure.what == "this teacher cache is unfinished"
     assert "again" in failure.hint
-    assert read_finished_cache(LocalFolder(tmp_path / "cache"), HEADER) is None
+    assert CACHE.find_finished(LocalFolder(tmp_path / "cache"), HEADER) is None
 
 
 def test_a_folder_without_a_cache_is_told_from_an_unfinished_one(tmp_path):
@@ -300,11 +304,11 @@ def test_a_later_version_is_refused_by_its_number(cache):
 )
 def test_a_cache_of_another_request_is_refused_naming_what_differs(cache, rows, tmp_path, section, key, value):
     wanted = {**HEADER, section: {**HEADER[section], key: value}}
-    assert read_finished_cache(LocalFolder(cache), HEADER) == TeacherCache(cache).manifest
+    assert CACHE.find_finished(LocalFolder(cache), HEADER) == TeacherCache(cache).manifest
     unfinished = tmp_path / "unfinished"
     write(unfinished, rows, numbers=[0])
     for request in (
-        lambda: read_finished_cache(LocalFolder(cache), wanted),
+        lambda: CACHE.find_finished(LocalFolder(cache), wanted),
         lambda: CacheWriter(LocalFolder(cache), wanted, SIZES),
         lambda: CacheWriter(LocalFolder(unfinished), wanted, SIZES),
     ):

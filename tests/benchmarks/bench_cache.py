@@ -16,9 +16,9 @@ import torch
 from measurement import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.artifacts.cache_shard import ScoredDocument
-from xtk.artifacts.local_and_remote_folders import LocalFolder
-from xtk.artifacts.teacher_cache import CacheWriter
+from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.shard_writing import ScoredDocument
+from xtk.artifacts.storage_folders import LocalFolder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.backend_interface import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length

@@ -21,10 +21,11 @@ import numpy as np
 from calibrated_teacher import held_out, language_model
 from measurement import report
 
-from xtk.artifacts.cache_shard import ScoredDocument
-from xtk.artifacts.local_and_remote_folders import LocalFolder
+from xtk.artifacts.cache_writer import CacheWriter, store_shard
 from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, store_shard
+from xtk.artifacts.shard_writing import ScoredDocument
+from xtk.artifacts.storage_folders import LocalFolder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.backend_interface import BackendConfig

@@ -25,17 +25,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "artifacts"))
 
 from test_teacher_cache import HEADER, row_of
 
+from xtk.artifacts.cache_manifest import read_cache_manifest, shard_file_name
 from xtk.artifacts.cache_merging import merge_caches
-from xtk.artifacts.cache_shard import CacheShard, ShardPosition, write_shard
-from xtk.artifacts.local_and_remote_folders import LocalFolder, open_folder
-from xtk.artifacts.teacher_cache import (
-    CacheWriter,
-    TeacherCache,
-    _manifest_entry,
-    read_cache_manifest,
-    shard_file_name,
-    write_cache_manifest,
-)
+from xtk.artifacts.cache_shard import CacheShard
+from xtk.artifacts.cache_writer import CacheWriter, write_cache_manifest
+from xtk.artifacts.shard_writing import ShardPosition, write_shard
+from xtk.artifacts.storage_folders import LocalFolder, open_folder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.tokens.document import Document
 
 POSITIONS = 1e12
@@ -82,7 +78,7 @@ def make_caches(folder: Path, shards: int) -> list[str]:
         header = {**HEADER, "data": {"fingerprint": f"sha256:{number}", "documents": ROWS * shards}}
         first = place / shard_file_name(0)
         write_shard(first, header, ShardPosition(0, 0, ROWS), rows)
-        entry = _manifest_entry(first.name, CacheShard(first))
+        entry = CacheShard(first).manifest_entry(first.name)
         for other in range(1, shards):
             os.link(first, place / shard_file_name(other))
         entries = [{**entry, "file": shard_file_name(other)} for other in range(shards)]

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from measurement import report
 
-from xtk.artifacts import cache_shard as shards
-from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, ShardPosition, check_file_checksum, write_shard
+from xtk.artifacts import shard_writing as shards
+from xtk.artifacts.cache_shard import CacheShard
+from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, check_file_checksum, write_shard
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import StoredLogprobs

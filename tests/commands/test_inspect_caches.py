@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xtk.artifacts.cache_shard import ScoredDocument
 from xtk.artifacts.cache_statistics import bytes_by_section
-from xtk.artifacts.local_and_remote_folders import LocalFolder
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
+from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.shard_writing import ScoredDocument
+from xtk.artifacts.storage_folders import LocalFolder
+from xtk.artifacts.teacher_cache import TeacherCache
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import xxhash
 
-from xtk.artifacts.cache_shard import CHECKSUM_PREFIX, CacheShard, frame_checksum
+from xtk.artifacts.cache_shard import CacheShard, frame_checksum
+from xtk.artifacts.cache_writer import write_cache_manifest
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.local_and_remote_folders import LocalFolder
-from xtk.artifacts.teacher_cache import TeacherCache, write_cache_manifest
+from xtk.artifacts.shard_writing import CHECKSUM_PREFIX
+from xtk.artifacts.storage_folders import LocalFolder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 
 ABSURD = (-1, -(1 << 31), (1 << 31) - 1, 1 << 30, 1 << 20, 7)
@@ -90,7 +92,7 @@ def sign(path: Path, content: Content) -> None:
         shard = CacheShard(path)
         column = shard._batch.column("checksum").buffers()[1]
         at = column.address - shard._buffer.address
-        sums = [shard._columns.checksum(number) for number in range(len(shard))]
+        sums = [shard.columns.checksum(number) for number in range(len(shard))]
         content[at : at + 8 * len(sums)] = struct.pack(f"<{len(sums)}Q", *sums)
     except (XtkError, ValueError, LookupError, OverflowError, pa.ArrowException, struct.error):
         pass

@@ -11,7 +11,7 @@ from typing import Any
 from json_mutations import dumped
 
 from xtk.artifacts.atomic_files import canonical_json, sha256
-from xtk.artifacts.teacher_cache import _checksum, _manifest_bytes
+from xtk.artifacts.cache_manifest import manifest_bytes, manifest_checksum
 
 MANIFEST = "manifest.json"
 
@@ -23,8 +23,8 @@ def checksum_of(path: Path) -> str:
 def sealed(manifest: Any) -> bytes:
     """Return a manifest with its checksum, in the one form that xtk writes; plain JSON of what has no such form."""
     try:
-        manifest = {**manifest, "checksum": _checksum(manifest)}
-        return _manifest_bytes(manifest)
+        manifest = {**manifest, "checksum": manifest_checksum(manifest)}
+        return manifest_bytes(manifest)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return dumped(manifest).encode()
 

@@ -26,14 +26,14 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.training import student_export
 from xtk.training.checkpoint import CheckpointSaver
 from xtk.training.distill import distill
-from xtk.training.resume_point import ResumePoint, find_existing_run, prepare_run_folder
+from xtk.training.resume_point import RUN_FOLDER, ResumePoint, prepare_run_folder
 from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 
 def test_a_run_that_another_command_finished_in_between_is_not_overwritten(pair, corpus, tmp_path):
     output = tmp_path / "run"
-    assert find_existing_run(output, {"seed": 1}, force=False) is None  # as each of two commands finds it
+    assert RUN_FOLDER.find_finished(output, {"seed": 1}) is None  # as each of two commands finds it
     run_xtk("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 2, "--save-steps", 1, "-o", output)
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     with pytest.raises(XtkError, match="has a run with other options or inputs"):

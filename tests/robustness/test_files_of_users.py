@@ -16,7 +16,7 @@ import pytest
 from xtk_processes import run_xtk
 
 from xtk.artifacts.atomic_files import atomic_write, temporary_name
-from xtk.artifacts.local_and_remote_folders import LocalFolder
+from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import XtkError
 

@@ -16,9 +16,10 @@ import pytest
 import small_caches
 from forged_arrow_process import places_of
 
-from xtk.artifacts.cache_shard import ScoredDocument
-from xtk.artifacts.local_and_remote_folders import LocalFolder
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
+from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.shard_writing import ScoredDocument
+from xtk.artifacts.storage_folders import LocalFolder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, vocabulary_order_file_name
 from xtk.errors import CorruptError
 from xtk.tokens.token_sequence import TokenSequence

@@ -12,10 +12,12 @@ import pyarrow as pa
 import pytest
 import small_caches
 
-from xtk.artifacts.cache_shard import ShardPosition, check_file_checksum
+from xtk.artifacts.cache_manifest import shard_file_name
+from xtk.artifacts.cache_writer import CacheWriter
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.local_and_remote_folders import open_folder
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, open_verified_shard, shard_file_name
+from xtk.artifacts.shard_writing import ShardPosition, check_file_checksum
+from xtk.artifacts.storage_folders import open_folder
+from xtk.artifacts.teacher_cache import TeacherCache, open_verified_shard
 from xtk.errors import CorruptError
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.cache_shard import ScoredDocument
+from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm

@@ -1,10 +1,11 @@
-"""Schema of the manifest of a teacher cache, and names of the files of a cache."""
+"""The manifest of a teacher cache: reading, schema, identity of headers, and names of the files of a cache."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from xtk.artifacts.atomic_files import canonical_json, parse_json_object, sha256
 from xtk.artifacts.json_validation import (
     CheckedObject,
     SchemaViolation,
@@ -21,7 +22,8 @@ from xtk.artifacts.json_validation import (
 )
 from xtk.artifacts.safe_artifact_files import check_file_name
 from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
-from xtk.errors import CorruptError
+from xtk.artifacts.storage_folders import StorageFolder
+from xtk.errors import CorruptError, XtkError
 from xtk.tokens.tokenizer_validation import MAX_TOKENS
 
 FORMAT, VERSION = "xtk-teacher-cache", 6
@@ -199,3 +201,94 @@ def _checked_header(header: dict[str, Any], place: str, where: str) -> CheckedOb
         for name, section in header.items()
     }
     return CheckedObject(sections, place, where)
+
+
+def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
+    """Return the manifest of a cache after checking it.
+
+    Raises:
+        XtkError: there is no cache, it is unfinished, or it has another version.
+    """
+    where = folder.path_of(MANIFEST)
+    try:
+        content = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        if any(SHARD_NAME.fullmatch(file) for file in folder.file_sizes()):
+            raise XtkError(
+                "this teacher cache is unfinished",
+                where=folder.name,
+                hint="run the same xtk cache-teacher command again to continue it",
+            ) from None
+        raise XtkError(
+            "this folder contains no teacher cache",
+            where=folder.name,
+            hint="check the path, or create one: xtk cache-teacher TEACHER DATA -o FOLDER",
+        ) from None
+    again = f"remove {where} and run the same xtk cache-teacher command again; finished parts are kept"
+    manifest = parse_json_object(content, where, again)
+    if manifest.get("format") != FORMAT or not {"shards", "header", "version"} <= manifest.keys():
+        raise CorruptError("this file is not the manifest of a teacher cache", where=where, hint=again)
+    if manifest["version"] != VERSION:
+        raise cache_version_error(manifest["version"], where)
+    # Byte by byte: JSON says the same in more than one way.
+    try:
+        whole = manifest.get("checksum") == manifest_checksum(manifest) and manifest_bytes(manifest) == content
+    except (ValueError, TypeError, RecursionError):  # lone surrogates; "shards" is not a list
+        whole = False
+    if not whole:
+        raise CorruptError("the manifest of this teacher cache does not match its checksum", where=where, hint=again)
+    return check_cache_manifest(manifest, where, again)
+
+
+def cache_version_error(version: object, where: str) -> XtkError:
+    """Return the error for a cache of another version of the format."""
+    return XtkError(
+        f"this teacher cache has version {str(version)[:20]}; this xtk reads version {VERSION}",
+        where=where,
+        hint="make it again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
+    )
+
+
+def cache_totals(manifest: dict[str, Any]) -> dict[str, int]:
+    """Return documents, positions, tokens and bytes of a cache."""
+    names = ("documents", "positions", "tokens", "bytes")
+    return {name: sum(int(shard[name]) for shard in manifest["shards"]) for name in names}
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Return "sha256:..." of a manifest without its checksum."""
+    return sha256(canonical_json({key: value for key, value in manifest.items() if key != "checksum"}))
+
+
+def source_headers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the headers of a cache's shards: its own, or those of the caches that were merged into it."""
+    return list(manifest.get("source_headers") or [manifest["header"]])
+
+
+def codec_files(header: dict[str, Any]) -> list[str]:
+    """Return the names of the other files that shards with this header need."""
+    return [str(header["codec"][key]) for key in CODEC_FILE_KEYS if header["codec"].get(key)]
+
+
+def header_identity(header: dict[str, Any]) -> dict[str, Any]:
+    """Return a header without the teacher's name: a teacher folder that was moved is the same teacher."""
+    teacher = {key: value for key, value in header_section(header, "teacher").items() if key != "name"}
+    return {**header, "teacher": teacher}
+
+
+def header_section(header: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of an unchecked header; {} if it is missing."""
+    found = header.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """Return the bytes of a manifest, with one line per shard."""
+    shards = ",\n".join(canonical_json(shard) for shard in manifest["shards"])
+    rest = canonical_json({key: value for key, value in manifest.items() if key != "shards"})
+    return f'{rest[:-1]},"shards":[\n{shards}\n]}}\n'.encode()
+
+
+def repair_hint(folder: StorageFolder, file: str) -> str:
+    """Return the next step for a corrupt file of a cache."""
+    return f"remove {folder.path_of(file)} and run the same xtk cache-teacher command again to rewrite it"

@@ -8,30 +8,26 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import canonical_json
-from xtk.artifacts.cache_manifest import CODEC_FILE_KEYS, SHARD_NAME, TOKENIZER_FILES, shard_file_name
-from xtk.artifacts.cache_shard import CacheShard
-from xtk.artifacts.local_and_remote_folders import StorageFolder, is_remote, open_folder
-from xtk.artifacts.output_path_checks import check_output_folder
-from xtk.artifacts.teacher_cache import (
-    TeacherCache,
-    _header_identity,
-    _manifest_entry,
+from xtk.artifacts.cache_manifest import (
+    CODEC_FILE_KEYS,
+    SHARD_NAME,
+    TOKENIZER_FILES,
     cache_totals,
     codec_files,
-    open_verified_shard,
-    read_finished_cache,
-    refuse_foreign_cache_folder,
-    remove_cache,
+    header_identity,
+    shard_file_name,
     source_headers,
-    start_cache,
-    write_cache_manifest,
-    write_file,
 )
+from xtk.artifacts.cache_output import CACHE, refuse_foreign_cache_folder, remove_cache
+from xtk.artifacts.cache_shard import CacheShard
+from xtk.artifacts.cache_writer import start_cache, write_cache_manifest, write_file
+from xtk.artifacts.output_claims import claim_output
+from xtk.artifacts.storage_folders import StorageFolder, absolute_location, open_folder
+from xtk.artifacts.teacher_cache import TeacherCache, open_verified_shard
 from xtk.errors import CorruptError, MismatchError, XtkError
 
 # These options select the text, batches and files; the log-probabilities of a document do not depend on them.
@@ -81,8 +77,8 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
         XtkError: a cache is unfinished, the range is invalid, or `output` contains another cache.
     """
     _refuse_output_among(locations, output)
-    if not is_remote(output):
-        check_output_folder(Path(output), "a cache", [place for place in locations if not is_remote(place)])
+    folder = open_folder(output)
+    claim_output(folder, CACHE, inputs=locations)
     sources = _open_caches(locations)
     _refuse_incompatible(sources)
     start, stop = _parse_row_range(rows, sum(map(len, sources)))
@@ -90,10 +86,9 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
     header = _merged_header(sources, parts, start, stop)
     for source in sources:
         source.verify_files()
-    folder = open_folder(output)
     if force:
         remove_cache(folder)
-    if finished := read_finished_cache(folder, header):
+    if finished := CACHE.find_finished(folder, header):
         return cache_totals(finished)
     _refuse_other_unfinished_cache(folder, taken, parts)
     start_cache(folder, header)
@@ -105,8 +100,6 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
 
 
 def _open_caches(places: Sequence[str]) -> list[TeacherCache]:
-    if not any(map(is_remote, places)):
-        return [TeacherCache(place) for place in places]
     with ThreadPoolExecutor(MANIFEST_THREADS) as threads:
         return list(threads.map(TeacherCache, places))
 
@@ -121,7 +114,7 @@ def _plan_slices(
     at = 0
     for source in sources:
         theirs = source_headers(source.manifest)
-        keys = [canonical_json(_header_identity(part)) for part in theirs]
+        keys = [canonical_json(header_identity(part)) for part in theirs]
         for entry in source.manifest["shards"]:
             size = int(entry["documents"])
             first, last = max(start, at), min(stop, at + size)
@@ -159,7 +152,7 @@ def _write_partial_shard(folder: StorageFolder, piece: ShardSlice, file: str) ->
     shard = piece.source.open_shard(piece.manifest_entry)
     with folder.write(file) as temporary:
         shard.write_slice(temporary, piece.start, piece.stop)
-        return _manifest_entry(file, CacheShard(temporary))
+        return CacheShard(temporary).manifest_entry(file)
 
 
 def _copy_shared_files(
@@ -270,10 +263,7 @@ def _parse_row_range(rows: str, total: int) -> tuple[int, int]:
 
 
 def _refuse_output_among(places: Sequence[str], output: str) -> None:
-    def key(place: str) -> str:
-        return place.rstrip("/") if is_remote(place) else str(Path(place).resolve())
-
-    if key(output) in map(key, places):
+    if absolute_location(output) in map(absolute_location, places):
         raise XtkError(
             "the output folder is one of the caches to merge", where=output, hint="use another output path (-o)"
         )
@@ -296,7 +286,7 @@ def _refuse_other_unfinished_cache(
         number = list(wanted).index(first)
         with contextlib.suppress(CorruptError):  # a corrupt shard is rewritten
             found = open_verified_shard(folder.local_path(first), folder.path_of(first)).header
-            if _header_identity(found) != _header_identity(parts[taken[number].header_index]):
+            if header_identity(found) != header_identity(parts[taken[number].header_index]):
                 strange = [first]
     if strange:
         raise XtkError(

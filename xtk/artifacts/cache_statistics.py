@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.artifacts.cache_manifest import cache_totals, source_headers
 from xtk.artifacts.cache_shard import PAYLOAD_PARTS
 from xtk.artifacts.shard_codec_registry import CODECS, Codec
-from xtk.artifacts.teacher_cache import TeacherCache, cache_totals, source_headers
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.name_registry import load_registered
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 

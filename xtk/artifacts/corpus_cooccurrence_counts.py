@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, remove_stale_temporary_files, sha256
 from xtk.artifacts.corpus_reader import CorpusFingerprint
-from xtk.artifacts.output_path_checks import check_output_file
+from xtk.artifacts.output_claims import FileKind, claim_output
 from xtk.projection.build import ALGORITHM_VERSION
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
 from xtk.tokens.document import Document
@@ -53,7 +53,7 @@ def count_corpus_cooccurrences(
         XtkError: another file has the name of the intermediate counts.
     """
     state = counting_state_path(path)
-    check_output_file(state, "saved cooccurrence counts", _is_state)
+    claim_output(state, STATE)
     wanted = {
         "format": FORMAT,
         "version": VERSION,
@@ -94,6 +94,9 @@ def _is_state(path: Path) -> bool:
     """Return whether a file begins like intermediate counts of xtk."""
     with path.open("rb") as stream:
         return FORMAT.encode() in stream.read(4096)
+
+
+STATE = FileKind[None]("saved cooccurrence counts", _is_state)
 
 
 def corpus_fingerprint(corpus: Iterable[Document]) -> tuple[int, str]:

@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
 from xtk.artifacts.json_validation import any_json, check_schema, integer, json_object, list_of, map_of, number, text
+from xtk.artifacts.output_claims import FileKind
 from xtk.errors import CorruptError, XtkError
 from xtk.projection.coverage_audit import VOCABULARY_KEYS
 from xtk.projection.projection import Projection
@@ -79,7 +80,7 @@ def write_projection(projection: Projection, path: Path, *, keep_others: bool = 
         temporary.write_bytes(raw)
 
 
-def looks_like_projection(path: Path) -> bool:
+def _looks_like_projection(path: Path) -> bool:
     """Return whether a file may be replaced: a projection of xtk, intact or corrupt, or an empty file."""
     with path.open("rb") as stream:
         start = stream.read(8 + len(HEADER_PREFIX))
@@ -197,3 +198,28 @@ def read_projection(path: Path) -> Projection:
 def _checksum(header: dict[str, Any], tensors: dict[str, Any]) -> str:
     stated = canonical_json({key: value for key, value in header.items() if key != "checksum"})
     return sha256(stated.encode() + b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in TENSOR_DTYPES))
+
+
+def _read_requested_projection(path: Path, request: dict[str, Any]) -> Projection:
+    """Return the projection in a file after comparing its header.
+
+    Raises:
+        XtkError: the file has another projection, or is corrupt.
+    """
+    try:
+        header, found = read_projection_header(path), read_projection(path)
+    except XtkError as wrong:
+        kind = CorruptError if isinstance(wrong, CorruptError) else XtkError
+        raise kind(wrong.what, where=wrong.where, hint="use another -o, or --force to replace it") from None
+    different = [key for key, value in request.items() if header.get(key) != value]
+    if different:
+        raise XtkError(
+            "the output file is a projection that was made from other inputs or options",
+            where=f"{path} (different {', '.join(different)})",
+            hint="use another -o, or --force to replace it",
+        )
+    return found
+
+
+# A request is a header, without keys that do not matter.
+PROJECTION = FileKind("projections", _looks_like_projection, _read_requested_projection)

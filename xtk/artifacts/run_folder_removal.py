@@ -10,12 +10,12 @@ from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, has_same_content, next_free_path, read_json
-from xtk.artifacts.output_path_checks import foreign_files_error
-from xtk.artifacts.teacher_cache import is_cache_file
+from xtk.artifacts.cache_output import is_cache_file
+from xtk.artifacts.output_claims import foreign_files_error
+from xtk.artifacts.run_folders import CARD_FILE, RECIPE_FILE, ROLLOUTS_FILE, RUN_MANIFEST
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError
 
-MANIFEST, CARD = "xtk.json", "README.md"
 MAX_MANIFEST_BYTES = 1 << 24
 _CARD_BEGINNING = 96  # bytes: up to the tag xtk
 # Files that xtk, transformers and peft write into a model folder.
@@ -24,7 +24,6 @@ _MODEL_FILE_NAMES = re.compile(
     r"\.json|(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model\.gguf|merges\.txt"
     r"|chat_template\.jinja|(tokenizer|spiece|sentencepiece\.bpe)\.model|[\w.-]+\.tiktoken|xtk\.json|README\.md"
 )
-_RECIPE, _ROLLOUTS = "recipe.json", "rollouts.jsonl"
 _RUN_FILE_NAMES = re.compile(r"recipe\.json|metrics\.jsonl")
 _TRAINER_FILE_NAMES = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
 _MODEL_CODE_NAMES = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
@@ -64,7 +63,7 @@ def remove_run(folder: Path) -> None:
         XtkError: the folder contains other files; nothing is removed.
     """
     refuse_foreign_files_in_run(folder)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == _RECIPE):
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == RECIPE_FILE):
         if path.name.startswith(LOCK_PREFIX):  # the process that holds the lock removes it
             continue
         if path.is_dir() and not path.is_symlink():
@@ -81,7 +80,7 @@ def remove_run_subfolder(folder: Path) -> None:
     if not folder.is_dir() or folder.is_symlink():
         return
     foreign = _foreign_files(folder, run=False)
-    if not foreign and (folder / MANIFEST).is_file():
+    if not foreign and (folder / RUN_MANIFEST).is_file():
         shutil.rmtree(folder, ignore_errors=True)
         return
     _keep(folder, f"contains files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest")
@@ -158,7 +157,7 @@ def keep_file_of_user(path: Path, new: Path) -> None:
         return
     if has_same_content(new, path):
         return
-    if new.name == CARD and path.is_file() and not path.is_symlink():
+    if new.name == CARD_FILE and path.is_file() and not path.is_symlink():
         with path.open("rb") as there, new.open("rb") as here:
             if there.read(_CARD_BEGINNING) == here.read(_CARD_BEGINNING):
                 return
@@ -173,17 +172,17 @@ def keep_manifest_of_user(path: Path) -> None:
 
 def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
     """Return the relative paths in a folder of files that xtk did not write."""
-    listed = _manifest_files(folder)
-    subfolders = _manifest_subfolders(folder)
-    code = _auto_map(folder)
-    on_policy = run and _is_on_policy(folder)
+    listed, subfolders = (_read_value(folder / RUN_MANIFEST, key) for key in ("files", "folders"))
+    listed, subfolders = (one if isinstance(one, dict) else None for one in (listed, subfolders))
+    code = str(_read_value(folder / "config.json", "auto_map"))
+    on_policy = run and _read_value(folder / RECIPE_FILE, "on_policy") is True
     found = []
     for path in sorted(folder.iterdir()):
         name, is_folder = path.name, path.is_dir() and not path.is_symlink()
         if name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)):
             continue
         if is_folder and run and _STEP_FOLDER_NAMES.fullmatch(name):
-            is_complete = (path / MANIFEST).is_file()  # xtk's have a manifest
+            is_complete = (path / RUN_MANIFEST).is_file()  # xtk's have a manifest
             files = _foreign_files(path, run=False) if is_complete else sorted(one.name for one in path.iterdir())
             found += [f"{prefix}{name}/{file}" for file in files] or ([] if is_complete else [f"{prefix}{name}"])
         elif is_folder and name in _SUBFOLDER_FILE_NAMES:
@@ -200,23 +199,23 @@ def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
             found += [f"{prefix}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
         elif on_policy and name == ROLLOUT_BATCHES and is_folder:
             found += [f"{prefix}{name}/{file}" for file in _foreign_batch_files(path)]
-        elif on_policy and name == (_OLD_ROLLOUT_BATCHES if is_folder else _ROLLOUTS):
+        elif on_policy and name == (_OLD_ROLLOUT_BATCHES if is_folder else ROLLOUTS_FILE):
             continue
         elif (
             is_folder
             or path.is_symlink()
             or not _is_xtk_file(name, listed, code, run=run)
-            or (name == MANIFEST and not _looks_like_manifest(path))
+            or (name == RUN_MANIFEST and not _looks_like_manifest(path))
         ):
             found.append(prefix + name)
     return found
 
 
 def _is_xtk_file(name: str, listed: dict[str, Any] | None, code: str, *, run: bool) -> bool:
-    if name == MANIFEST or (run and _RUN_FILE_NAMES.fullmatch(name)) or _TRAINER_FILE_NAMES.fullmatch(name):
+    if name == RUN_MANIFEST or (run and _RUN_FILE_NAMES.fullmatch(name)) or _TRAINER_FILE_NAMES.fullmatch(name):
         return True
     if listed is not None:
-        return name in listed or name == "README.md"
+        return name in listed or name == CARD_FILE
     return bool(_MODEL_FILE_NAMES.fullmatch(name)) or (
         bool(_MODEL_CODE_NAMES.fullmatch(name)) and Path(name).stem in code
     )
@@ -229,31 +228,8 @@ def _looks_like_manifest(path: Path) -> bool:
     return b'"checksum"' in content or b'"files"' in content
 
 
-def _is_on_policy(run: Path) -> bool:
-    """Return whether the recipe of a run enables on-policy training."""
+def _read_value(path: Path, key: str) -> Any:
+    """Return the value of a key in a JSON file; None if there is no such file or key."""
     with contextlib.suppress(OSError, CorruptError):
-        return read_json(run / _RECIPE).get("on_policy") is True
-    return False
-
-
-def _manifest_files(folder: Path) -> dict[str, Any] | None:
-    """Return the files that the manifest of a folder lists; None without a manifest or a list."""
-    with contextlib.suppress(OSError, CorruptError):
-        files = read_json(folder / MANIFEST).get("files")
-        return files if isinstance(files, dict) else None
+        return read_json(path).get(key)
     return None
-
-
-def _manifest_subfolders(folder: Path) -> dict[str, Any] | None:
-    """Return the files of each subfolder that the manifest of a folder lists; None without a manifest."""
-    with contextlib.suppress(OSError, CorruptError):
-        folders = read_json(folder / MANIFEST).get("folders")
-        return folders if isinstance(folders, dict) else None
-    return None
-
-
-def _auto_map(folder: Path) -> str:
-    """Return the auto_map of a model's configuration, which names its Python modules."""
-    with contextlib.suppress(OSError, CorruptError):
-        return str(read_json(folder / "config.json").get("auto_map"))
-    return ""

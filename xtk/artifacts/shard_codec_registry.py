@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.name_registry import unknown_name_error
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
+from xtk.tokens.token_sequence import TokenSequence
 
 CODECS = {
     "raw": "xtk.artifacts.shard_codec_registry:RawCodec",
@@ -22,6 +22,12 @@ CODECS = {
 }
 DEFAULT_PRECISION = "standard"
 PRECISION_CODECS = {"float32": "raw", "fine": "packed", DEFAULT_PRECISION: "packed", "coarse": "packed"}
+
+
+# The tokens and log-probabilities of each document; and the codec tables of the shard, and for each document the bytes
+# of its tokens and log-probabilities.
+CodecInput = Sequence[tuple[TokenSequence, StoredLogprobs]]
+CodecOutput = tuple[bytes, list[bytes], list[bytes]]
 
 
 def codec_for_precision(precision: str) -> str:
@@ -52,11 +58,8 @@ class Codec(Protocol):
 
     @classmethod
     def pack(
-        cls,
-        documents: Sequence[tuple[TokenSequence, StoredLogprobs]],
-        options: dict[str, Any],
-        vocabulary_order: VocabularyOrder | None,
-    ) -> tuple[bytes, list[bytes], list[bytes]]:
+        cls, documents: CodecInput, options: dict[str, Any], vocabulary_order: VocabularyOrder | None
+    ) -> CodecOutput:
         """Return the shard's codec tables, and for each document the bytes of its tokens and log-probabilities."""
 
     def __init__(self, options: dict[str, Any], tables: bytes, vocabulary_order: VocabularyOrder | None) -> None: ...
@@ -100,11 +103,8 @@ class RawCodec:
 
     @classmethod
     def pack(
-        cls,
-        documents: Sequence[tuple[TokenSequence, StoredLogprobs]],
-        options: dict[str, Any],
-        vocabulary_order: VocabularyOrder | None,
-    ) -> tuple[bytes, list[bytes], list[bytes]]:
+        cls, documents: CodecInput, options: dict[str, Any], vocabulary_order: VocabularyOrder | None
+    ) -> CodecOutput:
         """Return empty tables, and the arrays of each document."""
         tokens = [
             b"".join((_array_bytes(sequence.ids, "<i4"), _array_bytes(sequence.byte_ends, "<i4")))

@@ -83,8 +83,9 @@ def align(options: AlignOptions) -> None:
     from xtk.artifacts.corpus_cooccurrence_counts import corpus_fingerprint
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import resolve_model_folder
+    from xtk.artifacts.output_claims import claim_output
     from xtk.commands.alignment_html import alignment_page
-    from xtk.commands.html_page import check_page, write_page
+    from xtk.commands.html_page import PAGE, write_page
     from xtk.name_registry import unknown_name_error
     from xtk.tokens.document import Document
     from xtk.tokens.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ def align(options: AlignOptions) -> None:
     if options.html:
         _, content = corpus_fingerprint(documents)
         request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, options.limit, options.order]))
-        check_page(Path(options.output), request, force=options.force)
+        claim_output(Path(options.output), PAGE, request, force=options.force)
         statistics, shown = _align_all(documents, one, other, **{options.order: options.limit})
         record = statistics.to_json()
         write_page(

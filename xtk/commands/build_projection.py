@@ -89,9 +89,8 @@ def build_projection(options: BuildProjectionOptions) -> None:
     from pathlib import Path
 
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.artifacts.output_path_checks import check_output_file
-    from xtk.artifacts.projection_file import looks_like_projection, write_projection
-    from xtk.commands.projection_reuse import reuse_projection
+    from xtk.artifacts.output_claims import claim_output
+    from xtk.artifacts.projection_file import PROJECTION, write_projection
     from xtk.errors import XtkError
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import check_method_options, projection_header
@@ -111,7 +110,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
             hint="add --corpus DATA: a file, a quoted glob, a hub dataset, or - for standard input",
         )
     path = Path(options.output)
-    check_output_file(path, "projections", looks_like_projection, [*options.corpus, options.special_tokens])
+    claim_output(path, PROJECTION, inputs=[*options.corpus, options.special_tokens])
     folders = [
         resolve_model_folder(side, with_weights=options.method == "embedding")
         for side in (options.student, options.teacher)
@@ -126,7 +125,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
         if options.method == "embedding":
             chosen |= _embeddings(*folders)
         header = projection_header(one, other, options.method, matching, **chosen)
-        projection = reuse_projection(path, header, force=options.force)
+        projection = PROJECTION.find_finished(path, header, force=options.force)
         if projection is None:
             projection = build(one, other, options.method, special_tokens=matching, **chosen)
             write_projection(projection, path)
@@ -214,8 +213,7 @@ def _counts_projection(
         count_corpus_cooccurrences,
         remove_counting_state,
     )
-    from xtk.artifacts.projection_file import write_projection
-    from xtk.commands.projection_reuse import reuse_projection
+    from xtk.artifacts.projection_file import PROJECTION, write_projection
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import projection_header
     from xtk.projection.methods.cooccurrence import CooccurrenceCounts, CooccurrenceMethod
@@ -227,7 +225,7 @@ def _counts_projection(
     if path.exists():
         found = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
         header = projection_header(student, teacher, "cooccurrence", matching, counts=found, **chosen)
-        projection = reuse_projection(path, header, force=force)
+        projection = PROJECTION.find_finished(path, header, force=force)
         if projection is not None:
             remove_counting_state(path)
             return projection

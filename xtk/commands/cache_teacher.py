@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -28,6 +28,9 @@ from xtk.options.shared import (
     ServerOptions,
     TrustRemoteCodeOption,
 )
+
+if TYPE_CHECKING:
+    from xtk.teachers.cache_build_config import CacheRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +170,7 @@ def cache_teacher(options: CacheTeacherOptions) -> None:
     """
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-    from xtk.name_registry import load_registered, unknown_name_error
+    from xtk.name_registry import unknown_name_error
     from xtk.teachers import BACKENDS
 
     terminal.set_quiet(options.quiet)
@@ -188,29 +191,58 @@ def cache_teacher(options: CacheTeacherOptions) -> None:
     folder, adapter = base_model_and_adapter(
         resolve_model_folder(options.teacher, with_weights=options.backend != "server")
     )
+    request = _cache_request(options, folder, adapter)
+    if options.estimate:
+        from xtk.teachers.cache_resource_estimate import estimate_cache_cost
 
-    from xtk.artifacts.shard_codec_registry import codec_for_precision
-    from xtk.models.causal_lm import DTYPES
-    from xtk.teachers.backend_cli_options import backend_options
-    from xtk.teachers.cache_build_config import CacheRequest
+        _print_estimate(
+            {"path": options.output, "kind": "teacher-cache-estimate", **estimate_cache_cost(request, corpus)},
+            as_json=options.as_json,
+        )
+        return
     from xtk.teachers.cache_building import CachePartition
     from xtk.teachers.cache_building import cache_teacher as cache
+
+    figures = cache(
+        request,
+        corpus,
+        options.output,
+        force=options.force,
+        partition=CachePartition(options.num_processes, options.machine_rank, options.num_machines),
+    )
+    if figures is not None:  # None: other machines have not finished yet
+        terminal.result_artifact({"path": options.output, "kind": "teacher-cache", **figures}, as_json=options.as_json)
+
+
+def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | None) -> CacheRequest:
+    """Return the request of a cache after checking names and support.
+
+    Args:
+        options: of the command.
+        folder: of the teacher.
+        adapter: LoRA adapter of the teacher, if it has one.
+    """
+    from xtk.artifacts.shard_codec_registry import codec_for_precision
+    from xtk.models.causal_lm import DTYPES
+    from xtk.name_registry import load_registered
+    from xtk.teachers import BACKENDS
+    from xtk.teachers.backend_cli_options import backend_options
+    from xtk.teachers.cache_build_config import CacheRequest
     from xtk.tokens.teacher_logprobs import make_support
 
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
     codec_for_precision(options.precision)
     able = load_registered(BACKENDS, options.backend, "backend").support_kinds
-    size = _read_top_k(options.top_k, folder)
     wanted = make_support(
         options.support,
-        top_k=size,
+        top_k=_read_top_k(options.top_k, folder),
         top_p=options.top_p,
         num_samples=options.num_samples,
         num_sample_sets=options.num_sample_sets,
         seed=options.seed,
         available_kinds=able,
     )
-    request = CacheRequest(
+    return CacheRequest(
         teacher_folder=folder,
         teacher_name=options.teacher,
         support=wanted,
@@ -231,23 +263,6 @@ def cache_teacher(options: CacheTeacherOptions) -> None:
             options.num_processes,
         ),
     )
-    if options.estimate:
-        from xtk.teachers.cache_resource_estimate import estimate_cache_cost
-
-        _print_estimate(
-            {"path": options.output, "kind": "teacher-cache-estimate", **estimate_cache_cost(request, corpus)},
-            as_json=options.as_json,
-        )
-        return
-    figures = cache(
-        request,
-        corpus,
-        options.output,
-        force=options.force,
-        partition=CachePartition(options.num_processes, options.machine_rank, options.num_machines),
-    )
-    if figures is not None:  # None: other machines have not finished yet
-        terminal.result_artifact({"path": options.output, "kind": "teacher-cache", **figures}, as_json=options.as_json)
 
 
 def _read_top_k(text: str, teacher: Path) -> int | None:

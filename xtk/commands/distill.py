@@ -143,9 +143,9 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
     """Return inputs and output of the run."""
     from pathlib import Path
 
+    from xtk.artifacts.cache_output import is_cache
     from xtk.artifacts.corpus_reader import parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-    from xtk.artifacts.teacher_cache import is_cache
     from xtk.teachers.online_teacher import parse_online_teacher
     from xtk.training.train_config import RunPaths
 

@@ -85,9 +85,10 @@ def doctor(options: DoctorOptions) -> None:
     """
     from pathlib import Path
 
+    from xtk.artifacts.cache_output import is_cache
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.artifacts.teacher_cache import TeacherCache, is_cache
+    from xtk.artifacts.teacher_cache import TeacherCache
     from xtk.doctor.all_checks import run_checks
     from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
     from xtk.models.causal_lm import DTYPES, silence_transformers

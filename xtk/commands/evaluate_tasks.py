@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
-from xtk.artifacts.output_path_checks import check_output_path
+from xtk.artifacts.output_claims import check_output_path
 from xtk.commands.load_models import load_model_and_tokenizer
 from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.errors import XtkError

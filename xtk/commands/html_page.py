@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from xtk.artifacts.output_path_checks import HEAD_BYTES, check_output_file
+from xtk.artifacts.output_claims import FileKind
 from xtk.errors import XtkError
 
+HEAD_BYTES = 4096
 PAGE_END = "</main>\n</body>\n</html>\n"
 # Readable on white and black, and distinguishable with color blindness (after Okabe and Ito, 2008).
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#808080")
@@ -70,17 +71,13 @@ def stacked_bar(parts: Iterable[tuple[str, float, str]]) -> str:
     return f'<div class="bar">{"".join(segments)}</div>\n<p class="keys">{"".join(keys)}</p>\n'
 
 
-def check_page(path: Path, request: str, *, force: bool, inputs: Iterable[str] = ()) -> None:
-    """Refuse to replace a page made from other inputs; with `force`, only files that are not pages of xtk.
+def _is_page(path: Path) -> bool:
+    return _has(path, '<meta name="xtk-request" content="')
 
-    Raises:
-        XtkError: the path is a folder, another file, an input, or a page made from other inputs.
-    """
-    if (
-        check_output_file(path, "pages", _is_page, inputs)
-        and not force
-        and not _has(path, f'"xtk-request" content="{request}"')
-    ):
+
+def _check_request(path: Path, request: str) -> None:
+    """Refuse a page that was made from other inputs; an equal page is written again."""
+    if not _has(path, f'"xtk-request" content="{request}"'):
         raise XtkError(
             "the output file is a page that was made from other inputs or options",
             where=str(path),
@@ -88,13 +85,12 @@ def check_page(path: Path, request: str, *, force: bool, inputs: Iterable[str] =
         )
 
 
-def _is_page(path: Path) -> bool:
-    return _has(path, '<meta name="xtk-request" content="')
-
-
 def _has(path: Path, text: str) -> bool:
     with path.open("rb") as stream:
         return text.encode() in stream.read(HEAD_BYTES)
+
+
+PAGE = FileKind[None]("pages", _is_page, _check_request)
 
 
 def write_page(path: Path, page: str) -> None:

@@ -64,7 +64,7 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
     Raises:
         XtkError: there is no artifact, or it is corrupt.
     """
-    from xtk.artifacts.local_and_remote_folders import is_remote
+    from xtk.artifacts.storage_folders import is_remote
     from xtk.errors import XtkError, path_exists
 
     if is_remote(place):
@@ -118,7 +118,7 @@ def _describe_projection(path: Path) -> dict[str, Any]:
 
 def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     from xtk.artifacts import cache_statistics
-    from xtk.artifacts.local_and_remote_folders import open_folder
+    from xtk.artifacts.storage_folders import open_folder
     from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished_cache
 
     if options.verify:
@@ -127,10 +127,11 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     page_request = ""
     if options.html:
         from xtk.artifacts.atomic_files import canonical_json, sha256
-        from xtk.commands.html_page import check_page
+        from xtk.artifacts.output_claims import claim_output
+        from xtk.commands.html_page import PAGE
 
         page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
-        check_page(Path(options.html), page_request, force=options.force)
+        claim_output(Path(options.html), PAGE, page_request, force=options.force)
     if options.verify:
         cache.verify()
         cache.teacher_tokenizer  # noqa: B018 (its fingerprint is compared)

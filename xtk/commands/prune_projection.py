@@ -43,16 +43,15 @@ def prune_projection(options: PruneProjectionOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.output_path_checks import check_output_file
-    from xtk.artifacts.projection_file import looks_like_projection, read_projection, write_projection
-    from xtk.commands.projection_reuse import reuse_projection
+    from xtk.artifacts.output_claims import claim_output
+    from xtk.artifacts.projection_file import PROJECTION, read_projection, write_projection
     from xtk.projection.merge_projections import merge_projections
     from xtk.projection.prune import prune_projection as prune
 
     terminal.set_quiet(options.quiet)
     first, path = terminal.path_argument(options.projection), Path(options.output)
     others = [_parse_merge(value) for value in options.merge or ()]
-    check_output_file(path, "projections", looks_like_projection, [first, *(name for name, _ in others)])
+    claim_output(path, PROJECTION, inputs=[first, *(name for name, _ in others)])
     source = read_projection(Path(first))
     if others:
         source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])
@@ -63,7 +62,7 @@ def prune_projection(options: PruneProjectionOptions) -> None:
         mass=options.mass,
         renormalize=options.renormalize,
     )
-    if reuse_projection(path, dict(pruned.header), force=options.force) is None:
+    if PROJECTION.find_finished(path, dict(pruned.header), force=options.force) is None:
         write_projection(pruned, path)
     terminal.result_artifact(
         {"path": options.output, "kind": "projection", **pruned.summary()}, as_json=options.as_json

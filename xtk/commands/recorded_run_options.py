@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.local_and_remote_folders import is_remote
 from xtk.artifacts.run_folders import RECIPE_FILE, RECIPE_KEYS, read_recipe, recipe_version
+from xtk.artifacts.storage_folders import is_remote
 from xtk.commands.distill_options import DistillOptions
 from xtk.errors import MismatchError, path_exists
 from xtk.options.declaration import INPUTS, REPORTING, declared_options, option_of

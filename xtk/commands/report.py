@@ -77,9 +77,10 @@ def report(options: ReportOptions) -> None:
     from pathlib import Path
 
     from xtk.artifacts.atomic_files import read_json_lines, sha256
+    from xtk.artifacts.output_claims import claim_output
     from xtk.commands import alignment_html, projection_audit_html, teacher_cache_html
     from xtk.commands.completions_html import read_samples
-    from xtk.commands.html_page import check_page, write_page
+    from xtk.commands.html_page import PAGE, write_page
     from xtk.commands.report_html import report_page
     from xtk.errors import XtkError
     from xtk.evaluation.evaluation_result_files import read_results, shorten_names
@@ -107,7 +108,7 @@ def report(options: ReportOptions) -> None:
         )
     inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
     request = sha256(json.dumps({**inputs, "cache": options.cache, "projection": options.projection}))
-    check_page(Path(options.output), request, force=options.force)
+    claim_output(Path(options.output), PAGE, request, force=options.force)
     named = _started_runs(named, required=set(options.runs))
     places = {path: str(Path(path).resolve()) for path in named}
     resolved = [places[path] for path in named]

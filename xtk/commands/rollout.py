@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
+from xtk.artifacts.output_claims import FileKind
 from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of
 from xtk.options.shared import (
     MAX_COUNT,
@@ -179,7 +180,7 @@ def rollout(options: RolloutOptions) -> None:
         _checked_output(
             options.output, [student, *options.prompts]
         )  # again: a file may have appeared since the first check
-        figures = None if options.force else _finished_rollouts(path, request)
+        figures = ROLLOUTS.find_finished(path, request, force=options.force)
         if figures is None:
             writer = load_registered(GENERATORS, options.backend, "backend").open(
                 GeneratorConfig(
@@ -228,19 +229,24 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
     Raises:
         XtkError: it does not end in .jsonl, or is a folder, an input or another file.
     """
-    from xtk.artifacts.output_path_checks import check_output_file
+    from xtk.artifacts.output_claims import claim_output
     from xtk.errors import XtkError
-    from xtk.rollouts.rollout_jsonl import read_request_fingerprint
 
     path = Path(output)
     if path.suffix != ".jsonl":
         raise XtkError("the name of the output file must end in .jsonl", where=output, hint="use -o FILE.jsonl")
-    check_output_file(path, "rollouts", lambda found: read_request_fingerprint(found) is not None, inputs)
+    claim_output(path, ROLLOUTS, inputs=inputs)
     return path
 
 
-def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
-    """Return the statistics of finished rollouts; None if there are none.
+def _is_rollout_file(path: Path) -> bool:
+    from xtk.rollouts.rollout_jsonl import read_request_fingerprint
+
+    return read_request_fingerprint(path) is not None
+
+
+def _finished_rollouts(path: Path, request: str) -> RolloutStatistics:
+    """Return the statistics of finished rollouts.
 
     Raises:
         XtkError: the file has rollouts made from other inputs or options.
@@ -248,8 +254,6 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
     from xtk.errors import XtkError
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
 
-    if not path.exists():
-        return None
     if read_request_fingerprint(path) != request:
         raise XtkError(
             "the output file has rollouts that were made from other inputs or options",
@@ -264,6 +268,9 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
             hint="use another -o, or --force to replace the file",
         )
     return found
+
+
+ROLLOUTS = FileKind("rollouts", _is_rollout_file, _finished_rollouts)
 
 
 def _write_rollouts(

@@ -73,7 +73,7 @@ def sweep(options: SweepOptions) -> None:
         xtk sweep ./student cache --runs runs.txt --dry-run -o sweep
     """
     started = time.monotonic()
-    from xtk.artifacts.output_path_checks import check_output_folder
+    from xtk.artifacts.output_claims import FolderKind, claim_output
     from xtk.artifacts.write_locks import exclusive_write_lock
     from xtk.commands.sweep_plan import plan_runs, replace_piped_arguments, varying_options
     from xtk.commands.sweep_table import add_seed_means, run_record, sweep_table
@@ -94,7 +94,7 @@ def sweep(options: SweepOptions) -> None:
         for run in planned:
             terminal.result_line_unescaped(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
         return
-    check_output_folder(folder, "a sweep")
+    claim_output(folder, FolderKind[None]("a sweep"))
     if (folder / "recipe.json").is_file():
         raise XtkError(
             "the output folder is a run of xtk distill, not of a sweep", where=options.output, hint="use another -o"
@@ -154,12 +154,13 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
         ResumableStop: a signal or the time limit stopped the sweep.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
+    from xtk.artifacts.output_claims import claim_output
     from xtk.commands.sweep_plan import find_finished_run
-    from xtk.commands.sweep_table import LOG_PREFIX, check_log, run_log_path
+    from xtk.commands.sweep_table import LOG, LOG_PREFIX, run_log_path
     from xtk.subprocesses import SignalForwarder
 
     for run in planned:
-        check_log(run_log_path(run))
+        claim_output(run_log_path(run), LOG)
     found = {run.name: find_finished_run(run, force=force) for run in planned}
     left = [run for run in planned if found[run.name][0] is None]
     terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} already finished")

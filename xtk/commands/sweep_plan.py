@@ -337,7 +337,7 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import run_identity
     from xtk.training.parallel_config import parse_parallel
-    from xtk.training.resume_point import find_existing_run
+    from xtk.training.resume_point import RUN_FOLDER
     from xtk.training.runs.open_inputs import open_inputs
 
     try:
@@ -347,11 +347,11 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
         identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
         check_rerun(run.distill_options.config, recipe_options(run.distill_options), identity)
         try:
-            return find_existing_run(run.folder, identity, force=False), False
+            return RUN_FOLDER.find_finished(run.folder, identity), False
         except XtkError:
             if not force:
                 raise
-            return find_existing_run(run.folder, identity, force=True), True
+            return RUN_FOLDER.find_finished(run.folder, identity, force=True), True
     except XtkError as wrong:
         raise name_run_in_error(f"{run.source}{run.name}", wrong) from None
 

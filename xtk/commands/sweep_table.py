@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
+from xtk.artifacts.output_claims import FileKind
 from xtk.commands.sweep_plan import PlannedRun, name_run_in_error
 from xtk.errors import CorruptError
 
@@ -69,21 +70,13 @@ def run_log_path(run: PlannedRun) -> Path:
     return run.folder.with_name(f"{run.name}.log")
 
 
-def check_log(path: Path) -> None:
-    """Refuse to overwrite a file that is not the log of a sweep.
-
-    Raises:
-        XtkError: the path is another file.
-    """
-    from xtk.artifacts.output_path_checks import check_output_file
-
-    check_output_file(path, "logs", _is_log)
-
-
 def _is_log(path: Path) -> bool:
     with path.open("rb") as stream:
         start = stream.read(len(LOG_PREFIX) + 4)
     return not start or start == f"{LOG_PREFIX}xtk ".encode()
+
+
+LOG = FileKind[None]("logs", _is_log)
 
 
 def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from xtk.artifacts.teacher_cache import cache_totals
+from xtk.artifacts.cache_manifest import cache_totals
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan, max_document_tokens
 from xtk.doctor.fake_tensor_memory import UnsupportedModel, measure_footprint
 from xtk.doctor.library_memory import library_bytes

@@ -15,7 +15,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json, write_json
-from xtk.artifacts.output_path_checks import check_output_folder, foreign_files_error, list_folder
+from xtk.artifacts.output_claims import FolderKind, claim_output
 from xtk.errors import XtkError
 from xtk.models.causal_lm import silence_transformers
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
@@ -117,11 +117,12 @@ def markdown_table(figures: dict[str, Any]) -> str:
     return "\n" + "\n".join(lines)
 
 
+QUICKSTART = FolderKind[None]("a quickstart", lambda folder: (folder / MARKER_FILE).is_file())
+
+
 def _prepare(folder: Path, seeds: int) -> None:
     """Write corpus, tokenizers and untrained models; each file is complete or absent."""
-    check_output_folder(folder, "a quickstart")
-    if (there := list_folder(folder)) and not (folder / MARKER_FILE).is_file():
-        raise foreign_files_error(there, str(folder))
+    claim_output(folder, QUICKSTART)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / MARKER_FILE, {"kind": "quickstart"})
     training, held_out = train_test_split(python_documents())

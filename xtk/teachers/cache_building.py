@@ -15,21 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.cache_shard import ScoredDocument, ShardPosition
+from xtk.artifacts.cache_manifest import cache_totals
+from xtk.artifacts.cache_output import CACHE, remove_cache
+from xtk.artifacts.cache_writer import CacheWriter, mark_cache_unfinished, store_shard
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.local_and_remote_folders import LocalFolder, StorageFolder, open_folder
-from xtk.artifacts.output_path_checks import check_output_folder
-from xtk.artifacts.teacher_cache import (
-    CacheWriter,
-    cache_totals,
-    mark_cache_unfinished,
-    read_finished_cache,
-    refuse_foreign_cache_folder,
-    remove_cache,
-    store_shard,
-)
+from xtk.artifacts.output_claims import claim_output
+from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition
+from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
-from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
@@ -150,26 +143,23 @@ def cache_teacher(
             hint="remove the folder, then start all machines without --force",
         )
     folder = open_folder(location)
-    if isinstance(folder, LocalFolder):
-        check_output_folder(folder.path, "a cache", (request.teacher_folder, *corpus.sources))
-    if force:
-        refuse_foreign_cache_folder(folder)
+    claim_output(folder, CACHE, force=force, inputs=(request.teacher_folder, *corpus.sources))
     tokenizer = Tokenizer(request.teacher_folder, name=request.teacher_name)
     sharding = sharding_options(request)
     plan = make_shard_plan(sharding, corpus, tokenizer)
     ranks = make_vocabulary_order(request, tokenizer, plan)
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
     job = CacheJob(opening, corpus, location, sharding, plan, make_cache_header(request, tokenizer, plan, ranks), ranks)
-    if not force and (finished := read_finished_cache(folder, job.header)):
+    if not force and (finished := CACHE.find_finished(folder, job.header)):
         return cache_totals(finished)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_lock_folder(folder, partition))
+        stack.enter_context(folder.lock("cache", partition.machine_rank))
         write: WriteShards | None = None
         if force:
             # Open the teacher before removing the old cache: it stays if the teacher cannot be loaded.
             write = stack.enter_context(_open_shard_writer(job, tokenizer, partition, len(plan.shards)))
             remove_cache(folder)
-        elif finished := read_finished_cache(folder, job.header):
+        elif finished := CACHE.find_finished(folder, job.header):
             return cache_totals(finished)
         else:
             mark_cache_unfinished(folder)
@@ -191,13 +181,6 @@ def cache_teacher(
             )
             return None
         return cache_totals(writer.finish())
-
-
-def _lock_folder(folder: StorageFolder, share: CachePartition) -> contextlib.AbstractContextManager[None]:
-    """Lock a local folder against a second writer; remote folders have no locks."""
-    if isinstance(folder, LocalFolder):
-        return exclusive_write_lock(folder.path, "cache", share.machine_rank)
-    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

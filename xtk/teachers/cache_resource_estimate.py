@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, ShardPosition, write_shard
+from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.errors import XtkError
 from xtk.teachers.cache_build_config import (
     CacheRequest,

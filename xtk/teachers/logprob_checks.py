@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.cache_shard import ScoredDocument
 from xtk.artifacts.codec.quantization_levels import min_observed_logprob
+from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.errors import XtkError
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 

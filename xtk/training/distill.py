@@ -32,7 +32,7 @@ from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
 from xtk.training.parallel_config import ParallelConfig, parse_parallel
 from xtk.training.process_group import init_process_group_after_restart, report_lost_processes
-from xtk.training.resume_point import ResumePoint, find_checkpoint, find_existing_run, prepare_run_folder
+from xtk.training.resume_point import RUN_FOLDER, ResumePoint, find_checkpoint, prepare_run_folder
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.student_generator import check_generation_backend
 from xtk.training.student_with_losses import parallelize
@@ -67,7 +67,7 @@ def distill(
     terminal.set_main_process(accelerator.is_main_process)
     layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
     identity = run_identity(recipe, inputs, layout.num_data_shards, logging_config)
-    finished = find_existing_run(paths.output, identity, force=force)
+    finished = RUN_FOLDER.find_finished(paths.output, identity, force=force)
     if finished is not None:
         return finished
     keeps_best = recipe.early_stopping_patience > 0

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from xtk import terminal
-from xtk.artifacts.cache_shard import optional_columns
 from xtk.artifacts.projection_disk_cache import cached_next_bytes, cached_projection, cached_projection_path
 from xtk.artifacts.projection_file import read_projection
+from xtk.artifacts.shard_columns import optional_columns
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.evaluation.top1_agreement import SUPPORTS_WITH_TOP1, ByProjection, BySpelling, TokenMatching

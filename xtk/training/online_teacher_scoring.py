@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
+from xtk.artifacts.cache_writer import CacheWriter
 from xtk.artifacts.corpus_reader import Corpus, InMemoryCorpus
-from xtk.artifacts.local_and_remote_folders import open_folder
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
+from xtk.artifacts.storage_folders import open_folder
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses.loss_term import TeacherOutput
 from xtk.rollouts.prompts import PromptFormat, read_prompts

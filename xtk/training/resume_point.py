@@ -10,7 +10,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json
-from xtk.artifacts.output_path_checks import foreign_files_error, list_folder
+from xtk.artifacts.output_claims import FolderKind
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run, remove_run
 from xtk.artifacts.run_folders import (
     BEST,
@@ -28,7 +28,6 @@ from xtk.artifacts.run_folders import (
     verify_files,
     write_recipe,
 )
-from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError, XtkError
 from xtk.training import process_group
 from xtk.training.checkpoint import STUDENT, rank_files
@@ -36,27 +35,18 @@ from xtk.training.sharded_state import SKIP_HINT
 from xtk.training.trainer_state import TrainerState
 
 
-def find_existing_run(output: Path, identity: dict[str, Any], *, force: bool) -> dict[str, Any] | None:
-    """Return the manifest of a finished run in a folder, None if there is something to train; changes no file.
+def _is_run(folder: Path) -> bool:
+    recipe = folder / RECIPE_FILE
+    return recipe.is_file() and recipe_version(read_json(recipe)) is not None
 
-    Returns:
-        The content of `xtk.json` of a finished run; None if the run is unfinished, there is none, or with `force`.
+
+def _find_finished_run(output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the content of `xtk.json` of a finished run; None if it is unfinished. Changes no file.
 
     Raises:
-        XtkError: the folder has other files, or a run with another recipe or artifact version.
+        XtkError: the folder has a run with another recipe or artifact version.
         CorruptError: the manifest of a finished run is corrupt, or a weights file has the wrong size.
     """
-    if output.is_file():
-        raise XtkError(
-            "the output of a run must be a folder, but this path is a file", where=str(output), hint="use another -o"
-        )
-    if not output.is_dir() or all(path.name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)) for path in output.iterdir()):
-        return None
-    if recipe_version(read_json(output / RECIPE_FILE) if (output / RECIPE_FILE).is_file() else {}) is None:
-        raise foreign_files_error(list_folder(output), str(output))
-    if force:
-        refuse_foreign_files_in_run(output)
-        return None
     found = read_recipe(output)
     if found != identity:
         differences = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
@@ -84,6 +74,10 @@ def _finished(output: Path) -> dict[str, Any]:
     return content
 
 
+# A request is the identity of a run.
+RUN_FOLDER = FolderKind("a student", _is_run, refuse_foreign_files_in_run, _find_finished_run)
+
+
 def prepare_run_folder(
     output: Path, options: Mapping[str, Any], identity: dict[str, Any], resumed: ResumePoint, *, force: bool
 ) -> None:
@@ -105,7 +99,7 @@ def prepare_run_folder(
     if force:
         remove_run(output)
     else:
-        finished = find_existing_run(output, identity, force=False)
+        finished = RUN_FOLDER.find_finished(output, identity)
         known = {resumed.folder, *resumed.damaged, None}
         if finished is not None or any(folder not in known for step, folder in list_checkpoints(output)[-1:]):
             raise XtkError(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from xtk.artifacts.atomic_files import (
     temporary_name,
 )
 from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
-from xtk.artifacts.output_path_checks import check_output_folder, foreign_files_error, list_folder
+from xtk.artifacts.output_claims import FolderKind
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
 from xtk.artifacts.run_folders import (
     CARD_FILE,
@@ -137,7 +138,7 @@ def export_student(
     }
     _check_output(output, config.run)
     with only_writer_of_path(output.resolve(), "export"):
-        found = _finished_export(output, request, force=force)
+        found = EXPORT_FOLDER.find_finished(output, request, force=force)
         if found is not None:
             return found
         with _replacing_folder(output) as folder:
@@ -210,7 +211,7 @@ def _check_output(output: Path, run: Path) -> None:
     Raises:
         XtkError: names the problem.
     """
-    check_output_folder(output, "an export")
+    EXPORT_FOLDER.check_place(output, ())
     here, there = output.resolve(), run.resolve()
     if here == Path.cwd() or here.is_mount():
         what = "-o is the working directory or a mount point, which an export cannot replace"
@@ -223,19 +224,16 @@ def _check_output(output: Path, run: Path) -> None:
         )
 
 
-def _finished_export(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str, Any] | None:
-    """Return the manifest of an equal, finished export; None if there is none.
+def _is_export(folder: Path) -> bool:
+    return (folder / RUN_MANIFEST).is_file() and read_json(folder / RUN_MANIFEST).get("kind") == EXPORT_KIND
+
+
+def _finished_export(output: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of an equal, finished export.
 
     Raises:
-        XtkError: the output has other files, or an export with other options.
+        XtkError: the output has an export with other options.
     """
-    if not list_folder(output):
-        return None
-    if not (output / RUN_MANIFEST).is_file() or read_json(output / RUN_MANIFEST).get("kind") != EXPORT_KIND:
-        raise foreign_files_error(list_folder(output), str(output))
-    if force:
-        refuse_foreign_files_in_run(output, is_export=True)
-        return None
     content = read_run_manifest(output, (EXPORT_KIND,))
     previous = content.get("request") or {}
     different = [name for name, value in request.items() if previous.get(name) != value]
@@ -247,6 +245,11 @@ def _finished_export(output: Path, request: Mapping[str, Any], *, force: bool) -
         where=f"{output} (different: {', '.join(different)})",
         hint="use another -o, or --force to replace the export",
     )
+
+
+EXPORT_FOLDER = FolderKind(
+    "an export", _is_export, partial(refuse_foreign_files_in_run, is_export=True), _finished_export
+)
 
 
 @contextmanager
@@ -266,7 +269,7 @@ def _replacing_folder(output: Path) -> Iterator[Path]:
         yield temporary
         fsync(temporary)
         if output.is_dir():
-            refuse_foreign_files_in_run(output, is_export=True)  # again: files may have been added meanwhile
+            EXPORT_FOLDER.refuse_foreign(output)  # again: files may have been added meanwhile
             output.replace(old)
         temporary.replace(output)
         fsync(output.parent)

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, NUM_DIRECT_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL
+from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, NUM_DIRECT_SYMBOLS, RAW_BITS
 from xtk.artifacts.codec.symbol_frequencies import (
     FIRST_SLOT_SHIFT,
     FREQUENCY_BITS,
@@ -96,12 +96,31 @@ def encode_words(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def initial_state(words: NDArray[np.uint32]) -> tuple[Any, Any]:
-    """Return the first state of a stream and the number of words left."""
-    state, left = np.int64(0), len(words)
+    """Return the first state of a stream, from `bytes_to_words`, and the number of words left."""
+    state, left = np.int64(0), len(words) - 1
     while state < MIN_STATE and left > 0:
-        left -= 1
-        state = state << WORD_BITS | np.int64(words[Index(left)])
+        state, left = append_word(state, left, words[Index(left)])
     return state, left
+
+
+# The functions from here to `decode_number` take no arrays: numba counts references to array arguments at each call.
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def append_word(state: Any, left: Any, word: Any) -> tuple[Any, Any]:
+    """Return a state below MIN_STATE after appending the next word, `words[left]`, and the number of words left.
+
+    Without words left, the state stays as it is, so that corrupt streams are safe to decode.
+    """
+    return (state << WORD_BITS | np.int64(word), left - 1) if left > 0 else (state, left)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def raw_bits_to_number(symbol: int, state: Any) -> tuple[Any, Any]:
+    """Return the number encoded by a symbol and the raw bits in a state, and the state without these bits.
+
+    For a symbol that does not represent a number, the number is 0.
+    """
+    bits = RAW_BITS[Index(symbol)]
+    return FIRST_NUMBER[Index(symbol)] + (state & ((1 << bits) - 1)), state >> bits
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -127,45 +146,15 @@ def next_state(state: Any, info: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def decode_symbol(
-    slots: DecodingTables, context: int, state: Any, words: NDArray[np.uint32], left: int
-) -> tuple[Any, Any, Any]:
-    """Return the next symbol, the state after it, and the number of words left.
-
-    Never reads before the first word, so that corrupt streams are safe to decode.
-    """
+def decode_number(
+    slots: DecodingTables, context: int, words: NDArray[np.uint32], state: Any, left: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Return the next symbol, its number (0 if it does not represent one), the state after it, and the words left."""
     symbol = np.int64(slots.symbols[slot_index(context, state)])
     state = next_state(state, np.int64(slots.symbol_info[symbol_info_index(context, symbol)]))
-    if state < MIN_STATE and left > 0:
-        left -= 1
-        state = state << WORD_BITS | np.int64(words[Index(left)])
-    return symbol, state, left
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def decode_raw_bits(symbol: int, state: Any, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
-    """Return the number encoded by a symbol and the raw bits after it, the state after them, and the words left.
-
-    For a symbol that does not represent a number, the number is -symbol.
-    """
-    if symbol < NUM_DIRECT_SYMBOLS:
-        return symbol, state, left
-    if symbol >= SPECIAL_SYMBOL:
-        return -symbol, state, left
-    bits: Any = RAW_BITS[symbol]
-    number: Any = FIRST_NUMBER[symbol] + (state & ((1 << bits) - 1))
-    state >>= bits
-    if state < MIN_STATE and left > 0:
-        left -= 1
-        state = state << WORD_BITS | np.int64(words[Index(left)])
-    return number, state, left
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def decode_number(
-    slots: DecodingTables, context: int, state: int, words: NDArray[np.uint32], left: int
-) -> tuple[Any, Any, Any]:
-    """Return the next number, the state after it, and the words left; see `decode_symbol` and `decode_raw_bits`."""
-    symbol, state, left = decode_symbol(slots, context, state, words, left)
-    found: tuple[Any, Any, Any] = decode_raw_bits(symbol, state, words, left)
-    return found
+    if state < MIN_STATE:
+        state, left = append_word(state, left, words[Index(left)])
+    number, state = raw_bits_to_number(symbol, state)
+    if state < MIN_STATE:
+        state, left = append_word(state, left, words[Index(left)])
+    return symbol, number, state, left

@@ -48,16 +48,16 @@ class StreamEncoder:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def bytes_to_words(packed: NDArray[np.uint8], start: int, stop: int) -> Any:
-    """Return the words of the stream in bytes `[start, stop)`, the last one padded with zeros."""
-    words = np.zeros((stop - start + 3) // 4, np.uint32)
+    """Return a zero, and then the words of the stream in bytes `[start, stop)`, the last one padded with zeros."""
+    words = np.zeros(1 + (stop - start + 3) // 4, np.uint32)
     whole = (stop - start) // 4
     for word in range(whole):
         first = Index(start + 4 * word)
         low = np.uint32(packed[first]) | np.uint32(packed[first + ONE]) << EIGHT
         high = np.uint32(packed[first + TWO]) | np.uint32(packed[first + THREE]) << EIGHT
-        words[word] = low | high << SIXTEEN
+        words[word + 1] = low | high << SIXTEEN
     for at in range(start + 4 * whole, stop):
-        words[whole] |= np.uint32(packed[at]) << np.uint32(8 * (at - start - 4 * whole))
+        words[whole + 1] |= np.uint32(packed[at]) << np.uint32(8 * (at - start - 4 * whole))
     return words
 
 

@@ -9,13 +9,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import corrupt_shard_error
-from xtk.artifacts.codec.ans_entropy_coder import (
-    append_number,
-    decode_number,
-    decode_raw_bits,
-    decode_symbol,
-    initial_state,
-)
+from xtk.artifacts.codec.ans_entropy_coder import append_number, decode_number, initial_state
 from xtk.artifacts.codec.entropy_coded_streams import (
     StreamEncoder,
     bytes_to_words,
@@ -23,8 +17,8 @@ from xtk.artifacts.codec.entropy_coded_streams import (
     encode_varints,
     split_bytes,
 )
-from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
-from xtk.artifacts.codec.logprob_coding_numba import ID_BITS
+from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS, SPECIAL_SYMBOL
+from xtk.artifacts.codec.logprob_decoding_numba import ID_BITS
 from xtk.artifacts.codec.position_clusters import FrequentIds
 from xtk.artifacts.codec.symbol_frequencies import (
     DecodingTables,
@@ -154,19 +148,19 @@ def decode_frequent_ids(
     state, left = initial_state(words)
     at = 0
     for cluster in range(len(frequent_id_starts) - 1):
-        runs, state, left = decode_number(slots, starts[FREQUENT_ID_COUNT], state, words, left)
+        _, runs, state, left = decode_number(slots, starts[FREQUENT_ID_COUNT], words, state, left)
         for _ in range(runs):
-            length, state, left = decode_number(slots, starts[FREQUENT_ID_COUNT], state, words, left)
+            _, length, state, left = decode_number(slots, starts[FREQUENT_ID_COUNT], words, state, left)
             rank = gap_state = 0
             if length <= 0 or length > len(frequent_ids) - at:
                 return False
             for _ in range(length):
-                symbol, state, left = decode_symbol(slots, starts[FREQUENT_ID_GAP] + gap_state, state, words, left)
+                context = starts[FREQUENT_ID_GAP] + gap_state
+                symbol, gap, state, left = decode_number(slots, context, words, state, left)
                 gap_state = NEXT_GAP_STATE[gap_state, symbol & 63]
-                gap, state, left = decode_raw_bits(symbol, state, words, left)
-                level, state, left = decode_number(slots, starts[FREQUENT_ID_LEVEL], state, words, left)
+                second, level, state, left = decode_number(slots, starts[FREQUENT_ID_LEVEL], words, state, left)
                 rank += gap
-                if gap < 0 or rank >= len(order) or level < 0 or level >= NUM_LEVEL_CONTEXTS:
+                if max(symbol, second) >= SPECIAL_SYMBOL or rank >= len(order) or level >= NUM_LEVEL_CONTEXTS:
                     return False
                 frequent_ids[at] = order[rank] | level << ID_BITS
                 rank += 1

@@ -11,13 +11,8 @@ from numpy.typing import NDArray
 from xtk.artifacts.codec.entropy_coded_streams import StreamEncoder, encode_varints
 from xtk.artifacts.codec.frequent_token_tables import pack_frequent_ids
 from xtk.artifacts.codec.integer_coding import NUMBER_LIMIT
-from xtk.artifacts.codec.logprob_coding_numba import encode_entries, encode_positions
-from xtk.artifacts.codec.position_clusters import (
-    FrequentIds,
-    choose_num_clusters,
-    cluster_positions,
-    find_frequent_ids,
-)
+from xtk.artifacts.codec.logprob_encoding_numba import encode_entries, encode_positions
+from xtk.artifacts.codec.position_clusters import FrequentIds, choose_num_clusters, cluster_positions, find_frequent_ids
 from xtk.artifacts.codec.quantization import QuantizationTables, QuantizedLogprobs, quantize, sizes_to_offsets
 from xtk.artifacts.codec.quantization_levels import NUM_LEVELS
 from xtk.artifacts.codec.sampled_token_coding_numba import encode_samples

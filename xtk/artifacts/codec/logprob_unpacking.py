@@ -12,7 +12,7 @@ from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.entropy_coded_streams import decode_varints, decode_varints_into, split_bytes
 from xtk.artifacts.codec.frequent_token_tables import unpack_frequent_ids
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
-from xtk.artifacts.codec.logprob_coding_numba import ShardTables, decode_logprobs
+from xtk.artifacts.codec.logprob_decoding_numba import ShardTables, decode_logprobs
 from xtk.artifacts.codec.quantization import QuantizationTables, entry_owners, sizes_to_offsets
 from xtk.artifacts.codec.sampled_token_coding_numba import append_samples, decode_samples
 from xtk.artifacts.codec.symbol_frequencies import make_decoding_tables, unpack_frequencies

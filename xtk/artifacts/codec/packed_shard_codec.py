@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,9 +12,9 @@ from xtk.artifacts.codec.logprob_packing import pack_logprobs
 from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS
 from xtk.artifacts.codec.token_packing import TokenDecoder, pack_tokens
+from xtk.artifacts.shard_codec_registry import CodecInput, CodecOutput
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 
 class PackedCodec:
@@ -54,11 +53,8 @@ class PackedCodec:
 
     @classmethod
     def pack(
-        cls,
-        documents: Sequence[tuple[TokenSequence, StoredLogprobs]],
-        options: dict[str, Any],
-        vocabulary_order: VocabularyOrder | None,
-    ) -> tuple[bytes, list[bytes], list[bytes]]:
+        cls, documents: CodecInput, options: dict[str, Any], vocabulary_order: VocabularyOrder | None
+    ) -> CodecOutput:
         """Return the shard's codec tables, and for each document the bytes of its tokens and log-probabilities.
 
         Raises:

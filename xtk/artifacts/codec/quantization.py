@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.logprob_coding_numba import CERTAIN_ODDS, IMPOSSIBLE_ODDS
+from xtk.artifacts.codec.logprob_decoding_numba import CERTAIN_ODDS, IMPOSSIBLE_ODDS
 from xtk.artifacts.codec.quantization_levels import (
     LEVEL_PADDING,
     LEVEL_TABLE_SIZE,

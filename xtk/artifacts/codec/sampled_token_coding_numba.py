@@ -14,18 +14,19 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.codec.ans_entropy_coder import (
     MIN_STATE,
-    WORD_BITS,
     Index,
     append_number,
     append_symbol,
+    append_word,
     initial_state,
     next_state,
+    raw_bits_to_number,
     slot_index,
     symbol_info_index,
 )
 from xtk.artifacts.codec.entropy_coded_streams import bytes_to_words
-from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, RAW_BITS, SPECIAL_SYMBOL
-from xtk.artifacts.codec.logprob_coding_numba import ID_MASK, ShardTables
+from xtk.artifacts.codec.integer_coding import SPECIAL_SYMBOL
+from xtk.artifacts.codec.logprob_decoding_numba import ID_MASK, ShardTables
 from xtk.artifacts.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT
 from xtk.artifacts.codec.symbol_probability_contexts import NEXT_GAP_STATE, SAMPLED_COUNT, SAMPLED_GAP
 
@@ -100,24 +101,19 @@ def decode_samples(
         listed = frequent_id_starts[clusters[position] + 1] - first
         rank, gap_state, to_come, is_gap = np.int64(0), np.int64(0), np.int64(num_samples), True
         while to_come > 0:
-            # `decode_symbol` and `decode_raw_bits`, inlined: numba counts references to array arguments at each call.
             context = starts[SAMPLED_GAP if is_gap else SAMPLED_COUNT] + gap_state
             symbol = np.int64(symbols[slot_index(context, state)])
             info = np.int64(symbol_info[symbol_info_index(context, symbol)])
             state = next_state(state, info)
-            if state < MIN_STATE and left > 0:
-                left -= 1
-                state = state << WORD_BITS | np.int64(words[Index(left)])
+            if state < MIN_STATE:
+                state, left = append_word(state, left, words[Index(left)])
             if symbol >= SPECIAL_SYMBOL:
                 if symbol == SPECIAL_SYMBOL and is_gap and to_come == num_samples:
                     break
                 return offsets, ids, counts, False
-            bits = RAW_BITS[Index(symbol)]
-            number = FIRST_NUMBER[Index(symbol)] + (state & ((1 << bits) - 1))
-            state >>= bits
-            if state < MIN_STATE and left > 0:
-                left -= 1
-                state = state << WORD_BITS | np.int64(words[Index(left)])
+            number, state = raw_bits_to_number(symbol, state)
+            if state < MIN_STATE:
+                state, left = append_word(state, left, words[Index(left)])
             if is_gap:
                 rank += number
                 if at >= entries or rank - listed >= len(order):

@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_entropy_coder import (
     MIN_STATE,
-    WORD_BITS,
     Index,
     append_number,
+    append_word,
     initial_state,
     next_state,
+    raw_bits_to_number,
     slot_index,
     symbol_info_index,
 )
 from xtk.artifacts.codec.entropy_coded_streams import StreamEncoder, bytes_to_words
-from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, NUM_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL, zigzag
+from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS, SPECIAL_SYMBOL, zigzag
 from xtk.artifacts.codec.symbol_frequencies import (
     DecodingTables,
     make_decoding_tables,
@@ -150,19 +151,14 @@ def decode_tokens(
     end: Any = np.int64(0)
     for token in range(length):
         for family in (TOKEN, LENGTH):
-            # `decode_symbol` and `decode_raw_bits`, inlined: numba counts references to array arguments at each call.
             context = starts[family] + (before if family == TOKEN else 0)
             symbol = np.int64(symbols[slot_index(context, state)])
             state = next_state(state, np.int64(symbol_info[symbol_info_index(context, symbol)]))
-            if state < MIN_STATE and left > 0:
-                left -= 1
-                state = state << WORD_BITS | np.int64(words[Index(left)])
-            bits = RAW_BITS[Index(symbol)]
-            number = FIRST_NUMBER[Index(symbol)] + (state & ((1 << bits) - 1))
-            state >>= bits
-            if state < MIN_STATE and left > 0:
-                left -= 1
-                state = state << WORD_BITS | np.int64(words[Index(left)])
+            if state < MIN_STATE:
+                state, left = append_word(state, left, words[Index(left)])
+            number, state = raw_bits_to_number(symbol, state)
+            if state < MIN_STATE:
+                state, left = append_word(state, left, words[Index(left)])
             if symbol >= SPECIAL_SYMBOL or (family == TOKEN and number >= len(order)):
                 return ids, ends, False
             if family == TOKEN:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xtk import terminal
+from xtk.artifacts.cache_output import is_cache
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.teacher_cache import is_cache
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.tokens.tokenizer import Tokenizer

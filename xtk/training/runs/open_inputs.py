@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from xtk.artifacts.local_and_remote_folders import is_remote
+from xtk.artifacts.cache_output import is_cache
 from xtk.artifacts.model_resolver import weights_fingerprint
-from xtk.artifacts.output_path_checks import check_output_folder
-from xtk.artifacts.teacher_cache import is_cache
 from xtk.losses import AUTO_LOSS
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.resume_point import RUN_FOLDER
 from xtk.training.runs.cached_teachers import open_cache_inputs
 from xtk.training.runs.on_policy import open_on_policy_inputs
 from xtk.training.runs.online_teachers import open_online_inputs
@@ -30,10 +27,9 @@ def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> R
     Raises:
         XtkError: one of them cannot be read, or they do not match.
     """
-    local = [Path(cache) for cache in paths.data if not is_remote(cache)]
     models = [paths.student, *(teacher.request.teacher_folder for teacher in paths.online_teachers)]
     models += [paths.adapter] if paths.adapter else []
-    check_output_folder(paths.output, "a student", (*models, *local, *paths.projections))
+    RUN_FOLDER.check_place(paths.output, (*models, *paths.data, *paths.projections))
     student = {"weights": weights_fingerprint(paths.student), "tokenizer": tokenizer.fingerprint}
     if paths.adapter:
         student["adapter"] = weights_fingerprint(paths.adapter)

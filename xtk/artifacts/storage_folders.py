@@ -1,4 +1,4 @@
-"""Folders in remote storage: s3://, gs://, hf://, sftp:// and every other protocol of fsspec."""
+"""Folders of caches, local or in remote storage (s3://, gs://, hf://, sftp:// and all protocols of fsspec)."""
 
 from __future__ import annotations
 
@@ -6,34 +6,167 @@ import contextlib
 import errno
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.atomic_files import is_stale_temporary_file, temporary_name
-from xtk.artifacts.local_and_remote_folders import MAX_FILE_BYTES
+from xtk.artifacts.atomic_files import (
+    atomic_write,
+    is_stale_temporary_file,
+    remove_stale_temporary_files,
+    temporary_name,
+)
+from xtk.artifacts.fsspec_access import listed_name, open_file_system, store_errors, version_tag
+from xtk.artifacts.output_claims import check_output_folder
 from xtk.artifacts.remote_file_cache import DownloadCache
+from xtk.artifacts.safe_artifact_files import open_regular_file, read_regular_file
+from xtk.artifacts.write_locks import exclusive_write_lock, remove_stale_locks
 from xtk.errors import CorruptError, XtkError
+
+MAX_FILE_BYTES = 1 << 29  # enough for a tokenizer, or a vocabulary order of ten million tokens
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 # In these stores an object is visible only when it is complete; elsewhere readers see a growing file.
 ATOMIC_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "hf", "memory"})
 BUCKET_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"})
-# Keys of a listing that identify the version of a file's content, in different stores.
-VERSION_TAG_KEYS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "generation",
-    "content_md5",
-    "blob_id",
-    "oid",
-    "LastModified",
-    "mtime",
-    "created",
-)
 TRANSFER_THREADS = 16
+
+
+class LocalFolder:
+    """A folder in the local file system, whose files are written atomically; `RemoteFolder` has the same methods.
+
+    Args:
+        path: of the folder; it does not have to exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        """The path or URL, for messages."""
+        return str(self.path)
+
+    def path_of(self, file: str) -> str:
+        """Return the path or URL of a file in it, for messages."""
+        return str(self.path / file)
+
+    def check_as_output(self, what: str, inputs: Iterable[str | Path]) -> None:
+        """Refuse a path that cannot be created, a home folder, and a folder that is or contains an input."""
+        check_output_folder(self.path, what, inputs)
+
+    def lock(self, what: str, writer_index: int = 0) -> AbstractContextManager[None]:
+        """Lock the folder against a second writer of the same output; arguments as for `exclusive_write_lock`."""
+        return exclusive_write_lock(self.path, what, writer_index)
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the size of each file in bytes; {} if there is no folder."""
+        if not self.path.is_dir():
+            if self.path.exists():
+                raise XtkError(
+                    "a cache must be a folder, but this path is a file", where=self.name, hint="use another path"
+                )
+            return {}
+        sizes = {}
+        with os.scandir(self.path) as entries:  # faster than Path objects for 100,000 files
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another writer has just renamed or removed it
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
+
+    def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            CorruptError: it is larger than `max_bytes`, or not a regular file.
+        """
+        return read_regular_file(self.path, file, max_bytes)
+
+    def local_path(self, file: str) -> Path:
+        """Return the path of a file, which can be memory-mapped, after checking that it is a regular file.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            CorruptError: it is not a regular file.
+        """
+        os.close(open_regular_file(self.path, file))
+        return self.path / file
+
+    def check_regular(self, files: Iterable[str]) -> None:
+        """Refuse links, devices and folders with these names.
+
+        Raises:
+            CorruptError: names the first one.
+        """
+        for file in files:
+            self.local_path(file)
+
+    def prefetch(self, files: Sequence[str]) -> None:
+        """Do nothing: all files are local."""
+
+    @contextlib.contextmanager
+    def write(self, file: str, *, exclusive: bool = False) -> Iterator[Path]:
+        """Yield a temporary path in the folder; it is synced and renamed when the block succeeds.
+
+        Args:
+            file: its name.
+            exclusive: refuse to replace a file with other content.
+        """
+        # `remove_stale_temporary_files` cleans the whole folder.
+        with atomic_write(self.path / file, exclusive=exclusive, clean=False) as temporary:
+            yield temporary
+
+    def copy_from(self, source: StorageFolder, files: Mapping[str, str]) -> None:
+        """Hard-link files of another folder on the same file system into this one; else copy them.
+
+        The next written file syncs the links to disk: the manifest, the last file, never exists without them.
+
+        Args:
+            source: the other folder.
+            files: {name in the source: name in this folder}; existing files are replaced.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        source.prefetch(list(files))
+        for theirs, ours in files.items():
+            source.local_path(theirs)  # refuses symbolic links
+            if isinstance(source, LocalFolder) and _try_hard_link(f"{source.path}/{theirs}", f"{self.path}/{ours}"):
+                continue
+            with self.write(ours) as temporary:
+                shutil.copyfile(source.local_path(theirs), temporary)
+
+    def remove(self, *files: str) -> None:
+        """Remove files; missing ones are ignored."""
+        for file in files:
+            (self.path / file).unlink(missing_ok=True)
+
+    def remove_stale_temporary_files(self) -> None:
+        """Remove temporary files of killed writers."""
+        remove_stale_temporary_files(self.path)
+
+    def remove_stale_locks(self) -> None:
+        """Remove locks of killed writers."""
+        remove_stale_locks(self.path)
+
+
+def _try_hard_link(path: str, name: str) -> bool:
+    """Create a hard link, replacing an existing file; return False if the file system does not support it."""
+    try:
+        try:
+            os.link(path, name)
+        except FileExistsError:
+            os.unlink(name)  # noqa: PTH108
+            os.link(path, name)
+    except OSError as wrong:
+        if isinstance(wrong, FileNotFoundError) or wrong.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True
 
 
 class RemoteFolder:
@@ -51,7 +184,7 @@ class RemoteFolder:
         self.protocol = url.partition("://")[0]
         self._download_cache = DownloadCache(self._name)
         self._listing: dict[str, dict[str, Any]] = {}
-        self._fs, self._root = _file_system(self._name)
+        self._fs, self._root = open_file_system(self._name)
 
     @property
     def name(self) -> str:
@@ -61,6 +194,13 @@ class RemoteFolder:
     def path_of(self, file: str) -> str:
         """Return the URL of a file in it, for messages."""
         return f"{self._name}/{file}"
+
+    def check_as_output(self, what: str, inputs: Iterable[str | Path]) -> None:
+        """Do nothing: only writing shows what a store allows."""
+
+    def lock(self, what: str, writer_index: int = 0) -> AbstractContextManager[None]:
+        """Lock nothing: stores have no locks."""
+        return contextlib.nullcontext()
 
     def file_sizes(self) -> dict[str, int]:
         """Return the current size of each file in bytes; {} if there is no folder.
@@ -81,16 +221,11 @@ class RemoteFolder:
             raise XtkError(
                 "a cache must be a folder, but this path is a file", where=self._name, hint="use another path"
             )
-        self._listing = {_listed_name(entry["name"], self._root): entry for entry in found if entry not in itself}
+        self._listing = {listed_name(entry["name"], self._root): entry for entry in found if entry not in itself}
         return {file: int(entry.get("size") or 0) for file, entry in self._listing.items()}
 
     def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            CorruptError: it is larger than `max_bytes`.
-        """
+        """Return the content of a file."""
         with self._store_errors("this remote file cannot be read", file, missing=True):
             size = int(self._fs.size(self._path(file)) or 0)
             if size <= max_bytes:
@@ -117,13 +252,15 @@ class RemoteFolder:
             entry = self._listing.get(file)
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path_of(file))
-        tag = next((f"{key} {entry[key]}" for key in VERSION_TAG_KEYS if entry.get(key) is not None), "")
 
         def fetch(path: Path) -> None:
             with self._store_errors("this remote file cannot be downloaded", file, missing=True):
                 self._fs.get_file(self._path(file), str(path))
 
-        return self._download_cache.get(file, int(entry["size"]), tag, fetch, self.path_of(file))
+        return self._download_cache.get(file, int(entry["size"]), version_tag(entry), fetch, self.path_of(file))
+
+    def check_regular(self, files: Iterable[str]) -> None:
+        """Do nothing: stores have only files."""
 
     def prefetch(self, files: Sequence[str]) -> None:
         """Download files in parallel.
@@ -158,13 +295,8 @@ class RemoteFolder:
                 else:
                     self._upload_and_rename(temporary, file)
 
-    def copy_from(self, source: object, files: Mapping[str, str]) -> None:
-        """Copy files of another folder, within the storage if possible, else through this machine.
-
-        Args:
-            source: the other folder.
-            files: {name in the source: name in this folder}.
-        """
+    def copy_from(self, source: StorageFolder, files: Mapping[str, str]) -> None:
+        """Copy files of another folder, within the storage if possible, else through this machine."""
 
         def copy(pair: tuple[str, str]) -> None:
             theirs, ours = pair
@@ -173,7 +305,7 @@ class RemoteFolder:
                     self._fs.cp_file(source._path(theirs), self._path(ours))
             else:
                 with self._store_errors("this file cannot be uploaded", ours):
-                    self._upload(source.local_path(theirs), ours, exclusive=False)  # type: ignore[attr-defined]
+                    self._upload(source.local_path(theirs), ours, exclusive=False)
 
         if self.protocol not in ATOMIC_PROTOCOLS:
             with self._store_errors("this folder cannot be created"):
@@ -261,78 +393,32 @@ class RemoteFolder:
                 hint="create the bucket with the tools of the storage provider, or use other credentials",
             )
 
-    @contextlib.contextmanager
-    def _store_errors(self, what: str, file: str | None = None, *, missing: bool = False) -> Iterator[None]:
-        """Convert exceptions of storage libraries, which have many classes, into an XtkError."""
-        try:
-            yield
-        except XtkError:
-            raise
-        except Exception as wrong:
-            if missing and isinstance(wrong, FileNotFoundError):
-                raise
-            where = self._name if file is None else self.path_of(file)
-            raise XtkError(
-                f"{what}: {_error_line(wrong)}", where=where, hint=_error_hint(wrong, self.protocol)
-            ) from wrong
+    def _store_errors(
+        self, what: str, file: str | None = None, *, missing: bool = False
+    ) -> AbstractContextManager[None]:
+        where = self._name if file is None else self.path_of(file)
+        return store_errors(what, where, self.protocol, missing=missing)
 
 
-def _file_system(place: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it.
+StorageFolder = LocalFolder | RemoteFolder
+
+
+def is_remote(location: str | Path) -> bool:
+    """Return whether a location is a URL such as `s3://bucket/folder`."""
+    return isinstance(location, str) and bool(_URL.match(location))
+
+
+def absolute_location(location: str) -> str:
+    """Return the absolute path of a local location; a URL without slashes at its end."""
+    return location.rstrip("/") if is_remote(location) else str(Path(location).resolve())
+
+
+def open_folder(location: str | Path) -> StorageFolder:
+    """Return the folder at a local path or at a URL of fsspec.
 
     Raises:
         XtkError: the protocol is unknown, or its Python package is not installed.
     """
-    from fsspec.core import url_to_fs
-
-    protocol = place.partition("://")[0]
-    try:
-        fs, root = url_to_fs(place)
-    except ImportError as wrong:
-        cause = wrong.__cause__ or wrong
-        package = getattr(cause, "name", None) or protocol
-        raise XtkError(
-            f"{protocol}:// needs the Python package {package}, which is not installed",
-            where=place,
-            hint=f"run pip install {package}",
-        ) from None
-    except Exception as wrong:  # of the storage library, or ValueError for an unknown protocol
-        raise XtkError(
-            f"this remote folder cannot be opened: {_error_line(wrong)}", where=place, hint=_error_hint(wrong, protocol)
-        ) from None
-    return fs, str(root).rstrip("/")
-
-
-def _listed_name(path: object, root: str) -> str:
-    """Return the file name of a path in a listing.
-
-    Raises:
-        CorruptError: it is not a valid name of a file in this folder.
-    """
-    name = str(path).rstrip("/").rpartition("/")[2]
-    if name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise CorruptError(
-            f"this remote folder contains a file named {name!r}; names must not be empty, '.' or '..', or contain "
-            "backslashes or zero bytes",
-            where=root,
-            hint="rename or remove this file, or use a folder with only the files of the cache",
-        )
-    return name
-
-
-def _error_line(wrong: BaseException) -> str:
-    text = str(wrong).strip()
-    return text.splitlines()[0] if text else type(wrong).__name__
-
-
-def _error_hint(wrong: BaseException, protocol: str) -> str:
-    name = type(wrong).__name__
-    if isinstance(wrong, PermissionError) or "Credential" in name or "Token" in name or "Forbidden" in str(wrong):
-        return {
-            "s3": "set credentials with permission: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-            "gs": "set credentials with permission: gcloud auth application-default login",
-            "hf": "run hf auth login with a token that has the needed permission",
-        }.get(protocol, "set credentials with permission, as the tools of the storage provider read them")
-    if isinstance(wrong, FileNotFoundError):
-        return "check the spelling; create a missing bucket with the tools of the storage provider"
-    return "check the network and the address, and run the same command again; finished parts are kept"
+    if is_remote(location):
+        return RemoteFolder(str(location))
+    return LocalFolder(Path(location))

@@ -1,0 +1,180 @@
+"""Streams of data files: decompression, lines and UTF-8."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import lzma
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import XtkError
+from xtk.options.shared import MAX_DOCUMENT_BYTES
+
+READ_BYTES = 1 << 18  # chunk size
+# UTF-32 first: its mark begins with that of UTF-16.
+_BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+UTF_8_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class RecordReadOptions:
+    """Options for reading data files.
+
+    Attributes:
+        columns: {field: column} for fields with another column name.
+        max_record_bytes: maximum size of a record in its file.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    max_record_bytes: int = MAX_DOCUMENT_BYTES
+
+    def too_large_error(self, where: str) -> XtkError:
+        """Return the error for a record above `max_record_bytes`."""
+        return XtkError(
+            f"this document is larger than --max-document-bytes ({self.max_record_bytes:,})",
+            where=where,
+            hint="split the document, or use a larger --max-document-bytes",
+        )
+
+
+def file_extension(name: str) -> str:
+    """Return the extension that selects the format of a file, without that of a compression."""
+    plain = name.removesuffix(".gz").removesuffix(".zst").removesuffix(".xz")
+    return Path(plain).suffix.lower()
+
+
+@contextlib.contextmanager
+def open_stream(name: str, compression: str | None = "infer") -> Iterator[Any]:
+    """Open the bytes of a local or remote file, decompressed unless `compression` is None."""
+    import fsspec
+
+    if compression == "infer" and name.endswith(".zst"):
+        # With pyarrow: without the package zstandard, fsspec returns the compressed bytes.
+        import pyarrow
+
+        with fsspec.open(name, "rb") as raw, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
+            yield stream
+        return
+    if compression == "infer" and name.endswith(".xz"):
+        with fsspec.open(name, "rb") as raw:
+            yield io.BufferedReader(_XzReader(raw), io.DEFAULT_BUFFER_SIZE)
+        return
+    with fsspec.open(name, "rb", compression=compression) as stream:
+        yield stream
+
+
+class _XzReader(io.RawIOBase):
+    """Decompressed content of an .xz file with one or more streams; Python's lzma ignores all but the first."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._decompressor = lzma.LZMADecompressor()
+        self._input = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._decompressor.eof:  # streams may be padded with zeros
+                self._input = self._decompressor.unused_data.lstrip(b"\0")
+                while not self._input and (block := self._raw.read(io.DEFAULT_BUFFER_SIZE)):
+                    self._input = block.lstrip(b"\0")
+                if not self._input:
+                    return 0
+                self._decompressor = lzma.LZMADecompressor()
+            elif self._decompressor.needs_input and not self._input:
+                self._input = self._raw.read(io.DEFAULT_BUFFER_SIZE)
+                if not self._input:
+                    raise EOFError("the .xz file is truncated")
+            found = self._decompressor.decompress(self._input, len(buffer))
+            self._input = b""
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
+
+
+def read_lines(stream: Any, name: str, options: RecordReadOptions) -> Iterator[tuple[int, str]]:
+    """Yield the line numbers, from 1, and lines of a text. Lines end only at line feeds, which they keep.
+
+    Args:
+        stream: of bytes.
+        name: for messages.
+        options: `max_record_bytes` limits each line.
+
+    Raises:
+        XtkError: a line is too long, or not UTF-8.
+    """
+    offset, number, rest = 0, 0, b""
+    first = True
+    while True:
+        chunk = stream.read(READ_BYTES)
+        if first:
+            chunk, offset = strip_byte_order_mark(chunk, name)
+            first = False
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            number += 1
+            if len(line) > options.max_record_bytes:
+                raise options.too_large_error(f"{name}, line {number}")
+            yield number, decode_utf8(line + b"\n", offset, name)
+            offset += len(line) + 1
+        if len(rest) > options.max_record_bytes:
+            raise options.too_large_error(f"{name}, line {number + 1}")
+        if not chunk:
+            break
+    if rest:
+        yield number + 1, decode_utf8(rest, offset, name)
+
+
+def read_text(stream: Any, name: str, options: RecordReadOptions) -> str:
+    """Return a whole text without its byte order mark.
+
+    Raises:
+        XtkError: the text is larger than `max_record_bytes`, or not UTF-8.
+    """
+    parts, size = [], 0
+    while chunk := stream.read(READ_BYTES):
+        parts.append(chunk)
+        size += len(chunk)
+        if size > options.max_record_bytes:
+            raise options.too_large_error(name)
+    return decode_utf8(*strip_byte_order_mark(b"".join(parts), name), name)
+
+
+def strip_byte_order_mark(raw: bytes, name: str) -> tuple[bytes, int]:
+    """Return the beginning of a text without a byte order mark, and the number of bytes of the mark."""
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if raw.startswith(mark):
+            raise XtkError(
+                f"this file is encoded in {encoding}; data must be UTF-8",
+                where=name,
+                hint=f"convert it: iconv -f {encoding} -t UTF-8 FILE",
+            )
+    size = len(UTF_8_BYTE_ORDER_MARK) if raw.startswith(UTF_8_BYTE_ORDER_MARK) else 0
+    return raw[size:], size
+
+
+def decode_utf8(raw: bytes, offset: int, name: str) -> str:
+    """Return a text.
+
+    Args:
+        raw: its bytes.
+        offset: of these bytes in the file, for the error.
+        name: of the file.
+
+    Raises:
+        XtkError: it is not UTF-8.
+    """
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as wrong:
+        at = offset + wrong.start
+        raise XtkError(
+            f"this data file is not UTF-8: byte {raw[wrong.start]:#04x} at offset {at:,}",
+            where=name,
+            hint="convert it from its encoding, for example: iconv -f LATIN1 -t UTF-8 FILE",
+        ) from None
