@@ -672,18 +672,15 @@ def _teacher_blocks(
         return create_teacher_blocks(
             inputs.source, run.sampler, run.steps, run.recipe.teacher_block_steps, paths.output, run.accelerator
         )
-    from xtk.rollouts.generator_interface import GeneratorConfig
+    from xtk.engines.backend import BackendConfig
     from xtk.training.engine_logprob_check import LogprobCheck
-    from xtk.training.student_generator import IN_PROCESS_BACKEND, StudentGenerator
+    from xtk.training.student_generator import StudentGenerator
 
     assert isinstance(inputs.source, OnPolicySource)
     assert isinstance(run.sampler, PromptSampler)
     options: dict[str, Any] = {"adapter": paths.adapter} if paths.adapter else {}
-    if on_policy.backend == "server":
-        options["servers"] = list(on_policy.server)
-    elif on_policy.engine:
-        options["engine"] = dict(on_policy.engine)
-    request = GeneratorConfig(paths.student, str(paths.student), inputs.tokenizer, on_policy.dtype,
+    options |= {"servers": list(on_policy.server), "engine": dict(on_policy.engine)}
+    request = BackendConfig(paths.student, str(paths.student), inputs.tokenizer, on_policy.dtype,
                             on_policy.batch_tokens, trust_remote_code, options)  # fmt: skip
     writer = StudentGenerator(
         on_policy,
@@ -699,7 +696,7 @@ def _teacher_blocks(
     for teacher in inputs.source.teachers:
         terminal.note(f"distill: {teacher.describe_placement()}")
     check = None
-    if on_policy.backend != IN_PROCESS_BACKEND:
+    if not writer.uses_training_model:
         check = LogprobCheck(run.wrapped_student, run.parallel, packing, run.accelerator.device)
     return OnPolicyLoop(
         inputs.source, run.sampler, run.steps, on_policy, paths.output, run.accelerator, writer, fingerprint, check
