@@ -20,7 +20,7 @@ from xtk.artifacts.cache_writer import CacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.storage_folders import LocalFolder
 from xtk.models.causal_lm import silence_transformers
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import Support
@@ -43,7 +43,7 @@ def main() -> None:
         documents = [Document.from_text(text) for text in gsm8k(DOCUMENTS)]
         tokens = tokenize_documents(Tokenizer(folder), documents)
         support = Support("top-k", top_k=TOP_K)
-        request = BackendConfig(folder, name, Tokenizer(folder), support, "float32", BATCH_TOKENS)
+        request = TeacherConfig(folder, name, Tokenizer(folder), "float32", BATCH_TOKENS, support=support)
         teacher = TransformersTeacher(request)
         header = {"codec": {"name": "raw", "num_samples": 0, "num_sample_sets": 0}}
         writer = CacheWriter(LocalFolder(Path(name) / "cache"), header, [len(documents)])

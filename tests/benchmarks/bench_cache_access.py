@@ -28,7 +28,7 @@ from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import Support
@@ -71,7 +71,7 @@ def access(folder: Path) -> list[tuple[str, str, str]]:
     model = language_model()
     tokenizer = Tokenizer(model)
     documents = held_out("gsm8k", TOKENS)
-    teacher = TransformersTeacher(BackendConfig(model, "teacher", tokenizer, SUPPORT, "float32", 2048))
+    teacher = TransformersTeacher(TeacherConfig(model, "teacher", tokenizer, "float32", 2048, support=SUPPORT))
     scores = teacher.score(documents)
     rows = [ScoredDocument(Document.from_text("x"), *pair) for pair in zip(documents, scores, strict=True)]
     counts = np.bincount(np.concatenate([document.ids for document in documents]), minlength=tokenizer.embedding_rows)

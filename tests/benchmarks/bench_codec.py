@@ -26,7 +26,7 @@ from xtk.artifacts.codec.packed_shard_codec import PackedCodec
 from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
@@ -53,7 +53,7 @@ def teacher_scores(corpus: str, support: Support) -> Rows:
     """Return documents of a corpus and what the benchmark's teacher says of them."""
     folder = language_model()
     documents = held_out(corpus, CORPORA[corpus])
-    request = BackendConfig(folder, "teacher", Tokenizer(folder), support, "float32", 2048)
+    request = TeacherConfig(folder, "teacher", Tokenizer(folder), "float32", 2048, support=support)
     return list(zip(documents, TransformersTeacher(request).score(documents), strict=True))
 
 

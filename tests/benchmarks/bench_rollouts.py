@@ -31,9 +31,10 @@ def main() -> None:
     from measurement import report
     from vllm_on_cpu import ENGINE, SURROUNDINGS, make_llama
 
+    from xtk.engines.backend import BackendConfig
     from xtk.engines.vllm_engine import import_vllm
     from xtk.rollouts.engine_request_checks import seed_from_key
-    from xtk.rollouts.generator_interface import GenerationRequest, GeneratorConfig, SamplingConfig
+    from xtk.rollouts.generator_interface import GenerationRequest, SamplingConfig
     from xtk.rollouts.subprocess_generator import SubprocessGenerator
     from xtk.rollouts.vllm_generator import VllmGenerator
     from xtk.tokens.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_llama(Path(folder) / "student", context=512)
         tokenizer = Tokenizer(model)
-        request = GeneratorConfig(
+        request = BackendConfig(
             model, "student", tokenizer, options={"engine": [] if torch.cuda.is_available() else whole}
         )
         writer = VllmGenerator.open(request)

@@ -15,9 +15,10 @@ from http_server_processes import Served, generate_as_vllm, served
 from xtk_processes import run_xtk
 
 from xtk.engines import http_client_pool
+from xtk.engines.backend import BackendConfig
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
-from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def asks() -> list[GenerationRequest]:
 
 
 def greedily(folder: Path) -> list[list[int]]:
-    request = GeneratorConfig(folder, "student", Tokenizer(folder))
+    request = BackendConfig(folder, "student", Tokenizer(folder))
     return ids_of(TransformersGenerator.open(request).generate(asks(), GREEDY))
 
 
@@ -55,7 +56,7 @@ def ids_of(completions: list[Completion]) -> list[list[int]]:
 
 def writer_of(folder: Path, *servers: Served) -> ServerGenerator:
     options = {"servers": [one.url for one in servers], "patience": PATIENT, "concurrency": 4}
-    return ServerGenerator.open(GeneratorConfig(folder, "student", Tokenizer(folder), options=options))
+    return ServerGenerator.open(BackendConfig(folder, "student", Tokenizer(folder), options=options))
 
 
 def with_its_head(student: Path, folder: Path) -> Path:

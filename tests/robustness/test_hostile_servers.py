@@ -15,17 +15,16 @@ from http_server_processes import Served, _Handler, _serve, served
 from xtk_processes import run_xtk
 
 from xtk.engines import http_client_pool
-from xtk.engines.http_client_pool import (
-    Endpoint,
-    EndpointPool,
-    NoResponseError,
+from xtk.engines.http_client_pool import Endpoint, EndpointPool, NoResponseError, RetryPolicy
+from xtk.engines.server_responses import (
     PermanentError,
     RetryableError,
-    RetryPolicy,
+    checked_logprobs,
+    checked_token_ids,
     parse_response,
+    parse_token_ids,
 )
-from xtk.engines.response_validation import checked_logprobs, checked_token_ids, parse_token_ids
-from xtk.engines.vllm_server_checks import parse_models
+from xtk.engines.vllm_servers import parse_models
 from xtk.errors import XtkError
 
 HASTY = RetryPolicy(

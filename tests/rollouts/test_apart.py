@@ -8,17 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from xtk.engines.backend import BackendConfig
+from xtk.engines.worker_process import WorkerError
 from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.rollouts import generator_ipc
 from xtk.rollouts.engine_weight_files import WeightNames, save_weights
-from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.subprocess_generator import SHARED_MEMORY, WEIGHTS_FOLDER_PREFIX, SubprocessGenerator
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
@@ -31,8 +34,8 @@ SAMPLING = SamplingConfig(
 )
 
 
-def request_of(folder: Path) -> GeneratorConfig:
-    return GeneratorConfig(folder, "student", Tokenizer(folder))
+def request_of(folder: Path) -> BackendConfig:
+    return BackendConfig(folder, "student", Tokenizer(folder))
 
 
 def assert_alike(found: list[Completion], expected: list[Completion]) -> None:
@@ -88,7 +91,7 @@ def test_apart_it_writes_what_it_writes_here_and_takes_new_weights_and_its_end_i
 
 
 def test_a_model_that_cannot_be_opened_is_told_as_here(pair, tmp_path):
-    request = GeneratorConfig(tmp_path, "student", Tokenizer(pair.student))
+    request = BackendConfig(tmp_path, "student", Tokenizer(pair.student))
     with pytest.raises(XtkError) as here:
         TransformersGenerator.open(request)
     with pytest.raises(XtkError) as apart:
@@ -104,9 +107,9 @@ def test_it_ends_with_its_parent_that_is_killed(pair):
     script = (
         "import sys, time; from pathlib import Path\n"
         "from xtk.rollouts.subprocess_generator import SubprocessGenerator\n"
-        "from xtk.rollouts.generator_interface import GeneratorConfig; from xtk.tokens.tokenizer import Tokenizer\n"
+        "from xtk.engines.backend import BackendConfig; from xtk.tokens.tokenizer import Tokenizer\n"
         "folder = Path(sys.argv[1])\n"
-        "apart = SubprocessGenerator(GeneratorConfig(folder, 'student', Tokenizer(folder)), 'transformers')\n"
+        "apart = SubprocessGenerator(BackendConfig(folder, 'student', Tokenizer(folder)), 'transformers')\n"
         "sys.stderr.write(f'{apart.process.pid}\\n'); time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script, str(pair.student)], stderr=subprocess.PIPE, text=True)
@@ -126,14 +129,18 @@ def test_it_ends_with_its_parent_that_is_killed(pair):
 
 
 def test_messages_hold_what_they_were_given_and_nothing_that_is_run():
-    found = generator_ipc.deserialize_requests(generator_ipc.serialize_requests(ASKS))
+    ours, theirs = Pipe()
+    ours.send(ASKS)
+    found = theirs.recv()
     assert [(one.input_ids.tolist(), one.seed_key, one.max_length) for one in found] == [
         (one.input_ids.tolist(), one.seed_key, one.max_length) for one in ASKS
     ]
     wrong = MismatchError("two things", where="here", hint="there")
-    again = generator_ipc.deserialize_error(generator_ipc.serialize_error(wrong))
+    ours.send(WorkerError.from_exception(wrong, "the generation process"))
+    told = theirs.recv()
+    again = told.to_exception()
     assert (type(again), str(again)) == (MismatchError, str(wrong))
-    assert type(generator_ipc.deserialize_error({**generator_ipc.serialize_error(wrong), "error": "os"})) is XtkError
+    assert type(replace(told, kind="os").to_exception()) is XtkError
 
 
 def test_weights_without_one_or_of_another_model_are_refused(pair, tmp_path):

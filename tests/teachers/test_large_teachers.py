@@ -19,7 +19,7 @@ import torch
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.models.causal_lm import load_causal_lm
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import Support
@@ -32,7 +32,7 @@ SUPPORT = Support("top-k+sample", top_k=8, num_samples=4, num_sample_sets=1)
 
 def scores_of(folder: Path, **options: object) -> list:
     tokenizer = Tokenizer(folder)
-    teacher = TransformersTeacher(BackendConfig(folder, "t", tokenizer, SUPPORT, backend_options=options))
+    teacher = TransformersTeacher(TeacherConfig(folder, "t", tokenizer, options=options, support=SUPPORT))
     return teacher.score(tokenize_documents(tokenizer, [Document.from_text(text) for text in TEXTS]))
 
 

@@ -19,7 +19,7 @@ from small_inputs import Pair
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import MismatchError, XtkError
 from xtk.teachers import vllm_server_client
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.vllm_server_client import ServerTeacher
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 from xtk.tokens.token_sequence import TokenSequence
@@ -31,13 +31,13 @@ HASTY = RetryPolicy(
 HEAD = Support("top-k", top_k=8)
 
 
-def request_of(folder: Path, servers: list[str], support: Support = HEAD, **options: object) -> BackendConfig:
-    return BackendConfig(
+def request_of(folder: Path, servers: list[str], support: Support = HEAD, **options: object) -> TeacherConfig:
+    return TeacherConfig(
         folder,
         "teacher",
         Tokenizer(folder),
-        support,
-        backend_options={"servers": servers, "patience": HASTY, **options},
+        support=support,
+        options={"servers": servers, "patience": HASTY, **options},
     )
 
 

@@ -15,7 +15,7 @@ from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.logprob_checks import check_scored_document
 from xtk.teachers.transformers import (
     BLOCK_SIZE,
@@ -49,7 +49,7 @@ def said_plainly(model: object, document: TokenSequence) -> np.ndarray:
 
 def opened(folder: Path, support: Support, *, dtype: str = "float32", batch_tokens: int = 512) -> TransformersTeacher:
     tokenizer = Tokenizer(folder)
-    return TransformersTeacher(BackendConfig(folder, str(folder), tokenizer, support, dtype, batch_tokens))
+    return TransformersTeacher(TeacherConfig(folder, str(folder), tokenizer, dtype, batch_tokens, support=support))
 
 
 def top(k: int) -> Support:

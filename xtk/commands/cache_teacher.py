@@ -28,6 +28,7 @@ from xtk.options.shared import (
     ServerOptions,
     TrustRemoteCodeOption,
 )
+from xtk.teachers import BACKENDS
 
 if TYPE_CHECKING:
     from xtk.teachers.cache_build_config import CacheRequest
@@ -123,7 +124,7 @@ class CacheTeacherOptions(
         "transformers",
         "Engine that runs the teacher: transformers or vllm (both in this process), or a vLLM server. With the "
         "vLLM engines, only --support top-k, top-p and none.",
-        metavar="[transformers|vllm|server]",
+        metavar=f"[{'|'.join(BACKENDS)}]",
     )
     engine: tuple[str, ...] = option(
         (),
@@ -170,8 +171,7 @@ def cache_teacher(options: CacheTeacherOptions) -> None:
     """
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-    from xtk.name_registry import unknown_name_error
-    from xtk.teachers import BACKENDS
+    from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)
     if options.merge:
@@ -181,15 +181,14 @@ def cache_teacher(options: CacheTeacherOptions) -> None:
         raise typer.BadParameter("DATA is missing; give the documents that the teacher scores after TEACHER")
     if options.rows:
         raise typer.BadParameter("--rows needs --merge; use xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
-    if options.backend not in BACKENDS:
-        raise unknown_name_error("backend", options.backend, BACKENDS)
+    backend = load_registered(BACKENDS, options.backend, "backend")
     corpus = Corpus(
         options.data,
         parse_columns_option(options.columns, weight=options.weight_column, route=options.route_column),
         options.max_document_bytes,
     )
     folder, adapter = base_model_and_adapter(
-        resolve_model_folder(options.teacher, with_weights=options.backend != "server")
+        resolve_model_folder(options.teacher, with_weights=not backend.uses_servers)
     )
     request = _cache_request(options, folder, adapter)
     if options.estimate:
@@ -223,16 +222,15 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
         adapter: LoRA adapter of the teacher, if it has one.
     """
     from xtk.artifacts.shard_codec_registry import codec_for_precision
+    from xtk.engines.backend import backend_options
     from xtk.models.causal_lm import DTYPES
     from xtk.name_registry import load_registered
-    from xtk.teachers import BACKENDS
-    from xtk.teachers.backend_cli_options import backend_options
     from xtk.teachers.cache_build_config import CacheRequest
     from xtk.tokens.teacher_logprobs import make_support
 
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
     codec_for_precision(options.precision)
-    able = load_registered(BACKENDS, options.backend, "backend").support_kinds
+    backend = load_registered(BACKENDS, options.backend, "backend")
     wanted = make_support(
         options.support,
         top_k=_read_top_k(options.top_k, folder),
@@ -240,7 +238,7 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
         num_samples=options.num_samples,
         num_sample_sets=options.num_sample_sets,
         seed=options.seed,
-        available_kinds=able,
+        available_kinds=backend.support_kinds,
     )
     return CacheRequest(
         teacher_folder=folder,
@@ -255,12 +253,12 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
         shard_tokens=options.shard_tokens,
         trust_remote_code=options.trust_remote_code,
         backend_options=backend_options(
+            BACKENDS,
             options.backend,
-            list(options.engine),
-            list(options.server),
-            options.concurrency,
-            adapter,
-            options.num_processes,
+            engine=options.engine,
+            servers=options.server,
+            concurrency=options.concurrency,
+            adapter=adapter,
         ),
     )
 

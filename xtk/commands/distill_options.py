@@ -26,6 +26,7 @@ from xtk.options.training_options import (
     StudentModelOptions,
     TeacherUseOptions,
 )
+from xtk.rollouts import GENERATORS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ class DistillOptions(
         "transformers",
         "Generation backend; weights are synced to vllm and server first. transformers: in the training process; "
         "vllm: a subprocess; server: a vLLM server.",
-        metavar="[transformers|vllm|server]",
+        metavar=f"[{'|'.join(GENERATORS)}]",
     )
     rollout_engine: tuple[str, ...] = option(
         (), "Engine argument of --rollout-backend vllm. Repeatable.", metavar="NAME=VALUE"

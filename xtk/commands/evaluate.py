@@ -242,23 +242,23 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
     from xtk.artifacts.atomic_files import atomic_write
     from xtk.artifacts.write_locks import only_writer_of_path
     from xtk.commands.evaluate_tasks import answers_path
+    from xtk.engines.backend import BackendConfig, backend_options
     from xtk.errors import XtkError
     from xtk.evaluation.generated_answers import check_rewards_apply, evaluate_answers
     from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts import GENERATORS
-    from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
+    from xtk.rollouts.generator_interface import SamplingConfig
     from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
     from xtk.rollouts.rollout_record import Prompt, Rollout
-    from xtk.teachers.backend_cli_options import backend_options
     from xtk.tokens.tokenizer import Tokenizer
 
-    backend = options.backend
-    if backend == "server":
+    writers = load_registered(GENERATORS, options.backend, "backend")
+    if writers.uses_servers:
         raise XtkError(
-            "xtk evaluate does not support --backend server", hint="use --backend transformers or --backend vllm"
+            f"xtk evaluate does not support --backend {options.backend}",
+            hint="use --backend transformers or --backend vllm",
         )
-    writers = load_registered(GENERATORS, backend, "backend")
     sampling = options_of(SamplingConfig, options)
     rewards = WeightedRewards([parse_reward(options.reward)])
     arguments = read_template_arguments(options.chat_template_kwargs)
@@ -286,8 +286,8 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
                     stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
             tokenizer = Tokenizer(folder, name=name)
-            own = backend_options(backend, list(options.engine), [], 1, adapter)
-            request = GeneratorConfig(
+            own = backend_options(GENERATORS, options.backend, engine=options.engine, adapter=adapter)
+            request = BackendConfig(
                 folder, name, tokenizer, options.dtype, options.batch_tokens, options.trust_remote_code, own
             )
             results[name] = evaluate_answers(

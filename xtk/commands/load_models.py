@@ -23,6 +23,8 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Evalu
     """
     from xtk.errors import XtkError
     from xtk.models.causal_lm import check_loadable
+    from xtk.name_registry import load_registered
+    from xtk.rollouts import GENERATORS
     from xtk.tokens.tokenizer import Tokenizer
 
     names: dict[tuple[Path, Path | None], str] = {}
@@ -36,7 +38,7 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Evalu
             )
         names[place] = name
         tokenizer = Tokenizer(folder, name=name)
-        if options.backend == "transformers":  # vllm also loads other formats
+        if load_registered(GENERATORS, options.backend, "backend").runs_loaded_model:  # vllm also loads other formats
             check_loadable(folder, tokenizer, trust_remote_code=options.trust_remote_code, adapter=adapter)
 
 

@@ -29,12 +29,15 @@ from xtk.options.shared import (
     ServerOptions,
     TrustRemoteCodeOption,
 )
+from xtk.rollouts import GENERATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from xtk.rollouts.generator_interface import Generator
     from xtk.rollouts.rollout_jsonl import RolloutStatistics
     from xtk.rollouts.rollout_record import Prompt, Rollout
+    from xtk.tokens.tokenizer import Tokenizer
 
 COMPLETIONS_PER_BATCH = 256
 
@@ -92,7 +95,7 @@ class RolloutOptions(
     backend: str = option(
         "transformers",
         "Engine that generates: transformers or vllm (both in this process), or a vLLM server.",
-        metavar="[transformers|vllm|server]",
+        metavar=f"[{'|'.join(GENERATORS)}]",
     )
     engine: tuple[str, ...] = option(
         (),
@@ -120,12 +123,9 @@ def rollout(options: RolloutOptions) -> None:
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.artifacts.write_locks import only_writer_of_path
-    from xtk.name_registry import unknown_name_error
-    from xtk.rollouts import GENERATORS
+    from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)
-    if options.backend not in GENERATORS:
-        raise unknown_name_error("backend", options.backend, GENERATORS)
     if options.student == "-" and "-" in options.prompts:
         raise typer.BadParameter("only one of STUDENT and PROMPTS can be read from standard input (-)")
     student = terminal.path_argument(options.student)
@@ -135,92 +135,72 @@ def rollout(options: RolloutOptions) -> None:
         parse_columns_option(options.columns, weight=options.weight_column, route=options.route_column),
         options.max_document_bytes,
     )
-    folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=options.backend != "server"))
+    backend: type[Generator] = load_registered(GENERATORS, options.backend, "backend")
+    folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=not backend.uses_servers))
 
+    from xtk.engines.backend import BackendConfig, backend_options
     from xtk.models.causal_lm import DTYPES
-    from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts.environments import load_environment
-    from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
+    from xtk.rollouts.generator_interface import SamplingConfig
     from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
     from xtk.rollouts.rollout_generation import generate_rollouts
-    from xtk.teachers.backend_cli_options import backend_options
     from xtk.tokens.tokenizer import Tokenizer
 
-    if options.engine and options.backend == "transformers":
-        raise typer.BadParameter("--engine needs --backend vllm; add it, or remove --engine")
     own_options = backend_options(
-        options.backend, list(options.engine), list(options.server), options.concurrency, adapter
+        GENERATORS,
+        options.backend,
+        engine=options.engine,
+        servers=options.server,
+        concurrency=options.concurrency,
+        adapter=adapter,
     )
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
     sampling = options_of(SamplingConfig, options)
     rewards = WeightedRewards([parse_reward(text) for text in options.reward])
-    played = load_environment(options.environment) if options.environment else None
+    environment = load_environment(options.environment) if options.environment else None
     template_arguments = read_template_arguments(options.chat_template_kwargs)
     tokenizer = Tokenizer(folder, name=student)
     form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
-    read = read_prompts(corpus, options.max_prompts or None, form)
-    request = _request_fingerprint(
-        {
-            "student": _student_identity(folder, adapter, options.backend, list(options.server), tokenizer),
-            "prompts": _prompts_fingerprint(read),
-            "sampling": dataclasses.asdict(sampling),
-            "num_generations": options.num_generations,
-            "seed": options.seed,
-            "rewards": [[text, _file_of(text)] for text in options.reward],
-            "scale_rewards": options.scale_rewards,
-            "environment": [options.environment, _file_of(options.environment), options.max_turns]
-            if options.environment
-            else None,
-            "template_arguments": template_arguments,
-            "backend": [options.backend, sorted(options.engine), options.dtype, options.batch_tokens],
-        }
-    )
+    prompts = read_prompts(corpus, options.max_prompts or None, form)
+    weights = options.server if backend.uses_servers else [place for place in (folder, adapter) if place]
+    request = _request_fingerprint(options, weights, tokenizer, prompts, template_arguments)
+
+    def generate(generator: Generator) -> Iterator[tuple[Prompt, list[Rollout]]]:
+        size = max(1, COMPLETIONS_PER_BATCH // options.num_generations)
+        for start in range(0, len(prompts), size):
+            group = prompts[start : start + size]
+            found = generate_rollouts(
+                group, generator, tokenizer, sampling, num_generations=options.num_generations, seed=options.seed,
+                rewards=rewards if rewards.specs else None, environment=environment, max_turns=options.max_turns,
+                scale_rewards=options.scale_rewards, template_arguments=template_arguments,
+            )  # fmt: skip
+            yield from ((prompt, [one for one in found if one.prompt == prompt.number]) for prompt in group)
+
     with only_writer_of_path(path.resolve(), "file"):
-        _checked_output(
-            options.output, [student, *options.prompts]
-        )  # again: a file may have appeared since the first check
+        _checked_output(options.output, [student, *options.prompts])  # a file may have appeared since the first check
         figures = ROLLOUTS.find_finished(path, request, force=options.force)
         if figures is None:
-            writer = load_registered(GENERATORS, options.backend, "backend").open(
-                GeneratorConfig(
-                    folder=folder,
-                    name=student,
-                    tokenizer=tokenizer,
-                    dtype=options.dtype,
-                    batch_tokens=options.batch_tokens,
-                    trust_remote_code=options.trust_remote_code,
-                    options=own_options,
-                )
+            config = BackendConfig(
+                folder, student, tokenizer, options.dtype, options.batch_tokens, options.trust_remote_code, own_options
             )
-
-            def written() -> Iterator[tuple[Prompt, list[Rollout]]]:
-                size = max(1, COMPLETIONS_PER_BATCH // options.num_generations)
-                for start in range(0, len(read), size):
-                    group = read[start : start + size]
-                    found = generate_rollouts(
-                        group, writer, tokenizer, sampling, num_generations=options.num_generations, seed=options.seed,
-                        rewards=rewards if rewards.specs else None, environment=played, max_turns=options.max_turns,
-                        scale_rewards=options.scale_rewards, template_arguments=template_arguments,
-                    )  # fmt: skip
-                    for prompt in group:
-                        yield prompt, [one for one in found if one.prompt == prompt.number]
-
-            figures = _write_rollouts(path, written(), len(read), corpus.columns, request)
+            figures = _write_rollouts(path, generate(backend.open(config)), len(prompts), corpus.columns, request)
             for name, count in rewards.unscored.items():
                 terminal.note(f"rollout: {count:,} rollouts have no {name} reward; their data lacks what it needs")
     summary = figures.summary()
-    terminal.note(
+    terminal.note(_describe(summary, with_environment=bool(options.environment)))
+    terminal.result_artifact({"path": options.output, "kind": "rollouts", **summary}, as_json=options.as_json)
+
+
+def _describe(summary: dict[str, Any], *, with_environment: bool) -> str:
+    """Return one line about rollouts."""
+    text = (
         f"{summary['rollouts']:,} rollouts, {summary['mean_length']:.1f} tokens each, "
         f"{summary['truncated_fraction']:.1%} cut off"
-        + (
-            f", {summary['mean_turns']:.1f} turns, {summary['environment_token_fraction']:.1%} from tools"
-            if options.environment
-            else ""
-        )
-        + ("" if summary["mean_reward"] is None else f", mean reward {summary['mean_reward']:.4f}")
     )
-    terminal.result_artifact({"path": options.output, "kind": "rollouts", **summary}, as_json=options.as_json)
+    if with_environment:
+        text += f", {summary['mean_turns']:.1f} turns, {summary['environment_token_fraction']:.1%} from tools"
+    return text if summary["mean_reward"] is None else f"{text}, mean reward {summary['mean_reward']:.4f}"
 
 
 def _checked_output(output: str, inputs: list[str]) -> Path:
@@ -314,14 +294,42 @@ def _write_rollouts(
     return figures
 
 
-def _student_identity(
-    folder: Path, adapter: Path | None, backend: str, servers: list[str], tokenizer: Any
-) -> list[Any]:
-    """Return what identifies a student: weights or servers, tokenizer and chat template."""
-    from xtk.artifacts.model_resolver import weights_fingerprint
+def _request_fingerprint(
+    options: RolloutOptions,
+    weights: Sequence[Path | str],
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    template_arguments: dict[str, Any],
+) -> str:
+    """Return the fingerprint of the inputs and options that decide the rollouts.
 
-    weights = servers if backend == "server" else [weights_fingerprint(place) for place in (folder, adapter) if place]
-    return [weights, tokenizer.fingerprint, tokenizer.template_fingerprint]
+    Args:
+        options: of the command.
+        weights: folders of the student and its adapter, or addresses of servers.
+        tokenizer: of the student.
+        prompts: the prompts.
+        template_arguments: of the chat template.
+    """
+    from xtk.artifacts.atomic_files import canonical_json, sha256
+    from xtk.artifacts.model_resolver import weights_fingerprint
+    from xtk.rollouts.generator_interface import SamplingConfig
+
+    identities = [weights_fingerprint(place) if isinstance(place, Path) else place for place in weights]
+    request = {
+        "student": [identities, tokenizer.fingerprint, tokenizer.template_fingerprint],
+        "prompts": _prompts_fingerprint(prompts),
+        "sampling": dataclasses.asdict(options_of(SamplingConfig, options)),
+        "num_generations": options.num_generations,
+        "seed": options.seed,
+        "rewards": [[text, _file_of(text)] for text in options.reward],
+        "scale_rewards": options.scale_rewards,
+        "environment": [options.environment, _file_of(options.environment), options.max_turns]
+        if options.environment
+        else None,
+        "template_arguments": template_arguments,
+        "backend": [options.backend, sorted(options.engine), options.dtype, options.batch_tokens],
+    }
+    return sha256(canonical_json(request))[: len("sha256:") + 16]
 
 
 def _prompts_fingerprint(prompts: list[Prompt]) -> str:
@@ -340,9 +348,3 @@ def _file_of(place: str) -> str:
 
     path = Path(place.partition(".py:")[0] + ".py")
     return sha256_of_file(path) if ".py:" in place and path.is_file() else ""
-
-
-def _request_fingerprint(request: dict[str, Any]) -> str:
-    from xtk.artifacts.atomic_files import canonical_json, sha256
-
-    return sha256(canonical_json(request))[: len("sha256:") + 16]

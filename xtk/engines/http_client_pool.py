@@ -1,12 +1,11 @@
 """HTTP client for several equivalent servers: concurrent requests, retries, failover.
 
-Requests and the validation of responses are defined by callers (`xtk.teachers.vllm_server_client`).
+Requests and the parsing of responses are defined by callers (`xtk.teachers.vllm_server_client`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import random
@@ -19,38 +18,22 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx
 
 from xtk import terminal
+from xtk.engines.server_responses import (
+    MAX_ERROR_BYTES,
+    RESPONSE_OVERHEAD_BYTES,
+    VLLM_SERVER_HINT,
+    PermanentError,
+    RetryableError,
+    error_message,
+    parse_response,
+    read_body,
+)
 from xtk.errors import XtkError
 
 API_KEY_VARIABLES = ("XTK_API_KEY", "OPENAI_API_KEY")  # the environment variables that may hold a key
 BUSY_STATUS_CODES = frozenset({408, 425, 429})
-RESPONSE_OVERHEAD_BYTES = 1 << 20  # bytes of a response in addition to its entries: JSON frame, list of models
-MAX_ERROR_BYTES = 1 << 16  # bytes of an error's text that are read
-BYTES_PER_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":1,"decoded_token":" word"},
-RESPONSE_SIZE_MARGIN = 4  # factor on the expected size: tokens differ in length
 REPORT_INTERVAL_SECONDS = 30.0
 T = TypeVar("T")
-VLLM_SERVER_HINT = "check that a vLLM server with the model of this command answers at the address"
-
-
-class RetryableError(Exception):
-    """An invalid response; a retry may succeed.
-
-    Args:
-        what: the cause.
-        hint: the next step if all retries fail; None: the general one.
-    """
-
-    def __init__(self, what: str, hint: str | None = None) -> None:
-        super().__init__(what)
-        self.hint = hint
-
-
-class PermanentError(Exception):
-    """A response that refuses the request; a retry would not change it."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
 
 
 class NoResponseError(XtkError):
@@ -391,14 +374,14 @@ class EndpointPool:
                         f"the server's response is compressed ({encoding}), but xtk reads only uncompressed responses",
                         hint="turn off compression in the server or in the proxy before it",
                     )
-                raw, is_whole = await _body(answer, most)
+                raw, is_whole = await read_body(answer, most)
                 if not is_whole:
                     raise RetryableError(
                         f"the server's response is larger than {most:,} bytes, the limit for this request",
                         hint=VLLM_SERVER_HINT,
                     )
                 return raw
-            message = _error_message(answer, (await _body(answer, MAX_ERROR_BYTES))[0])
+            message = error_message(answer, (await read_body(answer, MAX_ERROR_BYTES))[0])
             if answer.status_code >= 500 or answer.status_code in BUSY_STATUS_CODES:
                 retry_after = answer.headers.get("retry-after", "")
                 pause = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
@@ -443,16 +426,6 @@ class _InflightLimit:
                 self._changed.notify_all()
 
 
-def max_response_bytes(entries: int, tokens: int = 0) -> int:
-    """Return the size limit of a response, in bytes.
-
-    Args:
-        entries: number of log-probabilities requested.
-        tokens: number of tokens whose ids and text are returned in addition.
-    """
-    return RESPONSE_OVERHEAD_BYTES + RESPONSE_SIZE_MARGIN * BYTES_PER_ENTRY * (entries + tokens)
-
-
 def _check_model(endpoint: Endpoint, answer: Any) -> None:
     """Refuse a response that names another model than earlier responses.
 
@@ -468,51 +441,3 @@ def _check_model(endpoint: Endpoint, answer: Any) -> None:
                 hint="use a server that keeps one model, and run the same command again; finished parts are kept",
             )
         endpoint.answers_as = model
-
-
-def parse_response(raw: bytes) -> Any:
-    """Return the value of JSON from a server.
-
-    Raises:
-        RetryableError: not valid JSON, a duplicate key, or a number that JSON does not have (NaN, Infinity).
-    """
-    try:
-        return json.loads(raw, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as wrong:
-        raise RetryableError(f"the server's response is not valid JSON: {wrong}"[:500], VLLM_SERVER_HINT) from None
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a JSON object has a key twice")
-    return content
-
-
-def _reject_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-async def _body(answer: httpx.Response, most: int) -> tuple[bytes, bool]:
-    """Return at most `most` bytes of a response, and whether these are all."""
-    parts, size = [], 0
-    async for part in answer.aiter_raw():
-        parts.append(part)
-        size += len(part)
-        if size > most:
-            return b"".join(parts)[:most], False
-    return b"".join(parts), True
-
-
-def _error_message(answer: httpx.Response, raw: bytes) -> str:
-    """Return a server's error message as one line."""
-    if answer.is_redirect:
-        location = answer.headers.get("location", "an unknown address")[:200]
-        return f"{answer.reason_phrase}: redirect to {location}, which xtk does not follow"
-    try:
-        content = parse_response(raw)
-        error = content.get("error", content)
-        text = error.get("message") if isinstance(error, dict) else str(error)
-    except (RetryableError, AttributeError):
-        text = raw.decode(errors="replace")
-    return " ".join(str(text or answer.reason_phrase).split())[:500]

@@ -8,14 +8,26 @@ import multiprocessing
 import os
 import random
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from xtk import terminal
+from xtk.engines.backend import BackendConfig
+from xtk.engines.engine_options import check_not_reserved, parse_engine_options
 from xtk.errors import XtkError
 from xtk.name_registry import nearest_name
+
+# Engine options that xtk sets, with the xtk option to use instead; None: there is none.
+RESERVED_OPTIONS: dict[str, str | None] = {
+    "dtype": "--dtype",
+    "trust_remote_code": "--trust-remote-code",
+    "max_logprobs": None,
+    "logprobs_mode": None,
+    "skip_tokenizer_init": None,
+    "seed": None,
+}
 
 
 def import_vllm() -> Any:
@@ -43,9 +55,10 @@ class VllmEngine:
     """A `vllm.LLM` whose workers end with this process.
 
     Args:
-        settings: arguments of `vllm.LLM`.
-        name: the model's name, for messages.
+        config: the model. Option `engine`: arguments of `vllm.LLM` from the user, a mapping or `name=value` words.
         command: the xtk command, for messages.
+        reserved: arguments that the user cannot set in addition to `RESERVED_OPTIONS`, as there.
+        settings: arguments of `vllm.LLM` from the caller; those of the user replace them.
 
     Attributes:
         llm: the `vllm.LLM`.
@@ -54,14 +67,25 @@ class VllmEngine:
         XtkError: vLLM is not installed, or cannot run this model.
     """
 
-    def __init__(self, settings: dict[str, Any], name: str, command: str) -> None:
+    def __init__(
+        self, config: BackendConfig, command: str, reserved: Mapping[str, str | None], settings: Mapping[str, Any]
+    ) -> None:
+        engine = parse_engine_options(config.options.get("engine") or {})
+        check_not_reserved(engine, {**RESERVED_OPTIONS, **reserved})
+        own = {
+            "model": str(config.folder),
+            "dtype": config.dtype,
+            "trust_remote_code": config.trust_remote_code,
+            "seed": 0,
+            "logprobs_mode": "raw_logprobs",
+        }
         vllm = import_vllm()
-        self.name = name
+        self.name = config.name
         others = set(multiprocessing.active_children())
         terminal.note(f"{command}: starting vLLM (set VLLM_LOGGING_LEVEL=INFO to see its log)")
         try:
             with _preserve_random_state():
-                self.llm = vllm.LLM(**settings)
+                self.llm = vllm.LLM(**{**own, **settings, **engine})
         except Exception as wrong:  # vLLM and torch raise dozens of types; all mean that the model cannot be run
             raise self.error("vLLM cannot run this model", wrong) from wrong
         self._guard = _guard([child.pid for child in multiprocessing.active_children() if child not in others])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.engines.server_responses import LOGPROB_TOLERANCE
 from xtk.errors import XtkError
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.stop_strings import StopStringDetector
 from xtk.rollouts.token_sampling import position_seeds
 from xtk.tokens.tokenizer import Tokenizer
 
-LOGPROB_TOLERANCE = 1e-4
 EXTRA_TOP_IDS = 8  # top ids requested in addition: some may be embedding rows without a token
 MAX_TEMPERATURE = 2.0  # of vLLM
 MAX_LOGIT_BIASES = 1024  # per request, of vLLM

@@ -1,19 +1,19 @@
-"""Interface of generation backends: sampling options, requests, completions and the `Generator` protocol."""
+"""Interface of generation backends: sampling options, requests, completions and the base class `Generator`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, Self
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.engines.backend import Backend, BackendConfig
 from xtk.errors import XtkError
 from xtk.options.declaration import check_options
 from xtk.options.shared import SamplingOptions
-from xtk.tokens.tokenizer import Tokenizer
 
 FINISH_REASONS = ("stop", "stop-string", "length")
 
@@ -74,47 +74,31 @@ class Completion:
     top_ids: NDArray[np.int32] | None = None
 
 
-@dataclass(frozen=True)
-class GeneratorConfig:
-    """The model of a generator.
-
-    Attributes:
-        folder: local model folder.
-        name: name of the model in messages.
-        tokenizer: the model's.
-        dtype: of weights and computation, a value of `--dtype`.
-        batch_tokens: maximum tokens of prompts and completions in a batch.
-        trust_remote_code: run the model's own code.
-        options: options of a single backend (`engine`, `servers`, `device`).
-    """
-
-    folder: Path
-    name: str
-    tokenizer: Tokenizer
-    dtype: str = "float32"
-    batch_tokens: int = 8192
-    trust_remote_code: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Generator(Protocol):
+class Generator(Backend, ABC):
     """A generation backend. New weights clear all state of the old ones (prefix caches)."""
 
+    @abstractmethod
+    def __init__(self, config: BackendConfig) -> None: ...
+
     @classmethod
-    def open(cls, config: GeneratorConfig) -> Self:
+    def open(cls, config: BackendConfig) -> Self:
         """Load a model or connect to one.
 
         Raises:
             XtkError: it cannot be loaded or reached, or an option is invalid.
         """
+        return cls(config)
 
     @property
+    @abstractmethod
     def context_length(self) -> int | None:
         """Maximum tokens of prompt and completion together; None if unknown."""
 
+    @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
         """Return one completion per request, in order."""
 
+    @abstractmethod
     def update_weights(self, weights: Any) -> None:
         """Load new weights.
 
@@ -127,3 +111,6 @@ class Generator(Protocol):
 
     def wake_up(self) -> None:
         """Take the device memory again; `update_weights` may be needed before generation."""
+
+    def close(self) -> None:
+        """Stop the backend for good."""

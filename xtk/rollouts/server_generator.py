@@ -6,32 +6,33 @@ import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
 from xtk import terminal
-from xtk.engines.http_client_pool import (
+from xtk.engines.backend import BackendConfig
+from xtk.engines.http_client_pool import Endpoint, EndpointPool, NoResponseError, RetryPolicy
+from xtk.engines.server_responses import (
     VLLM_SERVER_HINT,
-    Endpoint,
-    EndpointPool,
-    NoResponseError,
     PermanentError,
     RetryableError,
-    RetryPolicy,
+    checked_logprobs,
+    checked_token_ids,
     max_response_bytes,
+    parse_token_ids,
 )
-from xtk.engines.response_validation import checked_logprobs, checked_token_ids, parse_token_ids
-from xtk.engines.vllm_server_checks import (
+from xtk.engines.vllm_servers import (
     COMPLETIONS_PATH,
     MAX_TOKEN_RATIO,
     STARTUP_ATTEMPTS,
     check_same_tokenizer,
-    first_exception,
+    connect_servers,
+    gather_responses,
+    only_choice,
     parse_models,
     refusal_error,
     run_coroutine,
-    select_model,
     tokenizer_probe,
 )
 from xtk.errors import XtkError
@@ -44,7 +45,7 @@ from xtk.rollouts.engine_request_checks import (
     seed_from_key,
 )
 from xtk.rollouts.engine_weight_files import WeightNames
-from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 
 DEFAULT_CONCURRENCY = 128
 FORBIDDEN_BIAS = -100.0  # the lowest that the API accepts
@@ -52,7 +53,7 @@ TOKEN_ID_PREFIX = "token_id:"
 MAX_WEIGHT_LOSSES = 5  # how often a server may lose the weights during one request
 
 
-class ServerGenerator:
+class ServerGenerator(Generator):
     """Generates completions with vLLM servers, many requests at a time.
 
     Args:
@@ -64,7 +65,9 @@ class ServerGenerator:
         XtkError: no address is given, a server does not respond, or it has another tokenizer.
     """
 
-    def __init__(self, config: GeneratorConfig) -> None:
+    uses_servers: ClassVar[bool] = True
+
+    def __init__(self, config: BackendConfig) -> None:
         servers = [Endpoint.parse(text) for text in config.options.get("servers") or ()]
         if not servers:
             raise XtkError(
@@ -89,12 +92,7 @@ class ServerGenerator:
         self._padding_bias = (
             {str(token): FORBIDDEN_BIAS for token in padding} if 0 < len(padding) <= MAX_LOGIT_BIASES else None
         )
-        self._context = run_coroutine(self._connect_servers())
-
-    @classmethod
-    def open(cls, config: GeneratorConfig) -> Self:
-        """Connect to the servers; see the class."""
-        return cls(config)
+        self._context, _ = connect_servers(self._endpoints, self._name, self._check_tokenizer, refusal_error)
 
     @property
     def context_length(self) -> int | None:
@@ -108,7 +106,8 @@ class ServerGenerator:
             XtkError: a prompt fills the context, no server responds, or a server refuses a request.
         """
         check_temperature(sampling)
-        return run_coroutine(self._generate_all(requests, sampling))
+        self._locks = {}
+        return gather_responses(self._endpoints, (self._generate_one(request, sampling) for request in requests))
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
         """Load new weights into each server and clear its prefix cache.
@@ -131,33 +130,9 @@ class ServerGenerator:
         self._sent, self._version = folder, f"xtk-{secrets.token_hex(8)}"
         run_coroutine(self._update_all())
 
-    def sleep(self) -> None:
-        """Do nothing: servers do not use this process's devices."""
-
-    def wake_up(self) -> None:
-        """Do nothing."""
-
-    async def _connect_servers(self) -> int | None:
-        """Query each server's model, compare tokenizers, and return the minimum context length."""
-        limits = []
-        async with self._endpoints.connected():
-            for endpoint in self._endpoints.endpoints:
-                try:
-                    models = await self._endpoints.request_one(
-                        endpoint, "/models", None, parse_models, max_attempts=STARTUP_ATTEMPTS
-                    )
-                    model = select_model(models, endpoint, self._name)
-                    endpoint.model = model["id"]
-                    limits.append(model.get("max_model_len"))
-                    # With another tokenizer the probe may be many more tokens.
-                    limit = limits[-1] and limits[-1] // 4
-                    await self._compare_tokens(tokenizer_probe(self._tokenizer, limit), endpoint)
-                except PermanentError as error:
-                    raise refusal_error(error, str(endpoint), None) from None
-        known = [limit for limit in limits if isinstance(limit, int)]
-        return min(known) if known else None
-
-    async def _compare_tokens(self, probe: str, endpoint: Endpoint) -> None:
+    async def _check_tokenizer(self, endpoint: Endpoint, context_length: int | None) -> None:
+        # With another tokenizer the probe may be many more tokens.
+        probe = tokenizer_probe(self._tokenizer, context_length and context_length // 4)
         (ours,) = self._tokenizer.encode([probe])
         payload = {
             "model": endpoint.model,
@@ -168,7 +143,7 @@ class ServerGenerator:
         }
         most = max_response_bytes(0, MAX_TOKEN_RATIO * len(ours.ids))
         choice = await self._endpoints.request_one(
-            endpoint, COMPLETIONS_PATH, payload, _only_choice, max_attempts=STARTUP_ATTEMPTS, max_bytes=most
+            endpoint, COMPLETIONS_PATH, payload, only_choice, max_attempts=STARTUP_ATTEMPTS, max_bytes=most
         )
         theirs = choice.get("prompt_token_ids")
         if not isinstance(theirs, list) or not isinstance(choice.get("token_ids"), list):
@@ -179,16 +154,6 @@ class ServerGenerator:
             )
         if theirs != ours.ids.tolist():
             check_same_tokenizer(ours.ids.tolist(), theirs, self._tokenizer, endpoint, "rollout")
-
-    async def _generate_all(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        self._locks = {}
-        async with self._endpoints.connected():
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._generate_one(request, sampling)) for request in requests]
-            except BaseExceptionGroup as several:
-                raise first_exception(several) from None
-        return [task.result() for task in tasks]
 
     async def _generate_one(self, request: GenerationRequest, sampling: SamplingConfig) -> Completion:
         num_top_ids = num_requested_top_ids(sampling, self._tokenizer, self._tokenizer.embedding_rows)
@@ -254,7 +219,7 @@ class ServerGenerator:
         Raises:
             RetryableError: the response is malformed.
         """
-        choice = _only_choice(response)
+        choice = only_choice(response)
         try:
             ids = checked_token_ids(choice["token_ids"])
             values = checked_logprobs(choice["logprobs"]["token_logprobs"])
@@ -357,13 +322,6 @@ def _weight_update_error(error: PermanentError, endpoint: Endpoint) -> XtkError:
         where=str(endpoint),
         hint="start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1, in a network that only trusted machines reach",
     )
-
-
-def _only_choice(response: Any) -> dict[str, Any]:
-    choices = response.get("choices") if isinstance(response, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RetryableError("the server's response does not have exactly one completion (choices)", VLLM_SERVER_HINT)
-    return choices[0]
 
 
 def _top_token_ids(top: dict[str, float], own: int, count: int) -> list[int]:

@@ -5,33 +5,38 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from xtk.engines.backend import BackendConfig
+from xtk.engines.worker_process import WorkerError, WorkerKind, WorkerProcess, stop_workers
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
-from xtk.rollouts import GENERATORS, generator_ipc
+from xtk.rollouts import GENERATORS
 from xtk.rollouts.engine_weight_files import save_weights
-from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
-from xtk.subprocesses import block_sigint, environment_without_launcher_variables
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
+from xtk.subprocesses import environment_without_launcher_variables
 from xtk.writable_cache_folders import SHARED_MEMORY, shared_memory_is_writable
 
 SHUTDOWN_SECONDS = 10.0
 WEIGHTS_FOLDER_PREFIX = "xtk-weights-"
+GENERATION_WORKER = WorkerKind(
+    main="xtk.rollouts.subprocess_generator:serve_generator",
+    process="the generation process",
+    exit_hint="see its output above for the cause",
+    signal_hint="see its output above",
+    memory_hint="check whether the machine ran out of memory",
+)
 
 
-class SubprocessGenerator:
+class SubprocessGenerator(Generator):
     """A generator in a subprocess, called through a pipe. The subprocess ends with the thread that started it.
 
     Args:
-        config: the model; its options must be JSON values, except for `adapter` (a path).
+        config: the model.
         backend: a key of `GENERATORS`.
         environment: environment variables of the subprocess, such as `CUDA_VISIBLE_DEVICES`.
 
@@ -40,33 +45,20 @@ class SubprocessGenerator:
     """
 
     def __init__(
-        self, config: GeneratorConfig, backend: str = "vllm", environment: Mapping[str, str] | None = None
+        self, config: BackendConfig, backend: str = "vllm", environment: Mapping[str, str] | None = None
     ) -> None:
-        load_registered(GENERATORS, backend, "backend")
+        load_registered(GENERATORS, backend, "backend")  # refuses an unknown name before a process is started
         _remove_stale_weights_folders()
         self._name, self._folder = f"{config.name}, run by {backend}", config.folder
-        paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
-        variables = {**environment_without_launcher_variables(), "PYTHONPATH": paths, **(environment or {})}
-        self._pipe, theirs = Pipe()
-        with theirs, block_sigint():
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "xtk.rollouts.generator_worker", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # stdout is for the results of the parent
-                env=variables,
-                pass_fds=[theirs.fileno()],
-            )
+        variables = {**environment_without_launcher_variables(), **(environment or {})}
+        self._worker = WorkerProcess(GENERATION_WORKER, self._name, variables)
+        self.process = self._worker.process
         try:
-            words, _ = self._request({"backend": backend, "request": generator_ipc.serialize_config(config)})
+            self._worker.send((backend, config))
+            self._context: int | None = self._worker.receive()
         except BaseException:
             self.close()
             raise
-        self._context: int | None = words["context"]
-
-    @classmethod
-    def open(cls, config: GeneratorConfig) -> Self:
-        """Start vLLM in a separate process."""
-        return cls(config)
 
     @property
     def context_length(self) -> int | None:
@@ -79,10 +71,8 @@ class SubprocessGenerator:
         Raises:
             XtkError: the backend fails, or the process has ended.
         """
-        words, arrays = self._request(
-            {"do": "write", "sampling": asdict(sampling)}, generator_ipc.serialize_requests(requests)
-        )
-        return generator_ipc.deserialize_completions(words["finishes"], arrays)
+        completions: list[Completion] = self._call("generate", list(requests), sampling)
+        return completions
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
         """Load new weights.
@@ -94,31 +84,25 @@ class SubprocessGenerator:
             XtkError: as `generate`.
         """
         if isinstance(weights, str | Path):
-            self._request({"do": "update", "folder": str(Path(weights).resolve())})
+            self._call("update_weights", Path(weights).resolve())
             return
         tensors = dict(weights)
         with _folder_for(sum(weight.nbytes for weight in tensors.values())) as folder:
             save_weights(tensors.items(), folder)
             shutil.copy(self._folder / "config.json", folder)
-            self._request({"do": "update", "folder": str(folder)})
+            self._call("update_weights", folder)
 
     def sleep(self) -> None:
         """Free device memory, as far as the backend can."""
-        self._request({"do": "sleep"})
+        self._call("sleep")
 
     def wake_up(self) -> None:
         """Take the device memory again."""
-        self._request({"do": "wake"})
+        self._call("wake_up")
 
     def close(self) -> None:
         """End the process."""
-        self._pipe.close()
-        for stop in (None, self.process.terminate, self.process.kill):
-            if stop is not None:
-                stop()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(SHUTDOWN_SECONDS)
-                return
+        stop_workers([self._worker], SHUTDOWN_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -126,45 +110,30 @@ class SubprocessGenerator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _request(
-        self, words: dict[str, Any], arrays: generator_ipc.Arrays | None = None
-    ) -> tuple[Any, generator_ipc.Arrays]:
-        if self._pipe.closed:
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of the generator in the subprocess."""
+        if self._worker.pipe.closed:
             raise XtkError(
                 "the generation process is closed already, so it cannot generate",
                 where=self._name,
                 hint="create a new SubprocessGenerator",
             )
-        try:
-            generator_ipc.send_message(self._pipe, words, arrays)
-            response, found = generator_ipc.receive_message(self._pipe)
-        except (EOFError, OSError):
-            raise self._ended() from None
-        if "error" in response:
-            raise generator_ipc.deserialize_error(response)
-        return response, found
+        self._worker.send((method, arguments))
+        return self._worker.receive()
 
-    def _ended(self) -> XtkError:
-        """Return an error for a process that ended without sending one."""
+
+def serve_generator(pipe: Connection) -> None:
+    """Open a backend and call its methods as the parent requests; after an error, the process continues."""
+    backend, config = pipe.recv()
+    generator = load_registered(GENERATORS, backend, "backend").open(config)
+    pipe.send(generator.context_length)
+    while True:
+        method, arguments = pipe.recv()
         try:
-            code = self.process.wait(SHUTDOWN_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return XtkError(
-                "the generation process stopped responding and was killed",
-                where=self._name,
-                hint="see its output above, then run the same command again",
-            )
-        if code >= 0:
-            return XtkError(
-                f"the generation process ended with exit code {code}",
-                where=self._name,
-                hint="see its output above for the cause",
-            )
-        killed = "check whether the machine ran out of memory" if -code == signal.SIGKILL else "see its output above"
-        return XtkError(
-            f"the generation process was killed by {signal.Signals(-code).name}", where=self._name, hint=killed
-        )
+            reply = getattr(generator, method)(*arguments)
+        except Exception as failure:
+            reply = WorkerError.from_exception(failure, GENERATION_WORKER.process)
+        pipe.send(reply)
 
 
 @contextlib.contextmanager

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from xtk.engines.backend import BackendConfig
 from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm, max_context_length
 from xtk.models.safetensors_headers import format_names
-from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 from xtk.rollouts.stop_strings import StopStringDetector
 from xtk.rollouts.token_sampling import position_seeds, sample_tokens
 from xtk.tokens.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ from xtk.tokens.tokenizer import Tokenizer
 DEFAULT_BATCH_TOKENS = 8192
 
 
-class TransformersGenerator:
+class TransformersGenerator(Generator):
     """Generates batches of completions with a causal language model, padded on the left.
 
     A completion depends only on the model, its `GenerationRequest` and the sampling, except for the last bits of
@@ -36,16 +37,21 @@ class TransformersGenerator:
         batch_tokens: maximum tokens of prompts and completions in a batch, padding included.
     """
 
+    supports_adapters: ClassVar[bool] = True
+    runs_loaded_model: ClassVar[bool] = True
+
     def __init__(self, model: Any, tokenizer: Tokenizer, batch_tokens: int = DEFAULT_BATCH_TOKENS) -> None:
         self.model, self.tokenizer, self.batch_tokens = model, tokenizer, batch_tokens
 
     @classmethod
-    def open(cls, config: GeneratorConfig) -> Self:
-        """Load a model. Option `adapter`: a peft folder.
+    def open(cls, config: BackendConfig) -> Self:
+        """Load a model. Options: `adapter`, a peft folder; `model`, a loaded model to use instead.
 
         Raises:
             XtkError: it cannot be loaded, or has fewer embedding rows than its tokenizer has tokens.
         """
+        if "model" in config.options:
+            return cls(config.options["model"], config.tokenizer, config.batch_tokens)
         model = load_causal_lm(
             config.folder,
             dtype=DTYPES[config.dtype],
@@ -157,12 +163,6 @@ class TransformersGenerator:
         dtype = self._inner.get_input_embeddings().weight.dtype
         weights: dict[str, Tensor] = load_causal_lm(Path(folder), dtype=dtype).state_dict()
         return weights.items()
-
-    def sleep(self) -> None:
-        """Do nothing: the model belongs to the caller, and no other memory is held between calls."""
-
-    def wake_up(self) -> None:
-        """Do nothing."""
 
 
 @contextlib.contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
-from xtk.engines.engine_options import check_not_reserved, parse_engine_options
+from xtk.engines.backend import BackendConfig
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
 from xtk.rollouts.engine_request_checks import (
@@ -22,23 +23,12 @@ from xtk.rollouts.engine_request_checks import (
     seed_from_key,
 )
 from xtk.rollouts.engine_weight_files import WeightNames, save_weights, with_tied_head
-from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 
-# Engine options that xtk sets, with the xtk option to use instead (None: cannot be changed).
-RESERVED_ENGINE_OPTIONS = {
-    "model": "STUDENT",
-    "tokenizer": "STUDENT",
-    "dtype": "--dtype",
-    "trust_remote_code": "--trust-remote-code",
-    "max_logprobs": None,
-    "logprobs_mode": None,
-    "skip_tokenizer_init": None,
-    "generation_config": None,
-    "seed": None,
-}
+RESERVED_OPTIONS = {"model": "STUDENT", "tokenizer": "STUDENT", "generation_config": None}  # see VllmEngine
 
 
-class VllmGenerator:
+class VllmGenerator(Generator):
     """Generates completions with vLLM. Its prefix cache lives until the weights change.
 
     On a CPU vLLM claims the memory and threads of its process: use `xtk.rollouts.subprocess_generator` there.
@@ -50,11 +40,19 @@ class VllmGenerator:
         XtkError: vLLM is not installed, or cannot run this model.
     """
 
-    def __init__(self, config: GeneratorConfig) -> None:
+    has_engine_options: ClassVar[bool] = True
+
+    def __init__(self, config: BackendConfig) -> None:
         # In this process, weights are passed in memory.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self._tokenizer, self._name = config.tokenizer, config.name
-        self._engine = VllmEngine(_engine_settings(config), config.name, "rollout")
+        settings = {
+            "max_logprobs": -1,  # any number
+            "use_tqdm_on_load": False,
+            "generation_config": "vllm",  # ignore penalties in the model's generation_config.json
+            **({"enable_sleep_mode": True} if torch.cuda.is_available() else {}),
+        }
+        self._engine = VllmEngine(config, "rollout", RESERVED_OPTIONS, settings)
         self._names = WeightNames.from_folder(config.folder)
         self._asleep = self._weights_missing = False
         padding = range(len(self._tokenizer), self._engine.vocab_size)
@@ -62,9 +60,9 @@ class VllmGenerator:
         self._padding_bias = dict.fromkeys(padding, -float("inf")) if 0 < len(padding) <= MAX_LOGIT_BIASES else None
 
     @classmethod
-    def open(cls, config: GeneratorConfig) -> Self:
-        """Start vLLM; see the class."""
-        return cls(config)
+    def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
+        """Return true: vLLM claims memory, threads and process groups of its process."""
+        return True
 
     @property
     def context_length(self) -> int:
@@ -203,25 +201,6 @@ class VllmGenerator:
 
     def _can_sleep(self) -> bool:
         return bool(self._engine.llm.llm_engine.model_config.enable_sleep_mode)
-
-
-def _engine_settings(request: GeneratorConfig) -> dict[str, Any]:
-    import torch
-
-    engine = parse_engine_options(request.options.get("engine") or {})
-    check_not_reserved(engine, RESERVED_ENGINE_OPTIONS)
-    return {
-        "model": str(request.folder),
-        "dtype": request.dtype,
-        "trust_remote_code": request.trust_remote_code,
-        "seed": 0,
-        "max_logprobs": -1,  # any number
-        "logprobs_mode": "raw_logprobs",
-        "use_tqdm_on_load": False,
-        "generation_config": "vllm",  # ignore penalties in the model's generation_config.json
-        **({"enable_sleep_mode": True} if torch.cuda.is_available() else {}),
-        **engine,
-    }
 
 
 def _record_names(weights: Iterable[tuple[str, Any]], seen: set[str]) -> Iterator[tuple[str, Any]]:

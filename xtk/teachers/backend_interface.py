@@ -1,76 +1,73 @@
-"""Interface of teacher backends, and the configuration that they are opened with."""
+"""Base class of teacher backends, and the configuration that they are opened with."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.engines.backend import Backend, BackendConfig
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.tokens.token_sequence import TokenSequence
 
 
 @dataclass(frozen=True)
-class BackendConfig:
+class TeacherConfig(BackendConfig):
     """Configuration for opening a teacher.
 
     Attributes:
-        folder: of the model; tokenizer and configuration are enough for the backend `server`.
-        name: name in messages.
-        tokenizer: the teacher's.
         support: which entries of each distribution are returned.
-        dtype: of weights and arithmetic.
-        batch_tokens: maximum padded tokens per forward pass.
-        trust_remote_code: allow model code from the model's folder.
-        backend_options: options of one backend, by name.
     """
 
-    folder: Path
-    name: str
-    tokenizer: Tokenizer
-    support: Support
-    dtype: str = "float32"
-    batch_tokens: int = 8192
-    trust_remote_code: bool = False
-    backend_options: dict[str, Any] = field(default_factory=dict)
+    support: Support = field(kw_only=True)
 
 
-class TeacherBackend(Protocol):
-    """A teacher model that returns log-probabilities of documents.
+class TeacherBackend(Backend, ABC):
+    """A teacher model that returns log-probabilities of documents. It is opened with a `TeacherConfig`.
 
     Attributes:
         support_kinds: the supported kinds of support.
         entropy_kind: "exact", or "lower bound" if only the top tokens of a distribution are known.
-        reserved_tokens: tokens of the context that a document cannot use.
-        on_devices: optional; whether it computes in this process and uses one device per process. Default: true.
     """
 
     support_kinds: ClassVar[frozenset[str]]
-    entropy_kind: ClassVar[str]
-    reserved_tokens: ClassVar[int]
+    entropy_kind: ClassVar[str] = "lower bound"
+
+    @abstractmethod
+    def __init__(self, request: TeacherConfig) -> None: ...
 
     @classmethod
+    @abstractmethod
     def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
         """Return a string that identifies the weights, without loading them."""
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """U, the size of its distributions."""
 
+    @abstractmethod
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
         """Return the log-probabilities at the trained tokens of each document, in the configured support.
 
         Args:
-            documents: at most the context length minus `reserved_tokens` tokens each.
+            documents: at most the context length each.
             candidate_ids: for `--support candidates`, ids [P, G] at the trained tokens of each document; -1: padding.
 
         Raises:
             XtkError: the model fails, or returns values that are not log-probabilities.
         """
+
+    def sleep(self) -> bool:
+        """Release the device between two calls of `score`, and return whether this is possible."""
+        return True
+
+    def wake_up(self) -> None:
+        """Take the device again."""

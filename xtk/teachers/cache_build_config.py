@@ -10,10 +10,11 @@ from xtk.artifacts.model_resolver import model_name
 from xtk.artifacts.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import MismatchError, XtkError
+from xtk.models.causal_lm import load_model_config, max_context_length
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.teachers import BACKENDS
-from xtk.teachers.backend_interface import BackendConfig, TeacherBackend
+from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.cache_shard_planning import ShardingOptions, ShardPlan
 from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, Support
 from xtk.tokens.tokenizer import Tokenizer
@@ -92,7 +93,7 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer, weights: str = "")
     """
     backend = load_registered(BACKENDS, request.backend, "backend")
     teacher: TeacherBackend = backend(
-        BackendConfig(
+        TeacherConfig(
             folder=request.teacher_folder,
             name=request.teacher_name,
             tokenizer=tokenizer,
@@ -100,7 +101,7 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer, weights: str = "")
             dtype=request.dtype,
             batch_tokens=request.batch_tokens,
             trust_remote_code=request.trust_remote_code,
-            backend_options=request.backend_options,
+            options=request.backend_options,
         )
     )
     if teacher.vocab_size < len(tokenizer):
@@ -125,11 +126,8 @@ def sharding_options(request: CacheRequest) -> ShardingOptions:
     Raises:
         XtkError: the teacher's configuration is missing or cannot be read.
     """
-    from xtk.models.causal_lm import load_model_config, max_context_length
-
     context = max_context_length(load_model_config(request.teacher_folder, trust_remote_code=request.trust_remote_code))
-    room: int = load_registered(BACKENDS, request.backend, "backend").reserved_tokens
-    limits = [limit for limit in (context and context - room, request.max_length) if limit]
+    limits = [limit for limit in (context, request.max_length) if limit]
     return ShardingOptions(min(limits, default=None), request.max_length, request.long_documents, request.shard_tokens)
 
 

@@ -1,32 +1,21 @@
-"""Building of teacher caches: plan shards, score documents, write shards, resume after a kill."""
+"""Building of teacher caches: plan shards, write the missing ones, resume after a kill."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xtk import terminal
 from xtk.artifacts.cache_manifest import cache_totals
 from xtk.artifacts.cache_output import CACHE, remove_cache
-from xtk.artifacts.cache_writer import CacheWriter, mark_cache_unfinished, store_shard
+from xtk.artifacts.cache_writer import CacheWriter, mark_cache_unfinished
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.output_claims import claim_output
-from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition
 from xtk.artifacts.storage_folders import open_folder
-from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import XtkError
-from xtk.name_registry import load_registered
-from xtk.teachers import BACKENDS
-from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import (
     CacheRequest,
     check_cache_request,
@@ -35,14 +24,10 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
-from xtk.teachers.cache_shard_planning import ShardingOptions, ShardPlan, make_shard_plan, read_shards
-from xtk.teachers.logprob_checks import check_scored_document
+from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
+from xtk.teachers.cache_shard_writing import CacheJob, write_shards
 from xtk.teachers.worker_pool import WorkerPool
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
-
-SHARDS_IN_FLIGHT = 1  # shards that are scored but not written yet
 
 
 @dataclass(frozen=True)
@@ -82,29 +67,6 @@ class CachePartition:
         return [number for number in shards if number % self.num_machines == self.machine_rank]
 
 
-@dataclass(frozen=True)
-class CacheJob:
-    """Everything that a process needs to write shards of a cache.
-
-    Attributes:
-        request: teacher and options.
-        corpus: the documents.
-        location: path or URL of the cache.
-        sharding: how documents are assigned to shards.
-        plan: the documents of each shard.
-        header: of the cache.
-        vocabulary_order: of the cache, if the codec needs it.
-    """
-
-    request: CacheRequest
-    corpus: Corpus
-    location: str | Path
-    sharding: ShardingOptions
-    plan: ShardPlan
-    header: dict[str, Any]
-    vocabulary_order: VocabularyOrder | None
-
-
 # Writes shards of a cache and yields the number and the manifest entry of each.
 WriteShards = Callable[[list[int]], Iterator[tuple[int, dict[str, Any]]]]
 
@@ -142,6 +104,8 @@ def cache_teacher(
             "--force cannot be combined with --num-machines: it would remove shards of other machines",
             hint="remove the folder, then start all machines without --force",
         )
+    if partition.num_processes > 1 and request.backend_options.get("engine", {}).get("tp_size", 1) != 1:
+        raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of these options")
     folder = open_folder(location)
     claim_output(folder, CACHE, force=force, inputs=(request.teacher_folder, *corpus.sources))
     tokenizer = Tokenizer(request.teacher_folder, name=request.teacher_name)
@@ -190,9 +154,8 @@ def _open_shard_writer(
     """Open the teacher, in this process or in worker processes."""
     processes = min(share.num_processes, shards)
     if processes > 1:
-        on_devices = getattr(load_registered(BACKENDS, job.request.backend, "backend"), "on_devices", True)
         try:
-            with WorkerPool(processes, job, device_per_process=on_devices) as workers:
+            with WorkerPool(processes, job) as workers:
                 yield workers.write_shards
         finally:
             open_folder(job.location).remove_stale_temporary_files()  # of a killed worker
@@ -215,93 +178,3 @@ def _write_missing_shards(
         for number, entry in write(missing):
             writer.add_manifest_entry(number, entry)
             progress.advance(tokens[number])
-
-
-def write_shards(
-    job: CacheJob, teacher: TeacherBackend, tokenizer: Tokenizer, shard_numbers: list[int]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Score and write shards: while one is scored, the next is read and the previous one is written.
-
-    Args:
-        job: the cache.
-        teacher: the opened backend.
-        tokenizer: the teacher's.
-        shard_numbers: the shards to write.
-
-    Yields:
-        The number and the manifest entry of each written shard.
-
-    Raises:
-        XtkError: the data changed, or the teacher returned values that are not a distribution.
-    """
-    folder = open_folder(job.location)
-    rows_of = job.plan.chunks_per_shard()
-    firsts = [0, *itertools.accumulate(rows_of)]
-    written: deque[tuple[int, Future[dict[str, Any]]]] = deque()
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
-        ThreadPoolExecutor(1, thread_name_prefix="xtk-write") as writing,
-    ):
-        shards = read_shards(job.sharding, job.corpus, tokenizer, job.plan, set(shard_numbers))
-        coming = reading.submit(next, shards, None)
-        while (read := coming.result()) is not None:
-            coming = reading.submit(next, shards, None)
-            number, pieces = read
-            documents = _score_documents(job, teacher, number, pieces)
-            place = ShardPosition(number, firsts[number], rows_of[number])
-            while len(written) >= SHARDS_IN_FLIGHT or (written and written[0][1].done()):
-                last, entry = written.popleft()
-                yield last, entry.result()
-            written.append(
-                (number, writing.submit(store_shard, folder, job.header, place, documents, job.vocabulary_order))
-            )
-        for last, entry in written:
-            yield last, entry.result()
-
-
-def _score_documents(
-    job: CacheJob, teacher: TeacherBackend, number: int, pieces: list[tuple[Document, TokenSequence]]
-) -> list[ScoredDocument]:
-    """Return the scored documents of a shard.
-
-    Raises:
-        XtkError: the teacher returned values that are not a distribution.
-    """
-    scores = teacher.score([tokens for _, tokens in pieces], _candidate_ids(job, pieces))
-    where = f"{job.corpus.name}, shard {number}"
-    if len(scores) != len(pieces):
-        raise XtkError(
-            f"the teacher's backend returned log-probabilities of {len(scores)} documents instead of {len(pieces)}",
-            where=where,
-            hint="this is an error of the backend; use another --backend",
-        )
-    documents = [
-        ScoredDocument(document, tokens, logprobs) for (document, tokens), logprobs in zip(pieces, scores, strict=True)
-    ]
-    for at, row in enumerate(documents):
-        check_scored_document(
-            row,
-            f"{where}, row {at}",
-            vocab_size=teacher.vocab_size,
-            support=job.request.support,
-            precision=job.request.precision,
-        )
-    return documents
-
-
-def _candidate_ids(job: CacheJob, pieces: list[tuple[Document, TokenSequence]]) -> list[NDArray[np.int32]] | None:
-    """Return the candidate ids of the data at each trained token, for `--support candidates`."""
-    if job.request.support.kind != "candidates":
-        return None
-    lacking = next((document for document, _ in pieces if document.candidate_ids is None), None)
-    if lacking is not None:
-        raise XtkError(
-            "--support candidates needs the column candidate_ids, which a document of the data lacks",
-            where=f"{job.corpus.name}, the document that begins {''.join(one.text for one in lacking.segments)[:40]!r}",
-            hint="add one list of token ids for each trained teacher token but the first of the text, in order",
-        )
-    return [
-        document.candidate_ids.to_padded(int(tokens.train_mask.sum()))
-        for document, tokens in pieces
-        if document.candidate_ids is not None
-    ]

@@ -15,7 +15,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, MismatchError
 from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
-from xtk.teachers.backend_interface import BackendConfig, TeacherBackend
+from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -74,14 +74,14 @@ def verify_cache(
     dtype = str(cache.header["options"]["dtype"])
     support = Support("top-k", top_k=_num_certain_ids(cache.header["options"]))
     teacher = backend(
-        BackendConfig(
+        TeacherConfig(
             folder,
             name,
             tokenizer,
-            support,
             dtype,
+            support=support,
             trust_remote_code=trust_remote_code,
-            backend_options=dict(options or {}),
+            options=dict(options or {}),
         )
     )
     return _compare_documents(cache, teacher, name, evenly_spaced_indices(cache, documents), dtype, same)

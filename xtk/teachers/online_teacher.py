@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
 from xtk.artifacts.shard_codec_registry import codec_for_precision
+from xtk.engines.backend import backend_options, backends_with
 from xtk.errors import XtkError
-from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS
+from xtk.models.causal_lm import DTYPES
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import parse_number, parse_pairs
 from xtk.teachers import BACKENDS
-from xtk.teachers.backend_cli_options import backend_options
 from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import (
     CacheRequest,
@@ -31,12 +31,12 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
-from xtk.teachers.cache_building import CacheJob, write_shards
 from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
+from xtk.teachers.cache_shard_writing import CacheJob, write_shards
 from xtk.teachers.worker_pool import WorkerPool
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import make_support
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
+from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
 
 DEFAULT_NUM_CANDIDATES = 32
@@ -87,6 +87,7 @@ class OnlineTeacher:
         self.num_candidates = num_candidates if request.support.kind == "candidates" else 0
         self.request, self.teacher_tokenizer = request, tokenizer
         self.header: dict[str, Any] = {}
+        self._backend: type[TeacherBackend] = load_registered(BACKENDS, request.backend, "backend")
         self._sharding = sharding_options(request)
         self._plan: ShardPlan | None = None
         self._opened: tuple[int, TeacherBackend] | None = None
@@ -99,16 +100,14 @@ class OnlineTeacher:
     @property
     def needs_subprocess(self) -> bool:
         """Whether it needs a subprocess, which ends after each block, since it cannot release the device itself."""
-        engine = dict(self.request.backend_options.get("engine") or {})
-        placed = PLACEMENT_OPTIONS & engine.keys() or "quantization_config" in engine or engine.get("tp_size", 1) != 1
-        return self.request.backend == "vllm" or bool(placed or self.devices)
+        return bool(self.devices) or self._backend.needs_subprocess(self.request.backend_options.get("engine") or {})
 
     def describe_placement(self) -> str:
         """Return one line that says where the teacher runs."""
         where = "runs in each training process, alternating with the student"
         if self.student_weights:
             where = "is the student itself: " + STUDENT_WEIGHTS[self.student_weights]
-        elif self.request.backend == "server":
+        elif self._backend.uses_servers:
             where = "runs on " + ", ".join(self.request.backend_options["servers"])
         elif self.devices:
             where = f"runs in a subprocess on devices {'+'.join(map(str, self.devices))}"
@@ -183,7 +182,7 @@ class OnlineTeacher:
     def write_shards(
         self, job: CacheJob, shard_numbers: list[int], student_model: Any = None
     ) -> Generator[tuple[int, dict[str, Any]]]:
-        """Write shards and yield their numbers and manifest entries; see `xtk.teachers.cache_building.write_shards`.
+        """Write shards and yield their numbers and manifest entries, as `cache_shard_writing.write_shards` does.
 
         Args:
             job: from `make_job`.
@@ -199,7 +198,7 @@ class OnlineTeacher:
             )
             return
         if self.needs_subprocess:
-            with WorkerPool(1, job, device_per_process=False, devices=self.devices) as workers:
+            with WorkerPool(1, job, self.devices) as workers:
                 yield from workers.write_shards(shard_numbers)
             return
         seed = job.request.support.seed
@@ -207,14 +206,13 @@ class OnlineTeacher:
             self._opened = None
             weights = job.header["teacher"]["weights"]
             self._opened = seed, open_teacher(job.request, self.teacher_tokenizer, weights)
-        elif wake := getattr(self._opened[1], "wake_up", None):
-            wake()
+        else:
+            self._opened[1].wake_up()
         yield from write_shards(job, self._opened[1], self.teacher_tokenizer, shard_numbers)
 
     def release_device(self) -> None:
         """Release the device: move the model to CPU memory, or unload it if that is not possible."""
-        sleep = None if self._opened is None else getattr(self._opened[1], "sleep", None)
-        if sleep is not None and not sleep():
+        if self._opened is not None and not self._opened[1].sleep():
             self._opened = None
             gc.collect()
         if torch.cuda.is_available():
@@ -248,24 +246,24 @@ def parse_online_teacher(
     model = text if found is None else found["model"]
     given, engine, servers = _parse_options(text, "" if found is None else found["options"] or "")
     backend = str(given.get("backend", "transformers"))
-    if backend not in BACKENDS:
-        raise unknown_name_error("backend", backend, BACKENDS)
+    kind: type[TeacherBackend] = load_registered(BACKENDS, backend, "backend")
     dtype, precision = str(given.get("dtype", "float32")), str(given.get("precision", "float32"))
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     codec_for_precision(precision)
     weights = str(given.get("weights", "live" if model == SELF_TEACHER else ""))
     if weights and (
-        model != SELF_TEACHER or weights not in STUDENT_WEIGHTS or backend != "transformers" or student is None
+        model != SELF_TEACHER or weights not in STUDENT_WEIGHTS or not kind.runs_loaded_model or student is None
     ):
         if weights not in STUDENT_WEIGHTS:
             raise unknown_name_error("weights of the student", weights, STUDENT_WEIGHTS)
         raise XtkError(
-            f"--teacher {text}: weights= is only for the teacher self with backend=transformers",
+            f"--teacher {text}: weights= is only for the teacher self with "
+            f"backend={backends_with(BACKENDS, lambda one: one.runs_loaded_model)}",
             hint=f"use --teacher self:weights={weights}",
         )
     if student is not None and weights:
         model = str(student)
-    folder, adapter = base_model_and_adapter(resolve_model_folder(model, with_weights=backend != "server"))
+    folder, adapter = base_model_and_adapter(resolve_model_folder(model, with_weights=not kind.uses_servers))
     tokenizer = Tokenizer(folder, name=model)
     top_k = tokenizer.embedding_rows if given.get("top_k") == FULL_VOCABULARY else given.get("top_k")
     support = make_support(
@@ -274,7 +272,7 @@ def parse_online_teacher(
         top_p=given.get("top_p"),
         num_samples=given.get("num_samples"),
         seed=given.get("seed", 0),
-        available_kinds=load_registered(BACKENDS, backend, "backend").support_kinds,
+        available_kinds=kind.support_kinds,
     )
     request = CacheRequest(
         teacher_folder=folder,
@@ -287,7 +285,14 @@ def parse_online_teacher(
         batch_tokens=given.get("batch_tokens", 8192),
         shard_tokens=SHARD_TOKENS,
         trust_remote_code=trust_remote_code,
-        backend_options=backend_options(backend, engine, servers, given.get("concurrency", 32), adapter),
+        backend_options=backend_options(
+            BACKENDS,
+            backend,
+            engine=engine,
+            servers=servers,
+            concurrency=given.get("concurrency", 32),
+            adapter=adapter,
+        ),
     )
     return OnlineTeacher(
         request, tokenizer, given.get("top_k") or DEFAULT_NUM_CANDIDATES, weights, () if weights else devices

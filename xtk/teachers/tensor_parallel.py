@@ -6,13 +6,12 @@ The first process writes the cache and broadcasts its inputs; the others run the
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,15 @@ import torch.distributed
 from torch import Tensor
 
 from xtk import terminal
+from xtk.engines.worker_process import WorkerProcess, stop_workers
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm, load_model_config
-from xtk.subprocesses import block_sigint, die_with_parent
-from xtk.teachers.worker_pool import WorkerProcess
+from xtk.teachers.worker_pool import SHARD_WORKER
 
 EXIT_POLL_SECONDS = 1.0  # wait for the exit of another process after a collective call failed
 ERROR_GRACE_SECONDS = 10.0  # time for the first process to raise its own error after another process has ended
+FOLLOWER = replace(SHARD_WORKER, main="xtk.teachers.tensor_parallel:run_follower")
 
 
 class TensorParallelModel:
@@ -53,14 +53,11 @@ class TensorParallelModel:
         _check_divisible(load_arguments["folder"], num_processes, trust_remote_code=load_arguments["trust_remote_code"])
         os.environ |= _process_environment(0, num_processes)
         self._followers: list[WorkerProcess] = []
-        with block_sigint():
-            for rank in range(1, num_processes):
-                environment = {**os.environ, **_process_environment(rank, num_processes)}
-                name = f"tensor-parallel process {rank} of {num_processes} of the teacher"
-                self._followers.append(WorkerProcess(name, environment, [], __name__))
-                self._followers[-1].send(sys.path)
+        for rank in range(1, num_processes):
+            environment = {**os.environ, **_process_environment(rank, num_processes)}
+            name = f"tensor-parallel process {rank} of {num_processes} of the teacher"
+            self._followers.append(WorkerProcess(FOLLOWER, name, environment))
         for follower in self._followers:
-            follower.send(os.getpid())
             follower.send((num_processes, dict(load_arguments)))
         weakref.finalize(self, _stop_followers, self._followers)
         threading.Thread(
@@ -90,15 +87,9 @@ class TensorParallelModel:
         return found
 
 
-def main(pipe: Connection) -> None:
-    """Run the other processes: receive parent and load arguments, then repeat the first process's forward passes."""
-    try:
-        die_with_parent(pipe.recv(), signal.SIGKILL)
-        count, loading = pipe.recv()
-    except EOFError:  # the first process has ended
-        sys.exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the first process
-    terminal.set_quiet(True)
+def run_follower(pipe: Connection) -> None:
+    """Run another process: receive the arguments of loading, then repeat the first process's forward passes."""
+    count, loading = pipe.recv()
     cut = _load_local_model(count, loading)
     device = cut.model.device
     with torch.inference_mode():
@@ -164,10 +155,7 @@ def _exit_with_followers(model: weakref.ref[TensorParallelModel], followers: lis
 
 
 def _stop_followers(followers: list[WorkerProcess]) -> None:
-    for follower in followers:
-        follower.process.kill()
-        follower.process.wait()
-        follower.pipe.close()
+    stop_workers(followers, 0.0)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for name in _process_environment(0, 1):

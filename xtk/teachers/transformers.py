@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS, default_device, load_causal_lm
 from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import (
     LogprobArrays,
     arrays_to_stored,
@@ -26,11 +26,9 @@ from xtk.teachers.logprobs_to_cache_arrays import (
     sampling_uniforms,
     trained_positions,
 )
+from xtk.teachers.tensor_parallel import TensorParallelModel
 from xtk.tokens.teacher_logprobs import SUPPORTS, StoredLogprobs, Support
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
-
-if TYPE_CHECKING:
-    from xtk.teachers.tensor_parallel import TensorParallelModel
+from xtk.tokens.token_sequence import TokenSequence
 
 # Engine options that xtk sets, and the options of the command line for them.
 RESERVED_OPTIONS = {
@@ -50,11 +48,11 @@ BLOCK_SIZE = 64
 CHUNK_PASSES = 16
 
 
-class TransformersTeacher:
+class TransformersTeacher(TeacherBackend):
     """Scores documents with a causal language model: hidden states first, then logits in chunks.
 
     Args:
-        request: model and options. In `backend_options`, `engine` is passed to `from_pretrained`, except `tp_size`, the
+        request: model and options. In `options`, `engine` is passed to `from_pretrained`, except `tp_size`, the
             number of tensor-parallel processes; `adapter` is the folder of a PEFT adapter; `cut` is a loaded model of
             the caller.
 
@@ -64,10 +62,12 @@ class TransformersTeacher:
 
     support_kinds: ClassVar[frozenset[str]] = frozenset(SUPPORTS)
     entropy_kind: ClassVar[str] = "exact"
-    reserved_tokens: ClassVar[int] = 0
+    has_engine_options: ClassVar[bool] = True
+    supports_adapters: ClassVar[bool] = True
+    runs_loaded_model: ClassVar[bool] = True
 
-    def __init__(self, request: BackendConfig) -> None:
-        engine = dict(request.backend_options.get("engine") or {})
+    def __init__(self, request: TeacherConfig) -> None:
+        engine = dict(request.options.get("engine") or {})
         check_not_reserved(engine, RESERVED_OPTIONS)
         parts = engine.pop("tp_size", 1)
         if not isinstance(parts, int) or parts < 1:
@@ -79,11 +79,11 @@ class TransformersTeacher:
             "folder": request.folder,
             "dtype": DTYPES[request.dtype],
             "trust_remote_code": request.trust_remote_code,
-            "adapter": request.backend_options.get("adapter"),
+            "adapter": request.options.get("adapter"),
             "options": engine,
         }
         self._run: BackboneWithHead | TensorParallelModel
-        if there := request.backend_options.get("cut"):
+        if there := request.options.get("cut"):
             self._run = self._cut = there
         elif parts > 1:
             if loading["adapter"]:
@@ -92,8 +92,6 @@ class TransformersTeacher:
                     where=str(loading["adapter"]),
                     hint="merge the adapter into its base model (PEFT: merge_and_unload), save it and use that",
                 )
-            from xtk.teachers.tensor_parallel import TensorParallelModel
-
             self._run = TensorParallelModel(parts, loading)
             self._cut = self._run.local_model
         else:
@@ -115,6 +113,13 @@ class TransformersTeacher:
         found += [weights_fingerprint(adapter)] if adapter else []
         found += [json.dumps(changed, sort_keys=True)] if changed else []
         return " ".join(found)
+
+    @classmethod
+    def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
+        """Return whether the model is placed, quantized or tensor-parallel: then it stays on its devices."""
+        return bool(
+            PLACEMENT_OPTIONS & engine.keys() or "quantization_config" in engine or engine.get("tp_size", 1) != 1
+        )
 
     @property
     def vocab_size(self) -> int:

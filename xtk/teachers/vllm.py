@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.model_resolver import weights_fingerprint
-from xtk.engines.engine_options import check_not_reserved
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.models.causal_lm import load_model_config, max_context_length
+from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
     TopLogprobs,
@@ -26,19 +26,9 @@ from xtk.teachers.vllm_top_logprobs import (
     top_logprobs_to_stored,
 )
 from xtk.tokens.teacher_logprobs import StoredLogprobs
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
+from xtk.tokens.token_sequence import TokenSequence
 
-# Engine options that xtk sets, and the options of the command line for them.
-RESERVED_OPTIONS = {
-    "model": "TEACHER",
-    "tokenizer": "TEACHER",
-    "dtype": "--dtype",
-    "trust_remote_code": "--trust-remote-code",
-    "max_logprobs": "--top-k",
-    "logprobs_mode": None,
-    "skip_tokenizer_init": None,
-    "seed": None,
-}
+RESERVED_OPTIONS = {"model": "TEACHER", "tokenizer": "TEACHER", "max_logprobs": "--top-k"}  # see VllmEngine
 # Engine options that change the log-probabilities; all others may differ between two runs of one cache.
 MODEL_CHANGING_OPTIONS = frozenset(
     {"quantization", "quantization_config", "hf_overrides", "kv_cache_dtype", "load_format", "model_impl", "revision"}
@@ -51,11 +41,11 @@ MAX_PROMPTS = 128  # maximum concurrent prompts; vLLM reserves memory for them
 MAX_ENTRIES_PER_CALL = 4 << 20  # vLLM keeps about 100 bytes for each entry until the call returns
 
 
-class VllmTeacher:
+class VllmTeacher(TeacherBackend):
     """Scores documents with vLLM, by the log-probabilities of prompt tokens.
 
     Args:
-        request: model and options. In `backend_options`, `engine` is passed to `vllm.LLM`, and `longest` is the length
+        request: model and options. In `options`, `engine` is passed to `vllm.LLM`, and `longest` is the length
             of the longest document, so that vLLM reserves no memory for longer ones.
 
     Raises:
@@ -63,14 +53,13 @@ class VllmTeacher:
     """
 
     support_kinds: ClassVar[frozenset[str]] = SUPPORTED_KINDS
-    entropy_kind: ClassVar[str] = "lower bound"
-    reserved_tokens: ClassVar[int] = 0
+    has_engine_options: ClassVar[bool] = True
 
-    def __init__(self, request: BackendConfig) -> None:
+    def __init__(self, request: TeacherConfig) -> None:
         check_support_kind(request)
         self._name, self._support = request.name, request.support
         self._top_k = num_top_ids(request.support, request.tokenizer.embedding_rows)
-        self._engine = VllmEngine(_engine_arguments(request, self._top_k), request.name, "cache-teacher")
+        self._engine = VllmEngine(request, "cache-teacher", RESERVED_OPTIONS, _engine_settings(request, self._top_k))
         self._tokens_in_a_call = max(request.batch_tokens, MAX_ENTRIES_PER_CALL // (self._top_k + 1))
 
     @classmethod
@@ -79,6 +68,11 @@ class VllmTeacher:
         engine = options.get("engine") or {}
         changed = {name: engine[name] for name in sorted(engine) if name in MODEL_CHANGING_OPTIONS}
         return weights_fingerprint(folder) + (f" {json.dumps(changed, sort_keys=True)}" if changed else "")
+
+    @classmethod
+    def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
+        """Return true: vLLM releases the memory of a device only at its end."""
+        return True
 
     @property
     def vocab_size(self) -> int:
@@ -165,32 +159,22 @@ class VllmTeacher:
         return TopLogprobs(ids[:, 1:], logprobs[:, 1:], logprobs[:, 0])
 
 
-def _engine_arguments(request: BackendConfig, top_k: int) -> dict[str, Any]:
-    engine: Mapping[str, Any] = request.backend_options.get("engine") or {}
-    check_not_reserved(engine, RESERVED_OPTIONS)
+def _engine_settings(request: TeacherConfig, top_k: int) -> dict[str, Any]:
     tokens = max(1, min(request.batch_tokens, TRANSIENT_BYTES // (request.tokenizer.embedding_rows * BYTES_PER_LOGIT)))
     return {
-        "model": str(request.folder),
         "skip_tokenizer_init": True,  # inputs and outputs are token ids
-        "dtype": request.dtype,
-        "trust_remote_code": request.trust_remote_code,
-        "seed": 0,
         "max_logprobs": top_k,
-        "logprobs_mode": "raw_logprobs",
         "max_num_batched_tokens": tokens,
         "max_num_seqs": min(MAX_PROMPTS, tokens),
         # Each document is scored once.
         "enable_prefix_caching": False,
         **_model_length(request),
-        **engine,
     }
 
 
-def _model_length(request: BackendConfig) -> dict[str, int]:
+def _model_length(request: TeacherConfig) -> dict[str, int]:
     """Return the maximum length, so that vLLM reserves no memory for longer prompts; with one generated token."""
-    from xtk.models.causal_lm import load_model_config, max_context_length
-
-    longest = request.backend_options.get("longest")
+    longest = request.options.get("longest")
     if longest is None:
         return {}
     configuration = load_model_config(request.folder, trust_remote_code=request.trust_remote_code)

@@ -6,7 +6,6 @@ response.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Sequence
@@ -17,32 +16,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.engines.http_client_pool import (
+from xtk.engines.http_client_pool import Endpoint, EndpointPool, RetryPolicy
+from xtk.engines.server_responses import (
     BYTES_PER_ENTRY,
     VLLM_SERVER_HINT,
-    Endpoint,
-    EndpointPool,
     PermanentError,
     RetryableError,
-    RetryPolicy,
+    checked_logprobs,
     max_response_bytes,
+    parse_token_ids,
 )
-from xtk.engines.response_validation import checked_logprobs as checked_logprobs
-from xtk.engines.response_validation import parse_token_ids
-from xtk.engines.vllm_server_checks import (
+from xtk.engines.vllm_servers import (
     COMPLETIONS_PATH,
     MAX_TOKEN_RATIO,
     STARTUP_ATTEMPTS,
     check_same_tokenizer,
-    first_exception,
-    parse_models,
+    connect_servers,
+    gather_responses,
+    only_choice,
     refusal_error,
-    run_coroutine,
-    select_model,
     tokenizer_probe,
 )
 from xtk.errors import MismatchError, XtkError
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
     TopLogprobs,
@@ -55,7 +51,7 @@ from xtk.teachers.vllm_top_logprobs import (
 )
 from xtk.tokens.model_config_json import read_model_config
 from xtk.tokens.teacher_logprobs import StoredLogprobs
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
+from xtk.tokens.token_sequence import TokenSequence
 
 DEFAULT_CONCURRENCY = 32
 MAX_BYTES_IN_FLIGHT = 1 << 29
@@ -63,11 +59,11 @@ CLAMPED_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON does no
 SAME_MODEL_TOLERANCE = 0.1  # mean difference in nats: five times that of bfloat16 on other GPUs or in other batches
 
 
-class ServerTeacher:
+class ServerTeacher(TeacherBackend):
     """Scores documents with vLLM servers, with many concurrent requests.
 
     Args:
-        request: model and options; its folder needs only tokenizer and configuration. In `backend_options`, `servers`
+        request: model and options; its folder needs only tokenizer and configuration. In `options`, `servers`
             are addresses (`http://host:8000/v1`, followed by `#model` if a server has several), `concurrency` is the
             number of requests in flight on all servers together, and `patience` is the `RetryPolicy`.
 
@@ -79,12 +75,11 @@ class ServerTeacher:
     """
 
     support_kinds: ClassVar[frozenset[str]] = SUPPORTED_KINDS
-    entropy_kind: ClassVar[str] = "lower bound"
-    reserved_tokens: ClassVar[int] = 0
+    uses_servers: ClassVar[bool] = True
 
-    def __init__(self, request: BackendConfig) -> None:
+    def __init__(self, request: TeacherConfig) -> None:
         check_support_kind(request)
-        servers = [Endpoint.parse(text) for text in request.backend_options.get("servers") or ()]
+        servers = [Endpoint.parse(text) for text in request.options.get("servers") or ()]
         if not servers:
             raise XtkError(
                 "--backend server needs --server", hint="add, for example, --server http://localhost:8000/v1"
@@ -93,11 +88,12 @@ class ServerTeacher:
         self._top_k = num_top_ids(request.support, self.vocab_size)
         self._endpoints = EndpointPool(
             servers,
-            concurrency=request.backend_options.get("concurrency") or DEFAULT_CONCURRENCY,
+            concurrency=request.options.get("concurrency") or DEFAULT_CONCURRENCY,
             max_weight=MAX_BYTES_IN_FLIGHT,
-            retry_policy=request.backend_options.get("patience") or RetryPolicy(),
+            retry_policy=request.options.get("patience") or RetryPolicy(),
         )
-        self._limit = run_coroutine(self._check_servers())
+        self._limit, logprobs = connect_servers(self._endpoints, self._name, self._probe_logprobs, self._refusal_error)
+        _check_same_model(self._endpoints.endpoints, logprobs)
         self.model = servers[0].model
 
     @classmethod
@@ -135,16 +131,7 @@ class ServerTeacher:
             XtkError: no server responds, or the responses are not log-probabilities.
         """
         check_document_lengths(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
-        return run_coroutine(self._score_all(documents))
-
-    async def _score_all(self, documents: Sequence[TokenSequence]) -> list[StoredLogprobs]:
-        async with self._endpoints.connected():
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._score(document)) for document in documents]
-            except BaseExceptionGroup as several:
-                raise first_exception(several) from None
-        return [task.result() for task in tasks]
+        return gather_responses(self._endpoints, map(self._score, documents))
 
     async def _score(self, document: TokenSequence) -> StoredLogprobs:
         length = num_tokens_to_read(document)
@@ -161,7 +148,16 @@ class ServerTeacher:
                 max_bytes=max_response_bytes(length * (self._top_k + 1)),
             )
         except PermanentError as wrong:
-            raise _refusal_error(wrong, self._describe_document(document), self._top_k) from None
+            raise self._refusal_error(wrong, self._describe_document(document)) from None
+
+    def _refusal_error(self, refusal: PermanentError, where: str) -> XtkError:
+        """Return the error for a refused request, with a next step where the reason is known."""
+        hint = None
+        if "logprobs" in refusal.message and "max" in refusal.message:
+            hint = f"start vLLM's server with --max-logprobs {self._top_k}, or use a smaller --top-k"
+        elif "context length" in refusal.message or "max_tokens must be at least 1" in refusal.message:
+            hint = "start vLLM's server with a larger --max-model-len, or use a smaller --max-length here"
+        return refusal_error(refusal, where, hint)
 
     def _to_stored_logprobs(self, document: TokenSequence, heads: TopLogprobs) -> StoredLogprobs:
         try:
@@ -173,26 +169,7 @@ class ServerTeacher:
         text = b"".join(self._tokenizer.vocabulary.bytes_of(token) for token in document.ids[:40].tolist())
         return f"a document of {len(document):,} tokens that begins {text.decode(errors='replace')[:60]!r}"
 
-    async def _check_servers(self) -> int | None:
-        """Check the model and the tokenizer of each server, and return the shortest context."""
-        limits, logprobs = [], []
-        async with self._endpoints.connected():
-            for endpoint in self._endpoints.endpoints:
-                try:
-                    models = await self._endpoints.request_one(
-                        endpoint, "/models", None, parse_models, max_attempts=STARTUP_ATTEMPTS
-                    )
-                    model = select_model(models, endpoint, self._name)
-                    endpoint.model = model["id"]
-                    limits.append(model.get("max_model_len"))
-                    logprobs.append(await self._probe_logprobs(tokenizer_probe(self._tokenizer, limits[-1]), endpoint))
-                except PermanentError as wrong:
-                    raise _refusal_error(wrong, str(endpoint), self._top_k) from None
-        _check_same_model(self._endpoints.endpoints, logprobs)
-        known = [limit for limit in limits if limit is not None]
-        return min(known) if known else None
-
-    async def _probe_logprobs(self, probe: str, endpoint: Endpoint) -> NDArray[np.float64] | None:
+    async def _probe_logprobs(self, endpoint: Endpoint, context_length: int | None) -> NDArray[np.float64] | None:
         """Return a server's log-probabilities of the tokens of a text; None if it tokenizes the text differently.
 
         Requests the top K already here, so that a server with a smaller maximum refuses before the work begins.
@@ -200,6 +177,7 @@ class ServerTeacher:
         Raises:
             MismatchError: the server has another tokenizer.
         """
+        probe = tokenizer_probe(self._tokenizer, context_length)
         (ours,) = self._tokenizer.encode([probe])
         ids = ours.ids.tolist()
         body = {"model": endpoint.model, "prompt": probe, "add_special_tokens": False, "return_token_ids": True}
@@ -245,15 +223,13 @@ def _request_body(ids: list[int], top_k: int, limit: int | None) -> dict[str, An
 
 def _response_choice(answer: Any) -> dict[str, Any]:
     """Return the only choice of a response, with its `prompt_logprobs`."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RetryableError("the server's response does not contain exactly one choice", VLLM_SERVER_HINT)
-    if not isinstance(choices[0].get("prompt_logprobs"), list):
+    choice = only_choice(answer)
+    if not isinstance(choice.get("prompt_logprobs"), list):
         raise RetryableError(
             "the server's response has no prompt_logprobs; only vLLM servers return them",
             "serve the teacher with vLLM (vllm serve MODEL), or use --backend transformers",
         )
-    return choices[0]
+    return choice
 
 
 def _parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogprobs:
@@ -365,13 +341,3 @@ def _check_same_model(endpoints: Sequence[Endpoint], probes: Sequence[NDArray[np
                 where=f"{endpoints[0]} ({endpoints[0].model}) and {endpoint} ({endpoint.model})",
                 hint="use servers with the same model; with several models per server, name it: --server URL#MODEL",
             )
-
-
-def _refusal_error(wrong: PermanentError, where: str, top_k: int) -> XtkError:
-    """Return the error for a refused request, with a next step where the reason is known."""
-    hint = None
-    if "logprobs" in wrong.message and "max" in wrong.message:
-        hint = f"start vLLM's server with --max-logprobs {top_k}, or use a smaller --top-k"
-    elif "context length" in wrong.message or "max_tokens must be at least 1" in wrong.message:
-        hint = "start vLLM's server with a larger --max-model-len, or use a smaller --max-length here"
-    return refusal_error(wrong, where, hint)

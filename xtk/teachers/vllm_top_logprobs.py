@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, trained_positions
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
+from xtk.tokens.token_sequence import TokenSequence
 
 SUPPORTED_KINDS = frozenset({"top-k", "top-p", "none"})
 # Sums of softmax in float32 are off by 1e-5. A larger excess is not rounding: these are logits, or another model's ids.
@@ -34,7 +34,7 @@ class TopLogprobs:
     observed_logprobs: NDArray[np.float32]
 
 
-def check_support_kind(request: BackendConfig) -> None:
+def check_support_kind(request: TeacherConfig) -> None:
     """Refuse a support that needs more than the top tokens of a distribution.
 
     Raises:

@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.atomic_files import sha256_of_file
+from xtk.engines.backend import backends_with, check_backend_options
 from xtk.errors import XtkError
-from xtk.name_registry import unknown_name_error
+from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.declaration import check_options
 from xtk.options.training_options import OnPolicyOptions
 from xtk.rewards.reward_spec import RewardSpec
 from xtk.rollouts import GENERATORS
-from xtk.rollouts.generator_interface import SamplingConfig
+from xtk.rollouts.generator_interface import Generator, SamplingConfig
 from xtk.rollouts.prompts import PromptFormat
 from xtk.training.micro_batches import BatchSampler
 
@@ -131,23 +132,20 @@ class OnPolicyConfig(OnPolicyOptions):
             raise XtkError(f"--max-turns is {self.max_turns}, but must be at least 1", hint="use --max-turns 1 or more")
         if self.reward_beta and not self.rewards:
             raise XtkError("--reward-beta needs --reward", hint="add for example --reward exact")
-        if self.devices and self.backend != "vllm":
+        backend = self.backend_class
+        if self.devices and not backend.needs_subprocess(self.engine):
+            able = backends_with(GENERATORS, lambda one: one.needs_subprocess({}))
             raise XtkError(
-                "--devices rollout=... needs --rollout-backend vllm",
-                hint="add --rollout-backend vllm, or remove rollout=... from --devices",
+                f"--devices rollout=... needs --rollout-backend {able}",
+                hint=f"add --rollout-backend {able}, or remove rollout=... from --devices",
             )
-        if self.server and self.backend != "server":
-            raise XtkError(
-                "--rollout-server needs --rollout-backend server",
-                hint="add --rollout-backend server, or remove --rollout-server",
-            )
-        if self.engine and self.backend != "vllm":
-            raise XtkError(
-                "--rollout-engine needs --rollout-backend vllm",
-                hint="add --rollout-backend vllm, or remove --rollout-engine",
-            )
-        if self.backend not in GENERATORS:
-            raise unknown_name_error("rollout backend", self.backend, GENERATORS)
+        check_backend_options(GENERATORS, self.backend, engine=self.engine, servers=self.server, prefix="--rollout-")
+
+    @property
+    def backend_class(self) -> type[Generator]:
+        """The class of the generation backend."""
+        found: type[Generator] = load_registered(GENERATORS, self.backend, "rollout backend")
+        return found
 
     @property
     def prompt_format(self) -> PromptFormat:

@@ -27,7 +27,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.projection.projection import Projection
 from xtk.rollouts.rollout_record import Prompt, Rollout
-from xtk.teachers.cache_building import CacheJob
+from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document

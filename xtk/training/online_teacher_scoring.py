@@ -27,7 +27,7 @@ from xtk.errors import XtkError
 from xtk.losses.loss_term import TeacherOutput
 from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout_record import Prompt
-from xtk.teachers.cache_building import CacheJob
+from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher, read_corpus_for_all
 from xtk.tokens.document import Document
 from xtk.training import process_group

@@ -5,40 +5,44 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
+from xtk.engines.backend import BackendConfig, backends_with
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.rewards.reward_spec import WeightedRewards
+from xtk.rollouts import GENERATORS
 from xtk.rollouts.engine_weight_files import write_tied_head
 from xtk.rollouts.environments import load_environment
-from xtk.rollouts.generator_interface import Generator, GeneratorConfig
+from xtk.rollouts.generator_interface import Generator
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_record import Prompt, Rollout
+from xtk.rollouts.subprocess_generator import SubprocessGenerator
 from xtk.subprocesses import cuda_visible_devices
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training import process_group
 from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.parallel_config import ParallelConfig
 
-IN_PROCESS_BACKEND = "transformers"
 WEIGHTS_FOLDER = f"{TEMPORARY_PREFIX}weights"
 
 
 def check_generation_backend(on_policy: OnPolicyConfig, parallel: ParallelConfig) -> None:
-    """Raise XtkError if the transformers backend is used with a sharded student.
+    """Raise XtkError if a backend that runs the model in training is used with a sharded student.
 
     Raises:
         XtkError: every process would have to take part in each token.
     """
-    if on_policy.backend == IN_PROCESS_BACKEND and parallel.is_sharded:
+    if on_policy.backend_class.runs_loaded_model and parallel.is_sharded:
+        others = backends_with(GENERATORS, lambda one: not one.runs_loaded_model)
         raise XtkError(
-            f"--rollout-backend {IN_PROCESS_BACKEND} needs an unsharded student, and --parallel is {parallel}",
-            hint="use --rollout-backend vllm or server, or --parallel dp=N",
+            f"--rollout-backend {on_policy.backend} needs an unsharded student, and --parallel is {parallel}",
+            hint=f"use --rollout-backend {others}, or --parallel dp=N",
         )
 
 
@@ -46,8 +50,8 @@ class StudentGenerator:
     """Generates rollouts with the current student; each process of a run has one.
 
     The transformers backend uses the training model itself. An engine (vllm) is started from the student's folder in a
-    separate process, because it takes memory, threads and process groups. It gets new weights before each rollout batch
-    except the first, and sleeps between batches if it shares the student's device.
+    separate process. It gets new weights before each rollout batch except the first, and sleeps between batches if it
+    shares the student's device.
 
     Args:
         on_policy: options of generation.
@@ -60,6 +64,7 @@ class StudentGenerator:
         seed: seed of sampling.
 
     Attributes:
+        uses_training_model: whether it generates with the model in training itself, not with a copy of its weights.
         main_process_only: whether the main process generates for all: the engine has separate GPUs or is a server.
     """
 
@@ -68,7 +73,7 @@ class StudentGenerator:
         on_policy: OnPolicyConfig,
         tokenizer: Tokenizer,
         student: BackboneWithHead,
-        config: GeneratorConfig,
+        config: BackendConfig,
         save_weights: Callable[[Path], None],
         output: Path,
         *,
@@ -80,9 +85,11 @@ class StudentGenerator:
         self._precision, self._seed = mixed_precision, seed
         self._rewards = WeightedRewards(on_policy.rewards) if on_policy.rewards else None
         self._environment = load_environment(on_policy.environment) if on_policy.environment else None
-        self.main_process_only = bool(on_policy.devices) or on_policy.backend == "server"
-        self._keeps_weights_folder = on_policy.backend == "server"  # for a server that restarts within a batch
-        self._shares_device = self._device.type == "cuda" and on_policy.backend == "vllm" and not on_policy.devices
+        self._backend = on_policy.backend_class
+        self.uses_training_model = self._backend.runs_loaded_model
+        self.main_process_only = bool(on_policy.devices) or self._backend.uses_servers
+        self._in_subprocess = self._backend.needs_subprocess(on_policy.engine)
+        self._shares_device = self._device.type == "cuda" and self._in_subprocess and not on_policy.devices
         self._generator = (
             None
             if self.main_process_only and not process_group.is_main_process()
@@ -90,20 +97,13 @@ class StudentGenerator:
         )
         self._asleep = False
 
-    def _open_generator(self, config: GeneratorConfig, student: BackboneWithHead) -> Generator:
-        if self._on_policy.backend == IN_PROCESS_BACKEND:
-            from xtk.rollouts.transformers_generator import TransformersGenerator
-
-            return TransformersGenerator(student.model, self._tokenizer, batch_tokens=config.batch_tokens)
-        if self._on_policy.backend == "server":
-            from xtk.rollouts.server_generator import ServerGenerator
-
-            return ServerGenerator.open(config)
-        from xtk.rollouts.subprocess_generator import SubprocessGenerator
-
-        return SubprocessGenerator(
-            config, "vllm", cuda_visible_devices(self._on_policy.devices) if self._on_policy.devices else None
-        )
+    def _open_generator(self, config: BackendConfig, student: BackboneWithHead) -> Generator:
+        if self.uses_training_model:
+            return self._backend.open(replace(config, options={"model": student.model}))
+        if not self._in_subprocess:
+            return self._backend.open(config)
+        devices = self._on_policy.devices
+        return SubprocessGenerator(config, self._on_policy.backend, cuda_visible_devices(devices) if devices else None)
 
     def sync_weights(self, step: int) -> None:
         """Send the student's current weights to the engine, before a rollout batch (collective).
@@ -111,12 +111,12 @@ class StudentGenerator:
         Args:
             step: completed steps; at 0 a vllm engine already has the weights.
         """
-        if self._on_policy.backend == IN_PROCESS_BACKEND:
+        if self.uses_training_model:
             return
         if self._generator is not None and self._asleep:
             self._generator.wake_up()
         # A server may still have the weights of another run.
-        if not step and not self._asleep and self._on_policy.backend != "server":
+        if not step and not self._asleep and not self._backend.uses_servers:
             return
         self._asleep = False
         self._save(self._folder)
@@ -126,7 +126,7 @@ class StudentGenerator:
         if self._generator is not None:
             self._generator.update_weights(self._folder)
         process_group.barrier()
-        if not self._keeps_weights_folder:
+        if not self._backend.uses_servers:  # a server may restart within a batch
             self._remove_weights()
 
     def generate(self, prompts: Sequence[Prompt], times_taken: int) -> list[Rollout]:
@@ -166,8 +166,8 @@ class StudentGenerator:
 
     def close(self) -> None:
         """End the engine's process, if there is one."""
-        if (close := getattr(self._generator, "close", None)) is not None:
-            close()
+        if self._generator is not None:
+            self._generator.close()
 
     def describe(self, num_processes: int) -> str:
         """Return the backend and where it runs.
@@ -177,7 +177,7 @@ class StudentGenerator:
         """
         devices = "+".join(map(str, self._on_policy.devices))
         where = f"in {num_processes} training process(es)"
-        if self._on_policy.backend == "server":
+        if self._backend.uses_servers:
             where = f"at {', '.join(self._on_policy.server)}"
         elif self.main_process_only:
             where = f"in a separate process on {f'GPU {devices}' if self._device.type == 'cuda' else 'the CPU'}"

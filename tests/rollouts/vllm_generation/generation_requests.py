@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.engines.backend import BackendConfig
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -25,8 +26,8 @@ def asks_of() -> list[GenerationRequest]:
     return [GenerationRequest(prompts[at // 2], (9, at // 2, at % 2), 11 if at == 3 else None) for at in range(8)]
 
 
-def request_of(folder: Path, **options: object) -> GeneratorConfig:
-    return GeneratorConfig(folder, "student", Tokenizer(folder), options=options)
+def request_of(folder: Path, **options: object) -> BackendConfig:
+    return BackendConfig(folder, "student", Tokenizer(folder), options=options)
 
 
 def error_of(folder: Path, completions: list[Completion]) -> float:

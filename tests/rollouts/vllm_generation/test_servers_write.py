@@ -9,9 +9,10 @@ import pytest
 from http_server_processes import get_in_the_way, served
 from vllm_on_cpu import Server
 
+from xtk.engines.backend import BackendConfig
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import MismatchError, XtkError
-from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
+from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -65,7 +66,7 @@ def test_what_a_server_does_not_do_is_told_and_what_fails_is_asked_again(server,
         writer.generate(asks_of(), SamplingConfig(top_logprobs=30))
     with pytest.raises(MismatchError, match="another tokenizer"):
         ServerGenerator(
-            GeneratorConfig(pair.student, "student", Tokenizer(pair.student), options={"servers": [server.url]})
+            BackendConfig(pair.student, "student", Tokenizer(pair.student), options={"servers": [server.url]})
         )
     with served(get_in_the_way, server.url) as proxy:
         far = writer_of(students, proxy.url)

@@ -16,7 +16,7 @@ from vllm_on_cpu import MOST
 
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
-from xtk.teachers.backend_interface import BackendConfig
+from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.vllm_server_client import ServerTeacher
 from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer
@@ -28,13 +28,13 @@ HASTY = RetryPolicy(
 )
 
 
-def request_of(folder: Path, servers: list[str], support: Support, **options: object) -> BackendConfig:
-    return BackendConfig(
+def request_of(folder: Path, servers: list[str], support: Support, **options: object) -> TeacherConfig:
+    return TeacherConfig(
         folder,
         "teacher",
         Tokenizer(folder),
-        support,
-        backend_options={"servers": servers, "patience": HASTY, **options},
+        support=support,
+        options={"servers": servers, "patience": HASTY, **options},
     )
 
 

@@ -20,14 +20,14 @@ def main() -> None:
     from reference_logprobs import documents_of
 
     from xtk.engines.engine_options import parse_engine_options
-    from xtk.teachers.backend_interface import BackendConfig
+    from xtk.teachers.backend_interface import TeacherConfig
     from xtk.teachers.vllm import VllmTeacher
     from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
     from xtk.tokens.tokenizer import Tokenizer
 
     folder, support, out = Path(sys.argv[1]), Support(**json.loads(sys.argv[2])), sys.argv[3]
     options = {"engine": parse_engine_options(sys.argv[4:]), "longest": CONTEXT}
-    teacher = VllmTeacher(BackendConfig(folder, "teacher", Tokenizer(folder), support, backend_options=options))
+    teacher = VllmTeacher(TeacherConfig(folder, "teacher", Tokenizer(folder), options=options, support=support))
     assert (teacher.max_document_tokens, teacher.vocab_size) == (CONTEXT, 496)
     found = teacher.score(documents_of(folder, CONTEXT))
     arrays = {

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.run_folders import run_fingerprint
+from xtk.engines.backend import BackendConfig
 from xtk.errors import XtkError
-from xtk.rollouts.generator_interface import GeneratorConfig
 from xtk.rollouts.prompts import tokenize_prompts
 from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.online_teacher import OnlineTeacher
@@ -28,7 +28,7 @@ from xtk.training.online_teacher_scoring import read_training_prompts
 from xtk.training.runs.online_teachers import plain_corpus
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.runs.teacher_setup import TeacherSetup, set_up_teachers
-from xtk.training.student_generator import IN_PROCESS_BACKEND, StudentGenerator
+from xtk.training.student_generator import StudentGenerator
 from xtk.training.train_config import RunPaths, TrainConfig
 from xtk.training.training_loop import TrainingRun
 
@@ -73,11 +73,8 @@ class OnPolicyInputs(RunInputs):
         config = self.config
         assert isinstance(run.sampler, PromptSampler)
         options: dict[str, Any] = {"adapter": self.adapter} if self.adapter else {}
-        if config.backend == "server":
-            options["servers"] = list(config.server)
-        elif config.engine:
-            options["engine"] = dict(config.engine)
-        request = GeneratorConfig(run.tokenizer_folder, str(run.tokenizer_folder), self.tokenizer, config.dtype,
+        options |= {"servers": list(config.server), "engine": dict(config.engine)}
+        request = BackendConfig(run.tokenizer_folder, str(run.tokenizer_folder), self.tokenizer, config.dtype,
                                 config.batch_tokens, run.trust_remote_code, options)  # fmt: skip
         generator = StudentGenerator(
             config,
@@ -93,7 +90,7 @@ class OnPolicyInputs(RunInputs):
         for teacher in self.source.teachers:
             terminal.note(f"distill: {teacher.describe_placement()}")
         check = None
-        if config.backend != IN_PROCESS_BACKEND:
+        if not generator.uses_training_model:
             check = LogprobCheck(run.wrapped_student, run.parallel, run.packing_multiple, run.accelerator.device)
         return OnPolicyLoop(
             self.source, run.sampler, run.steps, config, run.output, run.accelerator, generator,

@@ -1,14 +1,15 @@
-"""Requests common to all uses of a vLLM server: its models, and a check of its tokenizer."""
+"""vLLM servers: connection, concurrent requests, models, and a check of the tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from xtk import terminal
-from xtk.engines.http_client_pool import VLLM_SERVER_HINT, Endpoint, PermanentError, RetryableError
+from xtk.engines.http_client_pool import Endpoint, EndpointPool
+from xtk.engines.server_responses import VLLM_SERVER_HINT, PermanentError, RetryableError
 from xtk.errors import MismatchError, XtkError
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -43,10 +44,78 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     return found[0]
 
 
-def first_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def gather_responses(pool: EndpointPool, requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines that send requests to the servers of a pool, and return their results in order.
+
+    Raises:
+        Exception: the first one of a coroutine; the others are canceled.
+    """
+
+    async def gather() -> list[T]:
+        async with pool.connected():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(request) for request in requests]
+            except BaseExceptionGroup as several:
+                raise _first_exception(several) from None
+        return [task.result() for task in tasks]
+
+    return run_coroutine(gather())
+
+
+def _first_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first exception of a group, in nested groups too."""
     one = group.exceptions[0]
-    return first_exception(one) if isinstance(one, BaseExceptionGroup) else one
+    return _first_exception(one) if isinstance(one, BaseExceptionGroup) else one
+
+
+def connect_servers(
+    pool: EndpointPool,
+    name: str,
+    probe: Callable[[Endpoint, int | None], Awaitable[T]],
+    refusal_error: Callable[[PermanentError, str], XtkError],
+) -> tuple[int | None, list[T]]:
+    """Select the model on each server of a pool, and test it.
+
+    Args:
+        pool: the servers; each gets the name of its model.
+        name: the model's name where the user has given none.
+        probe: tests a server of some context length in tokens; None: unknown.
+        refusal_error: returns the error for a refused request, from the refusal and the server.
+
+    Returns:
+        The minimum context length in tokens, None if it is unknown, and the results of the tests.
+    """
+
+    async def connect() -> tuple[int | None, list[T]]:
+        lengths, found = [], []
+        async with pool.connected():
+            for endpoint in pool.endpoints:
+                try:
+                    models = await pool.request_one(
+                        endpoint, "/models", None, parse_models, max_attempts=STARTUP_ATTEMPTS
+                    )
+                    model = select_model(models, endpoint, name)
+                    endpoint.model = model["id"]
+                    lengths.append(model.get("max_model_len"))
+                    found.append(await probe(endpoint, lengths[-1]))
+                except PermanentError as error:
+                    raise refusal_error(error, str(endpoint)) from None
+        return min((length for length in lengths if length is not None), default=None), found
+
+    return run_coroutine(connect())
+
+
+def only_choice(response: Any) -> dict[str, Any]:
+    """Return the only choice of a response to a completion request.
+
+    Raises:
+        RetryableError: there is none, or there are several.
+    """
+    choices = response.get("choices") if isinstance(response, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise RetryableError("the server's response does not have exactly one completion (choices)", VLLM_SERVER_HINT)
+    return choices[0]
 
 
 def parse_models(answer: Any) -> list[dict[str, Any]]:
@@ -132,7 +201,7 @@ def check_same_tokenizer(
     )
 
 
-def refusal_error(refusal: PermanentError, where: str, hint: str | None) -> XtkError:
+def refusal_error(refusal: PermanentError, where: str, hint: str | None = None) -> XtkError:
     """Return an XtkError for a refused request, with `hint` unless the HTTP status implies a better one."""
     if refusal.status in (401, 403):
         hint = "set the server's API key in the environment variable XTK_API_KEY or OPENAI_API_KEY"

@@ -1,0 +1,151 @@
+"""Reading of server responses: size limits, JSON, errors, token ids and log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+RESPONSE_OVERHEAD_BYTES = 1 << 20  # bytes of a response in addition to its entries: JSON frame, list of models
+MAX_ERROR_BYTES = 1 << 16  # bytes of an error's text that are read
+BYTES_PER_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":1,"decoded_token":" word"},
+RESPONSE_SIZE_MARGIN = 4  # factor on the expected size: tokens differ in length
+VLLM_SERVER_HINT = "check that a vLLM server with the model of this command answers at the address"
+MAX_TOKEN_ID = np.iinfo(np.int32).max
+# Nats above 0 that a log-probability may have: a softmax in bfloat16 or float16 is not exactly normalized.
+LOGPROB_TOLERANCE = 1e-4
+_NOT_FINITE = "check that the server's model has no NaN weights, or start the server with --dtype float32"
+_ABOVE_0 = "start the vLLM server with --logprobs-mode raw_logprobs"
+
+
+class RetryableError(Exception):
+    """An invalid response; a retry may succeed.
+
+    Args:
+        what: the cause.
+        hint: the next step if all retries fail; None: the general one.
+    """
+
+    def __init__(self, what: str, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+class PermanentError(Exception):
+    """A response that refuses the request; a retry would not change it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+def max_response_bytes(entries: int, tokens: int = 0) -> int:
+    """Return the size limit of a response, in bytes.
+
+    Args:
+        entries: number of log-probabilities requested.
+        tokens: number of tokens whose ids and text are returned in addition.
+    """
+    return RESPONSE_OVERHEAD_BYTES + RESPONSE_SIZE_MARGIN * BYTES_PER_ENTRY * (entries + tokens)
+
+
+def parse_response(raw: bytes) -> Any:
+    """Return the value of JSON from a server.
+
+    Raises:
+        RetryableError: not valid JSON, a duplicate key, or a number that JSON does not have (NaN, Infinity).
+    """
+    try:
+        return json.loads(raw, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as wrong:
+        raise RetryableError(f"the server's response is not valid JSON: {wrong}"[:500], VLLM_SERVER_HINT) from None
+
+
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a JSON object has a key twice")
+    return content
+
+
+def _reject_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+async def read_body(answer: httpx.Response, most: int) -> tuple[bytes, bool]:
+    """Return at most `most` bytes of a response, and whether these are all."""
+    parts, size = [], 0
+    async for part in answer.aiter_raw():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            return b"".join(parts)[:most], False
+    return b"".join(parts), True
+
+
+def error_message(answer: httpx.Response, raw: bytes) -> str:
+    """Return a server's error message as one line."""
+    if answer.is_redirect:
+        location = answer.headers.get("location", "an unknown address")[:200]
+        return f"{answer.reason_phrase}: redirect to {location}, which xtk does not follow"
+    try:
+        content = parse_response(raw)
+        error = content.get("error", content)
+        text = error.get("message") if isinstance(error, dict) else str(error)
+    except (RetryableError, AttributeError):
+        text = raw.decode(errors="replace")
+    return " ".join(str(text or answer.reason_phrase).split())[:500]
+
+
+def parse_token_ids(names: Sequence[str]) -> NDArray[np.int32]:
+    """Return token ids from the keys of a JSON object; only plain decimal digits are accepted.
+
+    Raises:
+        RetryableError: a key is not a token id. (`int` would also accept "1_2", " 3 " and digits of other scripts.)
+    """
+    for name in names:
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10 and (name[0] != "0" or len(name) == 1)):
+            raise RetryableError(
+                f"the server's response has the token id {name[:40]!r}, which is not an integer of at least 0",
+                VLLM_SERVER_HINT,
+            )
+    return checked_token_ids([int(name) for name in names])
+
+
+def checked_token_ids(values: Any) -> NDArray[np.int32]:
+    """Return token ids as an int32 array.
+
+    Raises:
+        RetryableError: not a list of integers, or an id is negative or above `MAX_TOKEN_ID`.
+    """
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        raise RetryableError("the token ids in the server's response are not a list of integers", VLLM_SERVER_HINT)
+    if values and not (min(values) >= 0 and max(values) <= MAX_TOKEN_ID):
+        raise RetryableError(
+            f"the server's response has a token id that is below 0 or above {MAX_TOKEN_ID}", VLLM_SERVER_HINT
+        )
+    return np.array(values, np.int32)
+
+
+def checked_logprobs(values: Iterable[Any]) -> NDArray[np.float32]:
+    """Return log-probabilities as a float32 array.
+
+    Raises:
+        RetryableError: one is not a number (NumPy would convert null and text), not finite, or above 0.
+    """
+    values = list(values)
+    if not set(map(type, values)) <= {float, int}:
+        raise RetryableError("the server's response has a log-probability that is not a number", VLLM_SERVER_HINT)
+    try:
+        found = np.array(values, np.float64)
+    except OverflowError:
+        raise RetryableError("the server's response has a log-probability that is not finite", _NOT_FINITE) from None
+    if not np.isfinite(found).all():
+        raise RetryableError("the server's response has a log-probability that is not finite", _NOT_FINITE)
+    if (found > LOGPROB_TOLERANCE).any():
+        raise RetryableError(f"the server's response has a log-probability above 0: {found.max():.4g}", _ABOVE_0)
+    return found.astype(np.float32)

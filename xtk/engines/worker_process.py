@@ -1,0 +1,196 @@
+"""Worker processes of teachers and of generation: start, messages, errors as text, and their end.
+
+Workers are new processes, not forks: CUDA does not work after a fork, and each has separate environment variables. They
+are not started by `multiprocessing`, which would import the caller's main module in each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from xtk import errors, terminal
+from xtk.errors import XtkError, from_os_error
+from xtk.subprocesses import block_sigint, die_with_parent
+
+TERMINATE_SECONDS = 3.0  # wait after SIGTERM, and for the exit code of a worker that closed its pipe
+WORKER_PROGRAM = f"import sys; from {__name__} import run_worker; run_worker(*sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """An error in a worker as text, since exceptions of libraries cannot always be sent.
+
+    Attributes:
+        kind: name of a class of `xtk.errors`; any other name means `XtkError`.
+        what, where, hint: as in `XtkError`.
+    """
+
+    kind: str
+    what: str
+    where: str | None
+    hint: str | None
+
+    @classmethod
+    def from_exception(cls, failure: Exception, process: str) -> WorkerError:
+        """Return the error for an exception; the traceback of an unexpected one is printed.
+
+        Args:
+            failure: the exception.
+            process: the process in messages, such as "the generation process".
+        """
+        error = failure if isinstance(failure, XtkError) else from_os_error(failure)
+        if error is None:
+            traceback.print_exception(failure)
+            what = f"{process} failed: {type(failure).__name__}: {failure}"
+            return cls("XtkError", what, None, "see the traceback of the process above")
+        return cls(type(error).__name__, error.what, error.where, error.hint)
+
+    def to_exception(self) -> XtkError:
+        """Return the error as an exception."""
+        kind = getattr(errors, self.kind, None)
+        kind = kind if isinstance(kind, type) and issubclass(kind, XtkError) else XtkError
+        return kind(self.what, where=self.where, hint=self.hint)
+
+
+@dataclass(frozen=True)
+class WorkerKind:
+    """A kind of worker, and what errors about a worker that ended contain.
+
+    Attributes:
+        main: `module:function` that a worker calls with its pipe.
+        process: the process in messages, such as "the generation process".
+        exit_hint: next step after an exit code.
+        signal_hint: next step after a signal.
+        memory_hint: next step after SIGKILL, which a lack of memory causes.
+    """
+
+    main: str
+    process: str
+    exit_hint: str
+    signal_hint: str
+    memory_hint: str
+
+
+class WorkerProcess:
+    """A worker and the pipe to it. It ends with the thread that started it, and Ctrl-C does not reach it.
+
+    Args:
+        kind: the kind of worker.
+        name: this worker, in errors.
+        environment: its environment variables; `PYTHONPATH` is replaced by this process's module path.
+        inherited_descriptors: file descriptors that it needs.
+    """
+
+    def __init__(
+        self, kind: WorkerKind, name: str, environment: Mapping[str, str], inherited_descriptors: Sequence[int] = ()
+    ) -> None:
+        self._kind, self._name = kind, name
+        self.pipe, theirs = Pipe()
+        paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
+        arguments = [str(theirs.fileno()), str(os.getpid()), kind.process, kind.main]
+        with theirs, block_sigint():
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", WORKER_PROGRAM, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # only the parent prints results
+                env={**environment, "PYTHONPATH": paths},
+                pass_fds=[theirs.fileno(), *inherited_descriptors],
+            )
+
+    def send(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            XtkError: the process has ended.
+        """
+        try:
+            self.pipe.send(message)
+        except OSError:
+            raise self.exit_error() from None
+
+    def receive(self) -> Any:
+        """Return the next message.
+
+        Raises:
+            XtkError: an error in the process, or the process has ended.
+        """
+        try:
+            message = self.pipe.recv()
+        except (EOFError, OSError):
+            raise self.exit_error() from None
+        if isinstance(message, WorkerError):
+            raise message.to_exception()
+        return message
+
+    def exit_error(self) -> XtkError:
+        """Return the error for a process that closed its pipe: the one that it sent before, or how it ended."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe.poll():
+                message = self.pipe.recv()
+                if isinstance(message, WorkerError):
+                    return message.to_exception()
+        kind = self._kind
+        try:
+            code = self.process.wait(TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            what, hint = f"the connection to {kind.process} is closed; xtk stops this process", kind.signal_hint
+        else:
+            if code >= 0:
+                what, hint = f"{kind.process} ended with exit code {code}", kind.exit_hint
+            else:
+                what = f"{kind.process} was killed by {signal.Signals(-code).name}"
+                hint = kind.memory_hint if -code == signal.SIGKILL else kind.signal_hint
+        return XtkError(what, where=self._name, hint=hint)
+
+
+def stop_workers(workers: Sequence[WorkerProcess], seconds: float) -> None:
+    """Close the pipes and wait `seconds` for the workers to end, then send SIGTERM, then SIGKILL."""
+    for worker in workers:
+        worker.pipe.close()
+    deadline = time.monotonic() + seconds
+    for stop in (lambda process: None, subprocess.Popen.terminate, subprocess.Popen.kill):
+        for worker in workers:
+            if worker.process.poll() is None:
+                stop(worker.process)
+        for worker in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + TERMINATE_SECONDS
+
+
+def run_worker(descriptor: str, parent: str, process: str, function: str) -> None:
+    """Call the function of a worker in this process; an exception is sent to the parent, then the process ends.
+
+    Args:
+        descriptor: file descriptor of the pipe.
+        parent: process id of the parent; if it ends, this process is killed.
+        process: the process in messages.
+        function: `module:function`.
+    """
+    die_with_parent(int(parent), signal.SIGKILL)
+    os.set_inheritable(int(descriptor), False)  # subprocesses must not keep the pipe open
+    terminal.set_quiet(True)
+    pipe = Connection(int(descriptor))
+    module, _, name = function.partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(pipe)
+    except (EOFError, BrokenPipeError):  # the parent has closed the pipe
+        sys.exit(1)
+    except Exception as failure:
+        with contextlib.suppress(OSError):
+            pipe.send(WorkerError.from_exception(failure, process))
+        sys.exit(1)

@@ -1,0 +1,169 @@
+"""Scoring and writing of shards of a cache, in this process or in a worker process."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.artifacts.cache_writer import store_shard
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition
+from xtk.artifacts.storage_folders import open_folder
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.errors import XtkError
+from xtk.teachers.backend_interface import TeacherBackend
+from xtk.teachers.cache_build_config import CacheRequest, open_teacher
+from xtk.teachers.cache_shard_planning import ShardingOptions, ShardPlan, read_shards
+from xtk.teachers.logprob_checks import check_scored_document
+from xtk.tokens.document import Document
+from xtk.tokens.token_sequence import TokenSequence
+from xtk.tokens.tokenizer import Tokenizer
+
+SHARDS_IN_FLIGHT = 1  # shards that are scored but not written yet
+
+
+@dataclass(frozen=True)
+class CacheJob:
+    """Everything that a process needs to write shards of a cache.
+
+    Attributes:
+        request: teacher and options.
+        corpus: the documents.
+        location: path or URL of the cache.
+        sharding: how documents are assigned to shards.
+        plan: the documents of each shard.
+        header: of the cache.
+        vocabulary_order: of the cache, if the codec needs it.
+    """
+
+    request: CacheRequest
+    corpus: Corpus
+    location: str | Path
+    sharding: ShardingOptions
+    plan: ShardPlan
+    header: dict[str, Any]
+    vocabulary_order: VocabularyOrder | None
+
+
+def write_shards(
+    job: CacheJob, teacher: TeacherBackend, tokenizer: Tokenizer, shard_numbers: list[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Score and write shards: while one is scored, the next is read and the previous one is written.
+
+    Args:
+        job: the cache.
+        teacher: the opened backend.
+        tokenizer: the teacher's.
+        shard_numbers: the shards to write.
+
+    Yields:
+        The number and the manifest entry of each written shard.
+
+    Raises:
+        XtkError: the data changed, or the teacher returned values that are not a distribution.
+    """
+    folder = open_folder(job.location)
+    rows_of = job.plan.chunks_per_shard()
+    firsts = [0, *itertools.accumulate(rows_of)]
+    written: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
+        ThreadPoolExecutor(1, thread_name_prefix="xtk-write") as writing,
+    ):
+        shards = read_shards(job.sharding, job.corpus, tokenizer, job.plan, set(shard_numbers))
+        coming = reading.submit(next, shards, None)
+        while (read := coming.result()) is not None:
+            coming = reading.submit(next, shards, None)
+            number, pieces = read
+            documents = _score_documents(job, teacher, number, pieces)
+            place = ShardPosition(number, firsts[number], rows_of[number])
+            while len(written) >= SHARDS_IN_FLIGHT or (written and written[0][1].done()):
+                last, entry = written.popleft()
+                yield last, entry.result()
+            written.append(
+                (number, writing.submit(store_shard, folder, job.header, place, documents, job.vocabulary_order))
+            )
+        for last, entry in written:
+            yield last, entry.result()
+
+
+def _score_documents(
+    job: CacheJob, teacher: TeacherBackend, number: int, pieces: list[tuple[Document, TokenSequence]]
+) -> list[ScoredDocument]:
+    """Return the scored documents of a shard.
+
+    Raises:
+        XtkError: the teacher returned values that are not a distribution.
+    """
+    scores = teacher.score([tokens for _, tokens in pieces], _candidate_ids(job, pieces))
+    where = f"{job.corpus.name}, shard {number}"
+    if len(scores) != len(pieces):
+        raise XtkError(
+            f"the teacher's backend returned log-probabilities of {len(scores)} documents instead of {len(pieces)}",
+            where=where,
+            hint="this is an error of the backend; use another --backend",
+        )
+    documents = [
+        ScoredDocument(document, tokens, logprobs) for (document, tokens), logprobs in zip(pieces, scores, strict=True)
+    ]
+    for at, row in enumerate(documents):
+        check_scored_document(
+            row,
+            f"{where}, row {at}",
+            vocab_size=teacher.vocab_size,
+            support=job.request.support,
+            precision=job.request.precision,
+        )
+    return documents
+
+
+def _candidate_ids(job: CacheJob, pieces: list[tuple[Document, TokenSequence]]) -> list[NDArray[np.int32]] | None:
+    """Return the candidate ids of the data at each trained token, for `--support candidates`."""
+    if job.request.support.kind != "candidates":
+        return None
+    lacking = next((document for document, _ in pieces if document.candidate_ids is None), None)
+    if lacking is not None:
+        raise XtkError(
+            "--support candidates needs the column candidate_ids, which a document of the data lacks",
+            where=f"{job.corpus.name}, the document that begins {''.join(one.text for one in lacking.segments)[:40]!r}",
+            hint="add one list of token ids for each trained teacher token but the first of the text, in order",
+        )
+    return [
+        document.candidate_ids.to_padded(int(tokens.train_mask.sum()))
+        for document, tokens in pieces
+        if document.candidate_ids is not None
+    ]
+
+
+def serve_shard_writer(pipe: Connection) -> None:
+    """Write shards in a worker process; `xtk.teachers.worker_pool` is the other end.
+
+    Receives the job, and sends None when the teacher is open. Then receives shard numbers, and sends the number and the
+    manifest entry of each written shard, and None.
+    """
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        job: CacheJob = pipe.recv()
+        tokenizer = Tokenizer(job.request.teacher_folder, name=job.request.teacher_name)
+        teacher = open_teacher(job.request, tokenizer, job.header["teacher"]["weights"])
+        pipe.send(None)
+        for number_and_entry in write_shards(job, teacher, tokenizer, pipe.recv()):
+            pipe.send(number_and_entry)
+        pipe.send(None)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not interrupt cleanup of libraries
+
+
+def _stop(number: int, frame: object) -> None:
+    sys.exit(128 + number)
