@@ -51,7 +51,10 @@ def _projected(
             support.add(token)
     y = sum((probs_NV[row_of[token]] @ W for token in student), torch.zeros(W.shape[1], dtype=torch.float64))
     reached = sorted(token for token in support if W[:, token].sum() > 0)
-    return distance([t[token] for token in reached], [y[token] / len(student) for token in reached])
+    of_teacher = [t[token] for token in reached]
+    if sum(of_teacher) > 1e-30 and all(len(dict(said_at(signal, index_of[one]))) == W.shape[1] for one in teacher):
+        of_teacher = [one / sum(of_teacher) for one in of_teacher]  # nothing is in the support but cannot be reached
+    return distance(of_teacher, [y[token] / len(student) for token in reached])
 
 
 def plain_sum_of_cells(cells: LossCells, probs_NV: Tensor, distance: Distance = kl_with_other) -> Tensor:

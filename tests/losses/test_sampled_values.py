@@ -193,7 +193,7 @@ def test_chunks_micro_batches_and_weights_do_not_change_a_value(name):
     term = term_of(name, "top-k+sample", "standard")
     whole = mean_of(term, 5)
     assert mean_of(term, 5, chunk=7) == pytest.approx(whole, rel=1e-9)
-    parts = [term.select(start, start + 500, start) for start in range(0, P, 500)]
+    parts = [term.select_rows(start, start + 500, start) for start in range(0, P, 500)]
     sums = [
         float(fused_loss(logits_of(5)[at : at + 500], OutputHead(None), [part], 64)[1][0])
         for at, part in zip(range(0, P, 500), parts, strict=True)

@@ -11,6 +11,8 @@ from xtk.losses.projected_cells_numba import CELL_ARRAYS, fill_cells
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.projection.projection import ProjectionColumns
 
+MIN_MAPPED_PROBABILITY = 1e-30  # float32 probabilities below are too coarse to be normalized
+
 
 def projected_cells(
     example: LossInputs, ranges: ItemRanges, columns: ProjectionColumns, *, is_projection: bool = True
@@ -19,17 +21,25 @@ def projected_cells(
 
     The teacher's probability of a cell is its mean over the item's positions; a support without the token counts as 0,
     and its mass goes to the remainder. The student's is the mean over the item's rows of its projected probability.
-    Teacher tokens that no student token maps to are in the remainder of both. Where the support contains all other
-    tokens, the student's remainder has no tokens: such an item compares the distributions given that the token is one
-    to which a student token maps.
+    Teacher tokens that no student token maps to are in the remainder of both. If the support is the whole vocabulary,
+    the student's remainder may have no mass for them: there the teacher's distribution is conditional on the mapped
+    tokens, so that no item costs `ln(1/epsilon)`.
+
+    Args:
+        example: loss inputs of one or more documents.
+        ranges: rows and teacher positions of each item.
+        columns: the projection.
+        is_projection: False for equal tokenizers, where all tokens are mapped but padding rows of the embedding.
     """
     teacher = example.teacher_logprobs
     assert teacher is not None
     *arrays, corrections = fill_cells(
         ranges, TeacherArrays.from_logprobs(teacher), columns.offsets, columns.student_ids, columns.log_weights
     )
-    if is_projection:
-        _condition_on_mapped_tokens(arrays[0], arrays[2], columns)
+    if is_projection and columns.num_mapped < columns.width:
+        incomplete = np.append(0, np.cumsum(np.diff(teacher.offsets) < columns.width))
+        is_complete = incomplete[ranges.position_start] == incomplete[ranges.position_stop]
+        _normalize(arrays[2], arrays[0], is_complete)
     return LossCells.from_numpy(
         **dict(zip(CELL_ARRAYS, arrays, strict=True)),
         item_rows=ranges.row_start.astype(np.int32),
@@ -37,14 +47,13 @@ def projected_cells(
     )
 
 
-def _condition_on_mapped_tokens(
-    cell_offsets: NDArray[np.int64], teacher_probs: NDArray[np.float32], columns: ProjectionColumns
-) -> None:
-    """Normalize, in place, the teacher's probabilities of items that have a cell for every mapped teacher token."""
-    has_all = np.diff(cell_offsets) == columns.num_mapped
-    if columns.num_mapped == columns.width or not has_all.any():
+def _normalize(probs: NDArray[np.float32], offsets: NDArray[np.int64], chosen: NDArray[np.bool_]) -> None:
+    """Normalize, in place, the probabilities of some items, unless their sum is below `MIN_MAPPED_PROBABILITY`.
+
+    `offsets` are those of the items' cells.
+    """
+    if not chosen.any():
         return
-    items = np.repeat(np.arange(len(has_all)), np.diff(cell_offsets))
-    sums = np.bincount(items, teacher_probs.astype(np.float64), minlength=len(has_all))
-    sums[~has_all] = 1
-    teacher_probs /= np.maximum(sums, np.finfo(np.float64).tiny)[items]
+    items = np.repeat(np.arange(len(chosen)), np.diff(offsets))
+    sums = np.bincount(items, probs.astype(np.float64), minlength=len(chosen))
+    probs /= np.where(chosen & (sums > MIN_MAPPED_PROBABILITY), sums, 1)[items]
