@@ -594,9 +594,9 @@ def test_chunks_cover_all_rows_once_and_no_item_straddles_two(case, size, both):
     for part in cells:
         for item in range(part.num_items):
             first, last = part.entry_offsets[part.cell_offsets[item : item + 2]]
-            rows = part.rows[first:last]
-            assert len(set(of_row[rows].tolist())) <= 1
-            longest = max(longest, len(set(rows.tolist())))
+            rows = set(part.rows[first:last].tolist())
+            assert len({of_row[row] for row in rows}) <= 1
+            longest = max(longest, len(rows))
     assert max(np.diff(starts), default=0) <= max(size, longest)
 
 
