@@ -600,6 +600,25 @@ def test_chunks_cover_all_rows_once_and_no_item_straddles_two(case, size, both):
     assert max(np.diff(starts), default=0) <= max(size, longest)
 
 
+@pytest.mark.parametrize("name", ["p-kl", "boundary-kl"])
+def test_unmapped_tokens_of_a_whole_vocabulary_have_finite_gradients(name):
+    case = case_for(name, 3, K=99)
+    whole = case.dense.clone()
+    whole[whole.sum(1) == 0, 0] = 1  # the student cannot leave the mapped tokens
+    whole /= whole.sum(1, keepdim=True)
+    rows, columns = (whole > 0).nonzero(as_tuple=True)
+    projection = dataclasses.replace(
+        case.projection,
+        row_offsets=np.append(0, (whole > 0).sum(1).cumsum(0).numpy()),
+        teacher_ids=columns.numpy().astype(np.int32),
+        weights=whole[rows, columns].numpy().astype(np.float32),
+    )
+    cells = RULES[name].build_cells(case.example, projection.columns)
+    total, _, gradients = fused(case, [cells], [1 / cells.num_items], dtype=torch.float32)
+    assert 0 <= float(total) < 5
+    assert all(torch.isfinite(gradient).all() and gradient.abs().max() < 5 for gradient in gradients)
+
+
 class Largest(TorchDispatchMode):
     """Remembers the most numbers that one tensor held."""
 
