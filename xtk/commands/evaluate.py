@@ -228,7 +228,7 @@ def _check_mode_options(options: EvaluateOptions, mode: str) -> None:
     wrong = [
         f"{flag} applies only to {' or '.join(one for one, names in OPTIONS_BY_MODE.items() if name in names)}"
         for name in known
-        for flag in flags_of_set_options(options, [name])
+        for flag in flags_of_set_options(options, [name], including_defaults=True)
     ]
     if wrong:
         raise typer.BadParameter(f"{'; '.join(wrong)}; this command measures {mode}: remove the option")

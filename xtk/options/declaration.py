@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
@@ -182,6 +182,12 @@ class CommandOptions:
     """
 
     HEADINGS: ClassVar[Sequence[Heading]] = ()
+    _given: frozenset[str] = frozenset()  # fields that the command line or --config sets, also to their defaults
+
+    def with_given(self, names: Iterable[str]) -> Self:
+        """Return these options, with the names of those that the user has set."""
+        object.__setattr__(self, "_given", frozenset(names))
+        return self
 
 
 def headings_of(headings: Sequence[Heading]) -> list[tuple[Heading, list[str]]]:
@@ -212,8 +218,18 @@ def check_conditions(options: CommandOptions, condition: str, *, is_met: bool, h
         raise XtkError(f"{', '.join(unused)} {'need' if len(unused) > 1 else 'needs'} {condition}", hint=hint)
 
 
-def flags_of_set_options(options: CommandOptions, names: Iterable[str]) -> list[str]:
-    """Return how the command line writes those options that differ from their defaults."""
+def flags_of_set_options(
+    options: CommandOptions, names: Sequence[str], *, including_defaults: bool = False
+) -> list[str]:
+    """Return how the command line writes those options that differ from their defaults.
+
+    Args:
+        options: of a command.
+        names: fields.
+        including_defaults: also those that the user has set to their defaults.
+    """
     fields = type(options).__dataclass_fields__  # type: ignore[attr-defined]
     changed = [name for name in names if getattr(options, name) != fields[name].default]
+    if including_defaults:
+        changed = [name for name in names if name in {*changed, *options._given}]
     return [f"--no-{flag(name)[2:]}" if fields[name].default is True else flag(name) for name in changed]
