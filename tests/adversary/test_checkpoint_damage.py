@@ -247,7 +247,7 @@ def test_best_weights_that_are_damaged_are_found_before_the_run_goes_on(unfinish
     write_run_manifest(
         best, {"kind": "best", "step": 3, "run_fingerprint": run}, file_entries(best, ["model.safetensors"])
     )
-    sign(checkpoint, best_step=3)
+    sign(checkpoint, best_step=3, best_bits_per_byte=2.5)
     assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=True).step == 4
     flip(best / "model.safetensors", 5000, 2)
     assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=True).step == 2
