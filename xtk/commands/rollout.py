@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
-from xtk.artifacts.output_claims import FileKind
 from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of
 from xtk.options.shared import (
     MAX_COUNT,
@@ -145,6 +144,7 @@ def rollout(options: RolloutOptions) -> None:
     from xtk.rollouts.generator_interface import SamplingConfig
     from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
     from xtk.rollouts.rollout_generation import generate_rollouts
+    from xtk.rollouts.rollout_jsonl import ROLLOUTS
     from xtk.tokens.tokenizer import Tokenizer
 
     own_options = backend_options(
@@ -211,46 +211,13 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
     """
     from xtk.artifacts.output_claims import claim_output
     from xtk.errors import XtkError
+    from xtk.rollouts.rollout_jsonl import ROLLOUTS
 
     path = Path(output)
     if path.suffix != ".jsonl":
         raise XtkError("the name of the output file must end in .jsonl", where=output, hint="use -o FILE.jsonl")
     claim_output(path, ROLLOUTS, inputs=inputs)
     return path
-
-
-def _is_rollout_file(path: Path) -> bool:
-    from xtk.rollouts.rollout_jsonl import read_request_fingerprint
-
-    return read_request_fingerprint(path) is not None
-
-
-def _finished_rollouts(path: Path, request: str) -> RolloutStatistics:
-    """Return the statistics of finished rollouts.
-
-    Raises:
-        XtkError: the file has rollouts made from other inputs or options.
-    """
-    from xtk.errors import XtkError
-    from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
-
-    if read_request_fingerprint(path) != request:
-        raise XtkError(
-            "the output file has rollouts that were made from other inputs or options",
-            where=str(path),
-            hint="use another -o, or --force to replace them",
-        )
-    found = read_statistics(path)
-    if not found.has_all_lines:
-        raise XtkError(
-            "lines of the output file were removed, repeated or reordered since it was written",
-            where=str(path),
-            hint="use another -o, or --force to replace the file",
-        )
-    return found
-
-
-ROLLOUTS = FileKind("rollouts", _is_rollout_file, _finished_rollouts)
 
 
 def _write_rollouts(

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xtk.artifacts.output_claims import FileKind
 from xtk.artifacts.record_to_document import RECORD_FIELDS, ROLLOUT_CHECKSUM, check_rollout_checksum, rollout_checksum
-from xtk.errors import CorruptError
+from xtk.errors import CorruptError, XtkError
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.document import Document
 from xtk.untrusted_json import parse_json
@@ -177,3 +178,28 @@ class RolloutStatistics:
             "environment_token_fraction": self._read / max(self.tokens + self._read, 1),
             "mean_reward": sum(self._rewards) / len(self._rewards) if self._rewards else None,
         }
+
+
+def _finished_rollouts(path: Path, request: str) -> RolloutStatistics:
+    """Return the statistics of finished rollouts.
+
+    Raises:
+        XtkError: the file has rollouts made from other inputs or options.
+    """
+    if read_request_fingerprint(path) != request:
+        raise XtkError(
+            "the output file has rollouts that were made from other inputs or options",
+            where=str(path),
+            hint="use another -o, or --force to replace them",
+        )
+    found = read_statistics(path)
+    if not found.has_all_lines:
+        raise XtkError(
+            "lines of the output file were removed, repeated or reordered since it was written",
+            where=str(path),
+            hint="use another -o, or --force to replace the file",
+        )
+    return found
+
+
+ROLLOUTS = FileKind("rollouts", lambda path: read_request_fingerprint(path) is not None, _finished_rollouts)
