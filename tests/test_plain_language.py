@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from xtk.cli import app
+from xtk.cli import COMMANDS, app
 from xtk.options.declaration import headings_of
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,8 @@ NOTES = {"note", "result_line", "Progress", "warn"}
 
 
 def commands() -> dict[str, typer.core.TyperCommand]:
-    return typer.main.get_command(app).commands
+    group = typer.main.get_command(app)
+    return {name: group.get_command(None, name) for name in COMMANDS}
 
 
 def options() -> Iterator[tuple[str, str, str]]:

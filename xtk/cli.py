@@ -18,7 +18,7 @@ from xtk import __version__, terminal
 from xtk.commands.align import align
 from xtk.commands.build_projection import build_projection
 from xtk.commands.cache_teacher import cache_teacher
-from xtk.commands.command_from_options import add_command
+from xtk.commands.command_from_options import Command, build_command, short_help
 from xtk.commands.distill import distill
 from xtk.commands.doctor import doctor
 from xtk.commands.evaluate import evaluate
@@ -37,12 +37,46 @@ EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 FIRST_PROCESS_HEAD_START_SECONDS = 3
 
 
-class OrderedCommandGroup(TyperGroup):
-    """The group of commands, listed in the order of a workflow instead of alphabetically."""
+# In the order of a workflow, which is the order of the help text.
+COMMANDS: dict[str, Command] = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        quickstart,
+        build_projection,
+        prune_projection,
+        cache_teacher,
+        rollout,
+        distill,
+        sweep,
+        evaluate,
+        report,
+        export,
+        align,
+        inspect,
+        doctor,
+    )
+}
+
+
+class LazyCommandGroup(TyperGroup):
+    """The group of commands; the options of a command are read when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands, in the order in which they were added."""
-        return list(self.commands)
+        """Return the names of the commands, in the order of a workflow."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command with its options, or None if there is no such command."""
+        if cmd_name not in self.commands and cmd_name in COMMANDS:
+            # Options that sweep does not have are passed on to distill.
+            built = build_command(COMMANDS[cmd_name], cmd_name, ignore_unknown_options=cmd_name == "sweep")
+            self.add_command(built, cmd_name)
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the name of each command and the first line of its docstring."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, short_help(function)) for name, function in COMMANDS.items()])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that a command line names.
@@ -50,40 +84,21 @@ class OrderedCommandGroup(TyperGroup):
         Raises:
             XtkError: the command is unknown; the nearest name is suggested.
         """
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            failure = unknown_name_error("command", args[0], self.commands)
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            failure = unknown_name_error("command", args[0], COMMANDS)
             failure.exit_code = EXIT_USAGE
             raise failure
         return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
-    cls=OrderedCommandGroup,
+    cls=LazyCommandGroup,
     rich_markup_mode=None,  # importing rich would take a third of the time allowed for --help
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-COMMANDS = (
-    quickstart,
-    build_projection,
-    prune_projection,
-    cache_teacher,
-    rollout,
-    distill,
-    sweep,
-    evaluate,
-    report,
-    export,
-    align,
-    inspect,
-    doctor,
-)
-for _function in COMMANDS:
-    # Options that sweep does not have are passed on to distill.
-    add_command(app, _function, ignore_unknown_options=_function is sweep)
 
 
 def _print_version(wanted: bool) -> None:

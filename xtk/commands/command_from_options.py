@@ -15,27 +15,34 @@ import typer
 from xtk.commands.config_file import ConfigFileCommand
 from xtk.options.declaration import CommandOptions, Option, check_options, declared_options, flag
 
-Command = Callable[[Any], None]
+Command = Callable[[Any], Any]
 
 
-def add_command(app: typer.Typer, function: Command, **context_settings: Any) -> None:
-    """Add a command to the command line: a function of one dataclass of options.
+def build_command(function: Command, name: str, **context_settings: Any) -> Any:
+    """Return the command line of a function of one dataclass of options.
 
     Its docstring ends with `Examples:` and a command a line.
 
     Args:
-        app: the command line.
         function: called with the options.
+        name: the name of the command.
         context_settings: as in click.
     """
     shown, _, examples = (function.__doc__ or "").partition("\n    Examples:\n")
+    app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     app.command(
-        function.__name__.replace("_", "-"),
+        name,
         cls=type("Command", (ConfigFileCommand,), {"headings": options_type(function).HEADINGS}),
         context_settings=context_settings,
         help=shown,
         epilog=textwrap.dedent(examples).strip(),
     )(command_function(function))
+    return typer.main.get_command(app)
+
+
+def short_help(function: Command) -> str:
+    """Return the first line of the docstring of a command."""
+    return (function.__doc__ or "").partition("\n")[0]
 
 
 def options_type(function: Command) -> type[CommandOptions]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import typer
 
-from xtk.commands.command_from_options import command_function
-from xtk.commands.config_file import ConfigFileCommand, config_name
+from xtk.commands.command_from_options import build_command
+from xtk.commands.config_file import config_name
 from xtk.commands.distill import read_configs
 from xtk.commands.distill_options import DistillOptions
 from xtk.errors import XtkError
@@ -72,9 +72,7 @@ def _command() -> Any:
     def read(options: DistillOptions) -> DistillOptions:
         return options
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(cls=ConfigFileCommand)(command_function(read))
-    return typer.main.get_command(app)
+    return build_command(read, "distill")
 
 
 def _distill_options() -> dict[str, Any]:
