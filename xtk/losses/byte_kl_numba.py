@@ -76,6 +76,9 @@ def fill_byte_cells(
     entry_offsets, run_offsets = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
     probs, rows, tokens = np.empty(1024, np.float32), np.empty(1024, np.int32), np.empty(1024, np.int32)
     firsts, stops = np.empty(1024, np.int32), np.empty(1024, np.int32)
+    # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
+    slots, item_cells, item_probs = scratch.slots, scratch.cells, scratch.probs
+    exact_probs, is_at_boundary = scratch.exact_probs, scratch.is_at_boundary
     cells = entries = groups = written = 0
     for number in range(len(items)):
         ours, theirs = items[number, STUDENT_COLUMNS:TEACHER_COLUMNS], items[number, TEACHER_COLUMNS:]
@@ -89,30 +92,33 @@ def fill_byte_cells(
         run_offsets, probs = _ensure_capacity(run_offsets, groups + found + 3), _ensure_capacity(probs, cells + found)
         firsts, stops = _ensure_capacity(firsts, written + count), _ensure_capacity(stops, written + count)
         entry_offsets = _ensure_capacity(entry_offsets, cells + found + 2)
+        if row != NONE:  # once for the item: a call per cell costs more than its entries
+            most = entries + _num_members(member_offsets, item_cells[:found])
+            rows, tokens = _ensure_capacity(rows, most), _ensure_capacity(tokens, most)
         sort_runs_by_group(runs[:count], found + 2, ends, firsts[written:], stops[written:])
         run_offsets[groups + 1], run_offsets[groups + 2] = written + ends[0], written + ends[1]
-        groups += 2
+        groups, first_cell = groups + 2, cells
         for slot in range(found):
-            cell = scratch.cells[slot]
-            if row != NONE and (is_complete or scratch.is_at_boundary[slot]):
-                cell_members = members[member_offsets[cell] : member_offsets[cell + 1]]
-                rows, tokens = _append_entries(rows, tokens, entries, row, cell_members)
-                entries += len(cell_members)
+            cell = item_cells[slot]
+            if row != NONE and (is_complete or is_at_boundary[slot]):
+                for member in range(member_offsets[cell], member_offsets[cell + 1]):
+                    rows[entries], tokens[entries] = row, members[member]
+                    entries += 1
             if entries == entry_offsets[cells] and ends[slot + 2] == ends[slot + 1]:
-                scratch.slots[cell] = NONE
+                slots[cell] = NONE
                 continue  # the student cannot reach this cell
-            kept_slot = cells - cell_offsets[number]  # at most `slot`
-            scratch.probs[kept_slot], scratch.exact_probs[kept_slot] = scratch.probs[slot], scratch.exact_probs[slot]
-            scratch.slots[cell] = kept_slot
+            kept_slot = cells - first_cell  # at most `slot`
+            item_probs[kept_slot], exact_probs[kept_slot] = item_probs[slot], exact_probs[slot]
+            slots[cell] = kept_slot
             cells, groups = cells + 1, groups + 1
             entry_offsets[cells] = entries
             run_offsets[groups] = written + ends[slot + 2]
         written += count
-        kept = scratch.probs[: cells - cell_offsets[number]]
-        elsewhere = ends[0] > 0 if row == NONE else entries - entry_offsets[cell_offsets[number]] < width
+        kept = item_probs[: cells - first_cell]
+        elsewhere = ends[0] > 0 if row == NONE else entries - entry_offsets[first_cell] < width
         if ends[1] == ends[0] and not elsewhere:
             weight /= _normalize(scratch, len(kept))  # the student cannot have a remainder here
-        probs[cell_offsets[number] : cells] = kept
+        probs[first_cell:cells] = kept
         corrections[number] = _boundary_correction(
             teacher, support, position, weight, number, scratch, kept, row != NONE
         )
@@ -132,61 +138,58 @@ def fill_teacher_cells(
     Returns:
         The number of cells, and the weight E / (E + M) of the teacher's next-token distribution.
     """
-    count = 0
-    weight = 1.0
-    if place[PREVIOUS_DISTRIBUTION] != NONE:
+    # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
+    ids, logprobs, exact_stops = support.ids, support.logprobs, support.exact_stops
+    token_cells, cell_owner, slots, cells = side.token_cells, scratch.cell_owner, scratch.slots, scratch.cells
+    probs, exact_probs, is_at_boundary = scratch.probs, scratch.exact_probs, scratch.is_at_boundary
+    count, weight, previous, following = 0, 1.0, place[PREVIOUS_DISTRIBUTION], place[NEXT_DISTRIBUTION]
+    if previous != NONE:
         low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
+        sorted_indices, prefix_slots, prefix_indices = side.sorted_indices, scratch.prefix_slots, scratch.prefix_indices
         alike = 0  # support entries with this prefix
-        for slot in range(
-            support.offsets[place[PREVIOUS_DISTRIBUTION]], support.exact_stops[place[PREVIOUS_DISTRIBUTION]]
-        ):
-            rank = sorted_index(side, support.ids[slot])
+        for slot in range(support.offsets[previous], exact_stops[previous]):
+            rank = sorted_indices[ids[slot]] if ids[slot] < len(sorted_indices) else NONE
             if low <= rank < high:
-                scratch.prefix_slots[alike], scratch.prefix_indices[alike] = slot, rank
+                prefix_slots[alike], prefix_indices[alike] = slot, rank
                 alike += 1
         highest = -np.inf  # the largest may be e^-1000, so scale by it
-        for slot in scratch.prefix_slots[:alike]:
-            highest = max(highest, support.logprobs[slot])
+        for slot in prefix_slots[:alike]:
+            highest = max(highest, logprobs[slot])
         ended = runs_past = 0.0
         for entry in range(alike):
-            mass = np.exp(support.logprobs[scratch.prefix_slots[entry]] - highest)
-            if scratch.prefix_indices[entry] < longer:
+            mass = np.exp(logprobs[prefix_slots[entry]] - highest)
+            if prefix_indices[entry] < longer:
                 ended += mass
             else:
                 runs_past += mass
         weight = ended / (ended + runs_past)
         for entry in range(alike):
-            if scratch.prefix_indices[entry] >= longer:
-                cell = side.suffix_cells[side.byte_offsets[scratch.prefix_indices[entry]] + place[BOUNDARY_BYTES]]
-                mass = np.exp(support.logprobs[scratch.prefix_slots[entry]] - highest) / (ended + runs_past)
-                count = _add_cell_mass(scratch, number, count, cell, mass, False, True)
-    if place[NEXT_DISTRIBUTION] != NONE:
-        for slot in range(support.offsets[place[NEXT_DISTRIBUTION]], support.offsets[place[NEXT_DISTRIBUTION] + 1]):
-            mass = weight * np.exp(np.float64(support.logprobs[slot]))
-            exact = slot < support.exact_stops[place[NEXT_DISTRIBUTION]]
-            count = _add_cell_mass(scratch, number, count, token_cell(side, support.ids[slot]), mass, True, exact)
+            if prefix_indices[entry] >= longer:
+                cell = side.suffix_cells[side.byte_offsets[prefix_indices[entry]] + place[BOUNDARY_BYTES]]
+                mass = np.exp(logprobs[prefix_slots[entry]] - highest) / (ended + runs_past)
+                if cell == NONE or mass <= 0:
+                    continue
+                if cell_owner[cell] != number:
+                    cell_owner[cell], slots[cell], cells[count] = number, count, cell
+                    probs[count], exact_probs[count], is_at_boundary[count] = 0.0, 0.0, False
+                    count += 1
+                probs[slots[cell]] += mass
+                exact_probs[slots[cell]] += mass
+    if following != NONE:
+        for slot in range(support.offsets[following], support.offsets[following + 1]):
+            cell = token_cells[ids[slot]] if ids[slot] < len(token_cells) else NONE
+            mass = weight * np.exp(np.float64(logprobs[slot]))
+            if cell == NONE or mass <= 0:
+                continue
+            if cell_owner[cell] != number:
+                cell_owner[cell], slots[cell], cells[count] = number, count, cell
+                probs[count] = exact_probs[count] = 0.0
+                count += 1
+            probs[slots[cell]] += mass
+            if slot < exact_stops[following]:
+                exact_probs[slots[cell]] += mass
+            is_at_boundary[slots[cell]] = True
     return count, weight
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _add_cell_mass(
-    scratch: BoundaryScratch, number: int, count: int, cell: int, mass: float, here: bool, known: bool
-) -> int:
-    """Add teacher mass of a cell to an item, and return the item's number of cells."""
-    if cell == NONE or mass <= 0:
-        return count
-    if scratch.cell_owner[cell] != number:
-        scratch.cell_owner[cell] = number
-        scratch.slots[cell] = count
-        scratch.cells[count] = cell
-        scratch.probs[count] = scratch.exact_probs[count] = 0.0
-        scratch.is_at_boundary[count] = False
-        count += 1
-    scratch.probs[scratch.slots[cell]] += mass
-    if known:
-        scratch.exact_probs[scratch.slots[cell]] += mass
-    scratch.is_at_boundary[scratch.slots[cell]] |= here
-    return count
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -232,16 +235,21 @@ def sampling_correction(
         The correction without the remainder, in nats, and 1 minus the mass attributed to sampled tokens.
     """
     correction, outside = 0.0, 1.0
-    for slot in range(support.exact_stops[position], support.offsets[position + 1]):
-        cell = token_cell(side, support.ids[slot])
-        if cell == NONE or scratch.cell_owner[cell] != number or scratch.slots[cell] < 0:
+    surprisal = support.mean_surprisals[position]
+    mean_logprob = np.log(weight) - surprisal if weight > 0 else 0.0
+    mean_prob = weight * np.exp(-max(surprisal, 0.0))
+    ids, logprobs, token_cells = support.ids, support.logprobs, side.token_cells
+    owners, slots, probs, exact_probs = scratch.cell_owner, scratch.slots, scratch.probs, scratch.exact_probs
+    for entry in range(support.exact_stops[position], support.offsets[position + 1]):
+        cell = token_cells[ids[entry]] if ids[entry] < len(token_cells) else NONE
+        if cell == NONE or owners[cell] != number or slots[cell] < 0:
             continue
-        at, mass = scratch.slots[cell], weight * np.exp(np.float64(support.logprobs[slot]))
-        correction += mass * sampled_log_correction(scratch.exact_probs[at], weight, support.mean_surprisals[position])
-        if scratch.probs[at] >= 0:  # once per cell; the sign scratch it as done
-            correction += negentropy(scratch.exact_probs[at]) - negentropy(scratch.probs[at])
-            scratch.probs[at] = -1.0
-        outside -= weight * np.exp(-max(support.mean_surprisals[position], 0.0))
+        slot, mass = slots[cell], weight * np.exp(np.float64(logprobs[entry]))
+        correction += mass * sampled_log_correction(exact_probs[slot], mean_logprob, mean_prob)
+        if probs[slot] >= 0:  # once per cell; the sign marks it as done
+            correction += negentropy(exact_probs[slot]) - negentropy(probs[slot])
+            probs[slot] = -1.0
+        outside -= mean_prob
     return correction, outside
 
 
@@ -255,15 +263,12 @@ def _normalize(scratch: BoundaryScratch, count: int) -> Any:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _append_entries(
-    rows: NDArray[np.int32], tokens: NDArray[np.int32], entries: int, row: int, members: NDArray[np.int32]
-) -> tuple[Any, Any]:
-    """Write one entry of a row per member of a cell, and return the arrays, or longer copies of them."""
-    rows, tokens = _ensure_capacity(rows, entries + len(members)), _ensure_capacity(tokens, entries + len(members))
-    for member in range(len(members)):  # a slice assignment costs fifty times as much as one element
-        rows[entries + member] = row
-        tokens[entries + member] = members[member]
-    return rows, tokens
+def _num_members(member_offsets: NDArray[np.int64], cells: NDArray[np.int64]) -> Any:
+    """Return the number of student tokens in some cells."""
+    total = 0
+    for cell in cells:
+        total += member_offsets[cell + 1] - member_offsets[cell]
+    return total
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

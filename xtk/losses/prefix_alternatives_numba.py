@@ -141,22 +141,28 @@ def collect_teacher_cells(
     Returns:
         The number of cells.
     """
+    # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
+    owners, cells, ids = scratch.teacher_cell_owner, scratch.teacher_cells, support.ids
+    token_cells, sorted_indices = side.token_cells, side.sorted_indices
+    suffix_cells, byte_offsets = side.suffix_cells, side.byte_offsets
     count = 0
     if own != NONE:
-        scratch.teacher_cell_owner[own], scratch.teacher_cells[0] = number, own
+        owners[own], cells[0] = number, own
         count = 1
     low, high = 0, 0
     if since:
         _, low, high = prefix_range(side, place[BOUNDARY_TOKEN], since)
     for slot in range(support.offsets[place[PREVIOUS_DISTRIBUTION]], support.exact_stops[place[PREVIOUS_DISTRIBUTION]]):
-        token = support.ids[slot]
+        token = ids[slot]
         cell = NONE
+        if token >= len(token_cells):
+            continue
         if since == 0:
-            cell = token_cell(side, token)
-        elif low <= sorted_index(side, token) < high:
-            cell = side.suffix_cells[side.byte_offsets[sorted_index(side, token)] + since]
-        if cell != NONE and scratch.teacher_cell_owner[cell] != number:
-            scratch.teacher_cell_owner[cell], scratch.teacher_cells[count] = number, cell
+            cell = token_cells[token]
+        elif low <= sorted_indices[token] < high:
+            cell = suffix_cells[byte_offsets[sorted_indices[token]] + since]
+        if cell != NONE and owners[cell] != number:
+            owners[cell], cells[count] = number, cell
             count += 1
     return count
 
@@ -244,9 +250,10 @@ def group_teacher_continuations(
     low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
     own, count = side.sorted_indices[place[BOUNDARY_TOKEN]], 0
     if high - low < scan_limit * num_teacher_cells:
+        suffix_cells, byte_offsets, owners = side.suffix_cells, side.byte_offsets, scratch.teacher_cell_owner
         for rank in range(low, high):
-            cell = side.suffix_cells[side.byte_offsets[rank] + since]
-            if rank == own or (cell != NONE and scratch.teacher_cell_owner[cell] == number):
+            cell = suffix_cells[byte_offsets[rank] + since]
+            if rank == own or (cell != NONE and owners[cell] == number):
                 group = 0 if rank < longer else _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES])
                 count = _add_run(runs, count, group, rank, rank + 1)
         return count

@@ -51,21 +51,25 @@ def _sampling_correction(
     probs: NDArray[np.float32],
 ) -> float:
     """Return the sampling correction, in nats, of an item: positions `[start, stop)`, cells `[first_cell, cells)`."""
+    # Arrays of a tuple are read once: in a loop, each access would count references, which costs more than the rest.
+    ids, logprobs, exact_stops = support.ids, support.logprobs, support.exact_stops
     correction = 0.0
     outside = 1.0
     sampled = False
-    positions = stop - start
+    share = 1.0 / (stop - start) if stop > start else 0.0
     for position in range(start, stop):
-        sampled = sampled or support.exact_stops[position] < support.offsets[position + 1]
-        for slot in range(support.exact_stops[position], support.offsets[position + 1]):
-            token = support.ids[slot]
+        first, last, surprisal = exact_stops[position], support.offsets[position + 1], support.mean_surprisals[position]
+        if first == last:
+            continue
+        sampled = True
+        mean_logprob, mean_prob = np.log(share) - surprisal, share * np.exp(-max(surprisal, 0.0))
+        for slot in range(first, last):
+            token = ids[slot]
             if 0 <= token < len(cell_of_token) and cell_of_token[token] >= first_cell:
                 cell = cell_of_token[token]
-                mass = np.exp(support.logprobs[slot]) / positions
-                correction += mass * sampled_log_correction(
-                    known[cell], 1 / positions, support.mean_surprisals[position]
-                )
-                outside -= np.exp(-max(support.mean_surprisals[position], 0.0)) / positions
+                mass = np.exp(logprobs[slot]) * share
+                correction += mass * sampled_log_correction(known[cell], mean_logprob, mean_prob)
+                outside -= mean_prob
                 if probs[cell] >= 0:  # once per cell; the sign marks it as done
                     correction += negentropy(known[cell]) - negentropy(probs[cell])
                     probs[cell] = -probs[cell]

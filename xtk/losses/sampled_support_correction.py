@@ -79,7 +79,7 @@ def negentropy(probability: float) -> float:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def sampled_log_correction(exact_mass: float, position_weight: float, surprisal: float) -> float:
+def sampled_log_correction(exact_mass: float, mean_logprob: float, mean_prob: float) -> float:
     """Return the increase of a cell's `p ln p` per unit of mass that a sampled token represents.
 
     The token gets the mean log-probability of all tokens that were sampled from. Summed over the samples of a position
@@ -87,14 +87,13 @@ def sampled_log_correction(exact_mass: float, position_weight: float, surprisal:
 
     Args:
         exact_mass: the cell's mass without sampled tokens.
-        position_weight: factor of the position's probabilities.
-        surprisal: the position's mean surprisal, nats.
+        mean_logprob: the mean log-probability of the tokens that were sampled from, nats.
+        mean_prob: its exponential, at most the factor of the position's probabilities.
     """
     if exact_mass <= 0:
-        return math.log(position_weight) - surprisal if position_weight > 0 else 0.0
-    more = position_weight * math.exp(-max(surprisal, 0.0))
-    ratio = more / exact_mass
-    return math.log(exact_mass + more) + (math.log1p(ratio) / ratio if ratio > 1e-9 else 1.0)
+        return mean_logprob
+    ratio = mean_prob / exact_mass
+    return math.log(exact_mass + mean_prob) + (math.log1p(ratio) / ratio if ratio > 1e-9 else 1.0)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
