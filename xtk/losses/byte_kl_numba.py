@@ -33,8 +33,6 @@ from xtk.losses.token_boundaries_numba import (
     STUDENT_COLUMNS,
     TEACHER_COLUMNS,
     prefix_range,
-    sorted_index,
-    token_cell,
 )
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
 

@@ -15,8 +15,6 @@ from xtk.losses.token_boundaries_numba import (
     NONE,
     PREVIOUS_DISTRIBUTION,
     prefix_range,
-    sorted_index,
-    token_cell,
 )
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
 
