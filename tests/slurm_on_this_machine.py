@@ -139,7 +139,14 @@ def srun(arguments: list[str]) -> int:
         subprocess.Popen(command, env={**os.environ, "SLURM_NODEID": str(node), "SLURM_PROCID": str(node)})
         for node in range(int(os.environ["SLURM_NNODES"]))
     ]
+    # SLURM_HERE_PREEMPTS is a file: when it is there, the first start gets SIGTERM, and the job is queued again.
+    preempts = Path(os.environ.get("SLURM_HERE_PREEMPTS", "")) if os.environ["SLURM_RESTART_COUNT"] == "0" else Path()
     while any(node.poll() is None for node in nodes):
+        if preempts.is_file():
+            scontrol(Path(os.environ["SLURM_HERE"]), ["requeue", os.environ["SLURM_JOB_ID"]])
+            for node in nodes:
+                node.terminate()
+            preempts = Path()
         if options.get("kill-on-bad-exit") == "1" and any(node.poll() for node in nodes):
             for node in nodes:
                 node.terminate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -92,6 +93,19 @@ def test_a_run_without_time_is_queued_again_and_ends_as_the_undisturbed_one(pair
     curves = [[line.get("loss") for line in read_metrics(tmp_path / name / "metrics.jsonl")]
               for name in ("undisturbed", "sliced")]  # fmt: skip
     assert curves[0] == curves[1]
+
+
+def test_a_preempted_run_writes_a_checkpoint_and_continues_from_it(pair, corpus, slurm, tmp_path):
+    slurm["SLURM_HERE_PREEMPTS"] = str(tmp_path / "student" / "checkpoint-100" / "xtk.json")
+    start(slurm, tmp_path, "sbatch", DISTILL, "student", pair.student, corpus, *TRAINING, "--max-steps", 300,
+          "--save-steps", 100)  # fmt: skip
+    assert list(codes(slurm)) == [(0, None, 1), (0, None, 2)]
+    assert codes(slurm)[0, None, 2] == 0
+    log = (tmp_path / "distill-4200.log").read_text()
+    stopped = re.search(r"stopped after step (\d+)", log)
+    assert stopped, log
+    assert f"resuming from student/checkpoint-{stopped[1]}\n" in log
+    assert (tmp_path / "student" / "xtk.json").exists()
 
 
 def test_a_run_that_fails_is_not_queued_again(pair, slurm, tmp_path):
