@@ -13,12 +13,12 @@ import pytest
 from xtk.artifacts.projection_file import TENSOR_DTYPES, read_projection, read_projection_header, write_projection
 from xtk.errors import CorruptError, XtkError
 from xtk.projection.build import build_projection
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def built(families) -> Projection:
+def built(families) -> SparseProjection:
     return build_projection(Tokenizer(families["student"]), Tokenizer(families["teacher"]))
 
 
@@ -27,9 +27,9 @@ def side(name: str, tokens: int) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def small() -> Projection:
+def small() -> SparseProjection:
     """Seven entries, so that most bytes of its file are those of the header."""
-    return Projection(
+    return SparseProjection(
         row_offsets=np.array([0, 2, 2, 5, 6, 7], np.int64),
         teacher_ids=np.array([0, 3, 1, 2, 3, 0, 2], np.int32),
         weights=np.array([0.75, 0.25, 0.5, 0.25, 0.125, 1, 1], np.float32),
@@ -182,7 +182,7 @@ def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(
         with pytest.raises((XtkError, ValueError)):
             write_projection(wrong, tmp_path / "p")
         assert not any(tmp_path.iterdir())
-    monkeypatch.setattr(Projection, "validate", lambda projection: None)
+    monkeypatch.setattr(SparseProjection, "validate", lambda projection: None)
     write_projection(wrong, tmp_path / "p")
     monkeypatch.undo()
     failure = refused(tmp_path / "p")

@@ -39,7 +39,7 @@ from xtk.losses.token_boundaries_numba import prefix_range
 from xtk.models.output_head import MAX_CHUNK_BYTES, OutputHead, chunk_rows
 from xtk.name_registry import load_registered
 from xtk.projection.build import build_projection
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_byte_partition import SortedVocabulary, build_byte_partition
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
@@ -118,7 +118,7 @@ class Bench:
         rule = load_registered(LOSSES, name, "loss")()
         grounds: dict[str, ComparisonSpace] = {"bytes": self.bytes, "projection": self.columns, "pairs": self.pairs}
         if rule.comparison_space == "tokens":
-            return rule.build_cells(self.same, Projection.identity(self.width).columns)
+            return rule.build_cells(self.same, SparseProjection.identity(self.width).columns)
         return rule.build_cells(self.across, grounds.get(rule.comparison_space))
 
     def term(self, name: str) -> LossCells:
@@ -300,7 +300,7 @@ def measure_dense(options: argparse.Namespace) -> list[Row]:
     width, hidden, count = 16_032, options.hidden // 8, options.rows
     draw = np.random.default_rng(0)
     sizes = draw.integers(1, 4, width)
-    projection = Projection(
+    projection = SparseProjection(
         row_offsets=np.concatenate([[0], np.cumsum(sizes)]),
         teacher_ids=np.concatenate([np.sort(draw.choice(width, size, replace=False)) for size in sizes]).astype(
             np.int32

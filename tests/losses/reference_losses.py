@@ -21,7 +21,7 @@ from xtk.losses.loss_interface import LossInputs
 from xtk.losses.next_byte_cells import NextByteCells
 from xtk.losses.sorted_probs import SortedProbCells
 from xtk.losses.span_probability_products import SpanProductCells
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
@@ -138,7 +138,7 @@ class Case:
     """A document in both tokenisations, W, what tokens spell, and a student cut before its head."""
 
     example: LossInputs
-    projection: Projection
+    projection: SparseProjection
     words: tuple[Words, Words]
     states: Tensor
     weight: Tensor
@@ -327,14 +327,14 @@ PLAIN = {
 }
 
 
-def draw_projection(draw: np.random.Generator, V: int, U: int) -> Projection:
+def draw_projection(draw: np.random.Generator, V: int, U: int) -> SparseProjection:
     """Rows that sum to 1, to less, or to nothing; every third teacher token is reached by none."""
     rows = []
     for _ in range(V):
         tokens = np.unique(draw.integers(0, U, draw.integers(0, 4)))
         tokens = tokens[tokens % 3 != 2]
         rows.append((tokens, draw.dirichlet(np.ones(len(tokens))) * draw.choice([1.0, 0.6]) if len(tokens) else []))
-    return Projection(
+    return SparseProjection(
         row_offsets=np.cumsum([0] + [len(tokens) for tokens, _ in rows]).astype(np.int64),
         teacher_ids=np.concatenate([tokens for tokens, _ in rows]).astype(np.int32),
         weights=np.concatenate([weights for _, weights in rows]).astype(np.float32),
@@ -410,7 +410,7 @@ def draw_case(
     drawn = np.where(of_drawn.random(len(rows)) < 0.95, of_drawn.normal(-math.log(V), 0.5, len(rows)), np.nan)
     advantages = np.full(len(rows), of_drawn.normal(), np.float32)
     example = LossInputs(student_ids, rows, table, teacher_ids, signal, drawn.astype(np.float32), advantages)
-    projection = Projection.identity(V) if one_tokenizer else draw_projection(draw, V, U)
+    projection = SparseProjection.identity(V) if one_tokenizer else draw_projection(draw, V, U)
     torch.manual_seed(seed)
     return Case(
         example,
@@ -437,4 +437,4 @@ def case_of_one_model(seed: int, *, K: int, spans: int = 6, one_to_one: bool = F
     # What it drew, and nothing rewarded.
     drawn = signal.observed_logprobs, np.zeros(T - 1, np.float32)
     example = LossInputs(ids, np.arange(T - 1, dtype=np.int64), table, ids, signal, *drawn)
-    return Case(example, Projection.identity(V), partition_of(spellings, spellings, V, V), states, weight)
+    return Case(example, SparseProjection.identity(V), partition_of(spellings, spellings, V, V), states, weight)

@@ -25,7 +25,7 @@ from xtk.losses.loss_interface import LossInputs
 from xtk.losses.same_tokenizer_losses import ForwardKL
 from xtk.losses.token_boundaries_numba import prefix_range
 from xtk.models.output_head import OutputHead
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_byte_partition import (
     BytePartition,
     SortedVocabulary,
@@ -106,7 +106,7 @@ def test_it_is_forward_kl_where_no_token_begins_like_another_and_both_have_one_t
     example = LossInputs(ids, np.arange(11), spans, ids, signal_of(said, positions, ids[1:], K))
     logits = torch.from_numpy(draw.normal(size=(11, 9)))
     found, gradient = loss_of(ByteKL().build_cells(example, one_side(spellings)), logits)
-    expected, other = loss_of(ForwardKL().build_cells(example, Projection.identity(9).columns), logits)
+    expected, other = loss_of(ForwardKL().build_cells(example, SparseProjection.identity(9).columns), logits)
     assert found == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-7)
 

@@ -37,7 +37,7 @@ from xtk.losses.projected_cells_numba import fill_cells
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.models.output_head import HeadAdapter, OutputHead
 from xtk.name_registry import load_registered
-from xtk.projection.projection import Projection, ProjectionColumns
+from xtk.projection.projection import ProjectionColumns, SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition, sort_vocabulary
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
@@ -206,7 +206,7 @@ def test_equal_models_are_at_distance_0_through_a_span_of_two_tokens(name):
     example = LossInputs(ids, np.array([0, 1]), span, ids, signal)
     words = partition_of([b"a", b"b"], [b"a", b"b"], 2, 2)
     logits, matrix = torch.from_numpy(np.log(probs)), torch.eye(2, dtype=torch.float64)
-    case = Case(example, Projection.identity(2), words, logits, matrix)
+    case = Case(example, SparseProjection.identity(2), words, logits, matrix)
     total, _, gradients = fused(case, [cells_of(name, case)], [1.0])
     assert abs(float(total)) < 1e-6
     if name not in KINKS:
@@ -652,7 +652,7 @@ def wide_case(name: str, N: int, V: int, H: int) -> Case:
     signal = TeacherLogprobs(positions, np.arange(0, 9 * N + 1, 9), support, said, said[:N], said[:N], said[:N])
     example = LossInputs(ids, np.arange(N, dtype=np.int64), spans, ids, signal, said[:N], said[:N])
     words = partition_of([b"a"], [b"a"], 1, 1)  # stands in for what would take too long to make in this way
-    case = Case(example, Projection.identity(V), words, torch.randn(N, H), torch.randn(V, H))
+    case = Case(example, SparseProjection.identity(V), words, torch.randn(N, H), torch.randn(V, H))
     case.__dict__["next_bytes"] = next_bytes_of_numbers(V)
     return case
 

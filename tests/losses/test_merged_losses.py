@@ -37,7 +37,7 @@ from xtk.losses.loss_interface import LossInputs
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.span_probability_products import log_tempered_remainder
 from xtk.models.output_head import OutputHead
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 
 CPU = torch.device("cpu")
 
@@ -125,7 +125,9 @@ def half_paired(case: Case) -> Case:
     whole = case.projection
     kept = np.arange(whole.student_width) % 2 == 0
     offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
-    half = Projection(offsets, whole.teacher_ids[kept], whole.weights[kept], whole.student_cells, whole.teacher_cells)
+    half = SparseProjection(
+        offsets, whole.teacher_ids[kept], whole.weights[kept], whole.student_cells, whole.teacher_cells
+    )
     return dataclasses.replace(case, projection=half)
 
 
@@ -149,7 +151,9 @@ def one_position(teacher: Sequence[float], student: Sequence[float], K: int, wri
     example = LossInputs(ids, np.array([0]), np.array([[1, 2, 1, 2]], np.int32), ids, signal)
     logits = torch.log(torch.tensor(np.array([student]), dtype=torch.float64))
     words = partition_of([b"a", b"b"], [b"a", b"b"], len(student), len(teacher))
-    return Case(example, Projection.identity(len(student)), words, logits, torch.eye(len(student), dtype=torch.float64))
+    return Case(
+        example, SparseProjection.identity(len(student)), words, logits, torch.eye(len(student), dtype=torch.float64)
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -261,7 +265,7 @@ def test_gold_by_hand():
     ids = np.array([0, 0, 0], np.int32)
     signal = signal_of(np.log(probs), np.array([1, 2]), ids[1:], 3)
     example = LossInputs(ids, np.array([0, 1]), np.array([[1, 3, 1, 3]], np.int32), ids, signal)
-    one = Projection(
+    one = SparseProjection(
         np.array([0, 1, 1, 1]), np.zeros(1, np.int32), np.ones(1, np.float32), *[np.full(3, -1, np.int32)] * 2
     )
     student = torch.tensor([[0.8, 0.1, 0.1], [0.5, 0.3, 0.2]], dtype=torch.float64)
@@ -276,7 +280,7 @@ def test_gold_by_hand():
 def test_the_common_kl_as_published_is_negative():
     """-0.32, and 0.18 with the sorted part."""
     case = one_position([0.2, 0.2, 0.6], [0.45, 0.45, 0.1], K=3)
-    case = dataclasses.replace(case, projection=Projection(
+    case = dataclasses.replace(case, projection=SparseProjection(
         np.array([0, 1, 2, 2]), np.arange(2, dtype=np.int32), np.ones(2, np.float32), *[np.full(3, -1, np.int32)] * 2
     ))  # fmt: skip
     assert float(fused("h-kl:published=true,ranked_weight=0", case)[0]) == pytest.approx(-0.3244, abs=1e-4)
@@ -293,7 +297,7 @@ def test_p_kl_as_published_is_not_0_for_equal_models():
     signal = signal_of(np.log(probs), np.array([1, 2]), ids[1:], 2)
     example = LossInputs(ids, np.array([0, 1]), np.array([[1, 3, 1, 3]], np.int32), ids, signal)
     words = partition_of([b"a", b"b"], [b"a", b"b"], 2, 2)
-    case = Case(example, Projection.identity(2), words, torch.log(torch.tensor(probs)), torch.eye(2).double())
+    case = Case(example, SparseProjection.identity(2), words, torch.log(torch.tensor(probs)), torch.eye(2).double())
     assert float(fused("p-kl:published=true", case)[0]) == pytest.approx(-0.3065, abs=1e-4)
     assert float(fused("p-kl:published=true,divergence=reverse-kl", case)[0]) == pytest.approx(0.5108, abs=1e-4)
     assert float(fused("p-kl", case)[0]) == pytest.approx(0, abs=1e-6)
@@ -302,7 +306,7 @@ def test_p_kl_as_published_is_not_0_for_equal_models():
 def test_p_kl_as_published_pays_4_nats_for_one_token_that_nothing_reaches():
     """Both say (.5, .3, .2); the student's third token lands on the second of the teacher's."""
     case = one_position([0.5, 0.3, 0.2], [0.5, 0.3, 0.2], K=3)
-    case = dataclasses.replace(case, projection=Projection(
+    case = dataclasses.replace(case, projection=SparseProjection(
         np.arange(4), np.array([0, 1, 1], np.int32), np.ones(3, np.float32), *[np.full(3, -1, np.int32)] * 2
     ))  # fmt: skip
     assert float(fused("p-kl:published=true", case)[0]) == pytest.approx(4.13, abs=0.01)

@@ -23,7 +23,7 @@ from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import LossInputs
 from xtk.losses.loss_spec import parse_losses
 from xtk.models.output_head import OutputHead
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 
 CPU = torch.device("cpu")
 UNCLIPPED = "policy-gradient:clip=1000,epsilon=1,epsilon_high=1000"
@@ -386,7 +386,7 @@ def test_the_top_k_divergence_has_the_gradient_of_the_full_one_as_k_grows():
         )
         logits = exact.detach().clone().requires_grad_()
         example = LossInputs(ids, np.arange(N), spans, ids, signal)
-        summed(cells_of("reverse-kl", example, Projection.identity(V).columns), logits).backward()
+        summed(cells_of("reverse-kl", example, SparseProjection.identity(V).columns), logits).backward()
         errors.append(float((logits.grad - exact.grad).norm() / exact.grad.norm()))
     assert errors[-1] < 1e-6
     assert errors[-2] < 1e-5  # what is left over is one token

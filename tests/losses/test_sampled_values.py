@@ -22,7 +22,7 @@ from xtk.losses.loss_spec import LossSpec
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 
 V, P, SAMPLES = 97, 1500, 16
@@ -91,7 +91,7 @@ def signal_from(support: str, precision: str, *, sampled: bool) -> TeacherLogpro
 @functools.cache
 def grounds() -> dict[str, object]:
     words = draw_spellings(np.random.default_rng(3), V)
-    columns = Projection.identity(V).columns
+    columns = SparseProjection.identity(V).columns
     of_bytes = next_bytes_of(*partition_of(words, words, V, V))
     return {"tokens": columns, "projection": columns, "pairs": columns, "spans": None, "bytes": of_bytes}
 

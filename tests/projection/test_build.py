@@ -14,7 +14,7 @@ import pytest
 from xtk.artifacts.projection_file import read_projection, write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import METHODS, assemble_projection, build_projection
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.tokens.tokenizer import Tokenizer
 
 FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
@@ -28,7 +28,7 @@ DECAYING = {
 }
 
 
-def entries(projection: Projection) -> list[tuple[int, int, float]]:
+def entries(projection: SparseProjection) -> list[tuple[int, int, float]]:
     return list(
         zip(
             projection.entry_rows.tolist(),
@@ -39,12 +39,12 @@ def entries(projection: Projection) -> list[tuple[int, int, float]]:
     )
 
 
-def row(projection: Projection, token: int) -> dict[int, float]:
+def row(projection: SparseProjection, token: int) -> dict[int, float]:
     place = slice(projection.row_offsets[token], projection.row_offsets[token + 1])
     return dict(zip(projection.teacher_ids[place].tolist(), projection.weights[place].tolist(), strict=True))
 
 
-def dense(projection: Projection) -> np.ndarray:
+def dense(projection: SparseProjection) -> np.ndarray:
     matrix = np.zeros((projection.student_width, projection.teacher_width))
     for token, teacher_id, weight in entries(projection):
         matrix[token, teacher_id] = weight
@@ -272,7 +272,7 @@ def test_rows_above_the_tokenizer_are_empty(families, tmp_path):
 def test_a_tokenizer_projects_onto_itself_as_the_identity(tokenizer_of, options_of, name, method):
     tokenizer = tokenizer_of[name]
     projection = build_projection(tokenizer, Tokenizer(tokenizer.folder), method, **options_of(method, name, name))
-    identity = Projection.identity(len(tokenizer))
+    identity = SparseProjection.identity(len(tokenizer))
     assert projection.row_offsets.tolist() == identity.row_offsets.tolist()
     assert projection.teacher_ids.tolist() == identity.teacher_ids.tolist()
     assert projection.weights.tolist() == identity.weights.tolist()
@@ -305,7 +305,7 @@ def test_an_unknown_method_is_answered_with_the_nearest_one(tokenizer_of):
         build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "multi_token")
 
 
-def bad(**changes: object) -> Projection:
+def bad(**changes: object) -> SparseProjection:
     good = {
         "row_offsets": np.array([0, 1, 2], np.int64),
         "teacher_ids": np.array([0, 1], np.int32),
@@ -313,7 +313,7 @@ def bad(**changes: object) -> Projection:
         "student_cells": np.array([-1, -1], np.int32),
         "teacher_cells": np.array([-1, -1], np.int32),
     }
-    return Projection(**{**good, **changes})
+    return SparseProjection(**{**good, **changes})
 
 
 @pytest.mark.parametrize(

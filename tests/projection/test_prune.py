@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xtk.artifacts.projection_file import write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import assemble_projection, build_projection
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.prune import prune_projection
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ ROWS, COLUMNS = 6, 5
 
 
 @st.composite
-def projections(draw) -> Projection:
+def projections(draw) -> SparseProjection:
     """Return any projection [6, 5]: weights are sixteenths or less, ties and empty rows included."""
     parts = np.array(
         draw(st.lists(st.lists(st.integers(0, 16), min_size=COLUMNS, max_size=COLUMNS), min_size=ROWS, max_size=ROWS))
@@ -44,7 +44,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def rows_of(projection: Projection) -> list[dict[int, float]]:
+def rows_of(projection: SparseProjection) -> list[dict[int, float]]:
     ends = projection.row_offsets.tolist()
     return [
         dict(zip(projection.teacher_ids[a:b].tolist(), projection.weights[a:b].tolist(), strict=True))
@@ -152,4 +152,4 @@ def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families
 )
 def test_options_without_meaning_are_refused(options):
     with pytest.raises(XtkError, match="--"):
-        prune_projection(Projection.identity(3), **options)
+        prune_projection(SparseProjection.identity(3), **options)

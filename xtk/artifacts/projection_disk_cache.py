@@ -15,7 +15,7 @@ from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
 from xtk.artifacts.projection_file import VERSION, read_projection, write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection, projection_header, tokenizer_identity
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.prune import prune_projection
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching
 from xtk.projection.vocabulary_byte_partition import (
@@ -42,7 +42,7 @@ def cached_projection(
     top_k: int | None = None,
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
-) -> Projection:
+) -> SparseProjection:
     """Return the projection of a tokenizer pair, built once and cached.
 
     The files are in `projections` of `XTK_CACHE`, else of `~/.cache/xtk`, named by a hash of everything that the
@@ -152,7 +152,7 @@ def _cache_key(header: dict[str, Any], top_k: int | None) -> str:
     return sha256(canonical_json([VERSION, header, top_k])).removeprefix("sha256:")
 
 
-def _read_valid_projection(path: Path) -> Projection | None:
+def _read_valid_projection(path: Path) -> SparseProjection | None:
     try:
         return read_projection(path) if path.is_file() else None
     except (XtkError, OSError):

@@ -17,7 +17,7 @@ from xtk.artifacts.json_validation import any_json, check_schema, integer, json_
 from xtk.artifacts.output_claims import FileKind
 from xtk.errors import CorruptError, XtkError
 from xtk.projection.coverage_audit import VOCABULARY_KEYS
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 
 FORMAT, VERSION = "xtk-projection", 2
 TENSOR_DTYPES = {
@@ -65,7 +65,7 @@ _HEADER_SCHEMA = json_object(
 )
 
 
-def write_projection(projection: Projection, path: Path, *, keep_others: bool = True) -> None:
+def write_projection(projection: SparseProjection, path: Path, *, keep_others: bool = True) -> None:
     """Write a projection; equal projections give equal bytes.
 
     Raises:
@@ -160,7 +160,7 @@ def read_projection_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def read_projection(path: Path) -> Projection:
+def read_projection(path: Path) -> SparseProjection:
     """Return the projection in a file after checking its checksum and all values.
 
     Raises:
@@ -187,7 +187,7 @@ def read_projection(path: Path) -> Projection:
     if not whole_file:
         raise CorruptError("this projection file does not match its checksum", where=str(path), hint=_REBUILD_HINT)
     header = {key: value for key, value in header.items() if key not in ("format", "version", "checksum")}
-    projection = Projection(**{name: tensors[name] for name in TENSOR_DTYPES}, header=header)
+    projection = SparseProjection(**{name: tensors[name] for name in TENSOR_DTYPES}, header=header)
     try:
         projection.validate()
     except XtkError as wrong:
@@ -200,7 +200,7 @@ def _checksum(header: dict[str, Any], tensors: dict[str, Any]) -> str:
     return sha256(stated.encode() + b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in TENSOR_DTYPES))
 
 
-def _read_requested_projection(path: Path, request: dict[str, Any]) -> Projection:
+def _read_requested_projection(path: Path, request: dict[str, Any]) -> SparseProjection:
     """Return the projection in a file after comparing its header.
 
     Raises:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS
 from xtk.losses.loss_interface import LossInputs, range_indices, span_ranges
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ class ByProjection:
     mapped_ids: NDArray[np.int32]
 
     @classmethod
-    def from_projection(cls, projection: Projection) -> ByProjection:
+    def from_projection(cls, projection: SparseProjection) -> ByProjection:
         """Return the matching by the largest weight of each row, the lowest id on ties."""
         rows = projection.entry_rows
         order = np.lexsort((projection.teacher_ids, -projection.weights, rows))

@@ -13,7 +13,7 @@ from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.projection.coverage_audit import audit_projection
 from xtk.projection.methods.byte_partition import partition_vocabularies
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
 from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
 from xtk.tokens.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def build_projection(
     *,
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
-) -> Projection:
+) -> SparseProjection:
     """Return the projection of two tokenizers.
 
     Tokens of equal bytes get one entry of weight 1 (except with `cooccurrence`); special tokens are matched by role,
@@ -171,7 +171,7 @@ def assemble_projection(
     weights: NDArray[np.floating[Any]],
     shape: tuple[int, int],
     header: dict[str, Any],
-) -> Projection:
+) -> SparseProjection:
     """Return a projection of entries in any order; duplicate entries are added.
 
     Sums that are 0 in float32 are dropped.
@@ -182,7 +182,7 @@ def assemble_projection(
     kept = np.minimum(summed, 1).astype(np.float32)
     places, kept = places[kept > 0], kept[kept > 0]
     counts = np.bincount(places // shape[1], minlength=shape[0]) if len(places) else np.zeros(shape[0], np.int64)
-    return Projection(
+    return SparseProjection(
         row_offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64),
         teacher_ids=(places % shape[1]).astype(np.int32),
         weights=kept,

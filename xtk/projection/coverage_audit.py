@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.token_categories import CATEGORIES, PARTIAL_UTF8, SPECIAL, token_categories
 from xtk.projection.vocabulary_pair import VocabularyPair
 
@@ -25,7 +25,7 @@ VOCABULARY_KEYS = ("student_tokens", "unmatched_student_tokens", "teacher_tokens
 
 
 def audit_projection(
-    projection: Projection,
+    projection: SparseProjection,
     pair: VocabularyPair,
     student_special_ids: NDArray[np.int32],
     teacher_special_ids: NDArray[np.int32],
@@ -74,7 +74,7 @@ def audit_projection(
     }
 
 
-def refresh_audit(projection: Projection) -> dict[str, Any]:
+def refresh_audit(projection: SparseProjection) -> dict[str, Any]:
     """Return the part of the audit that needs no tokenizers, for a pruned or merged projection.
 
     Unmapped mass, unmapped and padding rows and unreachable tokens are counted again. The number of exact rows, and the
@@ -131,7 +131,7 @@ def _is_critical(figures: Mapping[str, Any], side: str) -> bool:
     return bool(tokens >= MIN_CRITICAL_TOKENS and unmatched >= CRITICAL_FRACTION * tokens)
 
 
-def _exact_rows(projection: Projection, pair: VocabularyPair) -> NDArray[np.bool_]:
+def _exact_rows(projection: SparseProjection, pair: VocabularyPair) -> NDArray[np.bool_]:
     students = len(pair.student)
     single = np.flatnonzero(np.diff(projection.row_offsets)[:students] == 1)
     entries = projection.row_offsets[single]

@@ -10,12 +10,12 @@ import numpy as np
 
 from xtk.errors import MismatchError, XtkError
 from xtk.projection.coverage_audit import refresh_audit
-from xtk.projection.projection import IDENTITY_KEYS, Projection, format_tokenizer
+from xtk.projection.projection import IDENTITY_KEYS, SparseProjection, format_tokenizer
 
 _HEADER_KEYS = ("method", "options", "special_tokens", "prunings", "merges")
 
 
-def merge_projections(first: Projection, others: Sequence[tuple[Projection, float]]) -> Projection:
+def merge_projections(first: SparseProjection, others: Sequence[tuple[SparseProjection, float]]) -> SparseProjection:
     """Return the weighted average `(1 - sum_i w_i) W + sum_i w_i W_i`.
 
     Args:
@@ -59,7 +59,7 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
     return dataclasses.replace(merged, header={**header, "audit": refresh_audit(merged)})
 
 
-def _weighted_sum(parts: Sequence[tuple[Projection, float]]) -> Projection:
+def _weighted_sum(parts: Sequence[tuple[SparseProjection, float]]) -> SparseProjection:
     first = parts[0][0]
     width = first.teacher_width
     keys = np.concatenate([part.entry_rows.astype(np.int64) * width + part.teacher_ids for part, _ in parts])
@@ -76,11 +76,11 @@ def _weighted_sum(parts: Sequence[tuple[Projection, float]]) -> Projection:
     )
 
 
-def _merge_record(projection: Projection) -> dict[str, Any]:
+def _merge_record(projection: SparseProjection) -> dict[str, Any]:
     return {key: projection.header[key] for key in _HEADER_KEYS if key in projection.header}
 
 
-def _check_same_pair(first: Projection, other: Projection) -> None:
+def _check_same_pair(first: SparseProjection, other: SparseProjection) -> None:
     for side in ("student", "teacher"):
         one, two = first.header.get(side, {}), other.header.get(side, {})
         if any(one.get(key) != two.get(key) for key in IDENTITY_KEYS):

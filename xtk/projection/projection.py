@@ -91,7 +91,7 @@ class ProjectionColumns:
 
 
 @dataclass(frozen=True)
-class Projection:
+class SparseProjection:
     """W in compressed sparse rows. Row v maps the probability of student token v to teacher tokens.
 
     Attributes:
@@ -144,7 +144,7 @@ class Projection:
         )
 
     @classmethod
-    def identity(cls, width: int) -> Projection:
+    def identity(cls, width: int) -> SparseProjection:
         """Return the identity projection, for equal tokenizers."""
         tokens = np.arange(width, dtype=np.int32)
         return cls(np.arange(width + 1, dtype=np.int64), tokens, np.ones(width, np.float32), tokens, tokens)

@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.projection.coverage_audit import refresh_audit
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 
 
 def prune_projection(
-    projection: Projection,
+    projection: SparseProjection,
     *,
     top_k: int | None = None,
     min_weight: float = 0.0,
     mass: float = 1.0,
     renormalize: bool = False,
-) -> Projection:
+) -> SparseProjection:
     """Return a projection with only the largest weights of each row.
 
     An entry is kept if it passes all limits, each applied to the row before pruning. Pruning with the options of the
@@ -64,7 +64,7 @@ def prune_projection(
     return dataclasses.replace(pruned, header={**pruned.header, "audit": refresh_audit(pruned)})
 
 
-def _order_by_weight(projection: Projection) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _order_by_weight(projection: SparseProjection) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return for each entry the number of larger weights in its row, and their sum."""
     rows, weights = projection.entry_rows, projection.weights.astype(np.float64)
     order = np.lexsort((projection.teacher_ids, -weights, rows))
@@ -76,7 +76,7 @@ def _order_by_weight(projection: Projection) -> tuple[NDArray[np.int64], NDArray
     return rank, before
 
 
-def _keep_entries(projection: Projection, keep: NDArray[np.bool_], renormalize: bool) -> Projection:
+def _keep_entries(projection: SparseProjection, keep: NDArray[np.bool_], renormalize: bool) -> SparseProjection:
     rows = projection.entry_rows[keep]
     weights = projection.weights[keep]
     counts = np.bincount(rows, minlength=projection.student_width)

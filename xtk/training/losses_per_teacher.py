@@ -22,7 +22,7 @@ from xtk.losses.loss_interface import ComparisonSpace, Loss
 from xtk.losses.loss_spec import LossSpec, parse_losses
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
-from xtk.projection.projection import IDENTITY_KEYS, Projection, format_tokenizer
+from xtk.projection.projection import IDENTITY_KEYS, SparseProjection, format_tokenizer
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ class DistillationTeacher:
     path: str
     source: TeacherCache | OnlineTeacher
     student: Tokenizer
-    named_projection: tuple[Path, Projection] | None = None
+    named_projection: tuple[Path, SparseProjection] | None = None
     _comparison_spaces: dict[str, ComparisonSpace] = field(default_factory=dict)
 
     @property
@@ -93,7 +93,7 @@ class DistillationTeacher:
         return self.source.teacher_tokenizer
 
     @cached_property
-    def projection(self) -> Projection:
+    def projection(self) -> SparseProjection:
         """The given projection, or else one that is built (or loaded from the projection cache)."""
         if self.named_projection is not None:
             return self.named_projection[1]
@@ -166,7 +166,7 @@ class DistillationTeacher:
         if kind == "bytes":
             return cached_next_bytes(self.student, self.tokenizer)
         if kind == "tokens":
-            return Projection.identity(len(self.student)).columns.pad_columns(width)
+            return SparseProjection.identity(len(self.student)).columns.pad_columns(width)
         return self.projection.columns.pad_columns(width)
 
     def token_matching(self, comparison_spaces: Collection[str]) -> TokenMatching:
@@ -238,7 +238,9 @@ def number_duplicate_names(names: list[str]) -> list[str]:
     ]
 
 
-def _projection_mismatch(path: Path, projection: Projection, teacher: DistillationTeacher) -> MismatchError | None:
+def _projection_mismatch(
+    path: Path, projection: SparseProjection, teacher: DistillationTeacher
+) -> MismatchError | None:
     """Return the error of a projection for another pair; chat templates may differ, as they do not matter."""
     hint = "run xtk build-projection STUDENT TEACHER -o ... with this student and the teacher of this cache"
     built_for, student = projection.header["student"], tokenizer_identity(teacher.student)

@@ -25,7 +25,7 @@ from xtk.artifacts.run_folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, r
 from xtk.artifacts.run_folders import CHECKPOINT, ROLLOUTS_FILE, list_checkpoints
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher
@@ -89,7 +89,7 @@ class OnPolicySource(OnlineSource):
         student: Tokenizer,
         teachers: Sequence[OnlineTeacher],
         route_names: Sequence[str],
-        projections: Sequence[Projection | None],
+        projections: Sequence[SparseProjection | None],
         combine_caches: CombineCaches,
     ) -> None:
         placeholders = [prompt.document for prompt in prompts for _ in range(completions_per_prompt)]
@@ -163,7 +163,7 @@ def teacher_candidate_ids(
     top_ids: NDArray[np.int32] | None,
     student: Tokenizer,
     teacher: Tokenizer,
-    projection: Projection | None,
+    projection: SparseProjection | None,
 ) -> list[NDArray[np.int32]]:
     """Return the candidate tokens for a teacher to score at each of its trained tokens.
 
@@ -191,7 +191,7 @@ def teacher_candidate_ids(
     return [lists[position] for position in positions.tolist()]
 
 
-def _project_ids(ids: NDArray[np.int32], projection: Projection | None) -> NDArray[np.int32]:
+def _project_ids(ids: NDArray[np.int32], projection: SparseProjection | None) -> NDArray[np.int32]:
     if projection is None:
         return ids
     edges = projection.row_offsets

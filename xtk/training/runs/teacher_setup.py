@@ -16,7 +16,7 @@ from xtk.errors import MismatchError, XtkError
 from xtk.losses import LOSSES
 from xtk.losses.loss_term import LossTerm
 from xtk.name_registry import load_registered
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.combine_teachers import TeacherEnsemble
 from xtk.training.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
@@ -269,5 +269,5 @@ def _losses_on_mixture(assigned: Sequence[AssignedLoss], teachers: Sequence[Dist
     return [one if one.teacher is None else replace(one, teacher=0) for one in losses]
 
 
-def _projection_fingerprint(projection: Projection) -> str:
+def _projection_fingerprint(projection: SparseProjection) -> str:
     return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())
