@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import small_inputs
 
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 
@@ -39,9 +39,11 @@ def unfinished(cache: Path, folder: Path) -> Path:
     return folder
 
 
-def resumed(cache: TeacherCache, folder: Path) -> CacheWriter:
+def resumed(cache: TeacherCache, folder: Path) -> ShardedCacheWriter:
     """Open an unfinished copy of a cache as the writer of the same request does."""
-    return CacheWriter(LocalFolder(folder), cache.header, [entry["documents"] for entry in cache.manifest["shards"]])
+    return ShardedCacheWriter(
+        LocalFolder(folder), cache.header, [entry["documents"] for entry in cache.manifest["shards"]]
+    )
 
 
 def numbers(cache: TeacherCache) -> list[bytes]:

@@ -16,7 +16,7 @@ import pytest
 import small_caches
 from forged_arrow_process import places_of
 
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -117,7 +117,7 @@ def test_absurd_numbers_in_a_shard_with_right_checksums_are_refused(caches, tmp_
     else:
         ids[0] = 300_000_000 if what == "token" else -5
         row = tokens_with(row, ids=ids)
-    writer = CacheWriter(
+    writer = ShardedCacheWriter(
         LocalFolder(tmp_path / "forged"), {**cache.header, "data": {**cache.header["data"], "documents": 1}}, [1]
     )
     writer.write_shard(0, [row])

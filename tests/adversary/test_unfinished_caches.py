@@ -13,7 +13,7 @@ import pytest
 import small_caches
 
 from xtk.artifacts.cache_manifest import shard_file_name
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.shard_writing import ShardPosition, check_file_checksum
 from xtk.artifacts.storage_folders import open_folder
@@ -229,7 +229,7 @@ def test_damage_in_a_remote_folder_is_found_too(packed, tmp_path, protocol):
         with place.write(entry["file"]) as temporary:
             temporary.write_bytes(damaged.get(entry["file"]) or (packed / entry["file"]).read_bytes())
     rows = [entry["documents"] for entry in cache.manifest["shards"]]
-    assert CacheWriter(place, cache.header, rows).missing_shards() == [0, 1]
+    assert ShardedCacheWriter(place, cache.header, rows).missing_shards() == [0, 1]
 
 
 def test_a_damaged_shard_of_an_unfinished_merge_is_replaced(packed, raw, run, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_teacher_cache import row_of
 
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
@@ -26,7 +26,7 @@ FILES = {"tokenizer.json": b'{"model": {}}', "tokenizer_config.json": b"{}", "ch
 def cache(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("flips") / "cache"
     draw = np.random.default_rng(0)
-    writer = CacheWriter(LocalFolder(folder), HEADER, [len(texts) for texts in TEXTS])
+    writer = ShardedCacheWriter(LocalFolder(folder), HEADER, [len(texts) for texts in TEXTS])
     for number, texts in enumerate(TEXTS):
         writer.write_shard(number, [row_of(Document.from_text(text), 2, draw) for text in texts])
     writer.write_shared_files(FILES)

@@ -16,7 +16,7 @@ from test_teacher_cache import DOCUMENTS, HEADER, ScoredDocument, assert_equal, 
 from xtk.artifacts.cache_manifest import cache_totals
 from xtk.artifacts.cache_merging import merge_caches
 from xtk.artifacts.cache_output import CACHE
-from xtk.artifacts.cache_writer import CacheWriter, write_cache_manifest
+from xtk.artifacts.cache_writer import ShardedCacheWriter, write_cache_manifest
 from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
@@ -52,7 +52,7 @@ def write(
     sizes: list[int],
     others: dict[str, bytes] | None = None,
 ) -> str:
-    writer = CacheWriter(open_folder(place), header, sizes)
+    writer = ShardedCacheWriter(open_folder(place), header, sizes)
     ends = np.cumsum([0, *sizes]).tolist()
     for number in range(len(sizes)):
         writer.write_shard(number, rows[ends[number] : ends[number + 1]])
@@ -164,7 +164,7 @@ def test_a_merge_that_was_killed_is_done_again_and_ends_equal(caches, tmp_path):
 
 
 def test_the_unfinished_cache_of_another_request_is_not_written_over(caches, rows, tmp_path):
-    writer = CacheWriter(open_folder(tmp_path / "out"), header_of("d"), [3, 1])
+    writer = ShardedCacheWriter(open_folder(tmp_path / "out"), header_of("d"), [3, 1])
     writer.write_shard(0, rows[:3])
     with pytest.raises(XtkError, match="the output folder contains an unfinished cache with different inputs"):
         merge_caches([caches["a"]], str(tmp_path / "out"))
@@ -214,7 +214,7 @@ def test_rows_that_are_not_there_are_refused(caches, tmp_path, stretch):
 
 
 def test_neither_an_unfinished_input_nor_the_output_among_them_is_taken(caches, rows, tmp_path):
-    CacheWriter(open_folder(tmp_path / "unfinished"), header_of("d"), [3, 1]).write_shard(0, rows[:1])
+    ShardedCacheWriter(open_folder(tmp_path / "unfinished"), header_of("d"), [3, 1]).write_shard(0, rows[:1])
     with pytest.raises(XtkError, match="this teacher cache is unfinished"):
         merge_caches([caches["a"], str(tmp_path / "unfinished")], str(tmp_path / "out"))
     with pytest.raises(XtkError, match="the output folder is one of the caches to merge"):

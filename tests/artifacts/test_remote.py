@@ -14,7 +14,7 @@ import pytest
 from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of, row_of, write
 
 from xtk.artifacts.cache_output import CACHE, remove_cache
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.storage_folders import LocalFolder, RemoteFolder, StorageFolder, open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -48,8 +48,8 @@ def stored(place: str) -> dict[str, bytes]:
     return {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.find(root)}
 
 
-def write_to(folder: StorageFolder, rows, numbers=range(len(SIZES))) -> CacheWriter:
-    writer = CacheWriter(folder, HEADER, SIZES)
+def write_to(folder: StorageFolder, rows, numbers=range(len(SIZES))) -> ShardedCacheWriter:
+    writer = ShardedCacheWriter(folder, HEADER, SIZES)
     firsts = [sum(SIZES[:number]) for number in range(len(SIZES))]
     for number in numbers:
         writer.write_shard(number, rows[firsts[number] : firsts[number] + SIZES[number]])
@@ -70,7 +70,7 @@ def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(place, r
     write(tmp_path / "local", rows).finish()
     write_to(RemoteFolder(place), rows, [0, 2])
     assert CACHE.find_finished(RemoteFolder(place), HEADER) is None
-    writer = CacheWriter(RemoteFolder(place), HEADER, SIZES)
+    writer = ShardedCacheWriter(RemoteFolder(place), HEADER, SIZES)
     assert writer.missing_shards() == [1, 3]
     write_to(RemoteFolder(place), rows, [1, 3]).finish()
     assert stored(place) == files_of(tmp_path / "local")
@@ -191,7 +191,9 @@ def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tm
             assert "network" in caught.value.hint
     finally:
         store.cut(False)
-    write_to(RemoteFolder(at_s3), rows, CacheWriter(RemoteFolder(at_s3), HEADER, SIZES).missing_shards()).finish()
+    write_to(
+        RemoteFolder(at_s3), rows, ShardedCacheWriter(RemoteFolder(at_s3), HEADER, SIZES).missing_shards()
+    ).finish()
     write(tmp_path / "local", rows).finish()
     assert stored(at_s3) == files_of(tmp_path / "local")
 

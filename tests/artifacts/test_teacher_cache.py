@@ -15,7 +15,7 @@ import pytest
 from xtk.artifacts.cache_manifest import cache_totals
 from xtk.artifacts.cache_output import CACHE, remove_cache
 from xtk.artifacts.cache_shard import CacheShard, StoredDocument
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -91,8 +91,8 @@ def rows() -> list[ScoredDocument]:
     return [row_of(document, 4, draw) for document in DOCUMENTS]
 
 
-def write(folder: Path, rows: list[ScoredDocument], numbers: list[int] | None = None) -> CacheWriter:
-    writer = CacheWriter(LocalFolder(folder), HEADER, SIZES)
+def write(folder: Path, rows: list[ScoredDocument], numbers: list[int] | None = None) -> ShardedCacheWriter:
+    writer = ShardedCacheWriter(LocalFolder(folder), HEADER, SIZES)
     firsts = np.cumsum([0, *SIZES]).tolist()
     for number in range(len(SIZES)) if numbers is None else numbers:
         writer.write_shard(number, rows[firsts[number] : firsts[number + 1]])
@@ -137,7 +137,7 @@ def test_rows_are_read_back_exactly_in_any_order(cache, rows):
 def test_an_infinite_or_missing_number_comes_back_as_it_was(tmp_path):
     row = row_of(Document.from_text("Anna"), 2, np.random.default_rng(0))
     row.stored_logprobs.logprobs[:2] = [-np.inf, np.nan]
-    writer = CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
+    writer = ShardedCacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
     writer.write_shard(0, [row])
     writer.finish()
     assert_equal(TeacherCache(tmp_path / "cache").read_document(0), row)
@@ -200,7 +200,7 @@ def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(cache, r
     folder = tmp_path / "interrupted"
     assert write(folder, rows, numbers=[0, 2]).missing_shards() == [1, 3]
     (folder / ".xtk-tmp-123-shard-00001.arrow").write_bytes(b"killed while writing")
-    missing = CacheWriter(LocalFolder(folder), HEADER, SIZES).missing_shards()
+    missing = ShardedCacheWriter(LocalFolder(folder), HEADER, SIZES).missing_shards()
     assert missing == [1, 3]
     write(folder, rows, numbers=missing).finish()
     assert files_of(folder) == files_of(cache)
@@ -285,7 +285,9 @@ def test_a_manifest_cut_short_is_refused(cache):
 
 
 def test_a_shard_of_another_cache_is_refused(cache, rows, tmp_path):
-    other = CacheWriter(LocalFolder(tmp_path / "other"), {**HEADER, "options": {"top_k": 4, "max_length": 129}}, SIZES)
+    other = ShardedCacheWriter(
+        LocalFolder(tmp_path / "other"), {**HEADER, "options": {"top_k": 4, "max_length": 129}}, SIZES
+    )
     other.write_shard(1, rows[3:4])
     shutil.copy(tmp_path / "other/shard-00001.arrow", cache)
     assert failure_of(cache).where.endswith("shard-00001.arrow")
@@ -309,8 +311,8 @@ def test_a_cache_of_another_request_is_refused_naming_what_differs(cache, rows, 
     write(unfinished, rows, numbers=[0])
     for request in (
         lambda: CACHE.find_finished(LocalFolder(cache), wanted),
-        lambda: CacheWriter(LocalFolder(cache), wanted, SIZES),
-        lambda: CacheWriter(LocalFolder(unfinished), wanted, SIZES),
+        lambda: ShardedCacheWriter(LocalFolder(cache), wanted, SIZES),
+        lambda: ShardedCacheWriter(LocalFolder(unfinished), wanted, SIZES),
     ):
         with pytest.raises(
             XtkError, match="the output folder contains a cache with different inputs or options"
@@ -326,7 +328,7 @@ def test_a_damaged_shard_of_an_unfinished_cache_is_named_and_written_again(cache
     raw = path.read_bytes()
     for size in (0, 7, len(raw) // 2, len(raw) - 1):
         path.write_bytes(raw[:size])
-        assert CacheWriter(LocalFolder(folder), HEADER, SIZES).missing_shards() == [1, 2, 3]
+        assert ShardedCacheWriter(LocalFolder(folder), HEADER, SIZES).missing_shards() == [1, 2, 3]
         assert f"{path}: this shard " in capsys.readouterr().err
     write(folder, rows, numbers=[1, 2, 3]).finish()
     assert files_of(folder) == files_of(cache)
@@ -335,7 +337,7 @@ def test_a_damaged_shard_of_an_unfinished_cache_is_named_and_written_again(cache
 def test_a_folder_with_other_things_is_neither_written_to_nor_removed(cache):
     (cache / "thesis.tex").write_text("precious")
     for request in (
-        lambda: CacheWriter(LocalFolder(cache), HEADER, SIZES),
+        lambda: ShardedCacheWriter(LocalFolder(cache), HEADER, SIZES),
         lambda: remove_cache(LocalFolder(cache)),
     ):
         with pytest.raises(XtkError, match=r"this folder contains files that xtk did not write \(thesis.tex\)"):
@@ -346,7 +348,7 @@ def test_a_folder_with_other_things_is_neither_written_to_nor_removed(cache):
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(XtkError, match="a cache must be a folder"):
-        CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
+        ShardedCacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
 
 
 def test_a_removed_cache_leaves_an_empty_folder(cache):
@@ -368,7 +370,7 @@ def asking(rows: list[ScoredDocument]) -> list[ScoredDocument]:
 
 def write_asked(folder: Path, rows: list[ScoredDocument]) -> Path:
     header = {**HEADER, "data": {**HEADER["data"], "optional_columns": ["weight", "route"]}}
-    writer = CacheWriter(LocalFolder(folder), header, [5, 5])
+    writer = ShardedCacheWriter(LocalFolder(folder), header, [5, 5])
     writer.write_shard(0, rows[:5])
     writer.write_shard(1, rows[5:])
     writer.finish()

@@ -16,7 +16,7 @@ import torch
 from measurement import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.storage_folders import LocalFolder
 from xtk.models.causal_lm import silence_transformers
@@ -46,7 +46,7 @@ def main() -> None:
         request = TeacherConfig(folder, name, Tokenizer(folder), "float32", BATCH_TOKENS, support=support)
         teacher = TransformersTeacher(request)
         header = {"codec": {"name": "raw", "num_samples": 0, "num_sample_sets": 0}}
-        writer = CacheWriter(LocalFolder(Path(name) / "cache"), header, [len(documents)])
+        writer = ShardedCacheWriter(LocalFolder(Path(name) / "cache"), header, [len(documents)])
         batches = []
         for batch in batches_by_length([len(document) for document in tokens], BATCH_TOKENS):
             ids = torch.zeros(len(batch), max(len(tokens[at]) for at in batch), dtype=torch.int64)

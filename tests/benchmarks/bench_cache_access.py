@@ -21,7 +21,7 @@ import numpy as np
 from calibrated_teacher import held_out, language_model
 from measurement import report
 
-from xtk.artifacts.cache_writer import CacheWriter, store_shard
+from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
 from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
 from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.storage_folders import LocalFolder
@@ -45,7 +45,9 @@ def cache_at(folder: Path, precision: str, rows: list[ScoredDocument], ranks: Vo
     """Write a cache."""
     codec = {"name": PRECISION_CODECS[precision], "precision": precision, "num_samples": 0, "num_sample_sets": 0}
     codec["vocabulary_order"] = ranks.file_name
-    writer = CacheWriter(LocalFolder(folder), {"codec": codec, "data": {"documents": SHARDS * ROWS}}, [ROWS] * SHARDS)
+    writer = ShardedCacheWriter(
+        LocalFolder(folder), {"codec": codec, "data": {"documents": SHARDS * ROWS}}, [ROWS] * SHARDS
+    )
     writer.write_shared_files({ranks.file_name: ranks.file_content})
     for number in range(SHARDS):
         some = [rows[(number * ROWS + at) % len(rows)] for at in range(ROWS)]

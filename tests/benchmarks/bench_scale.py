@@ -28,7 +28,7 @@ from test_teacher_cache import HEADER, row_of
 from xtk.artifacts.cache_manifest import read_cache_manifest, shard_file_name
 from xtk.artifacts.cache_merging import merge_caches
 from xtk.artifacts.cache_shard import CacheShard
-from xtk.artifacts.cache_writer import CacheWriter, write_cache_manifest
+from xtk.artifacts.cache_writer import ShardedCacheWriter, write_cache_manifest
 from xtk.artifacts.shard_writing import ShardPosition, write_shard
 from xtk.artifacts.storage_folders import LocalFolder, open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -117,7 +117,9 @@ def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
     for number in range(total - 1):
         write_shard(unfinished / shard_file_name(number), header, ShardPosition(number, number * ROWS, ROWS), rows)
     sizes = [ROWS] * (total - 1) + [1]
-    writer = measure("resuming a writer, every shard read", lambda: CacheWriter(LocalFolder(unfinished), header, sizes))
+    writer = measure(
+        "resuming a writer, every shard read", lambda: ShardedCacheWriter(LocalFolder(unfinished), header, sizes)
+    )
     writer.write(total - 1, [row_of(Document.from_text("the last row"), 4, draw)])
     measure("finishing it", writer.finish)
     return [(f"{what} ({total:,} shards)", f"{took:.1f} s", "30 s") for what, took in found]
@@ -146,14 +148,15 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
             sys.stderr.write(f"{what}: {told}; {took:.1f} s\n")
 
         def write() -> None:
-            writer = CacheWriter(open_folder("s3://bucket/one"), header, [1] * OBJECTS)
+            writer = ShardedCacheWriter(open_folder("s3://bucket/one"), header, [1] * OBJECTS)
             for number in range(OBJECTS):
                 writer.write_shard(number, rows)
             writer.finish()
 
         count("writing", write)
         count(
-            "resuming, nothing is missing", lambda: CacheWriter(open_folder("s3://bucket/one"), header, [1] * OBJECTS)
+            "resuming, nothing is missing",
+            lambda: ShardedCacheWriter(open_folder("s3://bucket/one"), header, [1] * OBJECTS),
         )
         count("merging on the store", lambda: merge_caches(["s3://bucket/one"], "s3://bucket/two"))
         count("opening", lambda: TeacherCache("s3://bucket/two"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.cache_statistics import bytes_by_section
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -102,7 +102,7 @@ def copy_of(cache: TeacherCache, folder: Path, change) -> Path:
         change(arrays)
         rows.append(ScoredDocument(row.document, row.tokens, type(scores)(**arrays)))
     codec = {"name": "raw", **{name: cache.header["codec"][name] for name in ("num_samples", "num_sample_sets")}}
-    writer = CacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, [len(rows)])
+    writer = ShardedCacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, [len(rows)])
     writer.write_shard(0, rows)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(cache.folder.name) / file, folder)

@@ -265,10 +265,28 @@ def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:
 
 
 class StoredDocument:
-    """One document of a cache; each part is decoded when it is first used."""
+    """One document of a cache; each part is decoded when it is first used.
+
+    Attributes:
+        index: the index of the document in its cache; None for a shard without a cache.
+    """
 
     def __init__(self, shard: CacheShard, number: int, sample_set: int | None) -> None:
         self._shard, self.columns, self._number, self._sample_set = shard, shard.columns, number, sample_set
+        self.index: int | None = None
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The header of its cache: teacher, data and options."""
+        return self._shard.header
+
+    def with_sample_set(self, sample_set: int | None) -> StoredDocument:
+        """Return the same document with another set of samples; None: only exact entries."""
+        if sample_set == self._sample_set:
+            return self
+        other = StoredDocument(self._shard, self._number, sample_set)
+        other.index = self.index
+        return other
 
     @cached_property
     def document(self) -> Document:

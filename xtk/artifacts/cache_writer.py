@@ -35,7 +35,7 @@ from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError
 
 
-class CacheWriter:
+class ShardedCacheWriter:
     """Writes a cache shard by shard; an interrupted run continues with the missing shards.
 
     Without a manifest, only a shard itself states its content. Every existing shard is therefore read completely and

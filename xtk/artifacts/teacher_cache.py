@@ -37,6 +37,7 @@ from xtk.artifacts.cache_shard import (
 from xtk.artifacts.shard_writing import check_file_checksum
 from xtk.artifacts.storage_folders import StorageFolder, open_folder
 from xtk.errors import CorruptError, XtkError
+from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.tokenizer import Tokenizer
 
 MAX_OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
@@ -79,7 +80,9 @@ def check_unfinished_cache(folder: StorageFolder) -> None:
 
 
 class TeacherCache:
-    """A finished cache, memory-mapped, with random access to documents.
+    """A finished cache, memory-mapped, with random access to documents; also a map-style dataset for DataLoaders.
+
+    `len(cache)` is the number of documents, `cache[i]` document i, and iterating reads all in order.
 
     Opening a cache checks the sizes of all shards. The first access to a shard verifies everything except the
     documents; each document is verified when it is read.
@@ -125,6 +128,32 @@ class TeacherCache:
     def __iter__(self) -> Iterator[StoredDocument]:
         return (self.read_document(number) for number in range(len(self)))
 
+    def __getitem__(self, number: int) -> StoredDocument:
+        """Return one document: `.document` (its text), `.tokens` (the teacher's) and `.teacher_logprobs`.
+
+        Raises:
+            IndexError: there is no such document.
+            CorruptError: the document does not match its checksum.
+        """
+        return self.read_document(number)
+
+    def logprobs(self, number: int, sample_set: int | None = 0) -> TeacherLogprobs:
+        """Return the teacher's log-probabilities of a document, in nats, normalized over its whole vocabulary.
+
+        Args:
+            number: index of the document.
+            sample_set: as in `read_document`.
+
+        Returns:
+            For P trained positions: the token ids and log-probabilities of each (`ids[offsets[p]:offsets[p + 1]]`), the
+            probability of all others (`remainder_mass`), and of the observed token (`observed_logprobs`).
+
+        Raises:
+            IndexError: there is no such document.
+            CorruptError: the document does not match its checksum.
+        """
+        return self.read_document(number, sample_set).teacher_logprobs
+
     def read_document(self, number: int, sample_set: int | None = 0) -> StoredDocument:
         """Return one document.
 
@@ -142,11 +171,13 @@ class TeacherCache:
         at = number - self._first_rows[shard]
         opened = self._open(shard)
         try:
-            return opened.read_document(at, sample_set)
+            found = opened.read_document(at, sample_set)
         except CorruptError as wrong:
             raise CorruptError(
                 wrong.what, where=wrong.where, hint=repair_hint(self.folder, self._shard_file(shard))
             ) from None
+        found.index = int(number)
+        return found
 
     @property
     def teacher_tokenizer(self) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,12 @@ def sharding_options(request: CacheRequest) -> ShardingOptions:
 
 def make_vocabulary_order(request: CacheRequest, tokenizer: Tokenizer, plan: ShardPlan) -> VocabularyOrder | None:
     """Return the vocabulary sorted by frequency in the data; None if the codec of the request does not need it."""
-    codec: type[Codec] = load_registered(CODECS, codec_for_precision(request.precision), "codec")
+    return vocabulary_order_for(request.precision, tokenizer, plan)
+
+
+def vocabulary_order_for(precision: str, tokenizer: Tokenizer, plan: ShardPlan) -> VocabularyOrder | None:
+    """Return the vocabulary sorted by frequency in the data; None if the codec of a precision does not need it."""
+    codec: type[Codec] = load_registered(CODECS, codec_for_precision(precision), "codec")
     return (
         VocabularyOrder.from_counts(plan.token_counts, tokenizer.vocabulary.byte_lengths)
         if codec.needs_vocabulary_order
@@ -146,7 +152,49 @@ def make_cache_header(
 ) -> dict[str, Any]:
     """Return the header of a cache: the identity of teacher, data and all options that affect its content."""
     backend = load_registered(BACKENDS, request.backend, "backend")
-    support = request.support
+    return compose_cache_header(
+        tokenizer,
+        plan,
+        vocabulary_order,
+        support=request.support,
+        precision=request.precision,
+        name=request.teacher_short_name,
+        weights=backend.weights_identity(request.teacher_folder, request.backend_options),
+        options={
+            "entropy": backend.entropy_kind,
+            "dtype": request.dtype,
+            "backend": request.backend,
+            "long_documents": request.long_documents,
+            "max_length": request.max_length,
+            "batch_tokens": request.batch_tokens,
+            "shard_tokens": request.shard_tokens,
+        },
+    )
+
+
+def compose_cache_header(
+    tokenizer: Tokenizer,
+    plan: ShardPlan,
+    vocabulary_order: VocabularyOrder | None,
+    *,
+    support: Support,
+    precision: str,
+    name: str,
+    weights: str,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the header of a cache, from a request or of log-probabilities from elsewhere.
+
+    Args:
+        tokenizer: the teacher's.
+        plan: the documents.
+        vocabulary_order: of the cache, if the codec needs it.
+        support: which entries of each distribution are stored.
+        precision: of the stored log-probabilities.
+        name: the teacher's name.
+        weights: identity of its weights.
+        options: further options that affect the content.
+    """
     sampling = {"num_samples": support.num_samples, "num_sample_sets": support.num_sample_sets, "seed": support.seed}
     parameters: dict[str, dict[str, Any]] = {
         "top-k": {"top_k": support.top_k},
@@ -159,21 +207,21 @@ def make_cache_header(
         raise XtkError(
             f"--top-k is {support.top_k:,}, but must be at most the teacher's vocabulary size "
             f"{tokenizer.embedding_rows:,}",
-            where=request.teacher_name,
+            where=tokenizer.name,
             hint="use --top-k all for the whole vocabulary",
         )
     return {
         "kind": "teacher-cache",
         "codec": {
-            "name": codec_for_precision(request.precision),
-            "precision": request.precision,
+            "name": codec_for_precision(precision),
+            "precision": precision,
             "num_samples": support.num_samples,
             "num_sample_sets": support.num_sample_sets,
             **({} if vocabulary_order is None else {"vocabulary_order": vocabulary_order.file_name}),
         },
         "teacher": {
-            "name": request.teacher_short_name,
-            "weights": backend.weights_identity(request.teacher_folder, request.backend_options),
+            "name": name,
+            "weights": weights,
             "template": tokenizer.template_fingerprint,
             "embedding_rows": tokenizer.embedding_rows,
             "tokenizer": own["tokenizer"],
@@ -188,12 +236,6 @@ def make_cache_header(
         "options": {
             "support": support.kind,
             **parameters.get(support.kind, {}),
-            "entropy": backend.entropy_kind,
-            "dtype": request.dtype,
-            "backend": request.backend,
-            "long_documents": request.long_documents,
-            "max_length": request.max_length,
-            "batch_tokens": request.batch_tokens,
-            "shard_tokens": request.shard_tokens,
+            **options,
         },
     }

@@ -11,7 +11,7 @@ from typing import Any
 from xtk import terminal
 from xtk.artifacts.cache_manifest import cache_totals
 from xtk.artifacts.cache_output import CACHE, remove_cache
-from xtk.artifacts.cache_writer import CacheWriter, mark_cache_unfinished
+from xtk.artifacts.cache_writer import ShardedCacheWriter, mark_cache_unfinished
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.output_claims import claim_output
 from xtk.artifacts.storage_folders import open_folder
@@ -128,7 +128,7 @@ def cache_teacher(
         else:
             mark_cache_unfinished(folder)
         mine = partition.own_shards(list(range(len(plan.shards))))
-        writer = CacheWriter(folder, job.header, plan.chunks_per_shard(), mine)
+        writer = ShardedCacheWriter(folder, job.header, plan.chunks_per_shard(), mine)
         missing = partition.own_shards(writer.missing_shards())
         # Fails for a folder without write permission before the teacher is loaded.
         writer.write_shared_files(
@@ -165,7 +165,7 @@ def _open_shard_writer(
 
 
 def _write_missing_shards(
-    write: WriteShards, writer: CacheWriter, plan: ShardPlan, share: CachePartition, missing: list[int]
+    write: WriteShards, writer: ShardedCacheWriter, plan: ShardPlan, share: CachePartition, missing: list[int]
 ) -> None:
     """Write the missing shards, with a progress bar."""
     mine = share.own_shards(list(range(len(plan.shards))))

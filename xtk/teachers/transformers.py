@@ -54,7 +54,7 @@ class TransformersTeacher(TeacherBackend):
     Args:
         request: model and options. In `options`, `engine` is passed to `from_pretrained`, except `tp_size`, the
             number of tensor-parallel processes; `adapter` is the folder of a PEFT adapter; `cut` is a loaded model of
-            the caller.
+            the caller, and `weights` its identity.
 
     Raises:
         XtkError: the model cannot be loaded, or an option is invalid.
@@ -105,6 +105,8 @@ class TransformersTeacher(TeacherBackend):
     @classmethod
     def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
         """Return the fingerprints of the weights and of the adapter, and the engine options that change results."""
+        if options.get("weights"):
+            return str(options["weights"])
         engine, adapter = options.get("engine") or {}, options.get("adapter")
         changed = {
             name: value for name, value in sorted(engine.items()) if name not in PLACEMENT_OPTIONS | COMPUTE_OPTIONS

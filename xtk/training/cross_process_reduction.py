@@ -28,15 +28,13 @@ class CountedBatch(Protocol):
 
 
 class StepReduction:
-    """Sums the counts of all micro-batches of a step before the forward passes (creating one is collective).
+    """Factors of the losses of a step, from the counts of all its micro-batches.
 
     Args:
         objectives: the losses.
         score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
         teacher_names: the teachers' names in metrics.
-        micro_batches: micro-batches of this process.
-        parallel: the parallel layout.
-        device: device of the collective operations.
+        step_counts: sum of `MicroBatch.counts` over all micro-batches of all processes.
     """
 
     def __init__(
@@ -44,13 +42,10 @@ class StepReduction:
         objectives: Sequence[LossTerm],
         score_weighting: ScoreWeighting | None,
         teacher_names: Sequence[str],
-        micro_batches: Sequence[CountedBatch],
-        parallel: ParallelConfig,
-        device: torch.device,
+        step_counts: NDArray[np.float64],
     ) -> None:
         self._objectives, self._names = objectives, teacher_names
-        local_counts = np.sum([batch.counts for batch in micro_batches], axis=0)
-        rows, *rest = parallel.all_reduce_sum(torch.from_numpy(local_counts).to(device), "data").tolist()
+        rows, *rest = step_counts.tolist()
         counts, others = np.array(rest[: len(objectives)]), np.array(rest[len(objectives) :])
         teachers = len(others) // 4
         shares, tallies = others[:teachers] / (rows or 1), others[teachers:].reshape(teachers, 3)
@@ -67,6 +62,30 @@ class StepReduction:
             ]
         )
         self._distils = np.array([objective.uses_teacher for objective in objectives], np.bool_)
+
+    @classmethod
+    def of_step(
+        cls,
+        objectives: Sequence[LossTerm],
+        score_weighting: ScoreWeighting | None,
+        teacher_names: Sequence[str],
+        micro_batches: Sequence[CountedBatch],
+        parallel: ParallelConfig,
+        device: torch.device,
+    ) -> StepReduction:
+        """Return the factors of a step (collective).
+
+        Args:
+            objectives: as in the class.
+            score_weighting: as in the class.
+            teacher_names: as in the class.
+            micro_batches: micro-batches of this process.
+            parallel: the parallel layout.
+            device: device of the collective operations.
+        """
+        local_counts = torch.from_numpy(np.sum([batch.counts for batch in micro_batches], axis=0))
+        counts = parallel.all_reduce_sum(local_counts.to(device), "data").cpu().numpy()
+        return cls(objectives, score_weighting, teacher_names, counts)
 
     def term_scales(self, kd_scale: float = 1.0) -> list[float]:
         """Return the factor of each loss: its weight divided by its denominator.

@@ -178,7 +178,7 @@ class HeldOutEvaluator:
         values = np.concatenate([[nats], sums, agreed.reshape(-1)])
         nats, *rest = self._layout.all_reduce_sum(torch.from_numpy(values).to(self._device), "copies").tolist()
         agreed = np.array(rest[len(sums) :]).reshape(-1, 2)
-        reduction = StepReduction(self._objectives, self._batch_builder.score_weighting,
+        reduction = StepReduction.of_step(self._objectives, self._batch_builder.score_weighting,
             self._batch_builder.teachers, [_Counts(counts)], self._layout, self._device)  # fmt: skip
         losses = reduction.loss_metrics(rest[: len(sums)], 1.0)
         found = {"bits_per_byte": nats / math.log(2) / self._bytes, "ce": losses[CE_METRIC]}

@@ -197,28 +197,32 @@ class DistillationTeacher:
 
 
 def open_teachers(
-    caches_or_models: Sequence[str],
-    projections: Sequence[Path],
+    caches_or_models: Sequence[str | TeacherCache],
+    projections: Sequence[Path | SparseProjection],
     student: Tokenizer,
     online_teachers: Sequence[OnlineTeacher] = (),
 ) -> list[DistillationTeacher]:
     """Return the teachers of a run, with their caches opened and the given projections matched to them.
 
     Args:
-        caches_or_models: paths of caches; ignored with `online_teachers`.
-        projections: paths that the user gave.
+        caches_or_models: caches, or their paths; ignored with `online_teachers`.
+        projections: projections that the user gave, or their paths.
         student: the student's tokenizer.
         online_teachers: teachers without caches, which have read the data.
 
     Raises:
         XtkError: one of them cannot be read, or a projection matches no teacher.
     """
-    caches: list[TeacherCache | OnlineTeacher] = [*(online_teachers or map(TeacherCache, caches_or_models))]
-    paths = [teacher.request.teacher_name for teacher in online_teachers] or caches_or_models
+    caches: list[TeacherCache | OnlineTeacher] = [*(online_teachers or map(as_cache, caches_or_models))]
+    paths = [teacher.request.teacher_name for teacher in online_teachers]
+    paths = paths or [one.folder.name if isinstance(one, TeacherCache) else one for one in caches_or_models]
     names = number_duplicate_names([str(cache.header["teacher"]["name"]) for cache in caches])
     teachers = [DistillationTeacher(*three, student) for three in zip(names, paths, caches, strict=True)]
-    for path in projections:
-        projection = read_projection(path)
+    for given in projections:
+        if isinstance(given, SparseProjection):
+            path, projection = Path("projection"), given
+        else:
+            path, projection = given, read_projection(given)
         refusals = [_projection_mismatch(path, projection, teacher) for teacher in teachers]
         if all(refusals):
             raise next(filter(None, refusals))
@@ -229,6 +233,11 @@ def open_teachers(
             for teacher, refusal in zip(teachers, refusals, strict=True)
         ]
     return teachers
+
+
+def as_cache(cache: str | Path | TeacherCache) -> TeacherCache:
+    """Return a cache, opened if it is a path."""
+    return cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
 
 
 def number_duplicate_names(names: list[str]) -> list[str]:

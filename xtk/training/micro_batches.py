@@ -35,7 +35,7 @@ class MicroBatch:
         document_lengths: lengths of the packed documents and of the padding at the end; None: not packed.
         loss_positions: int64 [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
         terms: cells of each loss, not yet scaled.
-        tokens: tokens of the documents, without padding.
+        lengths: tokens of each document, without padding.
         trained_tokens: trained student tokens, weighted by the document weights.
         unaligned: int64 [teachers, 2], trained student tokens that no span of the teacher covers, and all trained
             tokens, of the documents that the teacher scored.
@@ -51,7 +51,7 @@ class MicroBatch:
     document_lengths: tuple[int, ...] | None
     loss_positions: NDArray[np.int64]
     terms: tuple[LossCells, ...]
-    tokens: int
+    lengths: tuple[int, ...]
     trained_tokens: float
     unaligned: NDArray[np.int64]
     nan_positions: int
@@ -59,6 +59,11 @@ class MicroBatch:
     teacher_weight_sums: NDArray[np.float64]
     is_text: NDArray[np.bool_]
     teacher_top1: tuple[TeacherTopTokens, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents, without padding."""
+        return sum(self.lengths)
 
     @property
     def counts(self) -> NDArray[np.float64]:
@@ -187,7 +192,7 @@ class BatchBuilder:
                 )
                 for objective in self.objectives
             ),
-            tokens=sum(len(student) for student in students),
+            lengths=tuple(len(student) for student in students),
             trained_tokens=float(weights.sum()),
             unaligned=np.array([_unaligned(of_teacher) for of_teacher in inputs_of_teachers], np.int64).reshape(-1, 2),
             nan_positions=num_nan,

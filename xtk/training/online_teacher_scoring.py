@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
-from xtk.artifacts.cache_writer import CacheWriter
+from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.corpus_reader import Corpus, InMemoryCorpus
 from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -223,10 +223,10 @@ class TeacherBlocks:
     def _write_cache(self, teacher: OnlineTeacher, job: CacheJob, stop: StopListener) -> bool:
         accelerator = self._accelerator
         shards = len(job.plan.shards)
-        writer: CacheWriter | None = None
+        writer: ShardedCacheWriter | None = None
         if accelerator.is_main_process:
             shutil.rmtree(job.location, ignore_errors=True)
-            writer = CacheWriter(open_folder(job.location), job.header, job.plan.chunks_per_shard())
+            writer = ShardedCacheWriter(open_folder(job.location), job.header, job.plan.chunks_per_shard())
         accelerator.wait_for_everyone()
         rank, ranks = accelerator.process_index, accelerator.num_processes
         if teacher.needs_subprocess:  # it uses all devices: one process is enough

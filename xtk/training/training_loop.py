@@ -333,7 +333,7 @@ def _step(
     if recipe.max_batch_tokens:  # all processes take the same number of passes; some are empty
         passes = run.parallel.all_reduce_max(len(micro_batches), device)
         micro_batches = [*micro_batches, *(builder.build([]) for _ in range(passes - len(micro_batches)))]
-    reduction = StepReduction(
+    reduction = StepReduction.of_step(
         builder.objectives, builder.score_weighting, builder.teachers, micro_batches, run.parallel, device
     )
     kd_scale = 1.0

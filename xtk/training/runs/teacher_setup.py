@@ -3,79 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xtk.artifacts.atomic_files import canonical_json, sha256
-from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses import LOSSES
-from xtk.losses.loss_term import LossTerm
 from xtk.name_registry import load_registered
 from xtk.projection.projection import SparseProjection
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.combine_teachers import TeacherEnsemble
-from xtk.training.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
 from xtk.training.held_out_evaluation import HeldOutData
-from xtk.training.losses_per_teacher import AssignedLoss, DistillationTeacher, assign_losses, open_teachers
-from xtk.training.metrics_file import metric_name
+from xtk.training.losses_per_teacher import AssignedLoss, assign_losses, open_teachers
 from xtk.training.model_card import Provenance, public_model_name
+from xtk.training.teacher_losses import TeacherLosses, combined_losses
 from xtk.training.train_config import RunPaths, TrainConfig
 
 
 @dataclass(frozen=True)
-class TeacherSetup:
+class TeacherSetup(TeacherLosses):
     """The teachers of a run, how they are combined, and their losses.
 
     Attributes:
         paths: the run's inputs.
-        tokenizer: the student's tokenizer.
-        combination: how several teachers are combined.
-        teachers: the teachers.
-        losses: the losses, each assigned to a teacher.
         auto_loss_note: the losses that `--loss auto` chose and why; "": it was not used.
     """
 
     paths: RunPaths
-    tokenizer: Tokenizer
-    combination: TeacherEnsemble
-    teachers: Sequence[DistillationTeacher]
-    losses: Sequence[AssignedLoss]
     auto_loss_note: str
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The teachers' names in metrics; a mixture has one."""
-        return ("mixture",) if self.combination.method == "mixture" else tuple(one.name for one in self.teachers)
-
-    @cached_property
-    def objectives(self) -> tuple[LossTerm, ...]:
-        """The terms of the loss."""
-        return tuple(map(self._loss_term, self.losses))
-
-    def combine_caches(self, caches: Sequence[TeacherCache], rows: NDArray[np.int64]) -> DocumentSource:
-        """Return the documents of several caches.
-
-        Args:
-            caches: one per teacher.
-            rows: int64 [teachers, documents], index of each document in each cache; -1: not in it.
-        """
-        if self.combination.method == "mixture":
-            return MixtureSource(*caches, rows=rows, weights=self.combination.weights)
-        return CacheSource(*caches, rows=rows)
-
-    def cache_source(self, teachers: Sequence[DistillationTeacher]) -> DocumentSource:
-        """Return the documents of the caches of teachers, combined by the method of `--combine-teachers`."""
-        caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
-        if len(caches) == 1:
-            return CacheSource(*caches)
-        if self.combination.method == "route":
-            return CacheSource(*caches, rows=route_documents(caches, [teacher.name for teacher in teachers]))
-        return self.combine_caches(caches, match_documents(caches))
 
     def input_fields(self, student: dict[str, str], **fingerprints: Any) -> dict[str, Any]:
         """Return the fields of `RunInputs` that follow from teachers and losses.
@@ -104,24 +59,6 @@ class TeacherSetup:
                 self._data_fingerprints(),
             ),
         }
-
-    def _loss_term(self, one: AssignedLoss) -> LossTerm:
-        rule, divergence, loss = one.rule, one.loss.make_divergence(), one.loss
-        if one.teacher is None:
-            return LossTerm(rule, divergence, None, loss.name, loss.weight)
-        method, is_weighted_later = self.combination.method, self.combination.score_weighting is not None
-        return LossTerm(
-            rule,
-            divergence,
-            self.teachers[one.teacher].comparison_space(rule.comparison_space),
-            metric_name(loss.name, self.names[one.teacher], self.names),
-            loss.weight,
-            one.teacher,
-            teacher_weight=1.0
-            if is_weighted_later or method in ("mixture", "route")
-            else self.combination.weights[one.teacher],
-            denominator_group=("auto" if one.is_auto else loss.name) if method == "route" else "",
-        )
 
     def _describe_loss(self, one: AssignedLoss) -> str:
         """Return a loss as the recipe describes it."""
@@ -205,12 +142,8 @@ def set_up_teachers(
     teachers = open_teachers(paths.data, paths.projections, tokenizer, paths.online_teachers)
     losses, auto_loss_note = assign_losses(recipe.losses, teachers, on_policy=recipe.on_policy is not None)
     check_loss_scaling(recipe, losses)
-    if combination.method == "mixture":
-        _check_mixable(teachers)
-        losses = _losses_on_mixture(losses, teachers)
-    if combination.score_weighting is not None:
-        _check_score(combination.score_weighting.score, teachers)
-    return TeacherSetup(paths, tokenizer, combination, teachers, losses, auto_loss_note)
+    losses = combined_losses(combination, teachers, losses)
+    return TeacherSetup(tokenizer, combination, teachers, losses, paths, auto_loss_note)
 
 
 def needs_no_teacher(name: str) -> bool:
@@ -226,47 +159,6 @@ def check_loss_scaling(recipe: TrainConfig, assigned: Sequence[AssignedLoss]) ->
             "--scale-kd-to ce needs a CE loss and a distillation loss, but --loss gives only one of them",
             hint="give both, for example --loss ce --loss auto; or remove --scale-kd-to",
         )
-
-
-def _check_score(score: str, teachers: Sequence[DistillationTeacher]) -> None:
-    """Check that the score of --teacher-weights can be computed from each teacher.
-
-    Raises:
-        XtkError: a cache does not have the exact top-1 tokens that the score needs.
-    """
-    lacking = next((one for one in teachers if score == "max-probability" and not one.has_exact_top1), None)
-    if lacking is not None:
-        raise XtkError(
-            "--teacher-weights max-probability needs the exact most likely token of each position",
-            where=f"{lacking.path} has the support {lacking.support}",
-            hint="use --teacher-weights ce, or caches with the support top-k+sample, top-k or top-p",
-        )
-
-
-def _check_mixable(teachers: Sequence[DistillationTeacher]) -> None:
-    first, *others = teachers
-    for other in others:
-        if other.identity["tokenizer"] != first.identity["tokenizer"]:
-            raise MismatchError(
-                "--combine-teachers mixture needs teachers with the same tokenizer",
-                where=f"{first.path} and {other.path}",
-                hint="use --combine-teachers sum",
-            )
-
-
-def _losses_on_mixture(assigned: Sequence[AssignedLoss], teachers: Sequence[DistillationTeacher]) -> list[AssignedLoss]:
-    """Return the losses on the mixture: those of the teacher with the least support, if all teachers allow them.
-
-    Raises:
-        XtkError: a loss cannot be computed from one of the teachers.
-    """
-    least = next((number for number, teacher in enumerate(teachers) if teacher.support == "none"), 0)
-    losses = [one for one in assigned if one.teacher in (None, least)]
-    for one in losses:
-        for teacher in teachers:
-            if refusal := teacher.refusal(one.loss):
-                raise refusal
-    return [one if one.teacher is None else replace(one, teacher=0) for one in losses]
 
 
 def _projection_fingerprint(projection: SparseProjection) -> str:

@@ -1,0 +1,88 @@
+"""The Python API in a plain loop: the same loss and gradient as `xtk distill` at its first steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from recorded_training_steps import inputs_of, recipe_of, take_steps
+from small_inputs import sentences, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import xtk
+from xtk.training.micro_batches import BatchSampler
+
+DOCUMENTS = 24
+LOSSES = {
+    "default": ["ce:weight=0.3", "byte-kl"],
+    "projection": ["ce", "p-kl:weight=2"],
+    "spans": ["alm", "ce:weight=0.5"],
+    "boundaries": ["boundary-kl:divergence=jsd,temperature=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def cache(run, pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("caches")
+    data = write_jsonl(folder / "data.jsonl", sentences(DOCUMENTS, seed=7))
+    run("cache-teacher", pair.teacher, data, "--top-k", 8, "-o", folder / "cache")
+    return folder / "cache"
+
+
+def steps_of_the_command(pair, cache, losses, batch, documents):
+    recipe = recipe_of(losses, batch=batch)
+    inputs = inputs_of(pair.student, [cache], recipe)
+    gradients, told = take_steps(Accelerator(cpu=True), pair.student, inputs, recipe, documents)
+    sampler = BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed)
+    return gradients, told, [sampler.micro_batches_of_rank(step, 0, 1, batch) for step in range(2)]
+
+
+def gradients_of(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def largest_difference(found, expected, step):
+    return max(
+        float((found[name] - expected[f"{step}.{name}"]).abs().max() / expected[f"{step}.{name}"].abs().max())
+        for name in found
+    )
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("way", ["states", "model", "logits", "packed"])
+def test_loss_and_gradient_equal_those_of_the_command(pair, cache, losses, way):
+    expected, told, steps = steps_of_the_command(pair, cache, losses, 3, 8)
+    model = AutoModelForCausalLM.from_pretrained(pair.student)
+    loss = xtk.DistillationLoss(*losses)
+    collator = xtk.DistillationCollator(
+        AutoTokenizer.from_pretrained(pair.student), cache, loss, packing=way == "packed"
+    )
+    for step, groups in enumerate(steps):
+        batches = [collator(group) for group in groups]
+        num_items = loss.num_items(batches)
+        total = 0.0
+        model.zero_grad()
+        for batch in batches:
+            if way == "logits":
+                value = loss(logits=model(**batch.model_inputs).logits, batch=batch, num_items_in_batch=num_items)
+            else:
+                states = model.model(**batch.model_inputs).last_hidden_state
+                head = model if way == "model" else model.lm_head
+                value = loss(states, head, batch, num_items_in_batch=num_items)
+            value.backward()
+            total += value.item()
+        assert total == pytest.approx(told["losses"][step]["loss"], rel=1e-5)
+        assert largest_difference(gradients_of(model), expected, step) < 1e-5
+
+
+def test_labels_are_the_trained_tokens(pair, cache):
+    loss = xtk.DistillationLoss("ce")
+    collator = xtk.DistillationCollator(pair.student, cache, loss)
+    batch = collator([0, 1, 5])
+    model = AutoModelForCausalLM.from_pretrained(pair.student)
+    with torch.no_grad():
+        of_model = model(**batch.model_inputs, labels=batch["labels"]).loss
+        own = loss(logits=model(**batch.model_inputs).logits, batch=batch)
+    assert float(own) == pytest.approx(float(of_model), rel=1e-5)
+    assert batch["attention_mask"].sum() == batch["teacher"].tokens

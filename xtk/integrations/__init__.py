@@ -1,0 +1,1 @@
+"""Use of xtk in the training loops of other libraries: one module per library."""

@@ -1,0 +1,284 @@
+"""Teacher caches from log-probabilities that come from elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xtk.artifacts.cache_manifest import MANIFEST, cache_totals
+from xtk.artifacts.cache_output import CACHE, remove_cache
+from xtk.artifacts.cache_shard import CacheShard
+from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
+from xtk.artifacts.corpus_reader import CorpusFingerprint
+from xtk.artifacts.output_claims import claim_output
+from xtk.artifacts.record_to_document import record_to_document
+from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION, codec_for_precision
+from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
+from xtk.artifacts.storage_folders import open_folder
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.library.tokenizer_argument import to_tokenizer
+from xtk.name_registry import unknown_name_error
+from xtk.teachers.cache_build_config import compose_cache_header, vocabulary_order_for
+from xtk.teachers.cache_shard_planning import ShardPlan
+from xtk.teachers.logprob_checks import check_scored_document
+from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored
+from xtk.tokens.document import Document
+from xtk.tokens.teacher_logprobs import Support
+from xtk.tokens.teacher_tokenization import teacher_views
+from xtk.tokens.token_sequence import TokenSequence
+
+# Supports without samples; see `xtk.tokens.teacher_logprobs.SUPPORTS`.
+EXACT_SUPPORTS = ("top-k", "candidates", "none")
+_EXACT_PRECISION = "float32"
+
+
+class CacheWriter:
+    """Writes a teacher cache from log-probabilities that another program has computed.
+
+    Use it as a context manager. Nothing exists at `output` until the block ends without an exception.
+
+        with xtk.CacheWriter("cache", "teacher-folder") as writer:
+            for text in texts:
+                ids, positions = writer.tokenize(text)
+                ...  # score the token ids `ids` with the teacher; predict ids[positions]
+                writer.add(text, top_ids, top_logprobs, observed_logprobs)
+
+    Args:
+        output: folder of the cache, used exactly as given.
+        tokenizer: the teacher's: a folder, a hub id, or a fast tokenizer of transformers.
+        name: the teacher's name in metrics; "": the tokenizer's.
+        support: "top-k" if the listed ids are the most likely ones of each position, "candidates" if they are any
+            others, "none" for observed tokens only.
+        precision: as `xtk cache-teacher --precision`.
+        shard_tokens: teacher tokens per shard.
+        force: replace an existing cache.
+
+    Raises:
+        XtkError: the output has a cache and `force` is false, or has other files.
+    """
+
+    def __init__(
+        self,
+        output: str | Path,
+        tokenizer: Any,
+        *,
+        name: str = "",
+        support: str = "top-k",
+        precision: str = DEFAULT_PRECISION,
+        shard_tokens: int = 65536,
+        force: bool = False,
+    ) -> None:
+        if support not in EXACT_SUPPORTS:
+            raise unknown_name_error("support of CacheWriter", support, EXACT_SUPPORTS)
+        codec_for_precision(precision)
+        self.output, self._force, self._precision, self._support = output, force, precision, support
+        self.tokenizer = to_tokenizer(tokenizer)
+        self._name = name or Path(self.tokenizer.name).name
+        self._folder = open_folder(output)
+        self._claim()
+        self._plan = ShardPlan(shard_tokens, np.zeros(self.tokenizer.embedding_rows, np.int64))
+        self._fingerprint, self._values = CorpusFingerprint(), hashlib.sha256()
+        self._pending: list[ScoredDocument] = []
+        self._top_k = 0
+        self._spool: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(prefix="xtk-cache-")
+
+    def _claim(self) -> None:
+        claim_output(self._folder, CACHE, force=self._force)
+        if not self._force and MANIFEST in self._folder.file_sizes():
+            raise XtkError(
+                "the output folder already contains a teacher cache",
+                where=str(self.output),
+                hint="use another output, or force=True to replace it",
+            )
+
+    def tokenize(self, document: str | Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return a document's teacher tokens, and which of them need log-probabilities.
+
+        Args:
+            document: a text, or a mapping with the columns of `xtk cache-teacher` ("text", "messages", "input_ids"...).
+
+        Returns:
+            Token ids, int32 [T], with start and end tokens or the chat template; and positions, int32 [P]: the
+            log-probabilities of token `ids[p]` given `ids[:p]` are needed.
+        """
+        tokens = self._view(document)[1]
+        return tokens.ids, np.flatnonzero(tokens.train_mask).astype(np.int32)
+
+    def add(
+        self,
+        document: str | Mapping[str, Any],
+        top_ids: ArrayLike,
+        top_logprobs: ArrayLike,
+        observed_logprobs: ArrayLike,
+        *,
+        entropy: ArrayLike | None = None,
+    ) -> None:
+        """Add a document with the teacher's log-probabilities, in nats, normalized over its whole vocabulary.
+
+        Args:
+            document: as for `tokenize`.
+            top_ids: [P, K], the listed token ids of each position of `tokenize`; -1: fewer than K.
+            top_logprobs: [P, K], their log-probabilities.
+            observed_logprobs: [P], those of the observed tokens.
+            entropy: [P], of the full distributions; None: its lower bound from the listed tokens is stored.
+
+        Raises:
+            XtkError: a shape does not fit the tokens, or the values are not a distribution.
+        """
+        where = f"document {self._plan.num_documents}"
+        if self._spool is None:
+            raise XtkError("this CacheWriter is closed", where=str(self.output), hint="create another one")
+        view, tokens = self._view(document)
+        arrays = _checked_arrays(tokens, top_ids, top_logprobs, observed_logprobs, entropy, where)
+        scored = ScoredDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
+        check_scored_document(scored, where, vocab_size=self.tokenizer.embedding_rows, precision=self._precision)
+        before = len(self._plan.shards)
+        self._plan.add_chunk(self._plan.num_documents, 0, tokens)
+        if before and len(self._plan.shards) > before:
+            self._spool_shard(before - 1)
+        self._pending.append(scored)
+        self._plan.num_documents += 1
+        self._top_k = max(self._top_k, arrays.ids.shape[1])
+        self._fingerprint.add(view)
+        stored = scored.stored_logprobs
+        for values in (stored.ids, stored.logprobs, stored.observed_logprobs, stored.entropy):
+            self._values.update(values.tobytes())
+
+    def close(self) -> TeacherCache:
+        """Write the cache and open it.
+
+        Raises:
+            XtkError: no documents were added, or another program wrote to the output.
+        """
+        if self._spool is None:
+            return TeacherCache(self.output)
+        if not self._plan.num_documents:
+            self._discard()
+            raise XtkError("no documents were added", where=str(self.output), hint="call add for each document")
+        self._spool_shard(len(self._plan.shards) - 1)
+        plan, self._plan.fingerprint = self._plan, str(self._fingerprint)
+        order = vocabulary_order_for(self._precision, self.tokenizer, plan)
+        top_k = {"top_k": self._top_k} if self._support == "top-k" else {}
+        header = compose_cache_header(
+            self.tokenizer,
+            plan,
+            order,
+            support=Support(self._support, **top_k),
+            precision=self._precision,
+            name=self._name,
+            weights=f"values:sha256:{self._values.hexdigest()}",
+            options={"entropy": "lower bound", "backend": "external", "dtype": _EXACT_PRECISION,
+                     "shard_tokens": plan.shard_tokens},
+        )  # fmt: skip
+        with self._folder.lock("cache", 0):
+            self._claim()
+            if self._force:
+                remove_cache(self._folder)
+            writer = ShardedCacheWriter(self._folder, header, plan.chunks_per_shard())
+            writer.write_shared_files(
+                self.tokenizer.to_files() | ({} if order is None else {order.file_name: order.file_content})
+            )
+            for number in writer.missing_shards():
+                entry = store_shard(
+                    self._folder, header, writer.shard_position(number), list(self._read_spooled(number)), order
+                )
+                writer.add_manifest_entry(number, entry)
+            cache_totals(writer.finish())
+        self._discard()
+        return TeacherCache(self.output)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._discard()
+
+    def _view(self, document: str | Mapping[str, Any]) -> tuple[Document, TokenSequence]:
+        record = {"text": document} if isinstance(document, str) else document
+        read = record_to_document(dict(record), {}, f"document {self._plan.num_documents}")
+        ((view, tokens),) = teacher_views(self.tokenizer, [read])
+        return view, tokens
+
+    def _spool_shard(self, number: int) -> None:
+        """Write the pending documents, exactly, to a temporary file, so that memory does not grow with the cache."""
+        assert self._spool is not None
+        codec = {"name": codec_for_precision(_EXACT_PRECISION), "precision": _EXACT_PRECISION, "num_samples": 0,
+                 "num_sample_sets": 0}  # fmt: skip
+        header = {
+            "codec": codec,
+            "teacher": {"embedding_rows": self.tokenizer.embedding_rows},
+            "data": {},
+            "options": {},
+        }
+        position = ShardPosition(number, 0, len(self._pending))
+        write_shard(Path(self._spool.name, f"{number}.arrow"), header, position, self._pending)
+        self._pending = []
+
+    def _read_spooled(self, number: int) -> Iterator[ScoredDocument]:
+        assert self._spool is not None
+        shard = CacheShard(Path(self._spool.name, f"{number}.arrow"))
+        for at in range(len(shard)):
+            stored = shard.read_document(at)
+            yield ScoredDocument(stored.document, stored.tokens, stored.stored_logprobs)
+
+    def _discard(self) -> None:
+        if self._spool is not None:
+            self._spool.cleanup()
+        self._spool, self._pending = None, []
+
+
+def _checked_arrays(
+    tokens: TokenSequence,
+    top_ids: ArrayLike,
+    top_logprobs: ArrayLike,
+    observed_logprobs: ArrayLike,
+    entropy: ArrayLike | None,
+    where: str,
+) -> LogprobArrays:
+    """Return the arrays of one document.
+
+    Raises:
+        XtkError: a shape does not fit the document's tokens.
+    """
+    positions = int(tokens.train_mask.sum())
+    ids, logprobs = np.asarray(top_ids, np.int32), np.asarray(top_logprobs, np.float32)
+    observed = np.asarray(observed_logprobs, np.float32)
+    if ids.ndim == 1 and not ids.size:
+        ids, logprobs = ids.reshape(positions, 0), logprobs.reshape(positions, 0)
+    if ids.ndim != 2 or ids.shape != logprobs.shape or len(ids) != positions or observed.shape != (positions,):
+        raise XtkError(
+            f"the document has {positions:,} trained teacher tokens, but the arrays have the shapes {ids.shape}, "
+            f"{logprobs.shape} and {observed.shape}",
+            where=where,
+            hint="give top_ids, top_logprobs [P, K] and observed_logprobs [P] at the positions of tokenize(document)",
+        )
+    if entropy is None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            probs = np.where(ids >= 0, np.exp(logprobs.astype(np.float64)), 0.0)
+            rest = np.clip(1 - probs.sum(1), 0, 1)
+            of_listed = np.where(probs > 0, probs * logprobs, 0.0).sum(1)
+            given = -of_listed - np.where(rest > 0, rest * np.log(np.where(rest > 0, rest, 1.0)), 0.0)
+    else:
+        given = np.asarray(entropy, np.float64)
+        if given.shape != (positions,):
+            raise XtkError(
+                f"entropy has the shape {given.shape}, but must be ({positions},)",
+                where=where,
+                hint="give one value per position of tokenize(document), or None",
+            )
+    return LogprobArrays(
+        ids, logprobs, observed, np.maximum(given, 0).astype(np.float32), np.zeros((positions, 0, 0), np.int32)
+    )

@@ -1,0 +1,145 @@
+"""Teacher caches from a model and a dataset in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.model_resolver import resolve_model_folder
+from xtk.artifacts.record_to_document import Record
+from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.library.tokenizer_argument import store_files, to_tokenizer
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.teachers.cache_build_config import CacheRequest
+from xtk.teachers.cache_building import cache_teacher as build_cache
+from xtk.tokens.teacher_logprobs import Support, make_support
+
+_NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 16  # hashed of each tensor, evenly spaced
+
+
+class RecordCorpus(Corpus):
+    """A corpus of records in memory: a `datasets.Dataset`, or a sequence of mappings or texts.
+
+    Args:
+        dataset: its rows have the columns of `xtk cache-teacher DATA`, such as "text" or "messages".
+        columns: {field: column} for fields with another column name.
+    """
+
+    def __init__(self, dataset: Any, columns: Mapping[str, str] | None = None) -> None:
+        super().__init__([], columns)
+        self._dataset = dataset
+        self.sources = []
+
+    @property
+    def name(self) -> str:
+        """What the data is, for messages."""
+        return f"the dataset ({type(self._dataset).__name__})"
+
+    def records(self) -> Iterator[tuple[Record, str]]:
+        """Yield the rows, {column: value}, and the number of each."""
+        for number, row in enumerate(self._dataset):
+            yield ({"text": row} if isinstance(row, str) else row), f"{self.name}, row {number}"
+
+    def __reduce__(self) -> tuple[type[Corpus], tuple[Any, ...]]:
+        return RecordCorpus, (self._dataset, self.columns)
+
+
+def cache_teacher(
+    model: Any,
+    dataset: Any,
+    output: str | Path,
+    *,
+    tokenizer: Any = None,
+    support: Support | str = "",
+    top_k: int | None = None,
+    top_p: float | None = None,
+    num_samples: int | None = None,
+    precision: str = DEFAULT_PRECISION,
+    columns: Mapping[str, str] | None = None,
+    force: bool = False,
+    **options: Any,
+) -> TeacherCache:
+    """Score a dataset with a teacher into a cache, as `xtk cache-teacher` does, and open it.
+
+    A cache of the same model, data and options is found again; an unfinished one is continued.
+
+    Args:
+        model: a causal language model of transformers, which is used as it is; or a folder or hub id, which is loaded.
+        dataset: a `datasets.Dataset`, a sequence of texts or of mappings with the columns of `xtk cache-teacher`, or a
+            path.
+        output: folder of the cache, used exactly as given.
+        tokenizer: the model's: a folder, a hub id, or a fast tokenizer of transformers. Needed for a model object.
+        support: which tokens of each distribution are stored, as `xtk cache-teacher --support`; "": chosen by the
+            other arguments.
+        top_k: as `--top-k`.
+        top_p: as `--top-p`.
+        num_samples: as `--num-samples`.
+        precision: as `--precision`.
+        columns: {field: column} for fields with another column name.
+        force: replace a cache of another request.
+        options: fields of `CacheRequest`: `dtype` (of a model that is loaded), `long_documents`, `max_length`,
+            `batch_tokens`, `shard_tokens`.
+
+    Raises:
+        XtkError: the dataset is empty, a document is too long, or the output has something else.
+    """
+    if not isinstance(support, Support):
+        support = make_support(support, top_k=top_k, top_p=top_p, num_samples=num_samples)
+    corpus: Corpus = (
+        Corpus([str(dataset)], columns) if isinstance(dataset, str | Path) else RecordCorpus(dataset, columns)
+    )
+    if isinstance(model, str | Path):
+        folder = resolve_model_folder(str(model), with_weights=True)
+        build_cache(
+            CacheRequest(folder, str(model), support, precision=precision, **options), corpus, output, force=force
+        )
+        return TeacherCache(output)
+    training = model.training
+    model.eval()
+    try:
+        build_cache(_request_for_model(model, tokenizer, support, precision, options), corpus, output, force=force)
+    finally:
+        model.train(training)
+    return TeacherCache(output)
+
+
+def _request_for_model(
+    model: Any, tokenizer: Any, support: Support, precision: str, options: Mapping[str, Any]
+) -> CacheRequest:
+    """Return the request for a loaded model; its configuration and tokenizer are copied to xtk's cache folder."""
+    if tokenizer is None:
+        raise XtkError(
+            "cache_teacher needs the tokenizer of a model object",
+            where=type(model).__name__,
+            hint="add tokenizer=AutoTokenizer.from_pretrained(...), or pass the folder of the model",
+        )
+    own = to_tokenizer(tokenizer)
+    files = {name: content.decode() for name, content in own.to_files().items()}
+    name = Path(str(getattr(model, "name_or_path", ""))).name or type(model).__name__
+    folder = store_files("teachers", {**files, "config.json": model.config.to_json_string(use_diff=False)}, name)
+    fields = {"dtype": str(next(model.parameters()).dtype).removeprefix("torch."), **options}
+    loaded = {"cut": BackboneWithHead(model), "weights": loaded_weights_fingerprint(model)}
+    return CacheRequest(folder, name, support, precision=precision, backend_options=loaded, **fields)
+
+
+def loaded_weights_fingerprint(model: Any) -> str:
+    """Return "loaded:sha256:...", which identifies the weights of a loaded model.
+
+    Hashes names, shapes and dtypes, and 64 evenly spaced blocks of 64 KiB of each tensor (all of small tensors):
+    training changes every block.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        last = max(0, len(flat) - _BLOCK_BYTES)
+        for offset in sorted({last * at // (_NUM_BLOCKS - 1) for at in range(_NUM_BLOCKS)}):
+            digest.update(flat[offset : offset + _BLOCK_BYTES].cpu().numpy().tobytes())
+    return "loaded:sha256:" + digest.hexdigest()

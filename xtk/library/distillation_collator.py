@@ -1,0 +1,164 @@
+"""Collator: documents of a teacher cache as batches for a student, with the teacher aligned by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.artifacts.cache_shard import StoredDocument
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import MismatchError, XtkError
+from xtk.library.distillation_batch import DistillationBatch, make_batch
+from xtk.library.distillation_loss import DistillationLoss
+from xtk.library.tokenizer_argument import to_tokenizer
+from xtk.losses.loss_term import TeacherOutput
+from xtk.projection.projection import SparseProjection
+from xtk.tokens.document import Document
+from xtk.training.combine_teachers import parse_ensemble
+from xtk.training.losses_per_teacher import as_cache, assign_losses, open_teachers
+from xtk.training.micro_batches import BatchBuilder
+from xtk.training.teacher_losses import TeacherLosses, combined_losses
+
+DOCUMENT_KEY, TEXT_KEY = "document", "text"
+
+
+class DistillationCollator:
+    """Makes batches for a student from documents of a teacher cache; a `collate_fn` of DataLoader and Trainer.
+
+    Each call tokenizes the documents with the student's tokenizer, aligns them with the teacher's tokens, and prepares
+    what the losses compare. It can run in DataLoader workers.
+
+    Args:
+        tokenizer: the student's: a folder, a hub id, or a fast tokenizer of transformers.
+        cache: a `TeacherCache` or its path.
+        loss: the losses; the same object computes them in the training loop.
+        projection: a `Projection` or its path, for losses that use one; None: it is built if a loss needs it.
+        max_length: maximum number of tokens of a document; longer ones are truncated. None: no limit.
+        packing: concatenate the documents of a batch into one sequence [1, T] with `position_ids` that restart, instead
+            of padding. The model must separate documents by `position_ids`.
+        sample_set: index of the set of sampled tokens, modulo the number of sets; change it every epoch.
+
+    Raises:
+        XtkError: a loss cannot be computed from this cache, or the projection is for other tokenizers.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        cache: TeacherCache | str | Path,
+        loss: DistillationLoss,
+        *,
+        projection: SparseProjection | str | Path | None = None,
+        max_length: int | None = None,
+        packing: bool = False,
+        sample_set: int = 0,
+    ) -> None:
+        self.tokenizer, self.cache = to_tokenizer(tokenizer), as_cache(cache)
+        self.max_length, self.packing, self.sample_set = max_length, packing, sample_set
+        given = [] if projection is None else [Path(projection) if isinstance(projection, str) else projection]
+        combination = parse_ensemble("sum", "", 1)
+        teachers = open_teachers([self.cache], given, self.tokenizer)
+        assigned, self.auto_loss_note = assign_losses(loss.specs, teachers)
+        parts = TeacherLosses(self.tokenizer, combination, teachers, combined_losses(combination, teachers, assigned))
+        self._objectives, self._names = parts.objectives, parts.names
+        self._losses = tuple(str(one.loss) for one in assigned)
+        loss.bind(self._losses, self._objectives, self._names)
+
+    def __call__(self, features: Sequence[Any]) -> DistillationBatch:
+        """Return the batch of some documents.
+
+        Args:
+            features: documents of a cache of this teacher: items of a `TeacherCache`, indices into `cache`, or mappings
+                with the index as "document" and optionally the text as "text", which is compared with the cache.
+
+        Raises:
+            XtkError: a document is not in the cache, has another text, or is from another teacher.
+        """
+        documents = _Documents([self._stored(feature) for feature in features])
+        builder = BatchBuilder(
+            documents,
+            self.tokenizer,
+            self._objectives,
+            self.max_length,
+            teacher_names=self._names,
+            packing_multiple=1 if self.packing else 0,
+        )
+        batch = builder.build(range(len(documents)), self.sample_set)
+        return make_batch(batch, self._losses, len(self.tokenizer))
+
+    def _stored(self, feature: Any) -> StoredDocument:
+        if isinstance(feature, StoredDocument):
+            self._check_teacher(feature)
+            return feature
+        text = None
+        if isinstance(feature, Mapping):
+            if DOCUMENT_KEY not in feature:
+                raise XtkError(
+                    f'a row of the dataset has no "{DOCUMENT_KEY}", the index of its document in the cache',
+                    where=f"columns: {', '.join(map(str, feature))}",
+                    hint="use the TeacherCache itself as the dataset, or add this column; Trainer: "
+                    "remove_unused_columns=False",
+                )
+            feature, text = feature[DOCUMENT_KEY], feature.get(TEXT_KEY)
+        try:
+            stored = self.cache.read_document(int(feature))
+        except (IndexError, TypeError, ValueError):
+            raise XtkError(
+                f"{feature!r} is not the index of a document in this cache",
+                where=f"{self.cache.folder.name} has the documents 0 to {len(self.cache) - 1:,}",
+                hint="use the cache that the dataset was made for",
+            ) from None
+        if text is not None and text != stored.document.text:
+            raise MismatchError(
+                f"document {stored.index} of this cache has another text than the dataset",
+                where=f"{self.cache.folder.name}: {stored.document.text[:40]!r}; the dataset: {str(text)[:40]!r}",
+                hint="use the cache of this dataset: xtk cache-teacher, or xtk.cache_teacher",
+            )
+        return stored
+
+    def _check_teacher(self, stored: StoredDocument) -> None:
+        """Refuse a document of a cache whose teacher has another tokenizer, or whose support stores less."""
+        found, own = stored.header, self.cache.header
+        same = found["teacher"]["tokenizer"] == own["teacher"]["tokenizer"]
+        if not same or found["options"].get("support") != own["options"].get("support"):
+            raise MismatchError(
+                "a document is from a cache of another teacher or support than the collator's",
+                where=f"{found['teacher']['name']}, {found['options'].get('support')}; "
+                f"{own['teacher']['name']}, {own['options'].get('support')}",
+                hint="create a DistillationCollator with that cache",
+            )
+
+
+class _Documents:
+    """Documents of one batch as a source of a `BatchBuilder`."""
+
+    def __init__(self, documents: Sequence[StoredDocument]) -> None:
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def document(self, number: int) -> Document:
+        """Return a document."""
+        return self._documents[number].document
+
+    def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
+        """Return the teacher's output for a document, as the only one."""
+        stored = self._documents[number].with_sample_set(sample_set)
+        return (TeacherOutput(stored.tokens, stored.teacher_logprobs),)
+
+    def text_bytes(self) -> NDArray[np.int64]:
+        """Return [documents], the length of each text in UTF-8 bytes."""
+        return np.array([len(one.document.text.encode()) for one in self._documents], np.int64)
+
+    def conversations(self) -> NDArray[np.bool_]:
+        """Return [documents], which of them are conversations."""
+        return np.array([one.document.conversation is not None for one in self._documents], np.bool_)
+
+    def weights(self) -> NDArray[np.float64]:
+        """Return [documents], the weight of each document in the loss."""
+        return np.array([one.document.weight for one in self._documents], np.float64)

@@ -1,0 +1,196 @@
+"""The losses of `xtk distill` as a module for other training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from xtk.errors import MismatchError, XtkError
+from xtk.library.distillation_batch import TEACHER_KEY, TeacherBatch
+from xtk.losses import AUTO_LOSS
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_spec import parse_losses
+from xtk.losses.loss_term import LossTerm
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.output_head import OutputHead, chunk_rows
+from xtk.training.cross_process_reduction import StepReduction
+
+
+class DistillationLoss(nn.Module):
+    """Weighted sum of losses, from hidden states and an output head, without logits of the whole batch.
+
+    The values and gradients are those of `xtk distill --loss` on the same documents. A `DistillationCollator` with this
+    object makes the batches.
+
+    Args:
+        losses: one or several of `xtk distill --loss`, such as "ce:weight=0.3", "byte-kl"; "auto" chooses losses that
+            fit the tokenizers and the cache when the collator is created.
+
+    Attributes:
+        losses: the losses with their options, once a collator has been created.
+        terms: the same as terms of the total loss.
+        metrics: {name: value} of the last call: the mean of each loss over its items in the batch, detached tensors.
+
+    Raises:
+        XtkError: an unknown loss or option, with the nearest name.
+    """
+
+    def __init__(self, *losses: str) -> None:
+        super().__init__()
+        self.specs = parse_losses(list(losses) or [AUTO_LOSS])
+        self.losses: tuple[str, ...] = ()
+        self.terms: tuple[LossTerm, ...] = ()
+        self._teacher_names: tuple[str, ...] = ()
+        self.metrics: dict[str, Tensor] = {}
+        self._heads: dict[int, BackboneWithHead] = {}
+
+    def extra_repr(self) -> str:
+        """Return the losses, for printing."""
+        return " + ".join(map(str, self.specs))
+
+    def bind(self, losses: Sequence[str], terms: tuple[LossTerm, ...], teacher_names: tuple[str, ...]) -> None:
+        """Set the terms of the total loss; a collator calls it with the teacher that it has.
+
+        Args:
+            losses: the losses with their options, without "auto".
+            terms: the same as terms of the total loss.
+            teacher_names: names of the teachers in metrics.
+
+        Raises:
+            MismatchError: another collator has set other losses.
+        """
+        if self.terms and self.losses != tuple(losses):
+            raise MismatchError(
+                "this DistillationLoss already belongs to a DistillationCollator with other losses",
+                where=f"{', '.join(self.losses)}; {', '.join(losses)}",
+                hint="create one DistillationLoss per training run",
+            )
+        self.losses, self.terms, self._teacher_names = tuple(losses), terms, teacher_names
+
+    def num_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
+        """Return the denominators of an optimizer step: sums over its micro-batches, float64 [n] on the CPU.
+
+        With several processes, sum the result over them (`all_reduce`) before it is passed to `forward`.
+
+        Args:
+            batches: the micro-batches of one step.
+        """
+        return torch.from_numpy(np.sum([batch[TEACHER_KEY].counts for batch in batches], axis=0))
+
+    def forward(
+        self,
+        hidden_states: Tensor | None = None,
+        lm_head: Any = None,
+        batch: Mapping[str, Any] | None = None,
+        *,
+        logits: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor:
+        """Return the total loss, a scalar with a gradient.
+
+        Args:
+            hidden_states: [B, T, H], the backbone's last hidden states, after its last normalization.
+            lm_head: the output head: a linear layer, or the model that it belongs to. Give the model if it scales or
+                caps its logits (Gemma, Cohere, Granite).
+            batch: from a `DistillationCollator`, on the device of the states.
+            logits: [B, T, V], instead of states and head. Memory is then that of the logits.
+            num_items_in_batch: of all micro-batches of the step, from `num_items`; None: of this batch alone.
+
+        Raises:
+            XtkError: states or logits do not fit the batch, or the batch was made for other losses.
+        """
+        if batch is None or TEACHER_KEY not in batch:
+            raise XtkError(
+                "DistillationLoss needs a batch with the teacher's part",
+                where="batch",
+                hint="make batches with DistillationCollator, and pass them as they are",
+            )
+        if (hidden_states is None) == (logits is None) or (logits is None and lm_head is None):
+            raise XtkError(
+                "DistillationLoss needs either hidden_states and lm_head, or logits",
+                hint="call loss(hidden_states, lm_head, batch) or loss(logits=logits, batch=batch)",
+            )
+        teacher: TeacherBatch = batch[TEACHER_KEY]
+        states = hidden_states if logits is None else logits
+        assert states is not None
+        head = OutputHead(None) if logits is not None else self.output_head(lm_head)
+        self._check(batch, teacher, states, head)
+        rows = torch.from_numpy(teacher.loss_positions).to(states.device)
+        cells = self.scaled_cells(teacher, states.device, num_items_in_batch)
+        if not cells or not len(rows):
+            return states.sum() * 0.0
+        selected = states.flatten(0, 1).index_select(0, rows)
+        total, sums = fused_loss(selected, head, cells, chunk_rows(head.num_logits(selected)))
+        self.record(teacher, sums)
+        return total
+
+    def scaled_cells(
+        self, teacher: TeacherBatch, device: torch.device, num_items_in_batch: Tensor | None = None
+    ) -> list[LossCells]:
+        """Return what each loss compares, with its weight divided by its number of items.
+
+        Args:
+            teacher: the teacher's part of a batch.
+            device: device of the result.
+            num_items_in_batch: as in `forward`.
+        """
+        counts = teacher.counts if num_items_in_batch is None else num_items_in_batch.double().cpu().numpy()
+        scales = StepReduction(self.terms, None, self._teacher_names, counts).term_scales()
+        return [cells.to(device, scale) for cells, scale in zip(teacher.cells, scales, strict=True)]
+
+    def record(self, teacher: TeacherBatch, sums: Tensor) -> None:
+        """Set `metrics` from the sum of each loss over the items of a batch."""
+        items = [max(cells.denominator, 1e-9) for cells in teacher.cells]
+        self.metrics = {term.name: total / count for term, total, count in zip(self.terms, sums, items, strict=True)}
+
+    def output_head(self, lm_head: Any) -> OutputHead:
+        """Return the output head of a linear layer or of a model.
+
+        Args:
+            lm_head: a linear layer, a causal language model of transformers, or an `OutputHead`.
+
+        Raises:
+            XtkError: it is something else, or a model whose head is not a separate matrix.
+        """
+        if isinstance(lm_head, OutputHead):
+            return lm_head
+        if type(lm_head) is nn.Linear:
+            return OutputHead(lm_head.weight, lm_head.bias)
+        if hasattr(lm_head, "get_output_embeddings"):
+            if id(lm_head) not in self._heads:
+                self._heads[id(lm_head)] = BackboneWithHead(lm_head)
+            head = self._heads[id(lm_head)].head
+            if head.weight is not None or head.matrices:
+                return head
+        raise XtkError(
+            f"lm_head is a {type(lm_head).__name__}, not a linear layer or a causal language model with one",
+            where="DistillationLoss",
+            hint="pass model.lm_head or the model; or pass the model's logits: loss(logits=logits, batch=batch)",
+        )
+
+    def _check(self, batch: Mapping[str, Any], teacher: TeacherBatch, states: Tensor, head: OutputHead) -> None:
+        if self.losses != teacher.losses:
+            raise MismatchError(
+                "this batch was made for other losses",
+                where=f"batch: {', '.join(teacher.losses)}; this DistillationLoss: {', '.join(self.losses) or 'none'}",
+                hint="pass the same DistillationLoss to DistillationCollator",
+            )
+        shape = tuple(batch["input_ids"].shape)
+        if tuple(states.shape[:2]) != shape:
+            raise MismatchError(
+                f"the model's output has the shape {list(states.shape)}, but the batch has the input_ids {list(shape)}",
+                where="DistillationLoss",
+                hint="pass the output for all positions of input_ids, [B, T, ...]; the loss selects the trained ones",
+            )
+        width = head.num_logits(states[0])
+        if width < teacher.vocab_size:
+            raise MismatchError(
+                f"the model has {width:,} logits, fewer than the {teacher.vocab_size:,} tokens of the tokenizer",
+                where="DistillationLoss",
+                hint="pass the tokenizer of this model to DistillationCollator",
+            )

@@ -1,0 +1,112 @@
+"""Tokenizers as arguments of the Python API: a path, a hub id, or a tokenizer of transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
+from xtk.artifacts.model_resolver import resolve_model_folder
+from xtk.artifacts.projection_disk_cache import user_cache_folder
+from xtk.errors import XtkError
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.tokens.tokenizer_files import SPECIAL_TOKEN_ROLES
+
+_PROBE = "Zoë paid $1,234.50  for 'π' in 2019?\n\tdef f(x): return x"
+
+
+def to_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Return xtk's tokenizer for a tokenizer argument.
+
+    Args:
+        tokenizer: a folder, a hub id, a fast tokenizer of transformers, or a `Tokenizer` of xtk.
+
+    Raises:
+        XtkError: there is no fast tokenizer.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | Path):
+        return Tokenizer(resolve_model_folder(str(tokenizer), with_weights=False), name=str(tokenizer))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise XtkError(
+            f"this is not a fast tokenizer: {type(tokenizer).__name__}",
+            where="tokenizer",
+            hint="use a folder, a hub id, or a tokenizer of transformers.AutoTokenizer with a backend_tokenizer",
+        )
+    name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+    return _loaded_from_folder(tokenizer, name) or _stored_copy(tokenizer, name)
+
+
+def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
+    """Return the tokenizer in the folder that a tokenizer was loaded from; None if they differ.
+
+    transformers may write `tokenizer.json` with other content than it has read. The folder's has the fingerprint that
+    caches and projections of the command line state.
+    """
+    if not Path(name).is_dir():
+        return None
+    try:
+        found = Tokenizer(name, name=name)
+    except XtkError:
+        return None
+    template = getattr(tokenizer, "chat_template", None)
+    if found.template_fingerprint != _template_fingerprint(template):
+        return None
+    roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in SPECIAL_TOKEN_ROLES}
+    if found.special_token_ids != {role: number for role, number in roles.items() if number is not None}:
+        return None
+    ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    same = found.encode([_PROBE])[0].ids.tolist() == list(ids)
+    return found if same and len(found) == len(tokenizer) else None
+
+
+def _template_fingerprint(template: Any) -> str | None:
+    if isinstance(template, dict):
+        template = template.get("default", next(iter(template.values()), None))
+    return None if template is None else "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
+
+
+def _stored_copy(tokenizer: Any, name: str) -> Tokenizer:
+    """Return the tokenizer from a copy in xtk's cache folder, which worker processes can load too."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default", next(iter(template.values()), None))
+    roles = {f"{role}_token": getattr(tokenizer, f"{role}_token", None) for role in SPECIAL_TOKEN_ROLES}
+    files = {
+        "tokenizer.json": tokenizer.backend_tokenizer.to_str(),
+        "tokenizer_config.json": canonical_json({role: text for role, text in roles.items() if text is not None}),
+        **({} if template is None else {"chat_template.jinja": str(template)}),
+    }
+    return Tokenizer(store_files("tokenizers", files), name=name)
+
+
+def store_files(kind: str, files: dict[str, str], name: str = "") -> Path:
+    """Write small files into a folder of xtk's cache that is named by their content, and return the folder.
+
+    Args:
+        kind: name of the folder above.
+        files: {name: content}.
+        name: last part of the path; "": the folder that is named by the content.
+
+    Raises:
+        XtkError: the cache folder cannot be written.
+    """
+    try:
+        folder = user_cache_folder() / kind / sha256(canonical_json(files)).removeprefix("sha256:")[:32] / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            path = folder / file
+            if not path.is_file() or path.read_text(encoding="utf-8") != content:
+                with atomic_write(path) as temporary:
+                    temporary.write_text(content, encoding="utf-8")
+    except (OSError, RuntimeError) as wrong:
+        raise XtkError(
+            f"a copy of the tokenizer cannot be written: {wrong}",
+            where=str(kind),
+            hint="set the environment variable XTK_CACHE to a writable folder",
+        ) from None
+    return folder

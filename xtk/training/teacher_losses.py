@@ -1,0 +1,141 @@
+"""The losses of one or several teachers as terms of the total loss, and their caches as one source of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import MismatchError, XtkError
+from xtk.losses.loss_term import LossTerm
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combine_teachers import TeacherEnsemble
+from xtk.training.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
+from xtk.training.losses_per_teacher import AssignedLoss, DistillationTeacher
+from xtk.training.metrics_file import metric_name
+
+
+@dataclass(frozen=True)
+class TeacherLosses:
+    """The teachers of a student, how they are combined, and their losses.
+
+    Attributes:
+        tokenizer: the student's tokenizer.
+        combination: how several teachers are combined.
+        teachers: the teachers.
+        losses: the losses, each assigned to a teacher.
+    """
+
+    tokenizer: Tokenizer
+    combination: TeacherEnsemble
+    teachers: Sequence[DistillationTeacher]
+    losses: Sequence[AssignedLoss]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The teachers' names in metrics; a mixture has one."""
+        return ("mixture",) if self.combination.method == "mixture" else tuple(one.name for one in self.teachers)
+
+    @cached_property
+    def objectives(self) -> tuple[LossTerm, ...]:
+        """The terms of the loss."""
+        return tuple(map(self._loss_term, self.losses))
+
+    def combine_caches(self, caches: Sequence[TeacherCache], rows: NDArray[np.int64]) -> DocumentSource:
+        """Return the documents of several caches.
+
+        Args:
+            caches: one per teacher.
+            rows: int64 [teachers, documents], index of each document in each cache; -1: not in it.
+        """
+        if self.combination.method == "mixture":
+            return MixtureSource(*caches, rows=rows, weights=self.combination.weights)
+        return CacheSource(*caches, rows=rows)
+
+    def cache_source(self, teachers: Sequence[DistillationTeacher]) -> DocumentSource:
+        """Return the documents of the caches of teachers, combined by the method of `--combine-teachers`."""
+        caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
+        if len(caches) == 1:
+            return CacheSource(*caches)
+        if self.combination.method == "route":
+            return CacheSource(*caches, rows=route_documents(caches, [teacher.name for teacher in teachers]))
+        return self.combine_caches(caches, match_documents(caches))
+
+    def _loss_term(self, one: AssignedLoss) -> LossTerm:
+        rule, divergence, loss = one.rule, one.loss.make_divergence(), one.loss
+        if one.teacher is None:
+            return LossTerm(rule, divergence, None, loss.name, loss.weight)
+        method, is_weighted_later = self.combination.method, self.combination.score_weighting is not None
+        return LossTerm(
+            rule,
+            divergence,
+            self.teachers[one.teacher].comparison_space(rule.comparison_space),
+            metric_name(loss.name, self.names[one.teacher], self.names),
+            loss.weight,
+            one.teacher,
+            teacher_weight=1.0
+            if is_weighted_later or method in ("mixture", "route")
+            else self.combination.weights[one.teacher],
+            denominator_group=("auto" if one.is_auto else loss.name) if method == "route" else "",
+        )
+
+
+def combined_losses(
+    combination: TeacherEnsemble, teachers: Sequence[DistillationTeacher], losses: Sequence[AssignedLoss]
+) -> list[AssignedLoss]:
+    """Return the losses of combined teachers: those on the mixture, if the teachers are mixed.
+
+    Raises:
+        XtkError: the teachers cannot be mixed, or a cache lacks what the score of the weights needs.
+    """
+    if combination.method == "mixture":
+        _check_mixable(teachers)
+        losses = _losses_on_mixture(losses, teachers)
+    if combination.score_weighting is not None:
+        _check_score(combination.score_weighting.score, teachers)
+    return list(losses)
+
+
+def _check_score(score: str, teachers: Sequence[DistillationTeacher]) -> None:
+    """Check that the score of --teacher-weights can be computed from each teacher.
+
+    Raises:
+        XtkError: a cache does not have the exact top-1 tokens that the score needs.
+    """
+    lacking = next((one for one in teachers if score == "max-probability" and not one.has_exact_top1), None)
+    if lacking is not None:
+        raise XtkError(
+            "--teacher-weights max-probability needs the exact most likely token of each position",
+            where=f"{lacking.path} has the support {lacking.support}",
+            hint="use --teacher-weights ce, or caches with the support top-k+sample, top-k or top-p",
+        )
+
+
+def _check_mixable(teachers: Sequence[DistillationTeacher]) -> None:
+    first, *others = teachers
+    for other in others:
+        if other.identity["tokenizer"] != first.identity["tokenizer"]:
+            raise MismatchError(
+                "--combine-teachers mixture needs teachers with the same tokenizer",
+                where=f"{first.path} and {other.path}",
+                hint="use --combine-teachers sum",
+            )
+
+
+def _losses_on_mixture(assigned: Sequence[AssignedLoss], teachers: Sequence[DistillationTeacher]) -> list[AssignedLoss]:
+    """Return the losses on the mixture: those of the teacher with the least support, if all teachers allow them.
+
+    Raises:
+        XtkError: a loss cannot be computed from one of the teachers.
+    """
+    least = next((number for number, teacher in enumerate(teachers) if teacher.support == "none"), 0)
+    losses = [one for one in assigned if one.teacher in (None, least)]
+    for one in losses:
+        for teacher in teachers:
+            if refusal := teacher.refusal(one.loss):
+                raise refusal
+    return [one if one.teacher is None else replace(one, teacher=0) for one in losses]
