@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from xtk.losses.loss_cells import LossCells
 from xtk.training.micro_batches import MicroBatch
@@ -73,9 +72,13 @@ class DistillationBatch(dict[str, Any]):
     """
 
     @property
-    def model_inputs(self) -> dict[str, Tensor]:
-        """The inputs of a causal language model of transformers, without labels."""
-        return {name: value for name, value in self.items() if name not in ("labels", TEACHER_KEY)}
+    def model_inputs(self) -> dict[str, Any]:
+        """The inputs of a causal language model of transformers, without labels.
+
+        `use_cache=False` is one of them: with a cache, models of transformers do not separate packed documents.
+        """
+        inputs = {name: value for name, value in self.items() if name not in ("labels", TEACHER_KEY)}
+        return {**inputs, "use_cache": False}
 
     def to(self, device: Any) -> DistillationBatch:
         """Return the batch on a device."""
