@@ -20,8 +20,8 @@ FLOORS = {
     "artifacts": 3, "losses": 3,
     "teachers": 4, "rewards": 4, "rollouts": 4,
     "evaluation": 5, "training": 5,
-    "quickstart": 6, "doctor": 6, "commands": 6,
-    "cli": 7, "__main__": 8,
+    "quickstart": 6, "doctor": 6, "commands": 6, "library": 6,
+    "cli": 7, "integrations": 7, "__main__": 8,
 }  # fmt: skip
 MAY_MEET = {("training", "evaluation"), ("commands", "quickstart"), ("commands", "doctor"), ("rollouts", "rewards")}
 HEAVY = {"torch", "transformers", "pyarrow", "numba", "accelerate", "datasets", "numpy", "safetensors", "matplotlib"}

@@ -57,16 +57,22 @@ class DistillationCollator:
         packing: bool = False,
         sample_set: int = 0,
     ) -> None:
-        self.tokenizer, self.cache = to_tokenizer(tokenizer), as_cache(cache)
+        self._student, self.cache = to_tokenizer(tokenizer), as_cache(cache)
+        # Trainer saves the tokenizer of its collator with each checkpoint.
+        self.tokenizer = tokenizer if hasattr(tokenizer, "save_pretrained") else None
         self.max_length, self.packing, self.sample_set = max_length, packing, sample_set
         given = [] if projection is None else [Path(projection) if isinstance(projection, str) else projection]
         combination = parse_ensemble("sum", "", 1)
-        teachers = open_teachers([self.cache], given, self.tokenizer)
+        teachers = open_teachers([self.cache], given, self._student)
         assigned, self.auto_loss_note = assign_losses(loss.specs, teachers)
-        parts = TeacherLosses(self.tokenizer, combination, teachers, combined_losses(combination, teachers, assigned))
+        parts = TeacherLosses(self._student, combination, teachers, combined_losses(combination, teachers, assigned))
         self._objectives, self._names = parts.objectives, parts.names
         self._losses = tuple(str(one.loss) for one in assigned)
         loss.bind(self._losses, self._objectives, self._names)
+        self.loss: DistillationLoss = loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "loss"}  # workers need no modules
 
     def __call__(self, features: Sequence[Any]) -> DistillationBatch:
         """Return the batch of some documents.
@@ -81,14 +87,14 @@ class DistillationCollator:
         documents = _Documents([self._stored(feature) for feature in features])
         builder = BatchBuilder(
             documents,
-            self.tokenizer,
+            self._student,
             self._objectives,
             self.max_length,
             teacher_names=self._names,
             packing_multiple=1 if self.packing else 0,
         )
         batch = builder.build(range(len(documents)), self.sample_set)
-        return make_batch(batch, self._losses, len(self.tokenizer))
+        return make_batch(batch, self._losses, len(self._student))
 
     def _stored(self, feature: Any) -> StoredDocument:
         if isinstance(feature, StoredDocument):

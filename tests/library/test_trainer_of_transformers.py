@@ -1,0 +1,138 @@
+"""DistillationTrainer and compute_loss_func: the gradients of `xtk distill`, in the Trainer's own loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from recorded_training_steps import Recorder, inputs_of, recipe_of, take_steps
+from small_inputs import sentences, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import xtk
+from xtk.integrations.transformers import DistillationTrainer, loss_func_and_collator
+from xtk.training.micro_batches import BatchSampler
+
+LOSSES = ["ce:weight=0.3", "byte-kl"]
+BATCH, ACCUMULATION = 4, 2
+
+
+@pytest.fixture(scope="module")
+def cache(run, pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("caches")
+    data = write_jsonl(folder / "data.jsonl", sentences(BATCH * ACCUMULATION * 2, seed=7))
+    run("cache-teacher", pair.teacher, data, "-o", folder / "cache")
+    return folder / "cache"
+
+
+def arguments(folder, **options):
+    return TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, max_steps=2, learning_rate=1e-3, max_grad_norm=0,
+        report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1, save_strategy="no",
+        train_sampling_strategy="sequential", dataloader_pin_memory=False, **options,
+    )  # fmt: skip
+
+
+def gradients_of_the_command(pair, cache, accumulation):
+    """Return the gradients of two steps of `xtk distill` on the documents of a cache in order."""
+    recipe = recipe_of(LOSSES, batch=BATCH)
+    inputs = inputs_of(pair.student, [cache], recipe)
+    size = BATCH * accumulation
+
+    class InOrder(BatchSampler):
+        def documents_of_step(self, step):
+            return list(range(step * size, (step + 1) * size))
+
+    import recorded_training_steps
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recorded_training_steps, "BatchSampler", InOrder)
+        return take_steps(Accelerator(cpu=True), pair.student, inputs, recipe, size)
+
+
+def largest_difference(found, expected):
+    return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_trainer_has_the_losses_and_gradients_of_the_command(pair, cache, tmp_path, packing):
+    expected, told = gradients_of_the_command(pair, cache, ACCUMULATION)
+    model = AutoModelForCausalLM.from_pretrained(pair.student)
+    collator = xtk.DistillationCollator(
+        AutoTokenizer.from_pretrained(pair.student), cache, xtk.DistillationLoss(*LOSSES), packing=packing
+    )
+    recorder = Recorder(model)
+    trainer = DistillationTrainer(
+        model, arguments(tmp_path, gradient_accumulation_steps=ACCUMULATION), data_collator=collator,
+        train_dataset=xtk.TeacherCache(cache), optimizers=(recorder, None),
+    )  # fmt: skip
+    trainer.train()
+    assert largest_difference(recorder.gradients, expected) < 1e-5
+    logged = [line for line in trainer.state.log_history if "loss/byte-kl" in line]
+    for step, line in zip(told["losses"], logged, strict=True):
+        assert line["loss"] == pytest.approx(step["loss"], rel=2e-4)  # the Trainer rounds to four digits
+        assert line["loss/byte-kl"] == pytest.approx(step["byte-kl"], rel=1e-5)
+        assert line["loss/ce"] == pytest.approx(step["ce"], rel=1e-5)
+
+
+def test_compute_loss_func_has_the_gradients_of_the_command(pair, cache, tmp_path):
+    expected, _ = gradients_of_the_command(pair, cache, 1)
+    model = AutoModelForCausalLM.from_pretrained(pair.student)
+    collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss(*LOSSES))
+    loss_func, labels_collator = loss_func_and_collator(collator)
+    recorder = Recorder(model)
+    trainer = Trainer(
+        model, arguments(tmp_path), data_collator=labels_collator, train_dataset=xtk.TeacherCache(cache),
+        compute_loss_func=loss_func, optimizers=(recorder, None),
+    )  # fmt: skip
+    trainer.train()
+    assert largest_difference(recorder.gradients, expected) < 1e-5
+
+
+def test_evaluation_reports_the_loss_of_held_out_documents(pair, cache, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pair.student)
+    loss = xtk.DistillationLoss(*LOSSES)
+    collator = xtk.DistillationCollator(pair.student, cache, loss)
+    held_out = xtk.TeacherCache(cache)
+    trainer = DistillationTrainer(
+        model, arguments(tmp_path, per_device_eval_batch_size=16), data_collator=collator, train_dataset=held_out,
+        eval_dataset=held_out,
+    )  # fmt: skip
+    batch = collator(list(held_out))
+    with torch.no_grad():
+        expected = loss(logits=model(**batch.model_inputs).logits, batch=batch)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_run_of_the_trainer_resumes_exactly(pair, cache, tmp_path):
+    def train(folder, **resuming):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(pair.student)
+        tokenizer = AutoTokenizer.from_pretrained(pair.student)
+        collator = xtk.DistillationCollator(tokenizer, cache, xtk.DistillationLoss(*LOSSES))
+        options = arguments(folder).to_dict() | {
+            "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "train_sampling_strategy": "random",
+        }  # fmt: skip
+        trainer = DistillationTrainer(
+            model, TrainingArguments(**options), data_collator=collator, train_dataset=xtk.TeacherCache(cache)
+        )
+        trainer.train(**resuming)
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    whole = train(tmp_path)
+    resumed = train(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_other_arguments_are_refused(pair, cache, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pair.student)
+    loss = xtk.DistillationLoss(*LOSSES)
+    collator = xtk.DistillationCollator(pair.student, cache, loss)
+    with pytest.raises(xtk.XtkError, match="must be a DistillationCollator"):
+        DistillationTrainer(model, arguments(tmp_path), train_dataset=xtk.TeacherCache(cache))
+    loss_func, _ = loss_func_and_collator(collator)
+    with pytest.raises(xtk.XtkError, match="the labels have no teacher's part"):
+        loss_func({"logits": torch.zeros(1, 4, 656)}, torch.zeros(1, 4, dtype=torch.int64))
+    assert np.isfinite(float(loss(logits=torch.randn(1, 400, 656)[:, : collator([0])["input_ids"].shape[1]],
+                                  batch=collator([0]))))  # fmt: skip

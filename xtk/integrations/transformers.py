@@ -1,0 +1,258 @@
+"""Distillation in the Trainer of transformers, in trainers that derive from it, and with `compute_loss_func`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from xtk.errors import XtkError
+from xtk.library.distillation_batch import TEACHER_KEY, DistillationBatch, TeacherBatch
+from xtk.library.distillation_collator import DOCUMENT_KEY, TEXT_KEY, DistillationCollator
+from xtk.library.distillation_loss import DistillationLoss
+from xtk.losses.loss_cells import LossCells
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.packed_attention import PackedSequence
+from xtk.training.student_with_losses import StudentWithLoss
+
+_LOSSES_ARGUMENT = "distillation_losses"
+
+
+class DistillationTrainerMixin:
+    """Computes the losses of a `DistillationCollator` in a trainer that derives from `transformers.Trainer`.
+
+    Put it before the trainer: `class MyTrainer(DistillationTrainerMixin, SFTTrainer)`. `data_collator` is the collator,
+    the dataset is its `TeacherCache`, or has a column "document" with indices into it. Losses are computed from hidden
+    states inside of the model's forward pass, so that DDP, FSDP and mixed precision apply; logits of a whole batch do
+    not exist. Each loss is averaged over its items in all micro-batches and processes of a step.
+
+    Raises:
+        XtkError: `data_collator` is not a `DistillationCollator`, or the trainer uses DataParallel, tensor, context or
+            sequence parallelism.
+    """
+
+    # The loss is divided by the number of items of the whole step.
+    loss_is_scaled_for_ga = True
+
+    # Attributes of the trainer.
+    model: Any
+    accelerator: Any
+    data_collator: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        collator = self.data_collator
+        if not isinstance(collator, DistillationCollator):
+            raise XtkError(
+                f"data_collator is a {type(collator).__name__}, but must be a DistillationCollator",
+                where=type(self).__name__,
+                hint="pass data_collator=xtk.DistillationCollator(tokenizer, cache, loss)",
+            )
+        _check_layout(self)
+        self.distillation_loss: DistillationLoss = collator.loss
+        self._loss_sums: Tensor | None = None
+        self._loss_items: Tensor | None = None
+        _compute_losses_in_forward(self.model, packing=collator.packing)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the total loss of a micro-batch, and with `return_outputs` also {"loss": the same}.
+
+        Args:
+            model: the student, perhaps wrapped.
+            inputs: a batch of the collator.
+            return_outputs: whether to return outputs too; there are no logits.
+            num_items_in_batch: denominators of the whole step, from `_get_num_items_in_batch`.
+        """
+        teacher: TeacherBatch = inputs[TEACHER_KEY]
+        ids = inputs["input_ids"]
+        cells = self.distillation_loss.scaled_cells(teacher, ids.device, num_items_in_batch)
+        total, sums = model(**{"input_ids": ids, _LOSSES_ARGUMENT: (teacher, cells)})
+        self.distillation_loss.record(teacher, sums)
+        if self.model.training:
+            self._count_losses(cells, sums)
+        # Gradients are averaged over processes, but the denominators are those of all.
+        total = total * self.accelerator.num_processes
+        return (total, {"loss": total}) if return_outputs else total
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add the mean of each loss since the last log to the logs of training."""
+        if "loss" in logs and self._loss_sums is not None and self._loss_items is not None:
+            both = torch.stack([self._loss_sums, self._loss_items.to(self._loss_sums.device)])
+            sums, items = self.accelerator.reduce(both, "sum").tolist()
+            terms = self.distillation_loss.terms
+            means = {term.name: total / count for term, total, count in zip(terms, sums, items, strict=True) if count}
+            logs = {**logs, **{f"loss/{name}": value for name, value in means.items()}}
+            self._loss_sums = self._loss_items = None
+        super().log(logs, *arguments, **options)  # type: ignore[misc]
+
+    def _count_losses(self, cells: Sequence[LossCells], sums: Tensor) -> None:
+        items = torch.tensor([float(one.denominator) for one in cells])
+        sums = sums.detach().float()
+        self._loss_sums = sums if self._loss_sums is None else self._loss_sums + sums
+        self._loss_items = items if self._loss_items is None else self._loss_items + items
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the denominators of the losses over all micro-batches and processes of a step (collective)."""
+        if not batch_samples:
+            return None
+        counts = self.distillation_loss.num_items(batch_samples)
+        return self.accelerator.reduce(counts.to(device), "sum") if self.accelerator.num_processes > 1 else counts
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = [DOCUMENT_KEY, TEXT_KEY]
+
+
+class DistillationTrainer(DistillationTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` with the losses of a `DistillationCollator`; see `DistillationTrainerMixin`.
+
+    loss = xtk.DistillationLoss("ce:weight=0.3", "byte-kl")
+    collator = xtk.DistillationCollator(tokenizer, cache, loss)
+    DistillationTrainer(model, args, data_collator=collator, train_dataset=cache).train()
+    """
+
+
+def _check_layout(trainer: Any) -> None:
+    """Refuse layouts of the Trainer in which a process has a part of the positions or of the vocabulary.
+
+    Raises:
+        XtkError: names the layout.
+    """
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    sizes = {name: int(getattr(config, f"{name}_size", 1) or 1) for name in ("tp", "cp", "sp")}
+    used = [f"{name}_size={size}" for name, size in sizes.items() if size > 1]
+    if trainer.args.n_gpu > 1:
+        used.append(f"DataParallel over {trainer.args.n_gpu} GPUs")
+    if used:
+        raise XtkError(
+            f"DistillationTrainer does not support {', '.join(used)}",
+            where="TrainingArguments",
+            hint="start one process per GPU (torchrun, accelerate launch) with DDP or FSDP; "
+            "or use xtk distill --parallel",
+        )
+
+
+def _compute_losses_in_forward(model: Any, *, packing: bool) -> None:
+    """Make a model's forward pass return (total loss, sums of the losses) if it gets losses.
+
+    Inside of the forward pass, wrappers of data parallelism see all uses of the weights.
+
+    Raises:
+        XtkError: documents are packed, and the model cannot separate them.
+    """
+    split = BackboneWithHead(model)
+    if packing and not split.enable_packing():
+        raise XtkError(
+            "the student's architecture does not support packing",
+            where=type(model).__name__,
+            hint="use DistillationCollator(..., packing=False)",
+        )
+    student, plain = StudentWithLoss(split), model.forward
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        losses = options.pop(_LOSSES_ARGUMENT, None)
+        if losses is None:
+            return plain(*arguments, **options)
+        teacher, cells = losses
+        lengths = teacher.document_lengths
+        packed = None if lengths is None else PackedSequence(lengths)
+        return student(options["input_ids"], teacher.loss_positions, cells, packed)
+
+    model.forward = MethodType(forward, model)
+
+
+class LabelsWithTeacher(torch.Tensor):
+    """Labels, int64 [B, T], that carry the teacher's part of a batch to a `compute_loss_func`.
+
+    It is kept by `to`, `pin_memory` and pickling; other operations return plain tensors without it.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    teacher: TeacherBatch
+
+    @classmethod
+    def attach(cls, labels: Tensor, teacher: TeacherBatch) -> LabelsWithTeacher:
+        """Return labels with a teacher's part."""
+        made = labels.as_subclass(cls)
+        made.teacher = teacher
+        return made
+
+    def to(self, *arguments: Any, **options: Any) -> LabelsWithTeacher:
+        """Return the labels and the teacher's part on a device."""
+        moved = torch.Tensor.to(self, *arguments, **options)
+        return self.attach(moved, self.teacher.to(moved.device))
+
+    def pin_memory(self, device: Any = None) -> LabelsWithTeacher:
+        """Return the labels and the teacher's part in pinned memory."""
+        return self.attach(torch.Tensor.pin_memory(self), self.teacher.pin_memory())
+
+
+class LabelsCollator:
+    """A collator whose batches have the teacher's part inside of `labels`, for trainers with `compute_loss_func`.
+
+    Args:
+        collator: makes the batches.
+    """
+
+    def __init__(self, collator: DistillationCollator) -> None:
+        self.collator = collator
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Tensor]:
+        """Return a batch: model inputs, and labels with the teacher's part."""
+        batch: DistillationBatch = self.collator(features)
+        inputs = {name: value for name, value in batch.items() if name != TEACHER_KEY}
+        return {**inputs, "labels": LabelsWithTeacher.attach(batch["labels"], batch[TEACHER_KEY])}
+
+
+class ComputeLossFunc:
+    """The losses as `compute_loss_func(outputs, labels, num_items_in_batch)` of a trainer, from the model's logits.
+
+    With several micro-batches per step, the mean of each loss over a micro-batch is weighted by its trained tokens.
+    This equals the mean over the step only if all micro-batches have the same number of items per token.
+    `DistillationTrainer` is exact, and needs no logits.
+
+    Args:
+        loss: the losses, also passed to the collator.
+    """
+
+    def __init__(self, loss: DistillationLoss) -> None:
+        self.loss = loss
+
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Return the loss of a micro-batch, scaled for gradient accumulation.
+
+        Raises:
+            XtkError: the labels are not from a `LabelsCollator`.
+        """
+        if not isinstance(labels, LabelsWithTeacher):
+            raise XtkError(
+                "the labels have no teacher's part",
+                where="compute_loss_func",
+                hint="use both results of loss_func_and_collator: compute_loss_func=..., data_collator=...",
+            )
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs.logits
+        batch = {"input_ids": labels, TEACHER_KEY: labels.teacher}
+        value: Tensor = self.loss(logits=logits, batch=batch)
+        if num_items_in_batch is None:
+            return value
+        share: Tensor = labels[..., 1:].ne(-100).sum() / num_items_in_batch
+        return value * share
+
+
+def loss_func_and_collator(collator: DistillationCollator) -> tuple[ComputeLossFunc, LabelsCollator]:
+    """Return `compute_loss_func` and `data_collator` for a trainer that is used as it is, such as TRL's SFTTrainer.
+
+    Args:
+        collator: makes the batches.
+    """
+    return ComputeLossFunc(collator.loss), LabelsCollator(collator)
