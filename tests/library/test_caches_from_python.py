@@ -1,0 +1,205 @@
+"""Caches in Python: from a loaded model, from arrays of another program, and reading."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+import small_inputs
+import torch
+from small_inputs import sentences, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import xtk
+
+TEXTS = sentences(12, seed=3)
+
+
+@pytest.fixture(scope="module")
+def teacher(pair):
+    return AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair):
+    return AutoTokenizer.from_pretrained(pair.teacher)
+
+
+def all_logprobs(cache):
+    return [cache.logprobs(number) for number in range(len(cache))]
+
+
+def assert_same(one, other, tolerance=0.0):
+    assert len(one) == len(other)
+    for a, b in zip(all_logprobs(one), all_logprobs(other), strict=True):
+        assert np.array_equal(a.ids, b.ids)
+        assert np.array_equal(a.offsets, b.offsets)
+        assert np.allclose(a.logprobs, b.logprobs, atol=tolerance, rtol=0)
+        assert np.allclose(a.observed_logprobs, b.observed_logprobs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["datasets", "texts", "records"])
+def test_a_cache_of_a_loaded_model_has_the_values_of_the_command(run, pair, teacher, tokenizer, tmp_path, form):
+    data = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    run("cache-teacher", pair.teacher, data, "-o", tmp_path / "command")
+    forms = {"datasets": datasets.Dataset.from_dict({"text": TEXTS}), "texts": TEXTS,
+             "records": [{"text": text} for text in TEXTS]}  # fmt: skip
+    teacher.train()
+    made = xtk.cache_teacher(teacher, forms[form], tmp_path / "python", tokenizer=tokenizer)
+    assert teacher.training
+    assert_same(made, xtk.TeacherCache(tmp_path / "command"))
+    assert [row.document.text for row in made] == TEXTS
+
+
+def test_a_finished_cache_is_found_again_and_other_weights_are_refused(pair, tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32)
+    xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "c").iterdir()}
+    xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4)
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "c").iterdir()} == before
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[-1, -1] += 0.5
+    with pytest.raises(xtk.XtkError, match="different inputs or options"):
+        xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4)
+    changed = xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4, force=True)
+    assert changed.header["teacher"]["weights"].startswith("loaded:sha256:")
+
+
+def test_a_model_object_needs_its_tokenizer(teacher, tmp_path):
+    with pytest.raises(xtk.XtkError, match="needs the tokenizer"):
+        xtk.cache_teacher(teacher, TEXTS, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def scored(model, ids, positions, top_k):
+    with torch.inference_mode():
+        logprobs = model(torch.from_numpy(ids).long()[None]).logits[0].log_softmax(-1)[torch.from_numpy(positions) - 1]
+    top = logprobs.topk(top_k)
+    observed = logprobs.gather(1, torch.from_numpy(ids[positions]).long()[:, None])[:, 0]
+    entropy = -(logprobs.exp() * logprobs).sum(1)
+    return top.indices.numpy(), top.values.numpy(), observed.numpy(), entropy.numpy()
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "messages"])
+def test_a_cache_of_arrays_equals_the_cache_of_the_model(run, pair, teacher, tmp_path, kind):
+    records = {
+        "text": [{"text": text} for text in TEXTS],
+        "prompt": [{"prompt": text[:20], "completion": text[20:]} for text in TEXTS],
+        "messages": [{"messages": [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]}
+                     for text in TEXTS],
+    }[kind]  # fmt: skip
+    folder = pair.teacher
+    if kind == "messages":
+        import shutil
+
+        folder = tmp_path / "chat"
+        shutil.copytree(pair.teacher, folder)
+        template = "{% for m in messages %}<|endoftext|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        (folder / "chat_template.jinja").write_text(template)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run("cache-teacher", folder, data, "--top-k", 6, "--shard-tokens", 150, "--precision", "float32",
+        "-o", tmp_path / "command")  # fmt: skip
+    with xtk.CacheWriter(tmp_path / "arrays", folder, precision="float32", shard_tokens=150) as writer:
+        for record in records:
+            ids, positions = writer.tokenize(record)
+            top_ids, top_logprobs, observed, entropy = scored(teacher, ids, positions, 6)
+            writer.add(record, top_ids, top_logprobs, observed, entropy=entropy)
+    made = xtk.TeacherCache(tmp_path / "arrays")
+    made.verify()
+    assert len(made.manifest["shards"]) > 1
+    assert_same(made, xtk.TeacherCache(tmp_path / "command"), tolerance=2e-5)
+    loss = xtk.DistillationLoss("ce:weight=0.3", "byte-kl")
+    if kind != "messages":  # the student has no chat template
+        assert len(xtk.DistillationCollator(pair.student, made, loss)([0, 1])["teacher"].cells) == 2
+
+
+def test_a_writer_that_fails_writes_nothing_and_keeps_the_old_cache(pair, teacher, tmp_path):
+    def write(texts, **options):
+        with xtk.CacheWriter(tmp_path / "c", pair.teacher, **options) as writer:
+            for text in texts:
+                ids, positions = writer.tokenize(text)
+                writer.add(text, *scored(teacher, ids, positions, 4)[:3])
+            if len(texts) == 1:
+                raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        write(TEXTS[:1])
+    assert not (tmp_path / "c").exists()
+    write(TEXTS[:3])
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    with pytest.raises(xtk.XtkError, match="already contains a teacher cache"):
+        write(TEXTS[:4])
+    with pytest.raises(RuntimeError, match="stopped"):
+        write(TEXTS[:1], force=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == whole
+    write(TEXTS[:4], force=True)
+    assert len(xtk.TeacherCache(tmp_path / "c")) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids, logs, seen: (ids[:-1], logs[:-1], seen[:-1]), "trained teacher tokens, but the arrays"),
+        (lambda ids, logs, seen: (ids, logs + 8, seen), "above 0|sum to"),
+        (lambda ids, logs, seen: (ids, logs * np.nan, seen), "NaN|finite"),
+        (lambda ids, logs, seen: (ids + 100_000, logs, seen), "outside|vocabulary|at most|below"),
+    ],
+    ids=["shape", "mass", "nan", "ids"],
+)
+def test_arrays_that_are_no_distribution_are_refused(pair, teacher, tmp_path, change, message):
+    with (  # noqa: PT012 (the writer's block ends by the error)
+        pytest.raises(xtk.XtkError, match=message),
+        xtk.CacheWriter(tmp_path / "c", pair.teacher) as writer,
+    ):
+        ids, positions = writer.tokenize(TEXTS[0])
+        writer.add(TEXTS[0], *change(*scored(teacher, ids, positions, 4)[:3]))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_cache_is_a_dataset_for_loaders_with_workers(run, pair, tmp_path):
+    data = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    run("cache-teacher", pair.teacher, data, "-o", tmp_path / "c")
+    cache, loss = xtk.TeacherCache(tmp_path / "c"), xtk.DistillationLoss("ce", "byte-kl")
+    collator = xtk.DistillationCollator(AutoTokenizer.from_pretrained(pair.student), cache, loss)
+    loader = torch.utils.data.DataLoader(
+        cache, batch_size=4, collate_fn=collator, num_workers=1, multiprocessing_context="spawn"
+    )
+    for batch, alone in zip(loader, [collator(range(start, start + 4)) for start in (0, 4, 8)], strict=True):
+        assert torch.equal(batch["input_ids"], alone["input_ids"])
+        logits = torch.randn(*batch["input_ids"].shape, 656)
+        assert torch.equal(loss(logits=logits, batch=batch), loss(logits=logits, batch=alone))
+    assert len(cache) == len(TEXTS)
+    assert cache[3].document.text == TEXTS[3]
+    assert cache[3].index == 3
+    with pytest.raises(IndexError):
+        cache[len(cache)]
+    assert len(pickle.loads(pickle.dumps(cache))) == len(cache)
+
+
+def test_rows_of_a_dataset_are_compared_with_the_cache(run, pair, tmp_path):
+    data = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    run("cache-teacher", pair.teacher, data, "--top-k", 4, "-o", tmp_path / "c")
+    loss = xtk.DistillationLoss("byte-kl")
+    collator = xtk.DistillationCollator(pair.student, tmp_path / "c", loss)
+    assert len(collator([{"document": 2, "text": TEXTS[2]}])["input_ids"]) == 1
+    with pytest.raises(xtk.XtkError, match="another text than the dataset"):
+        collator([{"document": 2, "text": TEXTS[3]}])
+    with pytest.raises(xtk.XtkError, match='no "document"'):
+        collator([{"text": TEXTS[3]}])
+    with pytest.raises(xtk.XtkError, match="not the index of a document"):
+        collator([99])
+    other = small_inputs.make_student(tmp_path / "wide")
+    with pytest.raises(xtk.XtkError, match="logits, fewer than"):
+        loss(logits=torch.randn(1, 500, 100)[:, : collator([0])["input_ids"].shape[1]], batch=collator([0]))
+    with pytest.raises(xtk.XtkError, match="shape"):
+        loss(logits=torch.randn(2, 5, 656), batch=collator([0]))
+    with pytest.raises(xtk.XtkError, match="made for other losses"):
+        xtk.DistillationLoss("ce")(logits=torch.randn(1, 5, 656), batch=collator([0]))
+    with pytest.raises(xtk.XtkError, match="forward-kl needs a teacher with the student's tokenizer"):
+        xtk.DistillationCollator(other, tmp_path / "c", xtk.DistillationLoss("forward-kl"))
+    with pytest.raises(xtk.XtkError, match="did you mean byte-kl"):
+        xtk.DistillationLoss("bytekl")
