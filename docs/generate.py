@@ -1,4 +1,4 @@
-"""Write docs/reference/commands/, losses.md and rewards.md from the code; `--check` compares only."""
+"""Write docs/reference/commands/, losses.md, rewards.md and python.md from the code; `--check` compares only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from python_reference import python_page
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -182,7 +184,7 @@ def main() -> int:
     stale = []
     pages = {f"commands/{name}": content for name, content in commands().items()}
     (REFERENCE / "commands").mkdir(exist_ok=True)
-    for name, content in {**pages, "losses.md": losses(), "rewards.md": rewards()}.items():
+    for name, content in {**pages, "losses.md": losses(), "rewards.md": rewards(), "python.md": python_page()}.items():
         path = REFERENCE / name
         if "--check" in sys.argv:
             if not path.is_file() or path.read_text(encoding="utf-8") != content:

@@ -1,0 +1,119 @@
+"""The public names of the Python API: light to import, typed, documented, and equal to the commands."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from small_inputs import ODD, sentences
+from transformers import AutoTokenizer
+
+import xtk
+
+HEAVY = {"torch", "transformers", "pyarrow", "numba", "accelerate", "datasets", "numpy", "safetensors"}
+MAX_IMPORT_SECONDS = 0.05
+
+
+def test_importing_xtk_is_light():
+    script = f"import sys, xtk; dir(xtk); print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_xtk_takes_less_than_50_ms():
+    script = "import time; start = time.process_time(); import xtk; print(time.process_time() - start)"
+    seconds = [float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+               for _ in range(5)]  # fmt: skip
+    assert statistics.median(seconds) < MAX_IMPORT_SECONDS
+
+
+@pytest.mark.parametrize("name", [name for name in xtk.PUBLIC if name != "XtkError"])
+def test_public_names_are_typed_and_documented(name):
+    found = getattr(xtk, name)
+    functions = [found] if inspect.isfunction(found) else [
+        value for key, value in vars(found).items()
+        if inspect.isfunction(value) and not key.startswith("_")
+    ]  # fmt: skip
+    assert inspect.getdoc(found)
+    for function in functions:
+        assert inspect.getdoc(function), f"{name}.{function.__name__}"
+        signature = inspect.signature(function)
+        assert signature.return_annotation is not inspect.Signature.empty
+        annotated = [one for key, one in signature.parameters.items() if key != "self"]
+        assert all(one.annotation is not inspect.Parameter.empty for one in annotated), function
+
+
+def test_unknown_names_raise_attribute_errors():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = xtk.nothing
+    assert {"align", "TeacherCache", "DistillationLoss"} <= set(dir(xtk))
+
+
+def test_align_has_the_spans_of_the_command(run, pair):
+    texts = [*sentences(3), *ODD]
+    tokenizers = [AutoTokenizer.from_pretrained(side) for side in (pair.student, pair.teacher)]
+    for text in texts:
+        found = xtk.align(*tokenizers, text)
+        line = json.loads(run("align", pair.student, pair.teacher, text, "--json").stdout)
+        assert found.spans.tolist() == line["spans"]
+        assert (found.student_ids.tolist(), found.teacher_ids.tolist()) == (line["student_ids"], line["teacher_ids"])
+        assert found.is_exact == line["exact"]
+        assert found.student_byte_ends[-1] == found.teacher_byte_ends[-1] == len(text.encode())
+
+
+def test_a_tokenizer_that_was_changed_in_memory_is_used_as_it_is(pair):
+    changed = AutoTokenizer.from_pretrained(pair.student)
+    changed.add_tokens(["<|new|>"])
+    found = xtk.align(changed, pair.teacher, "a <|new|> b")
+    assert found.student_ids.tolist() == changed("a <|new|> b", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("method", ["multitoken", "exact", "first-token", "partition"])
+def test_projections_have_the_bytes_of_the_command(run, pair, tmp_path, method):
+    run("build-projection", pair.student, pair.teacher, "--method", method, "-o", tmp_path / "command")
+    made = xtk.build_projection(AutoTokenizer.from_pretrained(pair.student), pair.teacher, method)
+    made.save(tmp_path / "python")
+    assert (tmp_path / "python").read_bytes() == (tmp_path / "command").read_bytes()
+    pruned = xtk.Projection.load(tmp_path / "command").prune(top_k=1)
+    run("prune-projection", tmp_path / "command", "--top-k", 1, "-o", tmp_path / "pruned")
+    pruned.save(tmp_path / "python-pruned")
+    assert (tmp_path / "python-pruned").read_bytes() == (tmp_path / "pruned").read_bytes()
+    with pytest.raises(xtk.XtkError, match=r"--force|force"):
+        made.prune(top_k=1).save(tmp_path / "command") if method == "multitoken" else xtk.build_projection(
+            pair.teacher, pair.student
+        ).save(tmp_path / "command")
+
+
+def test_a_projection_as_a_sparse_tensor_maps_probabilities(pair):
+    made = xtk.build_projection(pair.student, pair.teacher)
+    probs = torch.rand(3, made.student_width)
+    dense = np.zeros((made.student_width, made.teacher_width), np.float32)
+    dense[made.entry_rows, made.teacher_ids] = made.weights
+    assert torch.allclose(probs @ made.to_torch_sparse(), probs @ torch.from_numpy(dense), atol=1e-6)
+
+
+def test_wrong_arguments_end_in_a_sentence(pair, tmp_path):
+    with pytest.raises(xtk.XtkError, match="not a fast tokenizer"):
+        xtk.align(object(), pair.teacher, "text")
+    with pytest.raises(xtk.XtkError, match="does not exist"):
+        xtk.align("./nowhere", pair.teacher, "text")
+    with pytest.raises(xtk.XtkError, match="did you mean"):
+        xtk.build_projection(pair.student, pair.teacher, "multi-token")
+    with pytest.raises(xtk.XtkError, match="does not exist"):
+        xtk.Projection.load(tmp_path / "nothing")
+
+
+def test_a_read_only_cache_folder_ends_in_a_sentence(pair, tmp_path):
+    changed = AutoTokenizer.from_pretrained(pair.student)
+    changed.add_tokens(["<|other|>"])
+    (tmp_path / "file").write_text("")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XTK_CACHE", str(tmp_path / "file" / "below"))
+        with pytest.raises(xtk.XtkError, match="XTK_CACHE"):
+            xtk.align(changed, pair.teacher, "text")
