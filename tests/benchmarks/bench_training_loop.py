@@ -75,8 +75,10 @@ def bare(folder: Path, batches: list[Any]) -> list[float]:
     optimizer = torch.optim.AdamW(parameter_groups(cut.model, 0.0), lr=5e-5, fused=True)
     ends = []
     for (batch,) in batches:
-        terms = [term.to(CPU, 1 / max(term.count, 1)) for term in batch.terms]
-        total, _ = student(torch.from_numpy(batch.input_ids), batch.places, terms, PackedSequence(batch.lengths))
+        terms = [term.to(CPU, 1 / max(term.denominator, 1)) for term in batch.terms]
+        total, _ = student(
+            torch.from_numpy(batch.input_ids), batch.loss_positions, terms, PackedSequence(batch.document_lengths)
+        )
         total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

@@ -1,0 +1,141 @@
+"""The Python API against `xtk distill`: time of a step on the same documents, and students at equal steps.
+
+The time: `distill` trains a student from a cache; the same documents then go through `DistillationCollator` (one
+DataLoader worker) and `DistillationLoss` in a plain loop, packed, with AdamW and clipping. In turns in one process, the
+first step left out; median of the ratios.
+
+The students: the quickstart's pair, a teacher trained for a few hundred steps, and students of `distill` and of the
+programs in `examples`, with equal options and numbers of steps.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench_training_loop import large, small, with_the_loop
+from measurement import ROOT, process, report
+from transformers import AutoModelForCausalLM
+
+import xtk
+from xtk import terminal
+from xtk.models.causal_lm import silence_transformers
+from xtk.models.student_model_setup import parameter_groups
+from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
+from xtk.quickstart.tiny_models import make_student, make_teacher
+from xtk.training.micro_batches import BatchSampler
+
+TIMES = 3
+LOSSES = ("ce", "p-kl:weight=2")
+TEACHER_STEPS, STUDENT_STEPS = 400, 200
+PROGRAMS = {"own loop": ("own_loop.py",), "Trainer": ("trainer.py",), "SFTTrainer": ("trl_sft.py",),
+            "SFTTrainer, mixin": ("trl_sft.py", "--mixin")}  # fmt: skip
+
+
+def with_the_library(folder: Path, loss: str, steps: int, batch: int) -> list[float]:
+    """Take the documents of the steps of `distill` through a plain loop; return when each step ended."""
+    torch.manual_seed(0)
+    student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float32).train()
+    losses = xtk.DistillationLoss("ce", *(() if loss == "ce" else (loss,)))
+    cache = xtk.TeacherCache(folder / "cache")
+    collator = xtk.DistillationCollator(folder / "student", cache, losses, packing=True)
+    sizes = cache.text_sizes()
+    sampler = BatchSampler(np.flatnonzero(sizes > 0), sizes, batch, 0)
+    loader = torch.utils.data.DataLoader(
+        cache, batch_sampler=[sampler.documents_of_step(step) for step in range(steps)], collate_fn=collator,
+        num_workers=1, multiprocessing_context="fork",
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(parameter_groups(student, 0.0), lr=5e-5, fused=True)
+    parameters, ends = list(student.parameters()), []
+    for taken in loader:
+        states = student.model(**taken.model_inputs).last_hidden_state
+        losses(states, student.lm_head, taken).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        ends.append(time.perf_counter())
+    return ends
+
+
+def cost(folder: Path, name: str, steps: int, batch: int) -> list[tuple[str, str, str]]:
+    """Return a row of the table for each loss."""
+    rows = []
+    for loss in ("ce", "byte-kl"):
+        ratios = []
+        for turn in range(TIMES):
+            _, ends = with_the_loop(folder, loss, steps, batch, f"{loss}-{turn}")
+            own = with_the_library(folder, loss, steps, batch)
+            ratios.append((own[-1] - own[0]) / (ends[-1] - ends[0]))
+        found = f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
+        rows.append((f"{name}: {loss if loss == 'ce' else f'ce and {loss}'}, step relative to distill", found, "+3 %"))
+    return rows
+
+
+def bits_per_byte(model: Path, data: Path) -> float:
+    """Return the bits per byte of a model."""
+    _, _, out = process(sys.executable, "-m", "xtk", "evaluate", str(model), str(data), "--json", "-q")
+    return float(json.loads(out.splitlines()[0])["bits_per_byte"])
+
+
+def students(folder: Path) -> list[tuple[str, str, str]]:
+    """Return a row of the table for each way to train the quickstart's student."""
+    training, held_out = train_test_split(python_documents())
+    make_student(folder / "student", training, 0)
+    make_teacher(folder / "untrained", training, 1234)
+    for name, texts in (("train", training), ("part", training[: len(training) * 15 // 100]), ("test", held_out)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    python = [sys.executable, "-m", "xtk"]
+    options = [
+        "--per-device-train-batch-size",
+        "2",
+        "--learning-rate",
+        "3e-3",
+        "--warmup-ratio",
+        "0.1",
+        "--save-steps",
+        "0",
+    ]
+    process(*python, "distill", str(folder / "untrained"), str(folder / "train.jsonl"), "--loss", "ce", *options,
+            "--max-steps", str(TEACHER_STEPS), "-o", str(folder / "teacher"))  # fmt: skip
+    process(*python, "cache-teacher", str(folder / "teacher"), str(folder / "part.jsonl"), "-o", str(folder / "cache"))
+    losses = [word for loss in LOSSES for word in ("--loss", loss)]
+    process(*python, "distill", str(folder / "student"), str(folder / "cache"), *losses, *options,
+            "--max-steps", str(STUDENT_STEPS), "-o", str(folder / "command"))  # fmt: skip
+    expected = bits_per_byte(folder / "command", folder / "test.jsonl")
+    rows = [(f"`xtk distill`, {STUDENT_STEPS} steps: bits per byte", f"{expected:.4f}", "")]
+    for name, (program, *more) in PROGRAMS.items():
+        out = folder / name
+        process(sys.executable, str(ROOT / "examples" / program), str(folder / "student"), str(folder / "cache"),
+                str(out), *more, "--steps", str(STUDENT_STEPS), "--loss", *LOSSES)  # fmt: skip
+        found = bits_per_byte(out, folder / "test.jsonl")
+        rows.append((f"{name}, the same", f"{found:.4f} ({found / expected - 1:+.2%})", "1 %"))
+    return rows
+
+
+def main() -> None:
+    """Measure and print; with the argument `students` or `cost` only that part."""
+    silence_transformers()
+    terminal.set_quiet(True)
+    rows = []
+    wanted = sys.argv[1:] or ["cost", "students"]
+    if "cost" in wanted:
+        with tempfile.TemporaryDirectory() as place:
+            small(Path(place))
+            rows += cost(Path(place), "V = 4,000, 0.9 M parameters", steps=80, batch=8)
+        with tempfile.TemporaryDirectory() as place:
+            large(Path(place))
+            rows += cost(Path(place), "V = 128,256, 39 M parameters", steps=8, batch=4)
+    if "students" in wanted:
+        with tempfile.TemporaryDirectory() as place:
+            rows += students(Path(place))
+    report(__file__, rows)
+
+
+if __name__ == "__main__":
+    main()
