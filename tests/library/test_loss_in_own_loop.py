@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from recorded_training_steps import inputs_of, recipe_of, take_steps
 from small_inputs import sentences, write_jsonl
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtk
@@ -86,3 +87,31 @@ def test_labels_are_the_trained_tokens(pair, cache):
         own = loss(logits=model(**batch.model_inputs).logits, batch=batch)
     assert float(own) == pytest.approx(float(of_model), rel=1e-5)
     assert batch["attention_mask"].sum() == batch["teacher"].tokens
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the size of the largest tensor that an operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        tensors = result if isinstance(result, tuple | list) else [result]
+        self.numel = max([self.numel, *(one.numel() for one in tensors if isinstance(one, torch.Tensor))])
+        return result
+
+
+def test_no_tensor_of_the_loss_has_all_logits(pair, cache, monkeypatch):
+    chunk, width = 16, 656
+    monkeypatch.setattr("xtk.library.distillation_loss.chunk_rows", lambda _: chunk)
+    loss = xtk.DistillationLoss("ce:weight=0.3", "byte-kl")
+    collator = xtk.DistillationCollator(pair.student, cache, loss)
+    head = torch.nn.Linear(8, width, bias=False)
+    for documents in (4, DOCUMENTS):
+        batch = collator(range(documents))
+        states = torch.randn(*batch["input_ids"].shape, 8, requires_grad=True)
+        with LargestTensor() as largest:
+            loss(states, head, batch).backward()
+        rows = len(batch["teacher"].loss_positions)
+        assert largest.numel <= max(chunk * width, states.numel())
+        assert rows * width > 4 * largest.numel or documents == 4

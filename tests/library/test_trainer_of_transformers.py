@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from recorded_training_steps import Recorder, inputs_of, recipe_of, take_steps
+from recorded_training_steps import Recorder
 from small_inputs import sentences, write_jsonl
+from trainer_gradients import BATCH, LOSSES, arguments, gradients_of_the_command, largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import xtk
 from xtk.integrations.transformers import DistillationTrainer, loss_func_and_collator
-from xtk.training.micro_batches import BatchSampler
 
-LOSSES = ["ce:weight=0.3", "byte-kl"]
-BATCH, ACCUMULATION = 4, 2
+ACCUMULATION = 2
 
 
 @pytest.fixture(scope="module")
@@ -24,35 +22,6 @@ def cache(run, pair, tmp_path_factory):
     data = write_jsonl(folder / "data.jsonl", sentences(BATCH * ACCUMULATION * 2, seed=7))
     run("cache-teacher", pair.teacher, data, "-o", folder / "cache")
     return folder / "cache"
-
-
-def arguments(folder, **options):
-    return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=BATCH, max_steps=2, learning_rate=1e-3, max_grad_norm=0,
-        report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1, save_strategy="no",
-        train_sampling_strategy="sequential", dataloader_pin_memory=False, **options,
-    )  # fmt: skip
-
-
-def gradients_of_the_command(pair, cache, accumulation):
-    """Return the gradients of two steps of `xtk distill` on the documents of a cache in order."""
-    recipe = recipe_of(LOSSES, batch=BATCH)
-    inputs = inputs_of(pair.student, [cache], recipe)
-    size = BATCH * accumulation
-
-    class InOrder(BatchSampler):
-        def documents_of_step(self, step):
-            return list(range(step * size, (step + 1) * size))
-
-    import recorded_training_steps
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(recorded_training_steps, "BatchSampler", InOrder)
-        return take_steps(Accelerator(cpu=True), pair.student, inputs, recipe, size)
-
-
-def largest_difference(found, expected):
-    return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
