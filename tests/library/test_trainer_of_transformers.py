@@ -105,3 +105,40 @@ def test_other_arguments_are_refused(pair, cache, tmp_path):
         loss_func({"logits": torch.zeros(1, 4, 656)}, torch.zeros(1, 4, dtype=torch.int64))
     assert np.isfinite(float(loss(logits=torch.randn(1, 400, 656)[:, : collator([0])["input_ids"].shape[1]],
                                   batch=collator([0]))))  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+def test_trainer_trains_adapters_only(pair, cache, tmp_path):
+    """The loss of the first step is that of the base model, and only the adapters move."""
+    from peft import LoraConfig, get_peft_model
+
+    _, told = gradients_of_the_command(pair, cache, 1)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(pair.student),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], task_type="CAUSAL_LM"),
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss(*LOSSES))
+    trainer = DistillationTrainer(
+        model, arguments(tmp_path), data_collator=collator, train_dataset=xtk.TeacherCache(cache)
+    )
+    trainer.train()
+    first = next(line for line in trainer.state.log_history if "loss/byte-kl" in line)
+    assert first["loss/byte-kl"] == pytest.approx(told["losses"][0]["byte-kl"], rel=1e-5)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    assert any("lm_head" in name for name in moved)
+
+
+def test_trainer_with_mixed_precision_has_about_the_same_loss(pair, cache, tmp_path):
+    _, told = gradients_of_the_command(pair, cache, 1)
+    model = AutoModelForCausalLM.from_pretrained(pair.student)
+    collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss(*LOSSES))
+    trainer = DistillationTrainer(
+        model, arguments(tmp_path, bf16=True), data_collator=collator, train_dataset=xtk.TeacherCache(cache)
+    )
+    trainer.train()
+    first = next(line for line in trainer.state.log_history if "loss/byte-kl" in line)
+    assert first["loss/byte-kl"] == pytest.approx(told["losses"][0]["byte-kl"], rel=2e-2)
+    assert first["loss/byte-kl"] != told["losses"][0]["byte-kl"]
