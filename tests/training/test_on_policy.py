@@ -347,7 +347,7 @@ def test_data_beside_the_students_own_writing(pair, prompts, tmp_path):
         "--loss", "byte-kl", "--num-iterations", 2)  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     # Cross-entropy is of the data's completions: steps that take what the student wrote have none.
-    written = [line["ce"] == 0 for line in lines]
+    written = ["ce" not in line for line in lines]
     assert any(written)
     assert not all(written)
     assert written[::2] == written[1::2]
@@ -387,7 +387,7 @@ def test_rows_are_put_to_the_student_as_if_their_prompts_had_been_written_so(pai
     run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form, "-o", tmp_path / "out")
     run_xtk("distill", other, tmp_path / "talks.jsonl", *common, "-o", tmp_path / "same")
     lines, same = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("out", "same"))
-    assert {line["ce"] == 0 for line in lines} == {True, False}
+    assert {"ce" not in line for line in lines} == {True, False}
     assert [line["loss"] for line in lines] == [line["loss"] for line in same]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "same")]
     assert weights[0] == weights[1]

@@ -26,7 +26,7 @@ RECIPE_FILE, RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = (
 TRAINER_FOLDER, ADAPTER_FOLDER = "trainer", "adapter"
 CHECKPOINT, BEST = "checkpoint", "best"
 VERSION, RECIPE_KIND, RECIPE_VERSION = 4, "recipe", 3
-RECIPE_KEYS = ("kind", "version", "identity")  # the rest of a recipe is options
+RECIPE_KEYS = ("kind", "version", "identity", "evaluation")  # the rest of a recipe is options
 # Files that transformers, peft or vLLM read from a model folder by their names alone.
 MODEL_FILE_NAMES = re.compile(
     r".+\.(safetensors|safetensors\.index\.json|bin|model|tiktoken|jinja|py)|(config|generation_config|adapter_config|"
@@ -68,15 +68,37 @@ def run_and_step_of_checkpoint(folder: Path) -> tuple[Path, int] | None:
 # --- the recipe
 
 
-def write_recipe(folder: Path, options: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def write_recipe(
+    folder: Path,
+    options: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    evaluation: Mapping[str, str] | None = None,
+) -> None:
     """Write `recipe.json`: the options of a run in the form of `--config`, and the identity of the run.
 
     Args:
         folder: of the run.
         options: by their names in a configuration file.
         identity: the values and fingerprints that identify a run; no paths.
+        evaluation: fingerprints of what the run is evaluated on, by option; they do not affect the student.
     """
-    write_json(folder / RECIPE_FILE, {**options, "kind": RECIPE_KIND, "version": RECIPE_VERSION, "identity": identity})
+    content = {**options, "kind": RECIPE_KIND, "version": RECIPE_VERSION, "identity": identity}
+    write_json(folder / RECIPE_FILE, content | {"evaluation": dict(evaluation or {})})
+
+
+def read_evaluation(folder: Path) -> dict[str, str] | None:
+    """Return the fingerprints of what a run is evaluated on, by option; None if its recipe does not state them."""
+    found = _read_json_object(folder / RECIPE_FILE).get("evaluation")
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else None
+
+
+def add_evaluation(folder: Path, evaluation: Mapping[str, str]) -> None:
+    """Add fingerprints to those in the recipe of a run that is not finished."""
+    content = _read_json_object(folder / RECIPE_FILE)
+    stated = content.get("evaluation")
+    merged = {**(stated if isinstance(stated, dict) else {}), **evaluation}
+    if merged != stated:
+        write_json(folder / RECIPE_FILE, {**content, "evaluation": merged})
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def report(options: ReportOptions) -> None:
 
     from xtk.artifacts.atomic_files import read_json_lines, sha256
     from xtk.artifacts.output_claims import claim_output
+    from xtk.artifacts.run_folders import read_evaluation
     from xtk.commands import alignment_html, projection_audit_html, teacher_cache_html
     from xtk.commands.completions_html import read_samples
     from xtk.commands.html_page import PAGE, write_page
@@ -133,6 +134,9 @@ def report(options: ReportOptions) -> None:
     records = [
         {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
     ]
+    held_out = {(read_evaluation(Path(run.path)) or {}).get("--eval-data") for run in shown} - {None}
+    if len(held_out) > 1:
+        terminal.note("report: warning: the runs have different --eval-data; do not compare their eval_ metrics")
     for run in shown:
         terminal.note(f"report: to repeat {run.name}: {run.command}")
     terminal.result_artifact({"path": options.output, "kind": "report", "runs": records}, as_json=options.as_json)

@@ -333,9 +333,9 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     """
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.tokens.tokenizer import Tokenizer
-    from xtk.training.distill import run_identity
+    from xtk.training.distill import evaluation_identity, run_identity
     from xtk.training.parallel_config import parse_parallel
-    from xtk.training.resume_point import RUN_FOLDER
+    from xtk.training.resume_point import RUN_FOLDER, check_evaluation
     from xtk.training.runs.open_inputs import open_inputs
 
     try:
@@ -345,7 +345,9 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
         identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
         check_rerun(run.distill_options.config, recipe_options(run.distill_options), identity)
         try:
-            return RUN_FOLDER.find_finished(run.folder, identity), False
+            finished = RUN_FOLDER.find_finished(run.folder, identity)
+            check_evaluation(run.folder, evaluation_identity(inputs, reporting), is_finished=finished is not None)
+            return finished, False
         except XtkError:
             if not force:
                 raise

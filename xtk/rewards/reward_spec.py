@@ -8,8 +8,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from xtk.artifacts.atomic_files import sha256_of_file
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
@@ -20,6 +22,8 @@ RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
 
 LARGEST = 3.4e38  # maximum absolute value of a reward: the range of float32
 _FUNCTION = re.compile(r"(?P<place>.+\.py:[^\W\d]\w*)(:(?P<options>.*))?", re.DOTALL)
+# Paths of files in the specification of a reward or environment.
+_USER_FILE = re.compile(r"^.+\.py(?=:)|(?<=[:,]schema=)[^,]+", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,16 @@ class RewardSpec(OptionSpec):
         rule = load_registered(REWARDS, self.name, "reward")
         judge: RewardFunction = from_pairs(rule, self.options, f"the reward {self}")
         return judge
+
+
+def paths_as_checksums(text: str) -> str:
+    """Return `FILE.py:NAME`, or a reward with `schema=FILE`, with file paths replaced by file name and checksum."""
+
+    def named(found: re.Match[str]) -> str:
+        path = Path(found[0])
+        return f"{path.name}@{sha256_of_file(path)}" if path.is_file() else found[0]
+
+    return _USER_FILE.sub(named, text)
 
 
 def parse_reward(text: str) -> RewardSpec:

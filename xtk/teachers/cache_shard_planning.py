@@ -140,7 +140,7 @@ def make_shard_plan(
     plan.optional_columns = [name for name in OPT_IN_FIELDS if name in corpus.columns]
     longest = (0, 0)
     rewritten: list[int] = []
-    empty = drawn = 0
+    empty = drawn = untrained = 0
     lost = NormalizationLoss(tokenizer.name)
     for document, tokens in _tokenized_documents(corpus, tokenizer, fingerprint):
         if not log_prefix:
@@ -157,6 +157,7 @@ def make_shard_plan(
             plan.num_too_long += 1
             longest = max(longest, (len(tokens), plan.num_documents))
         empty += not document.text
+        untrained += bool(document.text) and not tokens.train_mask.any()
         drawn += document.sampled_tokens is not None
         pieces = _fit_to_limit(sharding, tokenizer, document, tokens)
         for number, (cached, piece) in enumerate(pieces):
@@ -171,6 +172,11 @@ def make_shard_plan(
     if empty and log_prefix:
         terminal.note(
             f"{log_prefix}: {empty:,} of {plan.num_documents:,} documents are empty and have no trained tokens"
+        )
+    if untrained and plan.num_positions and log_prefix:
+        terminal.note(
+            f"{log_prefix}: {untrained:,} of {plan.num_documents:,} documents have no trained tokens (only assistant "
+            "messages and completions are trained)"
         )
     if warning := lost.warning():
         terminal.note(f"{log_prefix}: {warning}")

@@ -53,7 +53,9 @@ class StepReduction:
         if score_weighting is not None and per_step:
             shares = score_weighting.teacher_weights(tallies[:, None])[:, 0]
         self.teacher_weights = None if score_weighting is None else shares
-        self._counts = np.array([_denominator(objective, objectives, counts) for objective in objectives])
+        denominators = np.array([_denominator(objective, objectives, counts) for objective in objectives])
+        self._is_empty = denominators == 0
+        self._counts = np.where(self._is_empty, 1.0, denominators)
         self._weights = np.array(
             [
                 objective.weight
@@ -117,16 +119,19 @@ class StepReduction:
     def loss_metrics(self, sums: Sequence[float], kd_scale: float) -> dict[str, float]:
         """Return the total loss, the mean of each loss, the weighted distillation loss and the teacher weights.
 
+        A loss without tokens or spans in the step (CE of a step on the student's own completions) has no mean.
+
         Args:
             sums: [terms], sum of each loss over tokens or spans.
             kd_scale: result of `kd_scale` for this step.
         """
         means = np.array(sums) / self._counts
         weighted = means * self._weights
-        names = [objective.name for objective in self._objectives]
-        metrics = {
-            "loss": float((weighted * np.where(self._distils, kd_scale, 1.0)).sum()),
-            **dict(zip(names, means.tolist(), strict=True)),
+        metrics = {"loss": float((weighted * np.where(self._distils, kd_scale, 1.0)).sum())}
+        metrics |= {
+            objective.name: mean
+            for objective, mean, is_empty in zip(self._objectives, means.tolist(), self._is_empty, strict=True)
+            if not is_empty
         }
         if self._distils.any():
             metrics["distillation_loss"] = float(weighted[self._distils].sum())
@@ -153,11 +158,11 @@ class StepReduction:
 
 
 def _denominator(objective: LossTerm, objectives: Sequence[LossTerm], counts: np.ndarray) -> float:
-    """Return the denominator of a loss, summed over its denominator group; 1 if it is 0."""
+    """Return the denominator of a loss, summed over its denominator group."""
     same = [
         count
         for other, count in zip(objectives, counts.tolist(), strict=True)
         if other is objective
         or (objective.denominator_group and other.denominator_group == objective.denominator_group)
     ]
-    return float(sum(same)) or 1.0
+    return float(sum(same))

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from xtk import terminal
+from xtk.artifacts.atomic_files import canonical_json, sha256
 from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.artifacts.write_locks import exclusive_write_lock
@@ -32,7 +33,7 @@ from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
 from xtk.training.parallel_config import ParallelConfig, parse_parallel
 from xtk.training.process_group import init_process_group_after_restart, report_lost_processes
-from xtk.training.resume_point import RUN_FOLDER, ResumePoint, find_checkpoint, prepare_run_folder
+from xtk.training.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.student_generator import check_generation_backend
 from xtk.training.student_with_losses import parallelize
@@ -67,7 +68,10 @@ def distill(
     terminal.set_main_process(accelerator.is_main_process)
     layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
     identity = run_identity(recipe, inputs, layout.num_data_shards, logging_config)
+    evaluation = evaluation_identity(inputs, logging_config)
     finished = RUN_FOLDER.find_finished(paths.output, identity, force=force)
+    if not force:
+        check_evaluation(paths.output, evaluation, is_finished=finished is not None)
     if finished is not None:
         return finished
     keeps_best = recipe.early_stopping_patience > 0
@@ -85,7 +89,7 @@ def distill(
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             held.enter_context(exclusive_write_lock(paths.output, "student"))
-            prepare_run_folder(paths.output, options or {}, identity, resumed, force=force)
+            prepare_run_folder(paths.output, options or {}, identity, resumed, force=force, evaluation=evaluation)
         accelerator.wait_for_everyone()
         if logging_config.report_to:
             start_trackers(accelerator, paths.output / TRACKERS, resumed.step, identity)
@@ -137,12 +141,28 @@ def run_identity(
                 "--early-stopping-patience needs evaluations during training",
                 hint="add --eval-data DATA --eval-steps N",
             )
-        fingerprint = CorpusFingerprint()
-        caches = None if inputs.held_out is None else inputs.held_out.source
-        for document in logging_config.eval_documents if caches is None else map(caches.document, range(len(caches))):
-            fingerprint.add(document)
-        held_out = {"eval_documents": str(fingerprint), "eval_steps": logging_config.eval_steps}
+        held_out = {"eval_documents": _held_out_fingerprint(inputs, logging_config),
+                    "eval_steps": logging_config.eval_steps}  # fmt: skip
     return {**recipe.identity(num_data_shards), **inputs.identity, **held_out}
+
+
+def evaluation_identity(inputs: RunInputs, logging_config: LoggingConfig) -> dict[str, str]:
+    """Return fingerprints of what a run is evaluated on, by option; they do not affect the student."""
+    found = {}
+    if logging_config.eval_documents or inputs.held_out is not None:
+        found["--eval-data"] = _held_out_fingerprint(inputs, logging_config)
+    if logging_config.eval_tasks:
+        found["--eval-tasks"] = sha256(canonical_json([task.identity for task in logging_config.eval_tasks]))
+    return found
+
+
+def _held_out_fingerprint(inputs: RunInputs, logging_config: LoggingConfig) -> str:
+    """Return the fingerprint of the held-out documents."""
+    fingerprint = CorpusFingerprint()
+    caches = None if inputs.held_out is None else inputs.held_out.source
+    for document in logging_config.eval_documents if caches is None else map(caches.document, range(len(caches))):
+        fingerprint.add(document)
+    return str(fingerprint)
 
 
 def _set_up_forward(student: BackboneWithHead, recipe: TrainConfig) -> bool:

@@ -181,7 +181,7 @@ class HeldOutEvaluator:
         reduction = StepReduction.of_step(self._objectives, self._batch_builder.score_weighting,
             self._batch_builder.teachers, [_Counts(counts)], self._layout, self._device)  # fmt: skip
         losses = reduction.loss_metrics(rest[: len(sums)], 1.0)
-        found = {"bits_per_byte": nats / math.log(2) / self._bytes, "ce": losses[CE_METRIC]}
+        found = {"bits_per_byte": nats / math.log(2) / self._bytes, "ce": losses.get(CE_METRIC, 0.0)}
         if self._with_teachers:
             found |= losses
         for name, matching, (same, total) in zip(

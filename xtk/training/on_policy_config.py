@@ -6,19 +6,17 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.atomic_files import sha256_of_file
 from xtk.engines.backend import backends_with, check_backend_options
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.declaration import check_options
 from xtk.options.training_options import OnPolicyOptions
-from xtk.rewards.reward_spec import RewardSpec
+from xtk.rewards.reward_spec import RewardSpec, paths_as_checksums
 from xtk.rollouts import GENERATORS
 from xtk.rollouts.generator_interface import Generator, SamplingConfig
 from xtk.rollouts.prompts import PromptFormat
@@ -40,7 +38,6 @@ ROLLOUT_METRICS = {
 # Newer options, left out of a run's identity at their default so that older runs can be resumed.
 KEYS_OMITTED_BY_DEFAULT = ("prompt_template", "apply_chat_template", "chat_template_kwargs")
 _COMPARISON = re.compile(r"\s*(?P<name>[a-z0-9_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
-_FILE = re.compile(r"^.+\.py(?=:)|(?<=[:,]schema=)[^,]+", re.DOTALL)
 _SIGNS = {"<": operator.lt, ">": operator.gt}
 
 
@@ -179,8 +176,8 @@ class OnPolicyConfig(OnPolicyOptions):
             if not content[name]:
                 del content[name]
         content["sampling"]["stop"] = list(self.sampling.stop)
-        content["environment"] = _replace_paths_by_checksums(self.environment)
-        rewards = [_replace_paths_by_checksums(str(reward)) for reward in self.rewards]
+        content["environment"] = paths_as_checksums(self.environment)
+        rewards = [paths_as_checksums(str(reward)) for reward in self.rewards]
         return {**content, "rewards": rewards, "engine": dict(self.engine)}
 
     def check_batch(self, documents_per_step: int) -> None:
@@ -196,16 +193,6 @@ class OnPolicyConfig(OnPolicyOptions):
                 hint="change --per-device-train-batch-size or --gradient-accumulation-steps: documents per step are "
                 "their product, times the number of data-parallel processes",
             )
-
-
-def _replace_paths_by_checksums(text: str) -> str:
-    """Return `FILE.py:NAME`, or a reward with `schema=FILE`, with file paths replaced by file name and checksum."""
-
-    def named(found: re.Match[str]) -> str:
-        path = Path(found[0])
-        return f"{path.name}@{sha256_of_file(path)}" if path.is_file() else found[0]
-
-    return _FILE.sub(named, text)
 
 
 class PromptSampler(BatchSampler):

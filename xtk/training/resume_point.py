@@ -18,9 +18,11 @@ from xtk.artifacts.run_folders import (
     METRICS_FILE,
     RECIPE_FILE,
     RUN_MANIFEST,
+    add_evaluation,
     check_listed_files,
     list_checkpoints,
     prefix_entry,
+    read_evaluation,
     read_recipe,
     read_run_manifest,
     recipe_version,
@@ -78,8 +80,47 @@ def _finished(output: Path) -> dict[str, Any]:
 RUN_FOLDER = FolderKind("a student", _is_run, refuse_foreign_files_in_run, _find_finished_run)
 
 
+def check_evaluation(output: Path, evaluation: Mapping[str, str], *, is_finished: bool) -> None:
+    """Refuse a run in the output folder that is evaluated on other data or tasks than requested.
+
+    Its metrics would be reported for data that they were not computed on. They do not affect the student, so a run
+    without any of them can be continued with them.
+
+    Args:
+        output: the run folder.
+        evaluation: fingerprints of the requested data and tasks, by option.
+        is_finished: whether the run is finished, so that no further evaluation takes place.
+
+    Raises:
+        XtkError: names the options.
+    """
+    stated = read_evaluation(output) if (output / RECIPE_FILE).is_file() else None
+    if stated is None:
+        return
+    different = [
+        option
+        for option, found in evaluation.items()
+        if (is_finished or option in stated) and stated.get(option) != found
+    ]
+    if different:
+        lacking = [option for option in different if option not in stated]
+        raise XtkError(
+            f"the run in the output folder was evaluated {'without' if lacking else 'on other'} {', '.join(different)}"
+            + ("" if lacking else " than requested"),
+            where=str(output),
+            hint="evaluate its student with xtk evaluate; or use the same evaluation options, another -o, or --force "
+            "to train again",
+        )
+
+
 def prepare_run_folder(
-    output: Path, options: Mapping[str, Any], identity: dict[str, Any], resumed: ResumePoint, *, force: bool
+    output: Path,
+    options: Mapping[str, Any],
+    identity: dict[str, Any],
+    resumed: ResumePoint,
+    *,
+    force: bool,
+    evaluation: Mapping[str, str] | None = None,
 ) -> None:
     """Create a run folder, or remove temporary files of a killed run; with `force`, remove a previous run.
 
@@ -91,6 +132,7 @@ def prepare_run_folder(
         identity: the run's options and input fingerprints.
         resumed: the checkpoint that was found before the folder was locked.
         force: replace a run with other options or inputs.
+        evaluation: fingerprints of what the run is evaluated on, by option.
 
     Raises:
         XtkError: another command has written a run into the folder since then.
@@ -113,7 +155,9 @@ def prepare_run_folder(
         else:
             path.unlink(missing_ok=True)
     if not (output / RECIPE_FILE).is_file():
-        write_recipe(output, options, identity)
+        write_recipe(output, options, identity, evaluation)
+    elif evaluation:
+        add_evaluation(output, evaluation)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from xtk.artifacts.atomic_files import canonical_json, sha256
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import ProcessShare, check_rewards_apply, evaluate_answers
@@ -20,7 +21,7 @@ from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import options_of
 from xtk.options.spec_parsing import from_pairs, option_names, parse_pairs
-from xtk.rewards.reward_spec import WeightedRewards, parse_reward
+from xtk.rewards.reward_spec import WeightedRewards, parse_reward, paths_as_checksums
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
 from xtk.rollouts.transformers_generator import TransformersGenerator
@@ -36,6 +37,10 @@ class EvalTask(Protocol):
     """A task to evaluate the student on; `names` are the prefixes of its metrics."""
 
     names: tuple[str, ...]
+
+    @property
+    def identity(self) -> list[Any]:
+        """Everything that decides its results, in values of JSON."""
 
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Return all metrics by name, the same in every process (collective)."""
@@ -115,6 +120,14 @@ class RewardProblems:
         self._rewards = WeightedRewards([parse_reward(options.reward)])
         check_rewards_apply(self._rewards, self._prompts)
 
+    @property
+    def identity(self) -> list[Any]:
+        """Its options, with checksums of the files that they name, and of the prompts with their records."""
+        options = {name: paths_as_checksums(str(value)) for name, value in asdict(self._options).items()}
+        options["prompt_template"] = read_prompt_template(self._options.prompt_template) or ""
+        prompts = [[str(one.document.segments), repr(sorted(one.record.items()))] for one in self._prompts]
+        return [*self.names, options, sha256(canonical_json(prompts))]
+
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Generate answers, each process a part of them, and return the metrics of their rewards."""
         options = self._options
@@ -152,6 +165,19 @@ class HarnessEvalTasks:
                 seed=options.seed,
             )
         )
+        self._options, self._folders = options, folders
+
+    @property
+    def identity(self) -> list[Any]:
+        """Its options, and names and sizes of the files of its local folders."""
+        roots = [*self._folders.values(), *([self._options.include_path] if self._options.include_path else [])]
+        files = [
+            [path.name, path.stat().st_size]
+            for root in roots
+            for path in sorted(Path(root).rglob("*"))
+            if path.is_file()
+        ]
+        return [*self.names, {name: str(value) for name, value in asdict(self._options).items()}, files]
 
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Run the tasks, each process a part of the requests, and return their finite metrics."""

@@ -86,6 +86,7 @@ class RunInputs:
         if weightless.any():
             terminal.note(f"distill: skipping {weightless.sum():,} of {len(sizes):,} documents, whose weight is 0")
         self._report_changed_text(documents)
+        self._report_untrained(documents)
         too_long = [] if limit is None else self._longer_than(limit, sizes)
         if too_long:
             longest, number = max(too_long)
@@ -135,6 +136,38 @@ class RunInputs:
         counts = [count_lost_bytes(*pair) for pair in zip(conversations, tokenized, strict=True)]
         if sum(counts):
             terminal.note("distill: " + format_lost_bytes(counts))
+
+    def _report_untrained(self, documents: NDArray[np.int64]) -> None:
+        """Print how many documents have nothing to train, on a sample.
+
+        Raises:
+            XtkError: no document has anything to train.
+        """
+        sample = documents[:: -(-len(documents) // DOCUMENTS_PER_CHECK) or 1]
+        untrained = len(sample) - self._count_trained(sample)
+        if untrained == len(sample) and len(sample):
+            others = np.setdiff1d(documents, sample)
+            parts = (others[at : at + DOCUMENTS_PER_CHECK] for at in range(0, len(others), DOCUMENTS_PER_CHECK))
+            if not any(self._count_trained(part) for part in parts):
+                raise XtkError(
+                    f"none of the {len(documents):,} documents has text to train",
+                    where=f"document {documents[0]}; {self.tokenizer.name}",
+                    hint="check the roles of messages (only assistant messages are trained), completions that are "
+                    "empty, and that the student's chat template prints the assistant's messages",
+                )
+        if untrained:
+            terminal.note(
+                f"distill: {untrained:,} of {len(sample):,} checked documents have no text to train (only assistant "
+                "messages and completions are trained)"
+            )
+
+    def _count_trained(self, documents: NDArray[np.int64]) -> int:
+        """Return how many documents have trained text, conversations as the student's chat template prints them."""
+        read = [self.source.document(int(number)) for number in documents]
+        marked = [one for one in read if any(part.train and part.text for part in one.segments)]
+        conversations = [one for one in marked if one.conversation is not None]
+        tokenized = tokenize_documents(self.tokenizer, conversations)
+        return len(marked) - len(conversations) + sum(bool(sequence.train_mask.any()) for sequence in tokenized)
 
     def _longer_than(self, limit: int, sizes: NDArray[np.int64]) -> list[tuple[int, int]]:
         """Return (tokens, index) of the documents with more than `limit` tokens.
