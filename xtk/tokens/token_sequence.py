@@ -11,6 +11,7 @@ from xtk.tokens.chat_template import RenderedConversation
 from xtk.tokens.document import Document
 from xtk.tokens.rollout_tokens import sampled_tokens_for, sequence_fields_from_sampled
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
+from xtk.tokens.vocabulary import METASPACE
 
 
 class TokenSequence:
@@ -171,6 +172,8 @@ def _sequence_from_conversation(
             for at, rendered, size in place.runs.tolist():
                 start, stop = int(byte_of[rendered]), int(byte_of[rendered + size])
                 low, high = _tokens_within(text, starts, tokens.byte_ends, start, stop)
+                if low < high and not (runs and runs[-1][1] == low):
+                    low -= int(low > 0 and _is_space_before(tokenizer, text, tokens, starts, low - 1, start))
                 if low < high:
                     shift = first_byte + int(content_byte_of[at]) - start
                     begin = max(int(starts[low]), start) + shift
@@ -215,6 +218,18 @@ def _tokens_within(
     if low and starts[low - 1] < start < ends[low - 1] <= stop and not text[starts[low - 1] : start].strip(b" "):
         low -= 1
     return low, high
+
+
+def _is_space_before(
+    tokenizer: Tokenizer, text: bytes, tokens: EncodedText, starts: NDArray[np.int32], at: int, start: int
+) -> bool:
+    """Return whether a token is only the template's space before a content that starts at byte `start`.
+
+    In a metaspace vocabulary it belongs to the content: `▁` before `2` as the space in `▁It`.
+    """
+    vocabulary = tokenizer.vocabulary
+    is_space = vocabulary.alphabet == METASPACE and vocabulary.bytes_of(int(tokens.ids[at])) == b" "
+    return is_space and tokens.byte_ends[at] == start and text[starts[at] : start] == b" "
 
 
 def _segment_end_token(
