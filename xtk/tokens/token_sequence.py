@@ -182,10 +182,12 @@ def _sequence_from_conversation(
                     runs.append((low, high, begin))
                     ends[low:high] = tokens.byte_ends[low:high] + shift
                     trained[low:high] = segment.train
-            end_token = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
-            end_tokens[number] = end_token
-            if end_token >= 0:  # templates also close a truncated last message
-                trained[end_token] = segment.train and (document.is_complete or number < len(end_tokens) - 1)
+            end_tokens[number] = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
+        if segment.train and end_tokens[number] < 0:
+            low, high = _tokens_after_content(rendering, byte_of, starts, end_tokens, number)
+            end_tokens[number] = _only_end_token(tokenizer, tokens, low, high)
+        if (end_token := end_tokens[number]) >= 0:  # templates also close a truncated last message
+            trained[end_token] = segment.train and (document.is_complete or number < len(end_tokens) - 1)
         first_byte += len(segment.text.encode())
     trained[:1] = False  # the first token has no prediction
     return TokenSequence(
@@ -243,6 +245,42 @@ def _segment_end_token(
         if tokenizer.vocabulary.special_mask[token] or token == tokenizer.end_id:
             return at
     return -1
+
+
+def _tokens_after_content(
+    rendering: RenderedConversation,
+    byte_of: NDArray[np.int64],
+    starts: NDArray[np.int32],
+    end_tokens: NDArray[np.int32],
+    number: int,
+) -> tuple[int, int]:
+    """Return the range of tokens after a message's content and before the next content; empty if it is unknown.
+
+    A message without content (with tool calls only) has no position; it is after the previous message.
+    """
+    places = rendering.content_positions
+    high = len(starts)
+    if number + 1 < len(places):
+        following = places[number + 1]
+        if following is None:
+            return 0, 0
+        runs = following.runs
+        high = int(np.searchsorted(starts, byte_of[runs[0, 1] if len(runs) else following.stop]))
+    for at in (number, number - 1):
+        if at < 0 or end_tokens[at] >= 0:
+            return (int(end_tokens[at]) + 1 if at >= 0 else 0), high
+        if (place := places[at]) is not None:
+            return int(np.searchsorted(starts, byte_of[place.stop])), high
+    return 0, 0
+
+
+def _only_end_token(tokenizer: Tokenizer, tokens: EncodedText, low: int, high: int) -> int:
+    """Return the token in `[low, high)` that ends a text or a turn; -1 if there is none, or more than one.
+
+    It ends a turn in which the template's own text (tool calls) follows the content.
+    """
+    found = np.flatnonzero(np.isin(tokens.ids[low:high], list(tokenizer.end_ids)))
+    return low + int(found[0]) if len(found) == 1 else -1
 
 
 def count_preserved_bytes(document: Document, sequence: TokenSequence, *, start: int = 0) -> int:
