@@ -349,6 +349,51 @@ def test_the_end_of_a_turn_is_found_past_white_space(families, tmp_path):
     assert sequence.train_mask[sequence.segment_end_tokens[1]]
 
 
+CALLS = (
+    "{% for message in messages %}<|endoftext|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call.name }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_the_end_of_a_turn_is_found_after_tool_calls_with_and_without_content(families, tmp_path):
+    calls = [{"name": "add"}]
+    messages = [
+        {"role": "user", "content": "12 + 5?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "17"},
+        {"role": "assistant", "content": "Again.", "tool_calls": calls},
+        {"role": "tool", "content": "17"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    tokenizer, sequence = read_by(families, tmp_path, "teacher", CALLS, Document.from_messages(messages))
+    eos = tokenizer.special_token_ids["eos"]
+    assert trained_text(tokenizer, sequence) == "Again."
+    assert sequence.segment_end_tokens.tolist() == np.flatnonzero(sequence.ids == eos).tolist()
+    assert sequence.train_mask[sequence.segment_end_tokens].tolist() == [False, True] * 3
+    # Without prompt text between them, the ends of two turns cannot be assigned.
+    twice = [messages[0], messages[1], messages[1], {"role": "assistant", "content": "17."}]
+    _, sequence = read_by(families, tmp_path, "teacher", CALLS, Document.from_messages(twice))
+    ends = np.flatnonzero(sequence.ids == eos)
+    assert sequence.segment_end_tokens.tolist() == [ends[0], -1, -1, ends[3]]
+    untrained = [{**message, "train": False} for message in messages]
+    _, sequence = read_by(families, tmp_path, "teacher", CALLS, Document.from_messages(untrained))
+    assert not sequence.train_mask.any()
+
+
+def test_the_end_of_tool_calls_is_found_after_a_prompt_without_an_end(families, tmp_path):
+    template = INSTRUCTIONS.replace("{% generation %}", "{{ message.tool_calls or '' }}{% generation %}")
+    messages = [
+        {"role": "user", "content": "12 + 5?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
+        {"role": "user", "content": "17"},
+        {"role": "assistant", "content": "It is 17."},
+    ]
+    tokenizer, sequence = read_by(families, tmp_path, "metaspace", template, Document.from_messages(messages))
+    ends = np.flatnonzero(sequence.ids == tokenizer.special_token_ids["eos"]).tolist()
+    assert sequence.segment_end_tokens.tolist() == [-1, ends[0], -1, ends[1]]
+    assert sequence.train_mask[ends].all()
+
+
 def test_a_token_that_a_configuration_calls_eos_ends_turns_whether_or_not_it_is_special(families, tmp_path):
     folder = shutil.copytree(families["teacher"], tmp_path / "plain")
     content = json.loads((folder / "tokenizer.json").read_text())

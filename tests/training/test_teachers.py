@@ -203,6 +203,22 @@ def test_documents_are_found_in_whatever_order_they_are_cached(folder, tmp_path,
     ]
 
 
+def test_duplicates_with_different_weights_are_matched_by_weight_in_any_order(tmp_path, run, pair):
+    rows = {"one": [(0, 1), (1, 2), (0, 3), (0, 1)], "two": [(0, 3), (0, 1), (0, 1), (1, 2)], "other": [(0, 3), (0, 2)]}
+    for name, listed in rows.items():
+        lines = [json.dumps({"text": TEXTS[at], "quality": weight}) + "\n" for at, weight in listed]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        options = ("--support", "none", "--weight-column", "quality", "-q", "-o", name)
+        run("cache-teacher", pair.teacher, f"{name}.jsonl", *options, cwd=tmp_path)
+    one, two, other = (TeacherCache(tmp_path / name) for name in rows)
+    assert match_documents([one, two]).tolist() == [[0, 1, 2, 3], [1, 3, 0, 2]]
+    assert match_documents([two, one]).tolist() == [[0, 1, 2, 3], [2, 0, 3, 1]]
+    small_inputs.write_jsonl(tmp_path / "plain.jsonl", [TEXTS[0]] * 2)
+    run("cache-teacher", pair.teacher, "plain.jsonl", "--support", "none", "-q", "-o", "plain", cwd=tmp_path)
+    with pytest.raises(XtkError, match=r"a document has the weight 3 in the cache .*other and 1 in .*plain"):
+        match_documents([other, TeacherCache(tmp_path / "plain")])
+
+
 def test_a_document_that_is_missing_in_a_cache_is_named(folder, step):
     with pytest.raises(XtkError) as told:
         step("teacher", "head")

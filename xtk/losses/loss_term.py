@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from xtk.losses.divergences import Divergence
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
-from xtk.tokens.alignment import align_sequences
+from xtk.tokens.alignment import align_sequences, separate_added_spaces
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
@@ -80,5 +80,6 @@ def make_loss_inputs(student: TokenSequence, document: Document, teacher_output:
     if teacher_output is None:
         return LossInputs(student.ids, rows, np.zeros((0, 4), np.int32), np.zeros(0, np.int32), None, **own)
     spans = align_sequences(student, teacher_output.tokens)
+    spans = separate_added_spaces(spans, student, teacher_output.tokens)
     spans = spans[student.train_mask[spans[:, 1] - 1]]
     return LossInputs(student.ids, rows, spans, teacher_output.tokens.ids, teacher_output.logprobs, **own)

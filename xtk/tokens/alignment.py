@@ -46,6 +46,40 @@ def align_sequences(student: TokenSequence, teacher: TokenSequence) -> NDArray[n
     return spans[np.argsort(spans[:, 0])]
 
 
+def separate_added_spaces(
+    spans: NDArray[np.int32], student: TokenSequence, teacher: TokenSequence
+) -> NDArray[np.int32]:
+    """Return spans in which a token that is only an added space is not in the span of the text after it.
+
+    A tokenizer may prepend a space to a text, which is a separate token before a digit, for example. If both sides have
+    such a token, both are a separate span; if one side has it, it is in no span. So tokens with equal bytes are
+    compared with each other, not with an average that includes the space.
+
+    Args:
+        spans: int32 [C, 4], from `align_sequences`.
+        student: the student's sequence.
+        teacher: the teacher's sequence.
+
+    Returns:
+        int32 [D, 4], ascending.
+    """
+    own, other = _begins_with_added_space(spans[:, :2], student), _begins_with_added_space(spans[:, 2:], teacher)
+    both = spans[own & other]
+    separate = np.column_stack([both[:, 0], both[:, 0] + 1, both[:, 2], both[:, 2] + 1])
+    rest = spans.copy()
+    rest[:, 0] += own
+    rest[:, 2] += other
+    spans = np.concatenate([rest, separate.astype(np.int32)])
+    return spans[np.argsort(spans[:, 0])]
+
+
+def _begins_with_added_space(ranges: NDArray[np.int32], sequence: TokenSequence) -> NDArray[np.bool_]:
+    """Return bool [C], whether each range `[start, stop)` of tokens has a first token of a run, without bytes."""
+    firsts = sequence.text_runs[sequence.byte_ends[sequence.text_runs[:, 0]] == sequence.text_runs[:, 2], 0]
+    found: NDArray[np.bool_] = sequence.exact & np.isin(ranges[:, 0], firsts) & (ranges[:, 1] - ranges[:, 0] > 1)
+    return found
+
+
 def _match_undecodable_tokens(
     student: TokenSequence, teacher: TokenSequence
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -211,18 +211,30 @@ class Document:
         )
 
     def trained_mask(self, byte_ends: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return for each byte end of a token whether the token is trained: its last byte is.
+        """Return whether each token of the text is trained: its last byte is.
+
+        A token without bytes (a space that the tokenizer prepended) belongs to the text token after it: it is trained
+        if that token is, unless a prompt begins there.
 
         Args:
-            byte_ends: [n], byte offsets, at least 1 for tokens with bytes in the text.
+            byte_ends: [n], the byte where each token ends, never decreasing.
 
         Returns:
             bool [n].
         """
         edges = np.cumsum([0] + [len(segment.text.encode()) for segment in self.segments])
-        at = np.searchsorted(edges, byte_ends, side="left") - 1
         flags = np.array([*(segment.train for segment in self.segments), False])
-        return np.asarray(flags[np.clip(at, 0, len(self.segments))] & (byte_ends > 0), np.bool_)
+
+        def of_byte(byte: NDArray[np.integer]) -> NDArray[np.bool_]:
+            at = np.searchsorted(edges, byte, side="right") - 1
+            return np.asarray(flags[np.clip(at, 0, len(self.segments))] & (byte >= 0), np.bool_)
+
+        trained = of_byte(byte_ends - 1)
+        empty = np.flatnonzero(np.diff(byte_ends, prepend=0) == 0)
+        following = np.searchsorted(byte_ends, byte_ends[empty], side="right")
+        empty, following = empty[following < len(byte_ends)], following[following < len(byte_ends)]
+        trained[empty] = trained[following] & of_byte(byte_ends[empty])
+        return trained
 
 
 def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:

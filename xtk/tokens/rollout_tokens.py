@@ -174,6 +174,11 @@ def splice_sampled_tokens(
             right = int(np.searchsorted(ends[low:high], last)) + low + 1
             if not (left < right <= high and starts[left - low] == first and ends[right - 1] == last):
                 continue
+            if document.conversation is not None and decoded.byte_ends[0] > 0:
+                # A separate space token of the template before the content is not one of the sampled tokens.
+                space = int(np.searchsorted(ends[left:right], first, side="right"))
+                trained[left : left + space] = False
+                low, left = low + space * (left == low), left + space
             own = sampled.ids[start : start + len(decoded.byte_ends)]
             more = len(own) - (right - left)
             ids = np.concatenate([ids[:left], own, ids[right:]])

@@ -11,6 +11,7 @@ from xtk.tokens.chat_template import RenderedConversation
 from xtk.tokens.document import Document
 from xtk.tokens.rollout_tokens import sampled_tokens_for, sequence_fields_from_sampled
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
+from xtk.tokens.vocabulary import METASPACE
 
 
 class TokenSequence:
@@ -171,6 +172,8 @@ def _sequence_from_conversation(
             for at, rendered, size in place.runs.tolist():
                 start, stop = int(byte_of[rendered]), int(byte_of[rendered + size])
                 low, high = _tokens_within(text, starts, tokens.byte_ends, start, stop)
+                if low < high and not (runs and runs[-1][1] == low):
+                    low -= int(low > 0 and _is_space_before(tokenizer, text, tokens, starts, low - 1, start))
                 if low < high:
                     shift = first_byte + int(content_byte_of[at]) - start
                     begin = max(int(starts[low]), start) + shift
@@ -179,10 +182,12 @@ def _sequence_from_conversation(
                     runs.append((low, high, begin))
                     ends[low:high] = tokens.byte_ends[low:high] + shift
                     trained[low:high] = segment.train
-            end_token = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
-            end_tokens[number] = end_token
-            if end_token >= 0:  # templates also close a truncated last message
-                trained[end_token] = segment.train and (document.is_complete or number < len(end_tokens) - 1)
+            end_tokens[number] = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
+        if segment.train and end_tokens[number] < 0:
+            low, high = _tokens_after_content(rendering, byte_of, starts, end_tokens, number)
+            end_tokens[number] = _only_end_token(tokenizer, tokens, low, high)
+        if (end_token := end_tokens[number]) >= 0:  # templates also close a truncated last message
+            trained[end_token] = segment.train and (document.is_complete or number < len(end_tokens) - 1)
         first_byte += len(segment.text.encode())
     trained[:1] = False  # the first token has no prediction
     return TokenSequence(
@@ -217,6 +222,18 @@ def _tokens_within(
     return low, high
 
 
+def _is_space_before(
+    tokenizer: Tokenizer, text: bytes, tokens: EncodedText, starts: NDArray[np.int32], at: int, start: int
+) -> bool:
+    """Return whether a token is only the template's space before a content that starts at byte `start`.
+
+    In a metaspace vocabulary it belongs to the content: `▁` before `2` as the space in `▁It`.
+    """
+    vocabulary = tokenizer.vocabulary
+    is_space = vocabulary.alphabet == METASPACE and vocabulary.bytes_of(int(tokens.ids[at])) == b" "
+    return is_space and tokens.byte_ends[at] == start and text[starts[at] : start] == b" "
+
+
 def _segment_end_token(
     tokenizer: Tokenizer, text: bytes, tokens: EncodedText, starts: NDArray[np.int32], byte: int
 ) -> int:
@@ -228,6 +245,42 @@ def _segment_end_token(
         if tokenizer.vocabulary.special_mask[token] or token == tokenizer.end_id:
             return at
     return -1
+
+
+def _tokens_after_content(
+    rendering: RenderedConversation,
+    byte_of: NDArray[np.int64],
+    starts: NDArray[np.int32],
+    end_tokens: NDArray[np.int32],
+    number: int,
+) -> tuple[int, int]:
+    """Return the range of tokens after a message's content and before the next content; empty if it is unknown.
+
+    A message without content (with tool calls only) has no position; it is after the previous message.
+    """
+    places = rendering.content_positions
+    high = len(starts)
+    if number + 1 < len(places):
+        following = places[number + 1]
+        if following is None:
+            return 0, 0
+        runs = following.runs
+        high = int(np.searchsorted(starts, byte_of[runs[0, 1] if len(runs) else following.stop]))
+    for at in (number, number - 1):
+        if at < 0 or end_tokens[at] >= 0:
+            return (int(end_tokens[at]) + 1 if at >= 0 else 0), high
+        if (place := places[at]) is not None:
+            return int(np.searchsorted(starts, byte_of[place.stop])), high
+    return 0, 0
+
+
+def _only_end_token(tokenizer: Tokenizer, tokens: EncodedText, low: int, high: int) -> int:
+    """Return the token in `[low, high)` that ends a text or a turn; -1 if there is none, or more than one.
+
+    It ends a turn in which the template's own text (tool calls) follows the content.
+    """
+    found = np.flatnonzero(np.isin(tokens.ids[low:high], list(tokenizer.end_ids)))
+    return low + int(found[0]) if len(found) == 1 else -1
 
 
 def count_preserved_bytes(document: Document, sequence: TokenSequence, *, start: int = 0) -> int:

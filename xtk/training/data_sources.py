@@ -166,7 +166,7 @@ class TextSource:
 def match_documents(caches: Sequence[TeacherCache]) -> NDArray[np.int64]:
     """Return where each document of the first cache is in the other caches, in any order.
 
-    Duplicates are matched in order: the first occurrence to the first, the second to the second.
+    Duplicates are matched by weight, and those of equal weight in order: the first occurrence to the first.
 
     Returns:
         int64 [caches, documents], index of each document in each cache.
@@ -270,14 +270,14 @@ class _DocumentIndex:
     """The documents of a cache, indexed by fingerprint.
 
     Attributes:
-        keys: uint64 [documents]; the n-th occurrence of a document has the same key in every cache.
-        rows_by_key: int64 [documents], document indices sorted by fingerprint, then by occurrence.
+        keys: uint64 [documents]; the n-th duplicate of a document, by weight, has the same key in every cache.
+        rows_by_key: int64 [documents], document indices sorted by fingerprint, then by weight, then by occurrence.
     """
 
     def __init__(self, cache: TeacherCache) -> None:
         self.cache, self.name = cache, cache.folder.name
         fingerprints = cache.fingerprints()
-        order = np.argsort(fingerprints, kind="stable")
+        order = np.lexsort((cache.document_weights(), fingerprints))  # stable
         firsts = np.flatnonzero(np.diff(fingerprints[order], prepend=~fingerprints[order[:1]]))
         counts = np.diff(np.append(firsts, len(fingerprints)))
         occurrences = np.arange(len(fingerprints)) - np.repeat(firsts, counts)

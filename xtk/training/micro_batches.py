@@ -276,7 +276,9 @@ def _unaligned(examples: Sequence[LossInputs | None]) -> tuple[int, int]:
     """Return the number of trained tokens that no span covers, and of all trained tokens."""
     scored = [example for example in examples if example is not None]
     tokens = sum(len(example.positions) for example in scored)
-    return tokens - sum(int((example.spans[:, 1] - example.spans[:, 0]).sum()) for example in scored), tokens
+    # A span may also contain tokens that are not trained: the first one without a start token, or one of a prompt.
+    trained_in_spans = [np.searchsorted(example.positions + 1, example.spans[:, :2]) for example in scored]
+    return tokens - sum(int(np.diff(bounds, axis=1).sum()) for bounds in trained_in_spans), tokens
 
 
 def pad_or_pack(

@@ -29,7 +29,7 @@ from xtk.projection.projection import SparseProjection
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher
-from xtk.tokens.alignment import align_sequences
+from xtk.tokens.alignment import align_sequences, separate_added_spaces
 from xtk.tokens.document import Document
 from xtk.tokens.document_token_ids import SampledTokens
 from xtk.tokens.teacher_tokenization import teacher_views
@@ -185,7 +185,7 @@ def teacher_candidate_ids(
     sampled = document.sampled_tokens
     if top_ids is not None and sampled is not None:
         row_of = np.cumsum(sampled.sampled_mask) - 1
-        for s0, _, t0, _ in align_sequences(ours, theirs).tolist():
+        for s0, _, t0, _ in separate_added_spaces(align_sequences(ours, theirs), ours, theirs).tolist():
             if t0 in lists and s0 < len(sampled.sampled_mask) and sampled.sampled_mask[s0]:
                 lists[t0] = _project_ids(top_ids[row_of[s0]], projection)
     return [lists[position] for position in positions.tolist()]

@@ -1,0 +1,228 @@
+"""A token that is only the space that a metaspace tokenizer prepends is scored and trained as the text after it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import small_inputs
+import tokenizers
+import torch
+from tokenizers import pre_tokenizers
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
+from xtk.losses.loss_interface import span_ranges
+from xtk.losses.loss_term import TeacherOutput, make_loss_inputs
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
+from xtk.tokens.alignment import align_sequences
+from xtk.tokens.document import Document
+from xtk.tokens.document_token_ids import SampledTokens
+from xtk.tokens.teacher_tokenization import teacher_views
+from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.micro_batches import _unaligned
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %} {{ message.content }}"
+    "{{ eos_token }}{% else %}[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}"
+)
+TEXTS = ["201 apples", "日本語", "\nhello", "(a)", "Anna has", " Anna", "  201", "é", ""]
+ANSWERS = ["201", "It is 201.", "日本", "(a)", "\nhello", " 201"]
+CONVERSATIONS = [[{"role": "user", "content": "12+5?"}, {"role": "assistant", "content": answer}] for answer in ANSWERS]
+
+
+def make_model(folder, seed: int):
+    """Write a small Llama with a tokenizer like Mistral's first one, where digits are separate tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small_inputs.make_metaspace_tokenizer(folder)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [backend.pre_tokenizer, pre_tokenizers.Digits(individual_digits=True)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    torch.manual_seed(seed)
+    configuration = LlamaConfig(
+        vocab_size=700, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.5, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(configuration).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metaspace")
+    return make_model(folder / "student", 0), make_model(folder / "teacher", 1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(models):
+    return Tokenizer(models[0])
+
+
+@pytest.fixture(scope="module")
+def cache(run, models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    rows = [{"text": "201 apples"}, {"messages": CONVERSATIONS[0]}]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("cache-teacher", models[1], "data.jsonl", "--top-k", 4, "-q", "-o", "cache", cwd=folder)
+    return TeacherCache(folder / "cache")
+
+
+def token_ids(folder, text: str) -> list[int]:
+    """Return the tokens of a text or a rendered conversation, from the tokenizers library alone."""
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def log_softmax(folder, ids: list[int]) -> torch.Tensor:
+    model = load_causal_lm(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], -1)
+
+
+def trained_bytes(tokenizer: Tokenizer, document: Document) -> list[bytes]:
+    (sequence,) = tokenize_documents(tokenizer, [document])
+    return [tokenizer.vocabulary.bytes_of(token) for token in sequence.ids[sequence.train_mask].tolist()]
+
+
+def test_bits_per_byte_sum_over_all_tokens_of_a_text(models, tokenizer):
+    folder = models[0]
+    assert tokenizer.vocabulary.bytes_of(token_ids(folder, "201")[0]) == b" "
+    for text in filter(None, TEXTS):
+        ids = [1, *token_ids(folder, text)]
+        logprobs = log_softmax(folder, ids)
+        bits = -sum(float(logprobs[at, ids[at + 1]]) for at in range(len(ids) - 1)) / math.log(2)
+        model = BackboneWithHead(load_causal_lm(folder))
+        found = evaluate_bits_per_byte(model, tokenizer, [Document.from_text(text)], by_category=True)
+        assert (found.num_tokens, found.bytes) == (len(ids) - 1, len(text.encode())), text
+        assert found.bits == pytest.approx(bits, rel=1e-5), text
+        assert sum(ratio.sums.sum() for ratio in found.per_category.values()) == pytest.approx(bits, rel=1e-5), text
+
+
+def test_the_space_is_trained_as_the_token_after_it(tokenizer, models, cache, tmp_path):
+    assert trained_bytes(tokenizer, Document.from_text("20")) == [b" ", b"2", b"0", b""]
+    assert trained_bytes(tokenizer, Document.from_completion("20", "17")) == [b"1", b"7", b""]
+    assert trained_bytes(tokenizer, Document.from_completion("", "17")) == [b" ", b"1", b"7", b""]
+    assert trained_bytes(tokenizer, Document.from_text("")) == []
+    without_start = shutil.copytree(models[0], tmp_path / "plain")
+    (without_start / "tokenizer_config.json").write_text(json.dumps({"unk_token": "<unk>"}))
+    plain = Tokenizer(without_start)
+    assert plain.start_id is None
+    for text, expected in (("20", [b"2", b"0"]), ("Anna 2", [b" ", b"2"])):  # nothing predicts the first token
+        document = Document.from_text(text)
+        assert trained_bytes(plain, document) == expected
+        (sequence,) = tokenize_documents(plain, [document])
+        logprobs = cache.read_document(0).teacher_logprobs
+        assert _unaligned([make_loss_inputs(sequence, document, TeacherOutput(sequence, logprobs))]) == (0, 2)
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_the_template_space_before_an_answer_is_trained_separate_or_merged(tokenizer, models, answer):
+    messages = [
+        {"role": "user", "content": "5 apples "},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": "12?"},
+        {"role": "assistant", "content": answer},
+    ]
+    (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(messages)])
+    before = "<s>[INST] 5 apples  [/INST]"
+    between = f"{before} 7</s>[INST] 12? [/INST]"
+    assert sequence.ids.tolist() == token_ids(models[0], f"{between} {answer}</s>")
+    first, second, last = (len(token_ids(models[0], text)) for text in (before, f"{before} 7</s>", between))
+    expected = [first <= at < second or at >= last for at in range(len(sequence))]
+    assert sequence.train_mask.tolist() == expected
+
+
+def test_a_space_token_of_a_template_is_not_trained_in_other_vocabularies(families, tmp_path):
+    folder = shutil.copytree(families["teacher"], tmp_path / "byte-level")
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("bos_token", "''"))
+    document = Document.from_messages(CONVERSATIONS[0])
+    assert trained_bytes(Tokenizer(folder), document) == [b"2", b"0", b"1", b""]
+
+
+def test_ce_and_forward_kl_are_averages_over_the_same_tokens(run, models, tokenizer, tmp_path):
+    rows = [{"text": text} for text in TEXTS[:-1]]
+    rows += [{"prompt": "12", "completion": "7 ("}, {"prompt": "", "completion": "7 ("}]
+    rows += [{"messages": messages} for messages in CONVERSATIONS]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exact = ("--top-k", "all", "--precision", "float32", "-q")
+    run("cache-teacher", models[1], "data.jsonl", *exact, "-o", "cache", cwd=tmp_path)
+    run(
+        "distill", models[0], "cache", "--loss", "ce", "--loss", "forward-kl", "--max-steps", 1,
+        "--per-device-train-batch-size", len(rows), "-o", "out", "-q", cwd=tmp_path,
+    )  # fmt: skip
+    metrics = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    documents = [row.document for row in TeacherCache(tmp_path / "cache")]
+    ce, kl = [], []
+    for sequence in tokenize_documents(tokenizer, documents):
+        student, teacher = (log_softmax(folder, sequence.ids.tolist()) for folder in models)
+        for at in np.flatnonzero(sequence.train_mask).tolist():
+            ce.append(-float(student[at - 1, sequence.ids[at]]))
+            kl.append(float((teacher[at - 1].exp() * (teacher[at - 1] - student[at - 1])).sum()))
+    assert metrics["unaligned_fraction"] == 0
+    assert metrics["ce"] == pytest.approx(np.mean(ce), rel=1e-5)
+    assert metrics["forward-kl"] == pytest.approx(np.mean(kl), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_cache_without_the_space_leaves_out_the_space_only(cache, tokenizer, number):
+    """Such caches were written by older versions: a position less, and in a conversation a shorter run."""
+    row = cache.read_document(number)
+    (student,) = tokenize_documents(tokenizer, [row.document])
+    whole = make_loss_inputs(student, row.document, TeacherOutput(row.tokens, row.teacher_logprobs))
+    space = int(row.teacher_logprobs.positions[0])
+    runs = row.tokens.text_runs.copy()
+    runs[-1, 0] += number
+    mask = row.tokens.train_mask & (np.arange(len(row.tokens)) != space)
+    tokens = TokenSequence(row.tokens.ids, row.tokens.byte_ends, mask, runs, row.tokens.segment_end_tokens)
+    logprobs = row.teacher_logprobs
+    observed = np.where(logprobs.positions == space, np.nan, logprobs.observed_logprobs)
+    logprobs = replace(logprobs, observed_logprobs=observed)
+    older = make_loss_inputs(student, row.document, TeacherOutput(tokens, logprobs.drop_nan_positions()))
+    assert len(older.teacher_logprobs) == len(whole.teacher_logprobs) - 1
+    items, fewer = span_ranges(whole), span_ranges(older)
+    assert items.row_start.tolist() == list(range(int(student.train_mask.sum())))
+    assert fewer.row_start.tolist() == items.row_start[1:].tolist()
+    assert (fewer.position_stop - fewer.position_start == 1).all()
+
+
+@pytest.mark.parametrize("metaspace_student", [False, True])
+@pytest.mark.parametrize("text", TEXTS[:5])
+def test_another_tokenizer_is_compared_from_the_first_byte_on(tokenizer, pair, cache, metaspace_student, text):
+    other, document = Tokenizer(pair.teacher), Document.from_text(text)
+    (mine,), (theirs,) = (tokenize_documents(one, [document]) for one in (tokenizer, other))
+    student, teacher = (mine, theirs) if metaspace_student else (theirs, mine)
+    logprobs = cache.read_document(0).teacher_logprobs
+    inputs = make_loss_inputs(student, document, TeacherOutput(teacher, logprobs))
+    spans, plain = inputs.spans, align_sequences(student, teacher)
+    space = int(mine.byte_ends[1] == 0)
+    assert spans[0].tolist() == (plain[0] + [space * metaspace_student, 0, space * (not metaspace_student), 0]).tolist()
+    assert spans[1:].tolist() == plain[1:].tolist()
+    assert _unaligned([inputs]) == (space * metaspace_student, int(student.train_mask.sum()))
+
+
+def test_the_sampled_tokens_of_an_answer_do_not_replace_the_space_before_it(tokenizer, models):
+    """The student sampled `201` after a prompt that ends with the space; a teacher reads it after another prompt."""
+    ids = token_ids(models[0], "<s>[INST] 12+5? [/INST] 201</s>")
+    sampled = [False] * (len(ids) - 4) + [True] * 4
+    document = replace(
+        Document.from_messages(CONVERSATIONS[0]),
+        sampled_tokens=SampledTokens.from_lists(
+            ids, sampled, np.where(sampled, -1.0, 0.0), tokenizer.fingerprint, tokenizer.template_fingerprint
+        ),
+    )
+    (own,) = tokenize_documents(tokenizer, [document])
+    assert (own.ids.tolist(), own.train_mask.tolist()) == (ids, sampled)
+    ((_, sequence),) = teacher_views(tokenizer, [document.with_teacher_prompt("Be exact.")])
+    assert sequence.ids[-5:].tolist() == ids[-5:]
+    assert sequence.train_mask.tolist() == [False] * (len(sequence) - 4) + [True] * 4
+    assert align_sequences(own, sequence)[:, 1].tolist() == list(range(len(ids) - 3, len(ids) + 1))
