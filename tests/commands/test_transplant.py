@@ -63,7 +63,7 @@ def test_the_body_is_kept_and_tokens_of_equal_bytes_keep_their_rows(run, models,
 
 
 def test_composed_rows_are_means_of_their_old_tokens(run, pair, tmp_path):
-    run("transplant", pair.teacher, pair.student, "-o", tmp_path / "new")
+    run("transplant", pair.teacher, pair.student, "--method", "fvt", "-o", tmp_path / "new")
     old, new = Tokenizer(pair.teacher), Tokenizer(pair.student)
     rows = [table_of(folder) for folder in (pair.teacher, tmp_path / "new")]
     token = new.vocabulary.token_of_bytes[b"17"]
@@ -74,7 +74,7 @@ def test_composed_rows_are_means_of_their_old_tokens(run, pair, tmp_path):
 def test_composed_rows_of_a_separate_embedding_have_the_norm_of_old_rows_and_those_of_a_head_do_not(
     run, pair, tmp_path
 ):
-    run("transplant", pair.student, pair.teacher, "-o", tmp_path / "new")
+    run("transplant", pair.student, pair.teacher, "--method", "fvt", "-o", tmp_path / "new")
     sources = TokenSources(Tokenizer(pair.teacher), Tokenizer(pair.student))
     composed = sources.spellings.token_ids
     before, after = (load_file(folder / "model.safetensors") for folder in (pair.student, tmp_path / "new"))
@@ -126,7 +126,7 @@ def test_the_same_inputs_give_the_same_bytes_and_a_finished_output_is_found_agai
 @pytest.mark.parametrize("method", ["subword", "projection", "random", "mean"])
 def test_every_method_differs_and_leaves_copied_rows(run, pair, tmp_path, method):
     run("transplant", pair.teacher, pair.student, "-o", tmp_path / "new", "--method", method)
-    run("transplant", pair.teacher, pair.student, "-o", tmp_path / "fvt")
+    run("transplant", pair.teacher, pair.student, "--method", "fvt", "-o", tmp_path / "fvt")
     new, old = Tokenizer(pair.student), Tokenizer(pair.teacher)
     sources = TokenSources(new, old)
     one, other = (table_of(tmp_path / name) for name in ("new", "fvt"))
@@ -165,7 +165,7 @@ def test_random_rows_have_the_distribution_of_the_old_ones(pair):
     sources = TokenSources(new, old)
     from xtk.transplant.row_methods import RandomRow
 
-    nothing = RandomRow().weights(sources).embedding
+    nothing = RandomRow().weights(sources)
     rows = torch.cat([part for _, part in new_rows(table, sources, nothing, 40000, draw_seed=1)])
     drawn = rows[: len(new)][sources.copied < 0]
     spread = torch.linalg.norm(drawn - drawn.mean(0)) / len(drawn) ** 0.5
@@ -243,8 +243,8 @@ def test_composition_agrees_with_a_slow_twin(pair):
     from xtk.transplant.row_methods import ProjectedRows, WeightedSpelling
 
     table = torch.randn(old.embedding_rows, 8, generator=torch.Generator().manual_seed(0))
-    for method in (ProjectedRows(projection), WeightedSpelling(decay=0.3)):
-        entries = method.weights(sources).embedding
+    for method in (ProjectedRows(projection), WeightedSpelling()):
+        entries = method.weights(sources)
         rows = torch.cat([part for _, part in new_rows(table, sources, entries, len(new), match_norms=False)])
         dense = np.zeros((len(new), old.embedding_rows))
         for row, column, weight in zip(*entries, strict=True):

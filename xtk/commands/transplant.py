@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.transplant.model_transplant import TransplantConfig
 
+DEFAULT_METHOD = "subword"
 KINDS = ("exact", "special", "composed", "unknown")
 
 
@@ -50,9 +51,9 @@ class TransplantOptions(
         metavar="FOLDER",
     )
     method: str = option(
-        "fvt",
-        "Initialization of tokens that are not copied; fvt: mean of their old tokens. docs/how-to/new-tokenizer.md "
-        "compares the methods.",
+        DEFAULT_METHOD,
+        "Initialization of tokens that are not copied; subword: mean of their old tokens, by length. "
+        "docs/how-to/new-tokenizer.md compares the methods.",
         metavar="[fvt|subword|projection|omp|mean|random]",
     )
     donor: str = option("", "With --method omp: a model that has the new tokenizer.", metavar="MODEL")
@@ -119,6 +120,8 @@ def transplant(options: TransplantOptions) -> None:
             folder, adapter, old, new, options.method, donor, Path(options.projection) if options.projection else None,
             options.keep_chat_template, options.dtype, options.seed, kept,
         )  # fmt: skip
+        # Before anything is written: the data may not be readable.
+        before = None if held_out is None else _bits_per_byte(folder, adapter, old, held_out, options)
         manifest = transplant_model(
             config, Path(options.output), force=options.force, trust_remote_code=options.trust_remote_code
         )
@@ -126,7 +129,6 @@ def transplant(options: TransplantOptions) -> None:
     names = ("method", "tokens", *KINDS, "categories", "embedding_rows", "tied", "dtype", "parameters", "eos_token_ids")
     record = {"path": options.output, "kind": manifest["kind"], **{one: manifest[one] for one in names}}
     if held_out is not None:
-        before = _bits_per_byte(folder, adapter, old, held_out, options)
         after = _bits_per_byte(Path(options.output), None, Tokenizer(options.output), held_out, options)
         record["bits_per_byte"] = {"before": before, "after": after}
     _note_report(record)
@@ -146,7 +148,7 @@ def _check_options(options: TransplantOptions) -> None:
             if prunes
             else "TOKENIZER is missing; give a new tokenizer after MODEL, or use --keep-vocabulary or --prune-to"
         )
-    if prunes and (options.method != "fvt" or options.keep_chat_template):
+    if prunes and (options.method != DEFAULT_METHOD or options.keep_chat_template):
         raise typer.BadParameter(
             "remove --method and --keep-chat-template: --keep-vocabulary and --prune-to copy rows and keep the template"
         )

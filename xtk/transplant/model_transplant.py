@@ -63,7 +63,7 @@ class TransplantConfig:
     adapter: Path | None
     old: Tokenizer
     new: Tokenizer
-    method: str = "fvt"
+    method: str = "subword"
     donor: Path | None = None
     projection: Path | None = None
     keep_chat_template: bool = False
@@ -103,7 +103,7 @@ def transplant_model(
         if found is not None:
             return found
         model = _load_model(config, trust_remote_code)
-        method = None if config.kept is not None else _make_method(config, sources, _is_tied(model))
+        method = None if config.kept is not None else _make_method(config)
         with replacing_folder(output, TRANSPLANT_FOLDER) as folder:
             figures = _replace_vocabulary(model, sources, method, config)
             eos = set_token_ids(model, sources)
@@ -197,11 +197,9 @@ def _check_tokenizers(config: TransplantConfig) -> None:
         )
 
 
-def _make_method(config: TransplantConfig, sources: TokenSources, is_tied: bool) -> RowMethod:
+def _make_method(config: TransplantConfig) -> RowMethod:
     kind = load_registered(METHODS, config.method, "method")
     options: dict[str, Any] = {}
-    if config.method == "subword":
-        options["tied"] = is_tied
     if config.method == "projection":
         options["projection"] = (
             _check_projection(config) if config.projection else cached_projection(config.new, config.old)
@@ -308,13 +306,13 @@ def _replace_vocabulary(
     seed = config.seed if method is not None and method.draws_rows else None
     head = model.get_output_embeddings()
     # The norm of a row in a head is its tokens' probability, so norms are matched in a separate embedding only.
-    tables = [(model.get_input_embeddings().weight, weights.embedding, not is_tied)]
-    tables += [] if is_tied else [(head.weight, weights.head, False)]
-    tables += [] if head.bias is None else [(head.bias[:, None], weights.head, False)]
+    tables = [(model.get_input_embeddings().weight, not is_tied)]
+    tables += [] if is_tied else [(head.weight, False)]
+    tables += [] if head.bias is None else [(head.bias[:, None], False)]
     made = []
-    for table, entries, match_norms in tables:
+    for table, match_norms in tables:
         new = torch.empty(num_rows, table.shape[1], dtype=table.dtype)
-        for start, rows in new_rows(table, sources, entries, num_rows, draw_seed=seed, match_norms=match_norms):
+        for start, rows in new_rows(table, sources, weights, num_rows, draw_seed=seed, match_norms=match_norms):
             new[start : start + len(rows)] = rows
         made.append(new)
     model.resize_token_embeddings(num_rows, mean_resizing=False)

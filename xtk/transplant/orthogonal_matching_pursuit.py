@@ -15,6 +15,7 @@ NUM_ATOMS = 64  # arXiv 2506.06607
 # hours on a CPU for a real vocabulary.
 NUM_CANDIDATES = 256
 BATCH_TOKENS = 128
+TOLERANCE = 1e-5  # of products with the residual, relative to the first: they are computed in float32
 
 
 def combine_donor_rows(
@@ -54,7 +55,7 @@ def combine_donor_rows(
             products = torch.einsum("bcg,bg->bc", local, targets)
             gram = local @ local.transpose(1, 2)
             chosen, weights = pursue_batch(
-                gram.double().cpu().numpy(), products.double().cpu().numpy(), limit, float(np.finfo(np.float32).eps)
+                gram.double().cpu().numpy(), products.double().cpu().numpy(), limit, TOLERANCE
             )
             row, at = np.nonzero(weights)
             column = near.cpu().numpy()[row, chosen[row, at]]

@@ -99,16 +99,10 @@ class BpeVocabulary:
         return files, np.array(order, np.int32)
 
     def _base_tokens(self, byte_level: bool) -> set[int]:
+        """Return the tokens of single bytes, those that the vocabulary has, and the unknown token."""
         names = BYTE_LEVEL_ENCODER.values() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
-        missing = [name for name in names if name not in self._ids]
-        if missing:
-            raise XtkError(
-                f"this vocabulary lacks tokens of single bytes ({len(missing)}), so it cannot be pruned exactly",
-                where=self.tokenizer.name,
-                hint=_HINT,
-            )
         unknown = self.tokenizer.unknown_id
-        return {self._ids[name] for name in names} | ({unknown} if unknown is not None else set())
+        return {self._ids[name] for name in names if name in self._ids} | ({unknown} if unknown is not None else set())
 
 
 def choose_tokens(vocabulary: BpeVocabulary, counts: NDArray[np.int64] | None, size: int | None) -> set[int]:
