@@ -123,9 +123,10 @@ def test_the_same_inputs_give_the_same_bytes_and_a_finished_output_is_found_agai
     assert "notes.txt" in done.stderr
 
 
-@pytest.mark.parametrize("method", ["subword", "projection", "random", "mean"])
+@pytest.mark.parametrize("method", ["subword", "projection", "omp", "random", "mean"])
 def test_every_method_differs_and_leaves_copied_rows(run, pair, tmp_path, method):
-    run("transplant", pair.teacher, pair.student, "-o", tmp_path / "new", "--method", method)
+    donor = ("--donor", pair.student) if method == "omp" else ()
+    run("transplant", pair.teacher, pair.student, "-o", tmp_path / "new", "--method", method, *donor)
     run("transplant", pair.teacher, pair.student, "--method", "fvt", "-o", tmp_path / "fvt")
     new, old = Tokenizer(pair.student), Tokenizer(pair.teacher)
     sources = TokenSources(new, old)
@@ -192,6 +193,13 @@ def test_chat_templates_of_the_new_tokenizer_or_of_the_model(run, pair, tmp_path
     assert "ordinary text for the new tokenizer" in done.stderr
     run("transplant", pair.student, llama, "-o", tmp_path / "new")
     assert (tmp_path / "new" / "chat_template.jinja").read_text() == gguf_files.TEMPLATE
+
+
+def test_every_field_of_the_manifest_is_documented(run, pair, tmp_path):
+    run("transplant", pair.student, pair.teacher, "-o", tmp_path / "new", "--method", "mean")
+    content = json.loads((tmp_path / "new" / "xtk.json").read_text())
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "artifacts.md").read_text(encoding="utf-8")
+    assert {name for name in (*content, *content["request"]) if f"`{name}`" not in page} == set()
 
 
 def test_the_healing_pipeline_runs(run, pair, corpus, tmp_path):

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def pursue_batch(gram: NDArray[np.float64], products: NDArray[np.float64], num_atoms: int, tolerance: float) -> Any:
+def pursue_batch(
+    gram: NDArray[np.floating[Any]], products: NDArray[np.float64], num_atoms: int, tolerance: float
+) -> Any:
     """Return the atoms of each target and their weights.
 
     Args:
@@ -63,9 +65,7 @@ def pursue_batch(gram: NDArray[np.float64], products: NDArray[np.float64], num_a
                 for below in range(row + 1, size):
                     value -= factor[below, row] * weights[target, below]
                 weights[target, row] = value / factor[row, row]
-            for atom in range(count):
-                value = products[target, atom]
-                for row in range(size):
-                    value -= gram[target, atom, chosen[target, row]] * weights[target, row]
-                residual[atom] = value
+            residual[:] = products[target]
+            for row in range(size):
+                residual -= gram[target, chosen[target, row]] * weights[target, row]  # a row: contiguous in memory
     return chosen, weights

@@ -54,9 +54,7 @@ def combine_donor_rows(
             local = atoms[near]  # [b, count, G]
             products = torch.einsum("bcg,bg->bc", local, targets)
             gram = local @ local.transpose(1, 2)
-            chosen, weights = pursue_batch(
-                gram.double().cpu().numpy(), products.double().cpu().numpy(), limit, TOLERANCE
-            )
+            chosen, weights = pursue_batch(gram.cpu().numpy(), products.double().cpu().numpy(), limit, TOLERANCE)
             row, at = np.nonzero(weights)
             column = near.cpu().numpy()[row, chosen[row, at]]
             parts.append(
