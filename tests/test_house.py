@@ -18,7 +18,7 @@ FLOORS = {
     "tokens": 1,
     "projection": 2, "models": 2, "engines": 2,
     "artifacts": 3, "losses": 3,
-    "teachers": 4, "rewards": 4, "rollouts": 4,
+    "teachers": 4, "rewards": 4, "rollouts": 4, "transplant": 4,
     "evaluation": 5, "training": 5,
     "quickstart": 6, "doctor": 6, "commands": 6, "library": 6,
     "cli": 7, "integrations": 7, "__main__": 8,

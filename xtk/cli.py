@@ -29,6 +29,7 @@ from xtk.commands.quickstart import quickstart
 from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
+from xtk.commands.transplant import transplant
 from xtk.errors import Terminated, XtkError, from_os_error
 from xtk.name_registry import unknown_name_error
 from xtk.subprocesses import REPORTED_ERRORS_VARIABLE
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Command] = {
         quickstart,
         build_projection,
         prune_projection,
+        transplant,
         cache_teacher,
         rollout,
         distill,

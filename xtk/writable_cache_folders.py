@@ -25,6 +25,16 @@ SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", str(SHARED_MEMORY))
 
 
+def user_cache_folder() -> Path:
+    """Return the folder for files that xtk can build again: `XTK_CACHE`, else `~/.cache/xtk`.
+
+    Raises:
+        RuntimeError: this user, or the one that `XTK_CACHE` names, has no home folder.
+    """
+    given = os.environ.get("XTK_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "xtk"
+
+
 def use_writable_cache_folders(*, quiet: bool) -> None:
     """Set the cache variables of libraries to a temporary folder where their own is not writable.
 

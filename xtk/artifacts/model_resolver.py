@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import threading
 from pathlib import Path
 
 from xtk.artifacts.atomic_files import read_json
+from xtk.artifacts.gguf_models import find_gguf, gguf_fingerprint, gguf_model_folder
 from xtk.artifacts.run_folders import RECIPE_FILE, list_checkpoints
-from xtk.errors import CorruptError, XtkError, path_exists
-from xtk.tokens.model_config_json import read_model_config
+from xtk.artifacts.weight_hash import ADAPTER_CONFIG, hash_weights
+from xtk.errors import XtkError, path_exists
 
-ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 _HUB_CACHE_FOLDER = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 _TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template*", "config.json", "*.model", "vocab.*",
                     "tekken.json", "*.tiktoken"]  # fmt: skip
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py",
                 ADAPTER_CONFIG]  # fmt: skip
-_BLOCK_BYTES, _NUM_BLOCKS = 1 << 16, 64
 HUB_TIMEOUT_SECONDS = 8.0
 
 
@@ -41,7 +38,7 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
     """Return the local folder of a model; a hub model is downloaded.
 
     Args:
-        source: a folder, `owner/name`, `owner/name@revision` or `hf://owner/name`.
+        source: a folder, a GGUF file or a folder with one, `owner/name`, `owner/name@revision` or `hf://owner/name`.
         with_weights: download the weights too, not only tokenizer and configuration.
 
     Raises:
@@ -54,9 +51,14 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
     if path_exists(str(path)):
         if path.is_dir():
             _check_run_finished(path)
+        if (gguf := find_gguf(path)) is not None:
+            return gguf_model_folder(gguf)
+        if path.is_dir():
             return path
         raise XtkError(
-            "a model must be a folder, but this is a file", where=source, hint="use the folder with config.json"
+            "a model must be a folder or a GGUF file, but this is another file",
+            where=source,
+            hint="use the folder with config.json",
         )
     if not _HUB_ID.match(source) or source.startswith(("./", "../", "/")):
         raise XtkError(
@@ -168,35 +170,10 @@ def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return "sha256:..." that identifies the weights in a folder.
-
-    Hashes the configuration, the names and sizes of the weight files and 64 evenly spaced blocks of 64 KiB of each
-    (all of small files): training changes every block, and hashing hundreds of gigabytes would take minutes.
+    """Return "sha256:..." that identifies the weights in a folder; of a converted GGUF model, the file's checksum.
 
     Raises:
         CorruptError: a weight file is a pipe or a device.
     """
-    digest = hashlib.sha256()
-    for content in (
-        read_model_config(folder),
-        read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {},
-    ):
-        if content:
-            for name in ("transformers_version", "base_model_name_or_path"):  # do not depend on the weights
-                content.pop(name, None)
-            digest.update(json.dumps(content, sort_keys=True).encode())
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    for file in files:
-        if not file.is_file():  # reading a pipe would block
-            raise CorruptError(
-                "a weight file of this model must be a regular file, not a pipe or a device",
-                where=str(file),
-                hint="replace it with a copy of the weight file",
-            )
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as stream:
-            for offset in sorted({max(0, size - _BLOCK_BYTES) * at // (_NUM_BLOCKS - 1) for at in range(_NUM_BLOCKS)}):
-                stream.seek(offset)
-                digest.update(stream.read(_BLOCK_BYTES))
-    return "sha256:" + digest.hexdigest()
+    found = hash_weights(folder)
+    return gguf_fingerprint(folder, found) or found

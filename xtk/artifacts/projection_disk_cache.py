@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from xtk.projection.vocabulary_byte_partition import (
     build_byte_partition,
 )
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.writable_cache_folders import user_cache_folder
 
 NEXT_BYTES_PARTS: dict[str, Any] = {
     "student": SortedVocabulary,
@@ -136,16 +136,6 @@ def _read_next_bytes(path: Path) -> BytePartition | None:
 def _checksum(tensors: dict[str, NDArray[Any]]) -> str:
     named = [(name.encode(), np.ascontiguousarray(tensors[name]).tobytes()) for name in sorted(tensors)]
     return sha256(b"".join(part for pair in named for part in pair))
-
-
-def user_cache_folder() -> Path:
-    """Return the folder for files that xtk can build again: `XTK_CACHE`, else `~/.cache/xtk`.
-
-    Raises:
-        RuntimeError: this user, or the one that `XTK_CACHE` names, has no home folder.
-    """
-    given = os.environ.get("XTK_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "xtk"
 
 
 def _cache_key(header: dict[str, Any], top_k: int | None) -> str:

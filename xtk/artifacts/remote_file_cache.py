@@ -16,9 +16,9 @@ from xtk.artifacts.atomic_files import (
     sha256,
     temporary_name,
 )
-from xtk.artifacts.projection_disk_cache import user_cache_folder
 from xtk.artifacts.safe_artifact_files import check_file_name
 from xtk.errors import CorruptError, XtkError
+from xtk.writable_cache_folders import user_cache_folder
 
 # Allowed names of remote files.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

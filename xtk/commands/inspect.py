@@ -199,6 +199,7 @@ def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
             "--verify needs a finished run", where=str(path), hint="run the same xtk distill command again to finish it"
         )
     recipe = content.get("recipe") or (read_recipe(path) if (path / RECIPE_FILE).is_file() else {})
+    recipe = recipe or content.get("request", {})  # of a transplanted model
     steps = content.get("steps", content.get("step"))
     statistics: dict[str, Any] = {"steps": steps, "metrics": content.get("metrics", {})}
     if verify:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from xtk import __version__
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
-from xtk.artifacts.projection_disk_cache import user_cache_folder
 from xtk.errors import XtkError
+from xtk.writable_cache_folders import user_cache_folder
 
 IMPORT_CODE = (
     "import accelerate, numba, pyarrow, xtk.training.distill, xtk.training.training_loop, "

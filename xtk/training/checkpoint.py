@@ -7,7 +7,6 @@ safetensors file (sharded_state.py); any number of processes can read them, with
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, set_default_permissions
+from xtk.artifacts.folder_replacement import fsync, fsync_and_hash
 from xtk.artifacts.run_folder_removal import (
     keep_file_of_user,
     keep_manifest_of_user,
@@ -38,7 +38,6 @@ from xtk.artifacts.run_folders import (
     TRAINER_FOLDER,
     file_entries,
     list_checkpoints,
-    listed_file_names,
     prefix_entry,
     read_run_manifest,
     verify_files,
@@ -455,31 +454,8 @@ def _device_of_scalars(optimizer: torch.optim.Optimizer, parameter: Tensor) -> t
     return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
-def fsync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
-    """Fsync a folder; return size and checksum of its files, which are hashed while the disk writes."""
-    with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(file_entries, folder, listed_file_names(folder))
-        fsync_folder(folder)
-        return found.result()
-
-
 def _replace_folder(temporary: Path, final: Path) -> None:
     """Rename a folder over an older one, and fsync the parent."""
     remove_run_subfolder(final)
     temporary.replace(final)
     fsync(final.parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Fsync a folder with all its files and subfolders."""
-    for path in [*folder.rglob("*"), folder]:
-        fsync(path)
-
-
-def fsync(path: Path) -> None:
-    """Fsync a file, or the directory entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

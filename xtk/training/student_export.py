@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import re
 import shutil
 import subprocess
@@ -18,13 +17,11 @@ import torch
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import (
-    TEMPORARY_PREFIX,
-    is_stale_temporary_file,
     read_json,
     set_default_permissions,
     sha256,
-    temporary_name,
 )
+from xtk.artifacts.folder_replacement import fsync_and_hash, replacing_folder
 from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
 from xtk.artifacts.output_claims import FolderKind
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
@@ -57,7 +54,7 @@ from xtk.models.student_model_setup import (
 )
 from xtk.name_registry import unknown_name_error
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.checkpoint import EMA, STUDENT, TOKENIZER_FILES, fsync, fsync_and_hash, rank_files
+from xtk.training.checkpoint import EMA, STUDENT, TOKENIZER_FILES, rank_files
 from xtk.training.metrics_file import read_metrics
 from xtk.training.model_card import Provenance, add_evaluation_table, model_card
 from xtk.training.sharded_state import ShardedStateReader
@@ -141,7 +138,7 @@ def export_student(
         found = EXPORT_FOLDER.find_finished(output, request, force=force)
         if found is not None:
             return found
-        with _replacing_folder(output) as folder:
+        with replacing_folder(output, EXPORT_FOLDER) as folder:
             tokenizer = Tokenizer(source)
             with _merged_weights(source, config, content["recipe"], tokenizer, folder, trust_remote_code) as merged:
                 figures = _write_model_files(merged, folder, tokenizer, dtype, config.max_shard_size, trust_remote_code)
@@ -250,32 +247,6 @@ def _finished_export(output: Path, request: Mapping[str, Any]) -> dict[str, Any]
 EXPORT_FOLDER = FolderKind(
     "an export", _is_export, partial(refuse_foreign_files_in_run, is_export=True), _finished_export
 )
-
-
-@contextmanager
-def _replacing_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `output` if the block succeeds, and is removed if it fails.
-
-    If `output` is a symbolic link, its target is replaced.
-    """
-    output = output.resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for left in output.parent.glob(f"{TEMPORARY_PREFIX}*-{glob.escape(output.name)}"):
-        if is_stale_temporary_file(left.name):
-            shutil.rmtree(left, ignore_errors=True)
-    temporary, old = (output.parent / temporary_name(output.name) for _ in range(2))
-    temporary.mkdir()
-    try:
-        yield temporary
-        fsync(temporary)
-        if output.is_dir():
-            EXPORT_FOLDER.refuse_foreign(output)  # again: files may have been added meanwhile
-            output.replace(old)
-        temporary.replace(output)
-        fsync(output.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

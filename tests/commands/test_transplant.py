@@ -1,0 +1,265 @@
+"""`xtk transplant`: tokens, rows, configurations and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import gguf_files
+import numpy as np
+import pytest
+import small_inputs
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from xtk.models.causal_lm import load_causal_lm
+from xtk.projection.build import build_projection
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.transplant.new_rows import new_rows
+from xtk.transplant.token_sources import TokenSources
+
+TEXT = "Anna has 2017 apples and gives 12 to Bert. x = 3.14159;"
+
+
+def table_of(folder: Path) -> np.ndarray:
+    return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+
+
+@pytest.fixture(scope="module")
+def models(pair, tmp_path_factory):
+    """{untied, tied}: models with the tokenizer of the other one."""
+    return {"untied": (pair.student, pair.teacher), "tied": (pair.teacher, pair.student)}
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_the_body_is_kept_and_tokens_of_equal_bytes_keep_their_rows(run, models, tmp_path, kind, corpus):
+    model, tokenizer = models[kind]
+    done = run("transplant", model, tokenizer, "-o", tmp_path / "new", "--json", "--eval-data", corpus)
+    record = json.loads(done.stdout)
+    before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "new" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {"model.embed_tokens.weight"} | ({"lm_head.weight"} if kind == "untied" else set())
+    old, new = Tokenizer(model), Tokenizer(tmp_path / "new")
+    assert new.fingerprint == Tokenizer(tokenizer).fingerprint
+    for name in changed:
+        for token, spelling in enumerate(new.vocabulary.bytes_by_id):
+            if spelling in old.vocabulary.token_of_bytes:
+                np.testing.assert_array_equal(after[name][token], before[name][old.vocabulary.token_of_bytes[spelling]])
+        np.testing.assert_array_equal(after[name][new.end_id], before[name][old.end_id])
+        mean = before[name][np.flatnonzero(old.vocabulary.byte_lengths > 0)].mean(0)
+        for row in range(len(new), len(after[name])):
+            np.testing.assert_allclose(after[name][row], mean, atol=1e-6)
+    assert record["embedding_rows"] % 64 == 0
+    assert record["tied"] == (kind == "tied")
+    assert sum(record[name] for name in ("exact", "special", "composed", "unknown")) == record["tokens"] == len(new)
+    for name in ("tokens", "exact", "special", "composed", "unknown"):
+        assert sum(figures[name] for figures in record["categories"].values()) == record[name]
+    assert set(record["bits_per_byte"]) == {"before", "after"}
+    scored = json.loads(run("evaluate", tmp_path / "new", corpus, "--json").stdout)
+    assert scored["bits_per_byte"] == pytest.approx(record["bits_per_byte"]["after"])
+
+
+def test_composed_rows_are_means_of_their_old_tokens(run, pair, tmp_path):
+    run("transplant", pair.teacher, pair.student, "--method", "fvt", "-o", tmp_path / "new")
+    old, new = Tokenizer(pair.teacher), Tokenizer(pair.student)
+    rows = [table_of(folder) for folder in (pair.teacher, tmp_path / "new")]
+    token = new.vocabulary.token_of_bytes[b"17"]
+    digits = [old.vocabulary.token_of_bytes[one] for one in (b"1", b"7")]
+    np.testing.assert_allclose(rows[1][token], rows[0][digits].mean(0), rtol=1e-5)
+
+
+def test_composed_rows_of_a_separate_embedding_have_the_norm_of_old_rows_and_those_of_a_head_do_not(
+    run, pair, tmp_path
+):
+    run("transplant", pair.student, pair.teacher, "--method", "fvt", "-o", tmp_path / "new")
+    sources = TokenSources(Tokenizer(pair.teacher), Tokenizer(pair.student))
+    composed = sources.spellings.token_ids
+    before, after = (load_file(folder / "model.safetensors") for folder in (pair.student, tmp_path / "new"))
+    typical = np.median(np.linalg.norm(before["model.embed_tokens.weight"], axis=1))
+    norms = np.linalg.norm(after["model.embed_tokens.weight"][composed], axis=1)
+    assert np.median(norms) == pytest.approx(typical, rel=0.1)
+    spelled = sources.spellings
+    token, ids = spelled.token_ids[0], spelled.spelling_ids[: spelled.offsets[1]]
+    np.testing.assert_allclose(after["lm_head.weight"][token], before["lm_head.weight"][ids].mean(0), rtol=1e-5)
+
+
+def test_transformers_opens_it_with_the_same_tokens_and_generates(run, pair, tmp_path):
+    run("transplant", pair.student, pair.teacher, "-o", tmp_path / "new")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    ids = tokenizer(TEXT, add_special_tokens=False).input_ids
+    assert ids == Tokenizer(pair.teacher).encode([TEXT])[0].ids.tolist()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    out = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
+    assert out.shape[1] > len(ids)
+    new = Tokenizer(pair.teacher)
+    assert model.generation_config.eos_token_id == new.end_id == model.config.eos_token_id
+    assert model.config.pad_token_id == new.special_token_ids["pad"]
+    assert model.config.bos_token_id is None
+    assert model.config.vocab_size == len(model.get_input_embeddings().weight) == 448
+
+
+def test_the_same_inputs_give_the_same_bytes_and_a_finished_output_is_found_again(run, pair, tmp_path):
+    command = ("transplant", pair.student, pair.teacher, "-o")
+    for name in ("one", "two"):
+        run(*command, tmp_path / name)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    stamp = (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns
+    assert run(*command, tmp_path / "one").stdout.strip() == str(tmp_path / "one")
+    assert (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns == stamp
+    done = run(*command, tmp_path / "one", "--method", "mean", code=None)
+    assert done.returncode == 1
+    assert "other options" in done.stderr
+    run(*command, tmp_path / "one", "--method", "mean", "--force")
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() != (
+        tmp_path / "two" / "model.safetensors"
+    ).read_bytes()
+    (tmp_path / "one" / "notes.txt").write_text("mine")
+    done = run(*command, tmp_path / "one", "--force", code=None)
+    assert done.returncode == 1
+    assert "notes.txt" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["subword", "projection", "omp", "random", "mean"])
+def test_every_method_differs_and_leaves_copied_rows(run, pair, tmp_path, method):
+    donor = ("--donor", pair.student) if method == "omp" else ()
+    run("transplant", pair.teacher, pair.student, "-o", tmp_path / "new", "--method", method, *donor)
+    run("transplant", pair.teacher, pair.student, "--method", "fvt", "-o", tmp_path / "fvt")
+    new, old = Tokenizer(pair.student), Tokenizer(pair.teacher)
+    sources = TokenSources(new, old)
+    one, other = (table_of(tmp_path / name) for name in ("new", "fvt"))
+    copied = np.flatnonzero(sources.copied >= 0)
+    np.testing.assert_array_equal(one[copied], other[copied])
+    composed = sources.spellings.token_ids
+    assert len(composed) > 20
+    assert not np.allclose(one[composed], other[composed])
+    assert np.isfinite(one).all()
+
+
+def test_a_projection_file_is_used_and_checked(run, pair, tmp_path):
+    run("build-projection", pair.student, pair.teacher, "--method", "first-token", "-o", tmp_path / "p")
+    run(
+        "transplant", pair.teacher, pair.student, "--method", "projection", "--projection", tmp_path / "p",
+        "-o", tmp_path / "new",
+    )  # fmt: skip
+    new, old = Tokenizer(pair.student), Tokenizer(pair.teacher)
+    token = new.vocabulary.token_of_bytes[b"17"]
+    first = old.vocabulary.token_of_bytes[b"1"]
+    np.testing.assert_allclose(table_of(tmp_path / "new")[token], table_of(pair.teacher)[first], rtol=1e-6)
+    done = run(
+        "transplant", pair.student, pair.teacher, "--method", "projection", "--projection", tmp_path / "p",
+        "-o", tmp_path / "other", code=None,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "built for other tokenizers" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_random_rows_have_the_distribution_of_the_old_ones(pair):
+    generator = torch.Generator().manual_seed(5)
+    mixing = torch.randn(16, 16, generator=generator)
+    old, new = Tokenizer(pair.teacher), Tokenizer(pair.student)
+    table = torch.randn(len(old), 16, generator=generator) @ mixing + 3
+    sources = TokenSources(new, old)
+    from xtk.transplant.row_methods import RandomRow
+
+    nothing = RandomRow().weights(sources)
+    rows = torch.cat([part for _, part in new_rows(table, sources, nothing, 40000, draw_seed=1)])
+    drawn = rows[: len(new)][sources.copied < 0]
+    spread = torch.linalg.norm(drawn - drawn.mean(0)) / len(drawn) ** 0.5
+    expected = torch.linalg.norm(table - table.mean(0)) / len(table) ** 0.5
+    assert spread == pytest.approx(float(expected), rel=0.15)
+
+
+def test_the_dtype_is_that_of_the_model_or_the_one_given(run, pair, tmp_path):
+    load_causal_lm(pair.student, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(pair.student / name, tmp_path / "half" / name)
+    for dtype, expected in (("", torch.bfloat16), ("float16", torch.float16)):
+        given = ("--dtype", dtype) if dtype else ()
+        run("transplant", tmp_path / "half", pair.teacher, "-o", tmp_path / f"new{dtype}", *given)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / f"new{dtype}", dtype="auto").dtype == expected
+
+
+def test_chat_templates_of_the_new_tokenizer_or_of_the_model(run, pair, tmp_path):
+    llama = gguf_files.make_llama(tmp_path / "llama")
+    run("transplant", llama, pair.student, "-o", tmp_path / "without")
+    assert not (tmp_path / "without" / "chat_template.jinja").exists()
+    done = run("transplant", llama, pair.student, "-o", tmp_path / "kept", "--keep-chat-template")
+    assert (tmp_path / "kept" / "chat_template.jinja").read_text() == gguf_files.TEMPLATE
+    assert "ordinary text for the new tokenizer" in done.stderr
+    run("transplant", pair.student, llama, "-o", tmp_path / "new")
+    assert (tmp_path / "new" / "chat_template.jinja").read_text() == gguf_files.TEMPLATE
+
+
+def test_every_field_of_the_manifest_is_documented(run, pair, tmp_path):
+    run("transplant", pair.student, pair.teacher, "-o", tmp_path / "new", "--method", "mean")
+    content = json.loads((tmp_path / "new" / "xtk.json").read_text())
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "artifacts.md").read_text(encoding="utf-8")
+    assert {name for name in (*content, *content["request"]) if f"`{name}`" not in page} == set()
+
+
+def test_the_healing_pipeline_runs(run, pair, corpus, tmp_path):
+    run("transplant", pair.student, pair.teacher, "-o", tmp_path / "new")
+    run("cache-teacher", pair.student, corpus, "--top-k", 8, "-o", tmp_path / "cache")
+    run("distill", tmp_path / "new", tmp_path / "cache", "--max-steps", 2, "-o", tmp_path / "healed")
+    assert json.loads(run("inspect", tmp_path / "new", "--json").stdout)["kind"] == "transplanted-model"
+
+
+def test_bad_input_is_refused_with_one_sentence_and_nothing_is_written(run, pair, metaspace, tmp_path):
+    out = tmp_path / "out"
+    no_eos = small_inputs.save_tokenizer(
+        small_inputs.byte_level_tokenizer(small_inputs.STUDENT_SPLIT, 300, ["<|x|>"], ["a b"]), tmp_path / "no-eos"
+    )
+    two_tables = tmp_path / "two-tables"
+    shutil.copytree(pair.teacher, two_tables)
+    weights = load_file(two_tables / "model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2}, two_tables / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    narrow = tmp_path / "narrow"
+    shutil.copytree(pair.student, narrow)
+    shutil.copyfile(metaspace / "tokenizer.json", narrow / "tokenizer.json")
+    cases = [
+        ((pair.student, no_eos), "no eos token"),
+        ((two_tables, pair.student), "contain a separate output head"),
+        ((narrow, pair.teacher), "only 656 rows for the 700 tokens"),
+        ((pair.student, pair.student), "tokenizer of the model already"),
+        ((pair.student, pair.teacher, "--method", "omp", "--donor", pair.student), "donor has other tokens"),
+        ((pair.student, pair.teacher, "--method", "omp"), "needs --donor"),
+        ((pair.student, pair.teacher, "--donor", pair.teacher), "applies only to --method omp"),
+        ((pair.student, pair.teacher, "--method", "nearest"), "nearest"),
+        ((pair.student,), "TOKENIZER is missing"),
+        ((pair.student, pair.teacher, "--prune-to", 300), "remove TOKENIZER"),
+        ((pair.student, "--prune-to", 100), "must be at least"),
+        ((pair.student, "--prune-to", 5000), "must be at least"),
+    ]
+    for arguments, sentence in cases:
+        done = run("transplant", *arguments, "-o", out, code=None)
+        assert done.returncode in (1, 2), arguments
+        assert sentence in " ".join(done.stderr.split()), (arguments, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert not out.exists()
+
+
+def test_composition_agrees_with_a_slow_twin(pair):
+    new, old = Tokenizer(pair.student), Tokenizer(pair.teacher)
+    sources = TokenSources(new, old)
+    projection = build_projection(new, old, "multitoken")
+    from xtk.transplant.row_methods import ProjectedRows, WeightedSpelling
+
+    table = torch.randn(old.embedding_rows, 8, generator=torch.Generator().manual_seed(0))
+    for method in (ProjectedRows(projection), WeightedSpelling()):
+        entries = method.weights(sources)
+        rows = torch.cat([part for _, part in new_rows(table, sources, entries, len(new), match_norms=False)])
+        dense = np.zeros((len(new), old.embedding_rows))
+        for row, column, weight in zip(*entries, strict=True):
+            dense[row, column] += weight
+        for token in range(len(new)):
+            if sources.copied[token] >= 0:
+                assert not dense[token].any()
+            elif dense[token].any():
+                assert dense[token].sum() == pytest.approx(1)
+                np.testing.assert_allclose(rows[token], dense[token] @ table.double().numpy(), atol=1e-5)

@@ -1,0 +1,157 @@
+"""GGUF models: the same logits and tokens as the original folder, converted once, and clear errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf_files
+import numpy as np
+import pytest
+import small_inputs
+import torch
+
+from xtk.artifacts.gguf_models import GGUF_RECORD
+from xtk.artifacts.model_resolver import resolve_model_folder, weights_fingerprint
+from xtk.errors import CorruptError, XtkError
+from xtk.models.causal_lm import load_causal_lm
+from xtk.tokens.tokenizer import Tokenizer
+
+TEXTS = ["Anna has 2017 apples.", "a  1\n\n2", "x = 3.14159;\n\n\n  7", "日本語の文 😀", *small_inputs.sentences(8)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def original(request, tmp_path_factory) -> Path:
+    return gguf_files.make_llama(tmp_path_factory.mktemp("llama"), tied=request.param)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gguf"
+
+
+def test_logits_tokens_and_template_are_those_of_the_original(original, own_cache, tmp_path):
+    file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
+    folder = resolve_model_folder(str(file), with_weights=True)
+    ours, theirs = Tokenizer(folder), Tokenizer(original)
+    for one, other in zip(ours.encode(TEXTS), theirs.encode(TEXTS), strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+    assert ours.special_token_ids == theirs.special_token_ids
+    messages = [{"role": "user", "content": "Hi"}]
+    assert str(ours.chat_template.render(messages)) == str(theirs.chat_template.render(messages))
+    ids = torch.tensor(theirs.encode(TEXTS[4:5])[0].ids[None].astype(np.int64))
+    with torch.no_grad():
+        found, expected = (load_causal_lm(place)(ids).logits for place in (folder, original))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_values_keep_their_type_where_it_holds_them_exactly(tmp_path, own_cache):
+    original = gguf_files.make_llama(tmp_path / "llama")
+    model = load_causal_lm(original, dtype=torch.float16)
+    model.float().save_pretrained(original)  # values of float16
+    folder = resolve_model_folder(str(gguf_files.write_gguf(original, tmp_path / "half.gguf")), with_weights=True)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_the_conversion_is_found_again_by_the_checksum_under_any_name(original, own_cache, tmp_path):
+    file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
+    folder = resolve_model_folder(str(file), with_weights=True)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    file.rename(other / "renamed.gguf")
+    assert resolve_model_folder(str(other), with_weights=True) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    checksum = json.loads((folder / GGUF_RECORD).read_text())["gguf"]
+    assert weights_fingerprint(folder) == checksum
+    (folder / "tokenizer.json").unlink()
+    again = resolve_model_folder(str(other), with_weights=True)
+    assert (again / "tokenizer.json").is_file()
+    assert weights_fingerprint(again) == checksum
+    assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == [again]
+
+
+def test_changed_weights_have_another_fingerprint(original, own_cache, tmp_path):
+    folder = resolve_model_folder(str(gguf_files.write_gguf(original, tmp_path / "tiny.gguf")), with_weights=True)
+    before = weights_fingerprint(folder)
+    model = load_causal_lm(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    model.save_pretrained(folder)
+    assert weights_fingerprint(folder) != before
+
+
+def test_two_processes_at_once_convert_it_once(original, own_cache, tmp_path):
+    file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
+    script = (
+        "import sys; from xtk.artifacts.model_resolver import resolve_model_folder as r; "
+        "print(r(sys.argv[1], with_weights=True))"
+    )
+    command = [sys.executable, "-c", script, str(file)]
+    with ThreadPoolExecutor(2) as threads:
+        done = list(threads.map(lambda _: subprocess.run(command, capture_output=True, text=True), range(2)))
+    assert [one.returncode for one in done] == [0, 0], done
+    assert done[0].stdout == done[1].stdout
+    assert sum("converting" in one.stderr for one in done) == 1
+    assert [path.name for path in own_cache.iterdir() if not path.name.startswith(".")] == [
+        Path(done[0].stdout.strip()).name
+    ]
+
+
+def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path, own_cache):
+    file = gguf_files.write_gguf(gguf_files.make_llama(tmp_path / "llama"), tmp_path / "tiny.gguf")
+    content = file.read_bytes()
+    for size in (0, 10, 40, 3000, len(content) // 2, len(content) - 1):
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(content[:size])
+        with pytest.raises(CorruptError, match="truncated"):
+            resolve_model_folder(str(cut), with_weights=True)
+    assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []
+
+
+def test_bad_files_get_one_clear_sentence(tmp_path, own_cache, monkeypatch):
+    llama = gguf_files.make_llama(tmp_path / "llama")
+    unknown = gguf_files.write_gguf(llama, tmp_path / "mystery.gguf", architecture="mystery9")
+    with pytest.raises(XtkError, match="architecture mystery9") as wrong:
+        resolve_model_folder(str(unknown), with_weights=True)
+    assert "original folder" in (wrong.value.hint or "")
+    several = tmp_path / "several"
+    several.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (several / name).write_bytes(unknown.read_bytes())
+    with pytest.raises(XtkError, match=r"contains 2 GGUF models: a\.gguf, b\.gguf"):
+        resolve_model_folder(str(several), with_weights=True)
+    noise = tmp_path / "noise.gguf"
+    noise.write_bytes(b"not a model " * 100)
+    with pytest.raises(CorruptError, match="does not begin with GGUF"):
+        resolve_model_folder(str(noise), with_weights=True)
+    text = tmp_path / "text.txt"
+    text.write_text("hello, this is text")
+    with pytest.raises(XtkError, match="this is another file"):
+        resolve_model_folder(str(text), with_weights=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(XtkError, match="needs the package gguf") as wrong:
+        resolve_model_folder(str(unknown), with_weights=True)
+    assert "xtk[gguf]" in (wrong.value.hint or "")
+
+
+def test_an_unknown_pre_tokenizer_is_reported(tmp_path, own_cache, capsys):
+    file = gguf_files.write_gguf(gguf_files.make_llama(tmp_path / "llama"), tmp_path / "x.gguf", pre="unheard-of")
+    resolve_model_folder(str(file), with_weights=True)
+    assert "does not know the pre-tokenizer 'unheard-of'" in capsys.readouterr().err
+
+
+def test_commands_take_a_gguf_file(run, corpus, tmp_path, pair):
+    original = gguf_files.make_llama(tmp_path / "llama")
+    file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
+    scores = [json.loads(run("evaluate", model, corpus, "--json").stdout) for model in (file, original)]
+    assert scores[0]["bits_per_byte"] == pytest.approx(scores[1]["bits_per_byte"], abs=1e-5)
+    run("cache-teacher", file, corpus, "--top-k", 8, "-o", tmp_path / "cache")
+    run("distill", pair.student, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "student")
+    run("distill", file, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "same")
+    assert not (tmp_path / "same" / GGUF_RECORD).exists()
+    assert (tmp_path / "same" / "model.safetensors").is_file()

@@ -1,0 +1,69 @@
+"""Whole folders: written under a temporary name, synced with their files, renamed."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, is_stale_temporary_file, temporary_name
+from xtk.artifacts.output_claims import FolderKind
+from xtk.artifacts.run_folders import file_entries, listed_file_names
+
+
+@contextmanager
+def replacing_folder(output: Path, kind: FolderKind[Any]) -> Iterator[Path]:
+    """Yield a temporary folder that replaces `output` if the block succeeds, and is removed if it fails.
+
+    If `output` is a symbolic link, its target is replaced.
+
+    Args:
+        output: the folder; it does not have to exist.
+        kind: refuses a folder with files that xtk did not write.
+    """
+    output = output.resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for left in output.parent.glob(f"{TEMPORARY_PREFIX}*-{glob.escape(output.name)}"):
+        if is_stale_temporary_file(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary, old = (output.parent / temporary_name(output.name) for _ in range(2))
+    temporary.mkdir()
+    try:
+        yield temporary
+        fsync(temporary)
+        if output.is_dir():
+            kind.refuse_foreign(output)  # again: files may have been added meanwhile
+            output.replace(old)
+        temporary.replace(output)
+        fsync(output.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def fsync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
+    """Fsync a folder; return size and checksum of its files, which are hashed while the disk writes."""
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(file_entries, folder, listed_file_names(folder))
+        fsync_folder(folder)
+        return found.result()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Fsync a folder with all its files and subfolders."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """Fsync a file, or the directory entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

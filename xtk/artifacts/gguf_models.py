@@ -1,0 +1,153 @@
+"""GGUF models as ordinary model folders, converted once into the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from xtk import terminal
+from xtk.artifacts.atomic_files import (
+    is_stale_temporary_file,
+    read_json,
+    set_default_permissions,
+    sha256_of_file,
+    temporary_name,
+    write_json,
+)
+from xtk.artifacts.weight_hash import hash_weights
+from xtk.errors import CorruptError, XtkError
+from xtk.models.gguf_conversion import convert_gguf
+from xtk.models.gguf_header import is_gguf_file
+from xtk.writable_cache_folders import user_cache_folder
+
+GGUF_RECORD = "gguf.json"
+CONVERSION_VERSION = 1  # increased when the conversion gives other files
+_KEY_LENGTH = 24
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file that a model argument means: a file, or the only one in a folder without other weights.
+
+    Raises:
+        XtkError: a folder has several.
+    """
+    if not path.is_dir():
+        return path if path.is_file() and is_gguf_file(path) else None
+    if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    found = sorted(file for file in path.glob("*.gguf") if file.is_file())
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:5])
+        raise XtkError(
+            f"this folder contains {len(found)} GGUF models: {names}", where=str(path), hint=f"use one: {found[0]}"
+        )
+    return found[0] if found else None
+
+
+def gguf_model_folder(path: Path) -> Path:
+    """Return the model folder of a GGUF file; the first call converts it.
+
+    The folder is in `gguf` of `XTK_CACHE`, else of `~/.cache/xtk`, named by the file and its checksum. A conversion has
+    a temporary name until it is complete; other processes wait for it.
+
+    Args:
+        path: of the GGUF file.
+
+    Raises:
+        XtkError: it cannot be read; see `convert_gguf`.
+    """
+    status = path.stat()
+    key = _checksum(path.resolve(), status.st_size, status.st_mtime_ns)
+    try:
+        cache = user_cache_folder() / "gguf"
+    except RuntimeError as wrong:
+        raise XtkError(
+            f"the cache folder for converted GGUF models cannot be found: {wrong}", hint="set XTK_CACHE=FOLDER"
+        ) from None
+    short = f"{key.removeprefix('sha256:')[:_KEY_LENGTH]}-{CONVERSION_VERSION}"
+    found = _find_converted(cache, short)
+    if found is not None:
+        return found
+    cache.mkdir(parents=True, exist_ok=True)
+    with _wait_for_lock(cache / f".{short}.lock"):
+        found = _find_converted(cache, short)  # another process may have converted it meanwhile
+        if found is not None:
+            return found
+        for incomplete in cache.glob(f"[!.]*-{short}"):  # files were removed from it
+            shutil.rmtree(incomplete, ignore_errors=True)
+        return _convert(path, key, cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', path.stem)[:80]}-{short}")
+
+
+def gguf_fingerprint(folder: Path, fingerprint: str) -> str | None:
+    """Return the checksum of the GGUF file that a folder was converted from; None for other folders.
+
+    Args:
+        folder: of a model.
+        fingerprint: of its weights; that of changed weights is not the one of the record.
+    """
+    record = _read_record(folder)
+    return record["gguf"] if record is not None and record.get("weights") == fingerprint else None
+
+
+@lru_cache
+def _checksum(path: Path, size: int, modified: int) -> str:
+    return sha256_of_file(path)
+
+
+def _find_converted(cache: Path, key: str) -> Path | None:
+    """Return a complete conversion of a GGUF file, under any name."""
+    for folder in sorted(cache.glob(f"[!.]*-{key}")):
+        record = _read_record(folder)
+        files = {} if record is None else record["files"]
+        if files and all((folder / name).is_file() and (folder / name).stat().st_size == size
+                         for name, size in files.items()):  # fmt: skip
+            return folder
+    return None
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, CorruptError):
+        if (folder / GGUF_RECORD).is_file():
+            record = read_json(folder / GGUF_RECORD)
+            return record if isinstance(record.get("gguf"), str) and isinstance(record.get("files"), dict) else None
+    return None
+
+
+@contextlib.contextmanager
+def _wait_for_lock(path: Path) -> Iterator[None]:
+    """Hold a lock, which the kernel releases when the process ends; wait for other processes."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: each process renames a complete folder
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _convert(path: Path, checksum: str, folder: Path) -> Path:
+    """Convert a GGUF file to a temporary folder, and rename it."""
+    terminal.note(f"converting {path} to a model folder, once: {folder}")
+    for left in folder.parent.glob(f"*-{folder.name}"):
+        if is_stale_temporary_file(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary = folder.parent / temporary_name(folder.name)
+    temporary.mkdir()
+    try:
+        convert_gguf(path, temporary)
+        set_default_permissions(*temporary.glob("*.safetensors"))
+        files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+        weights = hash_weights(temporary)
+        write_json(temporary / GGUF_RECORD, {"gguf": checksum, "weights": weights, "files": files})
+        with contextlib.suppress(OSError):  # without locks, another process may have renamed its own
+            temporary.replace(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

@@ -1,0 +1,139 @@
+"""Conversion of a GGUF file to a Hugging Face model folder, with the loader of transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from xtk import terminal
+from xtk.errors import XtkError
+from xtk.models.gguf_header import GgufHeader, read_gguf_header
+from xtk.untrusted_json import parse_json
+
+# llama.cpp (src/llama-vocab.cpp) splits digits before GPT-2's pattern in these; transformers 5 uses the pattern alone.
+SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+# Byte-level tokenizers with GPT-2's own pattern, in llama.cpp. Older files state none.
+GPT2_PATTERN = frozenset({"", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling"})
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Write a GGUF model as config.json, safetensors, tokenizer and chat template into an existing folder.
+
+    Weights are dequantized. They are stored in the narrowest of float16, bfloat16 and float32 that keeps every value.
+
+    Raises:
+        XtkError: the package gguf is missing, or transformers cannot read this architecture or tokenizer.
+        CorruptError: the file is truncated or corrupt.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise XtkError(
+            "reading a GGUF model needs the package gguf, which is not installed",
+            where=str(path),
+            hint="run pip install 'xtk[gguf]'",
+        )
+    header = read_gguf_header(path)
+    # The loader prints progress bars and warnings to stderr.
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        config = _read_config(path, header)
+        model = _read_model(path, header, config)
+        tokenizer = _read_tokenizer(path, header)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if header.tokenizer == "gpt2":
+        _set_pre_tokenizer(folder / "tokenizer.json", header, path)
+
+
+def _read_config(path: Path, header: GgufHeader) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except Exception as wrong:
+        raise XtkError(
+            f"transformers cannot read GGUF models of the architecture {header.architecture or 'unknown'}: "
+            f"{_first_line(wrong)}",
+            where=str(path),
+            hint="use the model's original folder or hub id instead of the GGUF file, or a newer transformers",
+        ) from wrong
+
+
+def _read_model(path: Path, header: GgufHeader, config: Any) -> Any:
+    """Return the dequantized model, as a plain one that can be saved."""
+    import torch
+    import transformers
+
+    options: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # without it, newer loaders keep the weights quantized
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True, **options
+        )
+    except Exception as wrong:
+        raise XtkError(
+            f"transformers cannot read this GGUF model ({header.architecture}): {_first_line(wrong)}",
+            where=str(path),
+            hint="download the file again; or use the model's original folder or hub id",
+        ) from wrong
+    state = loaded.state_dict()
+    dtype = _narrowest_dtype(state)
+    for holder in (config, config.get_text_config()):
+        holder.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        plain = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    plain.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, strict=False, assign=True)
+    plain.tie_weights()
+    plain.generation_config = loaded.generation_config
+    return plain
+
+
+def _narrowest_dtype(state: dict[str, Any]) -> Any:
+    import torch
+
+    for dtype in (torch.float16, torch.bfloat16):
+        if all(torch.equal(tensor.to(dtype).to(tensor.dtype), tensor) for tensor in state.values()):
+            return dtype
+    return torch.float32
+
+
+def _read_tokenizer(path: Path, header: GgufHeader) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except Exception as wrong:
+        raise XtkError(
+            f"transformers cannot read the tokenizer of this GGUF model ({header.tokenizer or 'it has none'}): "
+            f"{_first_line(wrong)}",
+            where=str(path),
+            hint="use the model's original folder or hub id instead of the GGUF file",
+        ) from wrong
+
+
+def _set_pre_tokenizer(path: Path, header: GgufHeader, source: Path) -> None:
+    """Write the pre-tokenizer that llama.cpp uses where transformers does not know its name."""
+    content = parse_json(path.read_text(encoding="utf-8"), what="tokenizer.json", where=str(path))
+    known = content["pre_tokenizer"] or {}
+    if known.get("type") != "ByteLevel" or header.pre_tokenizer in GPT2_PATTERN:
+        return
+    if header.pre_tokenizer not in SINGLE_DIGITS:
+        terminal.note(
+            f"warning: {source}: transformers does not know the pre-tokenizer {header.pre_tokenizer!r} of this GGUF "
+            "model and uses GPT-2's; some texts may get other tokens than in training"
+        )
+        return
+    digits = {"type": "Digits", "individual_digits": True}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, known]}
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+
+
+def _first_line(wrong: Exception) -> str:
+    return next(iter(str(wrong).splitlines()), type(wrong).__name__)[:200]

@@ -1,0 +1,143 @@
+"""Headers of GGUF files: architecture, tokenizer type, and whether the file is complete; weights are not read."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import CorruptError, XtkError
+
+GGUF_MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+# struct formats of the value types of the GGUF specification (ggml/docs/gguf.md); 8 is a string, 9 an array.
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_DEFAULT_ALIGNMENT = 32
+_HINT = "download or copy the file again"
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """The header of a GGUF file.
+
+    Attributes:
+        architecture: `general.architecture`, such as "llama".
+        tokenizer: `tokenizer.ggml.model`, such as "gpt2"; "" if the file has no tokenizer.
+        pre_tokenizer: `tokenizer.ggml.pre`, such as "smollm"; "" if the file states none.
+    """
+
+    architecture: str
+    tokenizer: str
+    pre_tokenizer: str
+
+
+def is_gguf_file(path: Path) -> bool:
+    """Return whether a file is named .gguf, or begins as GGUF files do."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as stream:
+        return stream.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Return the header of a GGUF file after checking that all tensors are inside of the file.
+
+    Raises:
+        CorruptError: not a GGUF file, or the file is truncated or corrupt.
+        XtkError: another version, or one part of a split model.
+    """
+    size = path.stat().st_size
+    if size < 24:
+        raise CorruptError(f"this GGUF file is truncated: it has {size:,} bytes", where=str(path), hint=_HINT)
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            fields, end = _parse(content, path)
+        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, IndexError):
+            raise CorruptError(
+                "this GGUF file is truncated or corrupt: its header cannot be read", where=str(path), hint=_HINT
+            ) from None
+    if end > size:
+        what = f"this GGUF file is truncated: it has {size:,} bytes, but its tensors need {end:,}"
+        raise CorruptError(what, where=str(path), hint=_HINT)
+    if int(fields.get("split.count", 1)) > 1:
+        raise XtkError(
+            f"this GGUF file is one of {fields['split.count']} parts of a model",
+            where=str(path),
+            hint="merge the parts with llama.cpp: llama-gguf-split --merge FIRST_PART model.gguf",
+        )
+    names = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+    return GgufHeader(*(str(fields.get(name, "")) for name in names))
+
+
+def _parse(content: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
+    """Return the fields of the header without arrays, and the offset where the last tensor ends."""
+    if content[:4] != GGUF_MAGIC:
+        raise CorruptError("this is not a GGUF file: it does not begin with GGUF", where=str(path), hint=_HINT)
+    version, num_tensors, num_fields = struct.unpack_from("<IQQ", content, 4)
+    if version not in VERSIONS:
+        raise XtkError(
+            f"this GGUF file has version {version}; this xtk reads versions {' and '.join(map(str, VERSIONS))}",
+            where=str(path),
+            hint="convert the model again with a current llama.cpp",
+        )
+    at, fields = 24, dict[str, Any]()
+    for _ in range(num_fields):
+        name, at = _read_string(content, at)
+        (kind,) = struct.unpack_from("<I", content, at)
+        fields[name], at = _read_value(content, at + 4, kind)
+    ends = [0]
+    for _ in range(num_tensors):
+        _, at = _read_string(content, at)
+        (num_sizes,) = struct.unpack_from("<I", content, at)
+        sizes = struct.unpack_from(f"<{num_sizes}Q", content, at + 4)
+        kind, offset = struct.unpack_from("<IQ", content, at + 4 + 8 * num_sizes)
+        at += 16 + 8 * num_sizes
+        ends.append(offset + _tensor_bytes(kind, math.prod(sizes), path))
+    alignment = int(fields.get("general.alignment", _DEFAULT_ALIGNMENT)) or _DEFAULT_ALIGNMENT
+    return fields, -(-at // alignment) * alignment + max(ends)
+
+
+def _tensor_bytes(kind: int, num_values: int, path: Path) -> int:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (ValueError, KeyError):
+        raise XtkError(
+            f"this GGUF file has weights of type {kind}, which the package gguf does not know",
+            where=str(path),
+            hint="upgrade the package gguf, or use a GGUF of another type, such as Q8_0; or download the file again",
+        ) from None
+    return num_values // int(block) * int(block_bytes)
+
+
+def _read_string(content: mmap.mmap, at: int) -> tuple[str, int]:
+    (length,) = struct.unpack_from("<Q", content, at)
+    at += 8
+    if at + length > len(content):
+        raise IndexError(at)
+    return content[at : at + length].decode("utf-8"), at + length
+
+
+def _read_value(content: mmap.mmap, at: int, kind: int) -> tuple[Any, int]:
+    """Return a value and where it ends; None for an array."""
+    if kind == _STRING:
+        return _read_string(content, at)
+    if kind != _ARRAY:
+        return struct.unpack_from(f"<{_FORMATS[kind]}", content, at)[0], at + struct.calcsize(f"<{_FORMATS[kind]}")
+    of, count = struct.unpack_from("<IQ", content, at)
+    at += 12
+    if of in _FORMATS:
+        return None, at + count * struct.calcsize(f"<{_FORMATS[of]}")
+    if count > len(content):
+        raise IndexError(at)
+    for _ in range(count):
+        if of == _STRING:
+            at += 8 + int(struct.unpack_from("<Q", content, at)[0])
+        else:
+            _, at = _read_value(content, at, of)
+    return None, at

@@ -1,0 +1,1 @@
+"""Another tokenizer for a model: its body is kept, embedding and output head get rows for the new tokens."""

@@ -1,0 +1,36 @@
+"""Occurrences of each token of a tokenizer in a corpus."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.errors import XtkError
+from xtk.tokens.document import Document
+from xtk.tokens.token_sequence import tokenize_documents
+from xtk.tokens.tokenizer import Tokenizer
+
+BATCH_DOCUMENTS = 256
+
+
+def count_tokens(tokenizer: Tokenizer, corpus: Iterable[Document]) -> NDArray[np.int64]:
+    """Return int64 [U], how often each token occurs in the documents, as the model reads them.
+
+    Raises:
+        XtkError: the corpus has no text.
+    """
+    counts = np.zeros(len(tokenizer), np.int64)
+    documents = iter(corpus)
+    found = False
+    while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
+        for sequence in tokenize_documents(tokenizer, batch):
+            found = found or len(sequence.ids) > 0
+            counts += np.bincount(sequence.ids, minlength=len(counts))
+    if not found:
+        raise XtkError(
+            "the data of --keep-vocabulary contains no text", hint="use data with a non-empty text in at least one row"
+        )
+    return counts

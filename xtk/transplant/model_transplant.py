@@ -1,0 +1,329 @@
+"""Writes a model with another tokenizer: rows, configurations, tokenizer files and manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.artifacts.atomic_files import read_json, set_default_permissions, sha256
+from xtk.artifacts.embedding_weights import read_input_embedding
+from xtk.artifacts.folder_replacement import fsync_and_hash, replacing_folder
+from xtk.artifacts.model_resolver import weights_fingerprint
+from xtk.artifacts.output_claims import FolderKind, claim_output
+from xtk.artifacts.projection_disk_cache import cached_projection
+from xtk.artifacts.projection_file import read_projection
+from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
+from xtk.artifacts.run_folders import RUN_MANIFEST, check_listed_files, read_run_manifest, write_run_manifest
+from xtk.artifacts.write_locks import only_writer_of_path
+from xtk.errors import MismatchError, XtkError
+from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
+from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
+from xtk.name_registry import load_registered
+from xtk.projection.build import tokenizer_identity
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.transplant.new_rows import new_rows
+from xtk.transplant.row_methods import METHODS, MeanRow, RowMethod
+from xtk.transplant.token_id_settings import set_token_ids
+from xtk.transplant.token_sources import TokenSources
+from xtk.transplant.tokenizer_folder import write_tokenizer
+
+TRANSPLANT_KIND = "transplanted-model"
+KEPT = "kept"  # the method of a pruned vocabulary, in the manifest
+
+
+@dataclass(frozen=True)
+class TransplantConfig:
+    """A transplant.
+
+    Attributes:
+        model: folder of the model.
+        adapter: folder of an adapter to merge; None: none.
+        old: tokenizer of the model.
+        new: the new tokenizer.
+        method: one of METHODS.
+        donor: with `omp`: folder of a model with the new tokenizer.
+        projection: with `projection`: a projection file of the new tokenizer to the old one; None: `multitoken`.
+        keep_chat_template: use the chat template of the model instead of that of the new tokenizer.
+        dtype: of the written weights; "": that of the model.
+        seed: of the method `random`.
+        kept: int32 [V], for a pruned vocabulary: the old id of each new token; None: another tokenizer.
+    """
+
+    model: Path
+    adapter: Path | None
+    old: Tokenizer
+    new: Tokenizer
+    method: str = "subword"
+    donor: Path | None = None
+    projection: Path | None = None
+    keep_chat_template: bool = False
+    dtype: str = ""
+    seed: int = 0
+    kept: NDArray[np.int32] | None = None
+
+
+def transplant_model(
+    config: TransplantConfig, output: Path, *, force: bool = False, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Write a model with another tokenizer and return its manifest; an equal one that exists is reused.
+
+    Args:
+        config: the transplant.
+        output: the folder to write, atomically.
+        force: replace one with other options.
+        trust_remote_code: run the model's own Python code.
+
+    Raises:
+        XtkError: an input does not fit; nothing is written.
+    """
+    _check_tokenizers(config)
+    if output.resolve() == Path.cwd():
+        raise XtkError(
+            "-o is the working directory, which a transplant cannot replace",
+            where=str(output),
+            hint=f"use a folder inside of it: -o {output / 'NAME'}",
+        )
+    inputs = [config.model, config.new.folder, *(one for one in (config.adapter, config.donor) if one)]
+    claim_output(output, TRANSPLANT_FOLDER, inputs=inputs)
+    check_loadable(config.model, config.old, trust_remote_code=trust_remote_code, adapter=config.adapter)
+    sources = TokenSources(config.new, config.old, config.kept)
+    request = _request(config)
+    with only_writer_of_path(output.resolve(), "transplant"):
+        found = claim_output(output, TRANSPLANT_FOLDER, request, force=force, inputs=inputs)
+        if found is not None:
+            return found
+        model = _load_model(config, trust_remote_code)
+        method = None if config.kept is not None else _make_method(config)
+        with replacing_folder(output, TRANSPLANT_FOLDER) as folder:
+            figures = _replace_vocabulary(model, sources, method, config)
+            eos = set_token_ids(model, sources)
+            model.save_pretrained(folder)
+            set_default_permissions(*folder.glob("*.safetensors"))
+            write_tokenizer(folder, config.new, config.old if config.keep_chat_template else config.new)
+            content = {
+                "kind": TRANSPLANT_KIND,
+                "request": request,
+                "method": KEPT if config.kept is not None else config.method,
+                **sources.report(),
+                **figures,
+                "eos_token_ids": eos,
+            }
+            write_run_manifest(folder, content, fsync_and_hash(folder))
+        return read_run_manifest(output, (TRANSPLANT_KIND,))
+
+
+@contextlib.contextmanager
+def pruned_tokenizer(files: Mapping[str, bytes], name: str) -> Iterator[Tokenizer]:
+    """Yield the tokenizer of files that exist only meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="xtk-") as folder:
+        for file, content in files.items():
+            (Path(folder) / file).write_bytes(content)
+        yield Tokenizer(folder, name=name)
+
+
+def _is_transplant(folder: Path) -> bool:
+    return (folder / RUN_MANIFEST).is_file() and read_json(folder / RUN_MANIFEST).get("kind") == TRANSPLANT_KIND
+
+
+def _finished_transplant(output: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of an equal, finished transplant.
+
+    Raises:
+        XtkError: the output has one with other options.
+    """
+    content = read_run_manifest(output, (TRANSPLANT_KIND,))
+    previous = content.get("request") or {}
+    different = [name for name, value in request.items() if previous.get(name) != value]
+    if not different:
+        check_listed_files(output, content)
+        return content
+    raise XtkError(
+        "the output folder has a transplanted model with other options or inputs",
+        where=f"{output} (different: {', '.join(different)})",
+        hint="use another -o, or --force to replace it",
+    )
+
+
+TRANSPLANT_FOLDER = FolderKind(
+    "a transplanted model",
+    _is_transplant,
+    partial(refuse_foreign_files_in_run, is_export=True),
+    _finished_transplant,
+)
+
+
+def _request(config: TransplantConfig) -> dict[str, Any]:
+    weights = [weights_fingerprint(config.model)]
+    weights += [weights_fingerprint(config.adapter)] if config.adapter else []
+    template = (config.old if config.keep_chat_template else config.new).template_fingerprint
+    return {
+        "weights": " ".join(weights),
+        "old_tokenizer": tokenizer_identity(config.old),
+        "new_tokenizer": tokenizer_identity(config.new),
+        "chat_template": template,
+        "method": KEPT if config.kept is not None else config.method,
+        "donor": weights_fingerprint(config.donor) if config.donor else None,
+        "projection": sha256(config.projection.read_bytes()) if config.projection else None,
+        "dtype": config.dtype,
+        "seed": config.seed,
+    }
+
+
+def _check_tokenizers(config: TransplantConfig) -> None:
+    """Refuse a new tokenizer that lacks a role which the model needs, or that is the model's own."""
+    if config.dtype:
+        load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), config.dtype, "dtype")
+    if config.new.end_id is None:
+        raise XtkError(
+            "the new tokenizer has no eos token, which the model needs to end a text",
+            where=config.new.name,
+            hint="set eos_token in its tokenizer_config.json to one of its special tokens",
+        )
+    if config.kept is None and tokenizer_identity(config.new)["tokenizer"] == config.old.fingerprint:
+        raise XtkError(
+            "the new tokenizer is the tokenizer of the model already",
+            where=config.new.name,
+            hint="use another TOKENIZER, or --prune-to N for a smaller vocabulary",
+        )
+
+
+def _make_method(config: TransplantConfig) -> RowMethod:
+    kind = load_registered(METHODS, config.method, "method")
+    options: dict[str, Any] = {}
+    if config.method == "projection":
+        options["projection"] = (
+            _check_projection(config) if config.projection else cached_projection(config.new, config.old)
+        )
+    if config.method == "omp":
+        options["donor"] = _read_donor(config)
+    made: RowMethod = kind(**options)
+    return made
+
+
+def _check_projection(config: TransplantConfig) -> Any:
+    assert config.projection is not None
+    projection = read_projection(config.projection)
+    for side, tokenizer in (("student", config.new), ("teacher", config.old)):
+        if projection.header.get(side, {}).get("tokenizer") != tokenizer.fingerprint:
+            raise MismatchError(
+                f"the projection was built for other tokenizers: its {side} is not {tokenizer.name}",
+                where=str(config.projection),
+                hint="build it with xtk build-projection TOKENIZER MODEL -o FILE, or remove --projection",
+            )
+    return projection
+
+
+def _read_donor(config: TransplantConfig) -> NDArray[np.float32]:
+    """Return the donor's input embedding.
+
+    Raises:
+        MismatchError: the donor has other tokens than the new tokenizer.
+    """
+    assert config.donor is not None
+    donor = Tokenizer(config.donor)
+    same = donor.vocabulary.bytes_by_id == config.new.vocabulary.bytes_by_id
+    if not same or dict(donor.vocabulary.special_tokens) != dict(config.new.vocabulary.special_tokens):
+        raise MismatchError(
+            f"the donor has other tokens ({len(donor):,}) than the new tokenizer ({len(config.new):,})",
+            where=f"--donor {config.donor}",
+            hint="use a donor model that has the new tokenizer, or another --method",
+        )
+    table = read_input_embedding(config.donor)
+    if len(table) < len(donor) or not np.isfinite(table[: len(donor)]).all():
+        raise XtkError(
+            "the donor's embedding has too few rows, or values that are not finite",
+            where=f"--donor {config.donor}",
+            hint="download the donor again, or use another --method",
+        )
+    return table
+
+
+def _load_model(config: TransplantConfig, trust_remote_code: bool) -> Any:
+    """Return the model, in the dtype of the written weights.
+
+    Raises:
+        XtkError: quantized weights, two tables of a tied model, or other tables with a row for each token.
+    """
+    described = load_model_config(config.model, trust_remote_code=trust_remote_code)
+    if getattr(described, "quantization_config", None):
+        raise XtkError(
+            "the weights of this model are quantized, and a transplant needs unquantized ones",
+            where=str(config.model),
+            hint="use the model that was quantized",
+        )
+    dtype = DTYPES[config.dtype] if config.dtype else getattr(described, "dtype", None) or torch.float32
+    is_tied = bool(getattr(described.get_text_config(), "tie_word_embeddings", False))
+    model = load_causal_lm(config.model, dtype=dtype, trust_remote_code=trust_remote_code, adapter=config.adapter)
+    if model.get_output_embeddings() is None or not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise XtkError(
+            "this model has no output head whose rows are tokens", where=str(config.model), hint="use another model"
+        )
+    if is_tied and not _is_tied(model):
+        raise XtkError(
+            "config.json has tie_word_embeddings true, but the weights contain a separate output head",
+            where=str(config.model),
+            hint="set tie_word_embeddings to false in config.json to keep this head, or remove it from the weights",
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    own = {id(parameter) for end in ends for parameter in end.parameters()}
+    others = [
+        name for name, one in model.named_parameters() if id(one) not in own and one.shape[0] == rows and rows > 1
+    ]
+    if others:
+        raise XtkError(
+            f"this model has another table with a row for each token, which a transplant cannot fill: {others[0]}",
+            where=str(config.model),
+            hint="use another model",
+        )
+    if rows > len(config.old):
+        terminal.note(f"transplant: {rows - len(config.old):,} rows of the embedding have no token and are left out")
+    return model
+
+
+def _is_tied(model: Any) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@torch.no_grad()
+def _replace_vocabulary(
+    model: Any, sources: TokenSources, method: RowMethod | None, config: TransplantConfig
+) -> dict[str, Any]:
+    """Replace embedding, head and bias of a model by those for the new tokens; return figures for the manifest."""
+    is_tied = _is_tied(model)
+    num_rows = -(-len(sources.new) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    weights = (method or MeanRow()).weights(sources)
+    seed = config.seed if method is not None and method.draws_rows else None
+    head = model.get_output_embeddings()
+    # The norm of a row in a head is its tokens' probability, so norms are matched in a separate embedding only.
+    tables = [(model.get_input_embeddings().weight, not is_tied)]
+    tables += [] if is_tied else [(head.weight, False)]
+    tables += [] if head.bias is None else [(head.bias[:, None], False)]
+    made = []
+    for table, match_norms in tables:
+        new = torch.empty(num_rows, table.shape[1], dtype=table.dtype)
+        for start, rows in new_rows(table, sources, weights, num_rows, draw_seed=seed, match_norms=match_norms):
+            new[start : start + len(rows)] = rows
+        made.append(new)
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
+    head = model.get_output_embeddings()
+    targets = [model.get_input_embeddings().weight, *([] if is_tied else [head.weight])]
+    targets += [] if head.bias is None else [head.bias[:, None]]
+    for target, new in zip(targets, made, strict=True):
+        target.copy_(new)
+    return {
+        "embedding_rows": num_rows,
+        "tied": is_tied,
+        "dtype": str(targets[0].dtype).removeprefix("torch."),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }

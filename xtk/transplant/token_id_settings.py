@@ -1,0 +1,34 @@
+"""Token ids in the configurations of a transplanted model, by role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xtk.transplant.token_sources import TokenSources
+
+ROLES = ("bos", "eos", "pad")
+# Of generation configurations, in addition to names that end in `_token_id` and `_token_ids`.
+_OTHER_IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias")
+
+
+def set_token_ids(model: Any, sources: TokenSources) -> list[int]:
+    """Set the ids of roles to those of the new tokenizer, and remove other old ids; return the end tokens.
+
+    Generation ends at eos and at the end of a turn. Other settings that are an old id get the new id of that token.
+    """
+    new = sources.new
+    ends = sorted(new.end_ids)
+    new_id = {int(old): token for token, old in enumerate(sources.copied.tolist()) if old >= 0}
+    configurations = {id(part): part for part in (model.config, model.config.get_text_config())}
+    for part in (*configurations.values(), model.generation_config):
+        for name in [name for name in vars(part) if name.endswith("_token_id")]:
+            value = getattr(part, name)
+            if value is not None:
+                setattr(part, name, new_id.get(value) if isinstance(value, int) else None)
+        for role in ROLES:
+            setattr(part, f"{role}_token_id", new.special_token_ids.get(role))
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    for name in _OTHER_IDS:
+        if getattr(model.generation_config, name, None) is not None:
+            setattr(model.generation_config, name, None)
+    return ends

@@ -1,0 +1,71 @@
+"""Where the rows of new tokens come from: copied from one old token, combined from several, or neither."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.projection.special_tokens import match_special_tokens
+from xtk.projection.token_categories import CATEGORIES, token_categories
+from xtk.projection.vocabulary_pair import TokenSpellings, VocabularyPair
+from xtk.tokens.tokenizer import Tokenizer
+
+
+class TokenSources:
+    """The tokens of a new tokenizer, in terms of those of the model's old one.
+
+    Args:
+        new: the new tokenizer, V tokens.
+        old: the tokenizer of the model, U tokens.
+        kept: int32 [V], for a pruned vocabulary: the old id of each new token.
+
+    Attributes:
+        copied: int32 [V], the old token with equal bytes, or the special token with the same role; -1: none.
+    """
+
+    def __init__(self, new: Tokenizer, old: Tokenizer, kept: NDArray[np.int32] | None = None) -> None:
+        self.new, self.old = new, old
+        self.pair = VocabularyPair(new, old)
+        if kept is not None:
+            self.pair.__dict__["equal_ids"] = kept  # fills the cached property
+        self._special_ids, counterparts = match_special_tokens(new, old)
+        self.copied = self.pair.equal_ids.copy()
+        if kept is None:
+            self.copied[self._special_ids] = counterparts
+
+    @cached_property
+    def spellings(self) -> TokenSpellings:
+        """The other tokens, spelled in old tokens; those that the old tokenizer cannot spell are left out."""
+        return self.pair.spellings
+
+    @cached_property
+    def old_text_tokens(self) -> NDArray[np.int64]:
+        """The old tokens with bytes, ascending."""
+        return np.flatnonzero(self.old.vocabulary.byte_lengths > 0)
+
+    def report(self) -> dict[str, object]:
+        """Return numbers of tokens: copied (equal bytes or role), composed (from several), unknown; by category."""
+        composed = np.zeros(len(self.new), np.bool_)
+        composed[self.spellings.token_ids] = True
+        special = np.zeros(len(self.new), np.bool_)
+        special[self._special_ids] = True
+        kinds = {
+            "exact": (self.copied >= 0) & ~special,
+            "special": special,
+            "composed": composed,
+            "unknown": (self.copied < 0) & ~composed,
+        }
+        categories = token_categories(self.new.vocabulary)
+        by_category = {
+            name: {"tokens": int((categories == at).sum())}
+            | {kind: int((mask & (categories == at)).sum()) for kind, mask in kinds.items()}
+            for at, name in enumerate(CATEGORIES)
+            if (categories == at).any()
+        }
+        return {
+            "tokens": len(self.new),
+            **{kind: int(mask.sum()) for kind, mask in kinds.items()},
+            "categories": by_category,
+        }
