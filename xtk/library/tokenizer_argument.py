@@ -9,10 +9,10 @@ from typing import Any
 
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
 from xtk.artifacts.model_resolver import resolve_model_folder
-from xtk.artifacts.projection_disk_cache import user_cache_folder
 from xtk.errors import XtkError
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.tokens.tokenizer_files import SPECIAL_TOKEN_ROLES
+from xtk.writable_cache_folders import user_cache_folder
 
 _PROBE = "Zoë paid $1,234.50  for 'π' in 2019?\n\tdef f(x): return x"
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_pair import SparseEntries
 from xtk.transplant.orthogonal_matching_pursuit import combine_donor_rows
 from xtk.transplant.token_sources import TokenSources
@@ -53,7 +53,7 @@ class WeightedSpelling:
 class ProjectedRows:
     """projection: `W E` with a projection of the new tokenizer to the old one; rows of W are scaled to sum 1."""
 
-    projection: Projection = field(repr=False)
+    projection: SparseProjection = field(repr=False)
 
     draws_rows: ClassVar[bool] = False
 
