@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from reference_byte_kl import OF_A_CELL, Distance, Words, kl_with_other, plain_byte_kl, said_at
+from reference_longest_prefixes import plain_bpm
 from small_vocabularies import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
@@ -322,6 +323,7 @@ PLAIN = {
     "ce": plain_ce,
     "boundary-kl": plain_boundary_kl,
     "p-kl": plain_p_kl,
+    "bpm": lambda case, probs_NV, *distance: plain_bpm(case.example, *case.words, probs_NV, *distance),
     "byte-kl": lambda case, probs_NV, *distance: plain_byte_kl(case.example, *case.words, probs_NV, *distance),
     **{name: functools.partial(plain_p_kl, distance=Distance(name)) for name in OF_A_CELL},
 }

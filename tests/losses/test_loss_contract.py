@@ -861,7 +861,7 @@ FORMS = {
     "jsd,temperature=3": Distance("jsd", 3.0),
 }
 every_form = pytest.mark.parametrize("form", list(FORMS))
-every_choice = pytest.mark.parametrize("name", ["boundary-kl", "p-kl", "byte-kl", "gold", "h-kl"])
+every_choice = pytest.mark.parametrize("name", ["boundary-kl", "p-kl", "byte-kl", "bpm", "gold", "h-kl"])
 
 
 def in_form(name: str, case: Case, form: str) -> LossCells:

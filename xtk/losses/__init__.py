@@ -15,6 +15,7 @@ LOSSES = {
     "boundary-kl": "xtk.losses.boundary_kl:BoundaryKL",
     "p-kl": "xtk.losses.projected_kl:PKL",
     "byte-kl": "xtk.losses.byte_kl:ByteKL",
+    "bpm": "xtk.losses.byte_prefix_marginalization:BPM",
     "alm": "xtk.losses.alm:ALM",
     "uld": "xtk.losses.uld:ULD",
     "gold": "xtk.losses.gold:GOLD",
