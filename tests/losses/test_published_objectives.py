@@ -11,12 +11,15 @@ from reference_losses import signal_of
 from small_vocabularies import draw_spellings, next_bytes_of, partition_of
 
 from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
+from xtk.losses.divergences import ReverseKLDivergence
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import LossInputs
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
+from xtk.losses.shared_vocabulary_cells import CandidateUnitCells
 from xtk.models.output_head import OutputHead
+from xtk.projection.projection import Projection, ProjectionColumns
 from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 
@@ -56,6 +59,19 @@ def bread() -> LossInputs:
 def term(text: str, space: object) -> LossTerm:
     (spec,) = parse_losses([text])
     return LossTerm(spec.make_loss(), spec.make_divergence(), space)
+
+
+def projection_of(weights: dict[tuple[int, int], float], V: int, U: int) -> ProjectionColumns:
+    """W from its entries, sorted by student tokens."""
+    rows = [student for student, _ in weights]
+    projection = Projection(
+        np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=V))]),
+        np.array([teacher for _, teacher in weights], np.int32),
+        np.array(list(weights.values()), np.float32),
+        np.full(V, -1, np.int32),
+        np.full(U, -1, np.int32),
+    )
+    return projection.columns
 
 
 def values(cells: LossCells, logits: torch.Tensor) -> list[float]:
@@ -116,6 +132,66 @@ def sampled_output(probs: np.ndarray, P: int, top_k: int, num_samples: int) -> T
         ),
         0,
     )
+
+
+def test_simct_of_the_published_example():
+    """Reverse KL over the units Bread, Breads, Break and Cat, whose first three begin with the observed Br."""
+    cells = CandidateUnitCells.from_numpy(
+        cell_offsets=np.array([0, 1]),
+        entry_offsets=np.array([0, 1]),
+        teacher_probs=np.array([0.1]),
+        rows=np.array([0], np.int32),
+        tokens=np.array([CAT], np.int32),
+        log_weights=np.zeros(1, np.float32),
+        row_counts=np.array([2]),
+        remainder_probs=np.zeros(1),
+        paired_tokens=np.array([CAT], np.int32),
+        unit_offsets=np.array([0, 3]),
+        unit_token_offsets=np.array([0, 2, 4, 6]),
+        unit_rows=np.array([0, 1, 0, 1, 0, 1], np.int32),
+        unit_tokens=np.array([BR, EAD, BR, EADS, BR, EAK], np.int32),
+        unit_probs=np.array([0.4, 0.2, 0.3]),
+        divergence=ReverseKLDivergence(),
+    )
+    (value,) = values(cells, logits(ROOT, AFTER))
+    assert round(value, 4) == 0.1062
+
+
+def test_simct_compares_shared_tokens_and_the_observed_unit():
+    """Candidates are Cat, and Bread as two tokens of the student: 0.4 and 0.1 against sqrt(0.1) and 0.2."""
+    cells = term("simct", projection_of({(CAT, 4): 1.0}, len(STUDENT), len(TEACHER))).build_cells(bread())
+    t, s = 0.4 / 0.5, 0.1**0.5 / (0.1**0.5 + 0.2)
+    expected = s * math.log(s / t) + (1 - s) * math.log((1 - s) / (1 - t))
+    assert values(cells, logits(ROOT, AFTER)) == pytest.approx([expected], abs=1e-6)
+
+
+def cats(probs: list[float], K: int) -> LossInputs:
+    """One token Cat on both sides, of which the teacher lists the K most likely tokens."""
+    span = np.array([[1, 2, 1, 2]], np.int32)
+    return LossInputs(np.array([0, CAT], np.int32), np.array([0]), span, np.array([0, 4], np.int32),
+                      teacher_output([probs], [0, 4], K))  # fmt: skip
+
+
+def test_strict_compares_the_students_most_likely_shared_tokens_and_the_rest_of_the_shared_vocabulary():
+    """a, b, c and Cat are shared; the student spells x alone, the teacher y."""
+    student, teacher = [b"", b"a", b"b", b"c", b"x", b"Cat"], [b"", b"a", b"b", b"c", b"Cat", b"y"]
+    pairs = {(0, 0): 1.0, (1, 1): 1.0, (2, 2): 1.0, (3, 3): 1.0, (5, 4): 1.0}
+    row, probs = (
+        logits({0: 0.0625, 1: 0.25, 2: 0.1875, 3: 0.125, 4: 0.25, 5: 0.125}, width=6),
+        [0, 0.1, 0.2, 0.1, 0.1, 0.5],
+    )
+    s, t = np.array([0.0625, 0.25, 0.1875, 0.125, 0.125]) / 0.75, np.array([1e-30, 0.1, 0.2, 0.1, 0.1]) / 0.5
+    space = projection_of(pairs, len(student), len(teacher))
+    example = cats(probs, 6)
+
+    def expected(kept: list[int]) -> float:
+        q, p = [*s[kept], 1 - s[kept].sum()], [*t[kept], max(1e-6, 1 - t[kept].sum())]
+        return sum(a * math.log(a / b) for a, b in zip(q, p, strict=True) if a > 1e-9)
+
+    assert values(term("strict:top_k=2", space).build_cells(example), row) == pytest.approx(
+        [expected([1, 2])], abs=1e-5
+    )
+    assert values(term("strict:top_k=3", space).build_cells(example), row)[0] > 0
 
 
 @pytest.mark.parametrize("name", ["bpm"])
