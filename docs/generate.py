@@ -157,7 +157,7 @@ def _options(name: str) -> list[str]:
     known = {field.name: field.default for field in own}
     if rule.takes_divergence:
         named = name in DIVERGENCES
-        known |= {} if named else {"divergence": "forward-kl"}
+        known |= {} if named else {"divergence": rule.default_divergence}
         known |= {field.name: field.default for field in dataclasses.fields(divergence) if field.name not in known}
     shown = {True: "true", False: "false", None: "..."}
     return [f"{key}={value if isinstance(value, str | float) else shown.get(value, value)}" for key, value in

@@ -32,6 +32,12 @@ ACROSS = [
 ]
 
 
+def from_any_support(name: str) -> str:
+    """The loss in a form that a top-k+sample cache can serve."""
+    candidates = load_registered(LOSSES, name, "loss").requires == "candidates"
+    return f"{name}:divergence=forward-kl" if candidates else name
+
+
 def test_every_loss_stands_on_something():
     assert {load_registered(LOSSES, name, "loss").comparison_space for name in LOSSES} == set(COMPARISON_SPACES)
 
@@ -39,7 +45,7 @@ def test_every_loss_stands_on_something():
 @pytest.mark.parametrize("name", ACROSS)
 def test_a_student_learns_from_a_teacher_with_another_tokenizer(run, pair, cache, tmp_path, name):
     options = ["--max-steps", 12, "--learning-rate", 0.01, "--warmup-ratio", 0, "--logging-steps", 1, "--quiet"]
-    run("distill", pair.student, cache, "--loss", name, *options, "-o", "out", cwd=tmp_path)
+    run("distill", pair.student, cache, "--loss", from_any_support(name), *options, "-o", "out", cwd=tmp_path)
     values = [line[name] for line in read_metrics(tmp_path / "out" / "metrics.jsonl")]
     assert min(values) > 0
     assert np.mean(values[-3:]) < 0.9 * np.mean(values[:3])
@@ -47,7 +53,9 @@ def test_a_student_learns_from_a_teacher_with_another_tokenizer(run, pair, cache
 
 def test_it_learns_from_all_of_them_at_once_in_other_forms_and_beside_ce(run, pair, cache, tmp_path):
     """With the divergence that lies between both directions, and in the form that was published where it is another."""
-    forms = [name if name == "uld" else f"{name}:divergence=jsd,beta=0.7" for name in ACROSS]
+    forms = [
+        from_any_support(name) if name in ("uld", "strict") else f"{name}:divergence=jsd,beta=0.7" for name in ACROSS
+    ]
     published = [f"{name}:published=true" for name in ("p-kl", "gold", "h-kl")]
     for output, losses in (("forms", forms), ("published", published)):
         asked = [word for loss in (*losses, "ce:weight=0.5") for word in ("--loss", loss)]
@@ -78,7 +86,7 @@ def test_a_support_that_does_not_hold_what_a_loss_asks_for_is_refused(run, pair,
         run("cache-teacher", pair.teacher, corpus, "--support", support, "-o", support, cwd=tmp_path)
     for support, name in [
         *(("none", name) for name in ACROSS if name != "alm"),
-        *(("sample", name) for name in ("uld", "gold", "h-kl")),
+        *(("sample", name) for name in ("uld", "gold", "h-kl", "simct", "strict")),
     ]:
         with pytest.raises(XtkError) as refused:
             inputs_of(pair.student, [tmp_path / support], recipe_of([name]))
@@ -91,7 +99,21 @@ def test_a_support_that_does_not_hold_what_a_loss_asks_for_is_refused(run, pair,
         run("distill", pair.student, support, "--loss", "alm:divergence=jsd", *options, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("text", ["byte-kl:divergence=jsd", "uld", "gold"])
+@pytest.mark.slow
+def test_strict_needs_the_students_most_likely_tokens_but_for_the_forward_kl(run, pair, corpus, tmp_path):
+    for name, options in (("head", ["--top-k", 8]), ("whole", ["--top-k", "all"])):
+        run("cache-teacher", pair.teacher, corpus, *options, "--support", "top-k", "-o", name, cwd=tmp_path)
+    with pytest.raises(XtkError) as refused:
+        inputs_of(pair.student, [tmp_path / "head"], recipe_of(["strict"]))
+    told = str(refused.value)
+    assert "the loss strict needs the teacher's probabilities of the student's most likely tokens" in told
+    assert "has the support top-k" in told
+    assert "use --loss strict:divergence=forward-kl" in told
+    inputs_of(pair.student, [tmp_path / "head"], recipe_of(["strict:divergence=forward-kl"]))
+    inputs_of(pair.student, [tmp_path / "whole"], recipe_of(["strict"]))
+
+
+@pytest.mark.parametrize("text", ["byte-kl:divergence=jsd", "uld", "gold", "simct"])
 def test_a_loss_that_cannot_take_draws_reads_what_is_exact_beside_them(run, pair, corpus, tmp_path, text):
     common = ("--top-k", 8, "--precision", "float32")
     run("cache-teacher", pair.teacher, corpus, *common, "--support", "top-k", "-o", "head", cwd=tmp_path)

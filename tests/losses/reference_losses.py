@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from reference_byte_kl import OF_A_CELL, Distance, Words, kl_with_other, plain_byte_kl, said_at
+from reference_longest_prefixes import plain_bpm
 from small_vocabularies import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
@@ -19,11 +20,14 @@ from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.loss_cells import MIN_REMAINDER, LossCells
 from xtk.losses.loss_interface import LossInputs
 from xtk.losses.next_byte_cells import NextByteCells
+from xtk.losses.shared_vocabulary_cells import CandidateUnitCells, SharedVocabularyCells
 from xtk.losses.sorted_probs import SortedProbCells
 from xtk.losses.span_probability_products import SpanProductCells
 from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
+
+REVERSE_KL = Distance("reverse-kl")
 
 
 def predicted_spans(example: LossInputs) -> list[tuple[list[int], list[int]]]:
@@ -73,6 +77,9 @@ def plain_sum_of_cells(cells: LossCells, probs_NV: Tensor, distance: Distance = 
                 teacher[links:],
             )
         rest = float(cells.remainder_probs[item])
+        if isinstance(cells, SharedVocabularyCells):
+            total = total + _of_shared_tokens(cells, item, here, teacher, probs_NV, distance)
+            continue
         if isinstance(cells, ClippedSurrogateCells):
             of_item = float(cells.sampling_logprobs[item]), float(cells.advantages[item])
             total = total + surrogate(here[0], *of_item, cells.min_ratio, cells.max_ratio)
@@ -81,6 +88,23 @@ def plain_sum_of_cells(cells: LossCells, probs_NV: Tensor, distance: Distance = 
         if isinstance(cells, SortedProbCells):
             total = total + _of_ranks(cells, item, before, probs_NV)
     return total
+
+
+def _of_shared_tokens(
+    cells: SharedVocabularyCells, item: int, here: list[Tensor], teacher: list[float], probs_NV: Tensor,
+    distance: Distance,
+) -> Tensor:  # fmt: skip
+    numbers = range(cells.cell_offsets[item], cells.cell_offsets[item + 1])
+    said = {int(cells.tokens[cells.entry_offsets[cell]]): p for cell, p in zip(numbers, teacher, strict=True)}
+    units = []
+    if isinstance(cells, CandidateUnitCells):
+        for unit in range(cells.unit_offsets[item], cells.unit_offsets[item + 1]):
+            tokens = range(cells.unit_token_offsets[unit], cells.unit_token_offsets[unit + 1])
+            logs = [probs_NV[cells.unit_rows[at], cells.unit_tokens[at]].log() for at in tokens]
+            units.append((float(cells.unit_probs[unit]), (sum(logs) / len(logs)).exp()))
+    shared = set(cells.paired_tokens.tolist())
+    probs = probs_NV[cells.first_rows[item]]
+    return _over_shared(said, float(cells.remainder_probs[item]), shared, probs, cells.top_k, distance, units, 1.0)
 
 
 def surrogate(probability: Tensor, logprob: float, advantage: float, low: float, high: float) -> Tensor:
@@ -221,6 +245,56 @@ def plain_uld(case: Case, probs_NV: Tensor) -> list[Tensor]:
     return items
 
 
+def _shared_at(example: LossInputs, at: int, partners: dict[int, int]) -> tuple[dict[int, float], float]:
+    """The teacher's probabilities of shared tokens at one position, by the student's token, and its tail."""
+    signal = example.teacher_logprobs
+    said = {partners[u]: math.exp(logprob) for u, logprob in said_at(signal, at, exact=True) if u in partners}
+    tail = float(signal.remainder_mass[at])
+    return said, tail if tail > MIN_REMAINDER else 0.0
+
+
+def _over_shared(
+    said: dict[int, float], tail: float, shared: set[int], probs: Tensor, top_k: int, distance: Distance,
+    units: Sequence[tuple[float, Tensor]] = (),
+    whole: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Both sides over candidates: shared tokens, units; what is shared and not said is the rest."""
+    rest = sum((probs[v] for v in sorted(shared - set(said))), torch.zeros((), dtype=torch.float64))
+    p, q = [*said.values(), *(one for one, _ in units)], [*(probs[v] for v in said), *(one for _, one in units)]
+    whole, of_student = whole or sum(p) + tail, sum(q, rest)
+    p, q = [one / whole for one in p] if whole > 0 else p, [one / of_student for one in q]
+    tail = tail / whole if whole > 0 else 1.0
+    if top_k and distance.name != "forward-kl":
+        kept = sorted(range(len(q)), key=lambda at: -float(q[at].detach()))[:top_k]
+        tail += sum(p) - sum(p[at] for at in kept)
+        p, q = [p[at] for at in kept], [q[at] for at in kept]
+    return distance(p, q, tail)
+
+
+def plain_strict(case: Case, probs_NV: Tensor, distance: Distance = REVERSE_KL, top_k: int = 16) -> list[Tensor]:
+    partners = plain_pairs(case.dense)
+    rows, positions = _numbers(case.example)
+    return [
+        _over_shared(*_shared_at(case.example, positions[t[0]], partners), set(partners.values()),
+                     probs_NV[rows[s[0]]], top_k, distance)
+        for s, t in predicted_spans(case.example) if len(s) == len(t) == 1
+    ]  # fmt: skip
+
+
+def plain_simct(case: Case, probs_NV: Tensor, distance: Distance = REVERSE_KL) -> list[Tensor]:
+    example, partners, items = case.example, plain_pairs(case.dense), []
+    rows, positions = _numbers(example)
+    for s, t in predicted_spans(example):
+        units = []
+        if not (len(s) == len(t) == 1 and partners.get(int(example.teacher_ids[t[0]])) == example.student_ids[s[0]]):
+            theirs = [float(example.teacher_logprobs.observed_logprobs[positions[at]]) for at in t]
+            ours = [probs_NV[rows[at], int(example.student_ids[at])].log() for at in s]
+            units = [(math.exp(sum(theirs) / len(t)), (sum(ours) / len(s)).exp())]
+        said = _shared_at(example, positions[t[0]], partners)
+        items.append(_over_shared(*said, set(partners.values()), probs_NV[rows[s[0]]], 0, distance, units))
+    return items
+
+
 def plain_merged(
     case: Case,
     probs_NV: Tensor,
@@ -322,6 +396,9 @@ PLAIN = {
     "ce": plain_ce,
     "boundary-kl": plain_boundary_kl,
     "p-kl": plain_p_kl,
+    "bpm": lambda case, probs_NV, *distance: plain_bpm(case.example, *case.words, probs_NV, *distance),
+    "strict": plain_strict,
+    "simct": plain_simct,
     "byte-kl": lambda case, probs_NV, *distance: plain_byte_kl(case.example, *case.words, probs_NV, *distance),
     **{name: functools.partial(plain_p_kl, distance=Distance(name)) for name in OF_A_CELL},
 }

@@ -32,6 +32,9 @@ ACROSS = [
     "byte-kl:divergence=reverse-kl",
     "boundary-kl:divergence=reverse-kl",
     "p-kl:divergence=jsd",
+    "bpm",
+    "simct",
+    "strict",
 ]
 LOSSES = {"alike": [*ACROSS, "reverse-kl", "jsd"], "teacher": ACROSS}
 

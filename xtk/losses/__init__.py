@@ -15,6 +15,9 @@ LOSSES = {
     "boundary-kl": "xtk.losses.boundary_kl:BoundaryKL",
     "p-kl": "xtk.losses.projected_kl:PKL",
     "byte-kl": "xtk.losses.byte_kl:ByteKL",
+    "bpm": "xtk.losses.byte_prefix_marginalization:BPM",
+    "simct": "xtk.losses.simct:SimCT",
+    "strict": "xtk.losses.strict_shared_vocabulary:Strict",
     "alm": "xtk.losses.alm:ALM",
     "uld": "xtk.losses.uld:ULD",
     "gold": "xtk.losses.gold:GOLD",
@@ -43,4 +46,10 @@ TEACHER_REQUIREMENTS = {
     "observed": "log-probabilities of the observed tokens: any support, including `none`",
     "distribution": "a distribution: any support but `none`; nonlinear losses ignore sampled tokens, so not `sample`",
     "ranks": "the exact most likely tokens: support `top-k`, `top-p`, or `top-k+sample` without its samples",
+    "exact": "exact probabilities: any support but `none` and `sample`; sampled tokens are ignored",
+    "candidates": "exact probabilities of the student's most likely tokens: support `candidates`, or the whole "
+    "vocabulary; with `divergence=forward-kl` any but `none` and `sample`; sampled tokens are ignored",
 }
+
+# Of these only exact probabilities are used.
+EXACT_REQUIREMENTS = ("ranks", "exact", "candidates")

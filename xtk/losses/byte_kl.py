@@ -40,9 +40,7 @@ class ByteKL(Loss):
         stored = example.teacher_logprobs
         assert isinstance(comparison_space, BytePartition)
         assert stored is not None
-        student = TokenPath(example.student_ids, _inverse_index(len(example.student_ids), example.positions + 1))
-        teacher = TokenPath(example.teacher_ids, _inverse_index(len(example.teacher_ids), stored.positions))
-        items = find_boundaries(comparison_space.student, comparison_space.teacher, student, teacher, example.spans)
+        items = find_all_boundaries(example, comparison_space)
         try:
             cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
                 comparison_space.student,
@@ -77,6 +75,22 @@ class ByteKL(Loss):
             stops=stops,
             corrections=None if stored.exact_counts is None else corrections,
         )
+
+
+def find_all_boundaries(example: LossInputs, partition: BytePartition) -> NDArray[np.int64]:
+    """Return the token boundaries of either model at which both are compared, as `find_boundaries` returns them."""
+    student = TokenPath(example.student_ids, _inverse_index(len(example.student_ids), example.positions + 1))
+    items: NDArray[np.int64] = find_boundaries(
+        partition.student, partition.teacher, student, teacher_path(example), example.spans
+    )
+    return items
+
+
+def teacher_path(example: LossInputs) -> TokenPath:
+    """Return the teacher's tokens, and the indices of the distributions that predict them."""
+    assert example.teacher_logprobs is not None
+    positions = example.teacher_logprobs.positions
+    return TokenPath(example.teacher_ids, _inverse_index(len(example.teacher_ids), positions))
 
 
 def _inverse_index(length: int, positions: NDArray[np.integer]) -> NDArray[np.int64]:

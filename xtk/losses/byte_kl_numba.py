@@ -87,12 +87,12 @@ def fill_byte_cells(
         )
         # If the teacher's next-token distribution has a remainder, cells that it does not list belong to the remainder.
         is_complete = position == NONE or support.remainder_mass[position] <= MIN_REMAINDER
-        run_offsets, probs = _ensure_capacity(run_offsets, groups + found + 3), _ensure_capacity(probs, cells + found)
-        firsts, stops = _ensure_capacity(firsts, written + count), _ensure_capacity(stops, written + count)
-        entry_offsets = _ensure_capacity(entry_offsets, cells + found + 2)
+        run_offsets, probs = ensure_capacity(run_offsets, groups + found + 3), ensure_capacity(probs, cells + found)
+        firsts, stops = ensure_capacity(firsts, written + count), ensure_capacity(stops, written + count)
+        entry_offsets = ensure_capacity(entry_offsets, cells + found + 2)
         if row != NONE:  # once for the item: a call per cell costs more than its entries
-            most = entries + _num_members(member_offsets, item_cells[:found])
-            rows, tokens = _ensure_capacity(rows, most), _ensure_capacity(tokens, most)
+            most = entries + num_members(member_offsets, item_cells[:found])
+            rows, tokens = ensure_capacity(rows, most), ensure_capacity(tokens, most)
         sort_runs_by_group(runs[:count], found + 2, ends, firsts[written:], stops[written:])
         run_offsets[groups + 1], run_offsets[groups + 2] = written + ends[0], written + ends[1]
         groups, first_cell = groups + 2, cells
@@ -115,9 +115,9 @@ def fill_byte_cells(
         kept = item_probs[: cells - first_cell]
         elsewhere = ends[0] > 0 if row == NONE else entries - entry_offsets[first_cell] < width
         if ends[1] == ends[0] and not elsewhere:
-            weight /= _normalize(scratch, len(kept))  # the student cannot have a remainder here
+            weight /= normalize_cells(scratch, len(kept))  # the student cannot have a remainder here
         probs[first_cell:cells] = kept
-        corrections[number] = _boundary_correction(
+        corrections[number] = boundary_correction(
             teacher, support, position, weight, number, scratch, kept, row != NONE
         )
         cell_offsets[number + 1] = cells
@@ -191,7 +191,7 @@ def fill_teacher_cells(
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _boundary_correction(
+def boundary_correction(
     teacher: SortedVocabulary,
     support: TeacherArrays,
     here: int,
@@ -252,7 +252,7 @@ def sampling_correction(
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _normalize(scratch: BoundaryScratch, count: int) -> Any:
+def normalize_cells(scratch: BoundaryScratch, count: int) -> Any:
     """Divide the teacher's probabilities of the first cells of an item by their sum, and return the sum."""
     total = scratch.probs[:count].sum()
     scratch.probs[:count] /= total
@@ -261,7 +261,7 @@ def _normalize(scratch: BoundaryScratch, count: int) -> Any:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _num_members(member_offsets: NDArray[np.int64], cells: NDArray[np.int64]) -> Any:
+def num_members(member_offsets: NDArray[np.int64], cells: NDArray[np.int64]) -> Any:
     """Return the number of student tokens in some cells."""
     total = 0
     for cell in cells:
@@ -270,7 +270,7 @@ def _num_members(member_offsets: NDArray[np.int64], cells: NDArray[np.int64]) ->
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _ensure_capacity(values: NDArray[Any], size: int) -> NDArray[Any]:
+def ensure_capacity(values: NDArray[Any], size: int) -> NDArray[Any]:
     """Return the array itself, or a longer copy, with capacity for `size` values."""
     if size <= len(values):
         return values

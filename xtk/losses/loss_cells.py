@@ -265,9 +265,32 @@ class LossCells:
         cell_items, cell_probs = self.cell_items, self.teacher_probs
         if cells is not None:
             cell_items, cell_probs = cell_items[cells], cell_probs[cells.to(device)]
-        groups = torch.cat([cell_items, has_remainder.nonzero()[:, 0]]).to(device)
+        owners, remainder_probs = has_remainder.nonzero()[:, 0], self.remainder_probs[has_remainder]
+        return self.sum_divergence(
+            cell_items.to(device), cell_probs, log_probs, owners.to(device), remainder_probs.to(device), log_remainders
+        )
+
+    def sum_divergence(
+        self,
+        cell_items: Tensor,
+        cell_probs: Tensor,
+        log_probs: Tensor,
+        remainder_items: Tensor,
+        remainder_probs: Tensor,
+        log_remainders: Tensor,
+    ) -> Tensor:
+        """Return the weighted sum over items of the divergence between cells that are given; all on one device.
+
+        Args:
+            cell_items: int64 [n], the item of each cell.
+            cell_probs: [n], the teacher's probabilities.
+            log_probs: [n], the student's log-probabilities.
+            remainder_items: int64 [r], the item of each remainder.
+            remainder_probs: [r], the teacher's remainders.
+            log_remainders: [r], the student's, as log-probabilities.
+        """
+        groups = torch.cat([cell_items, remainder_items])
         log_probs = torch.cat([log_probs, log_remainders])
-        remainder_probs = self.remainder_probs[has_remainder].to(device)
         probs = torch.cat([cell_probs.to(log_probs.dtype), remainder_probs.to(log_probs.dtype)])
         items, power = self.num_items, 1 / self.divergence.temperature
         if power != 1:

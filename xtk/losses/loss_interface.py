@@ -125,7 +125,8 @@ class Loss:
         averaged_over: the kind of items in the denominator.
         unit: unit of its value.
         requires: a key of `TEACHER_REQUIREMENTS`.
-        takes_divergence: whether the divergence between its cells is an option, which forward KL is the default of.
+        takes_divergence: whether the divergence between its cells is an option.
+        default_divergence: a key of `DIVERGENCES`, the default of that option.
     """
 
     comparison_space: ClassVar[str]
@@ -133,6 +134,7 @@ class Loss:
     unit: ClassVar[str] = "nats"
     requires: ClassVar[str] = "distribution"
     takes_divergence: ClassVar[bool] = True
+    default_divergence: ClassVar[str] = "forward-kl"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return the cells of one document, or of several joined ones."""

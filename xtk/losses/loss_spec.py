@@ -43,7 +43,7 @@ class LossSpec(OptionSpec):
         options = dict(self.options)
         rule: type[Loss] = load_registered(LOSSES, self.name, "loss")
         own = option_names(rule)
-        name, known = "forward-kl", own
+        name, known = rule.default_divergence, own
         if self.name in DIVERGENCES:
             name, known = self.name, divergence_options(self.name)
         elif rule.takes_divergence:

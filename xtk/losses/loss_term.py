@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.losses import EXACT_REQUIREMENTS
 from xtk.losses.divergences import Divergence
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
@@ -56,7 +57,7 @@ class LossTerm:
     @property
     def accepts_samples(self) -> bool:
         """Whether it can use sampled tokens (unbiased estimates); if not, it uses exact entries and a remainder."""
-        return self.loss.requires != "ranks" and self.divergence.is_linear_in_teacher
+        return self.loss.requires not in EXACT_REQUIREMENTS and self.divergence.is_linear_in_teacher
 
     def build_cells(self, inputs: LossInputs) -> LossCells:
         """Return the cells of an example on the CPU, with scale 1."""

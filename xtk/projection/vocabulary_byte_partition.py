@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +57,26 @@ class PrefixContinuations(NamedTuple):
     sorted_indices: NDArray[np.int32]
 
 
+class LongestPrefixes(NamedTuple):
+    """The longest student token that each teacher token, and each of its suffixes, begins with.
+
+    A cell is a student token, or the student's special tokens of one role. Of student tokens with equal bytes the first
+    has the cell, except that such tokens of both models are matched one to one, in the order of their ids.
+
+    Attributes:
+        teacher: the teacher's vocabulary, whose cells are those of these student tokens; -1: there is none.
+        student_cells: int32 [V], the cell of each student token; -1: none.
+        cell_token_offsets: int64 [cells + 1].
+        cell_tokens: int32, the student's tokens of cell c are
+            `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
+    """
+
+    teacher: SortedVocabulary
+    student_cells: NDArray[np.int32]
+    cell_token_offsets: NDArray[np.int64]
+    cell_tokens: NDArray[np.int32]
+
+
 @dataclass(frozen=True)
 class BytePartition:
     """The partition of two vocabularies, with indices for the tokens after a given byte prefix.
@@ -86,6 +107,105 @@ class BytePartition:
         sizes = np.bincount(student.token_cells[members], minlength=count)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         return cls(student, teacher, sort_continuations(student, count), offsets, members)
+
+    @cached_property
+    def longest_prefixes(self) -> LongestPrefixes:
+        """The longest student token that each teacher token, and each of its suffixes, begins with."""
+        return find_longest_prefixes(self.student, self.teacher)
+
+
+def find_longest_prefixes(student: SortedVocabulary, teacher: SortedVocabulary) -> LongestPrefixes:
+    """Return the longest student token that each teacher token, and each of its suffixes, begins with.
+
+    Special tokens have no bytes: those of a cell of the partition, which are of one role, are one cell.
+
+    Args:
+        student: the student's vocabulary.
+        teacher: the teacher's vocabulary.
+    """
+    suffix_cells = np.empty(len(teacher.token_bytes), np.int32)
+    _find_longest_tokens(student, teacher, suffix_cells)
+    own, theirs = (np.diff(side.byte_offsets) for side in (student, teacher))
+    repeated, repeated_theirs = _count_equal_before(student), _count_equal_before(teacher)
+    ranks = np.arange(len(own), dtype=np.int32)
+    firsts = suffix_cells[teacher.byte_offsets[:-1]]
+    is_equal = (firsts >= 0) & (own[firsts] == theirs) if len(own) else firsts >= 0
+    num_equal = np.bincount(firsts[is_equal], minlength=len(own))
+    matched = firsts + repeated_theirs
+    is_matched = is_equal & (matched < len(own))
+    is_matched[is_matched] = (ranks - repeated)[matched[is_matched]] == firsts[is_matched]
+    cells = np.full(len(student.token_cells), -1, np.int32)
+    cells[student.token_ids] = np.where(repeated < num_equal[ranks - repeated], ranks, ranks - repeated)
+    is_special = (student.sorted_indices < 0) & (student.token_cells >= 0)
+    roles, of_special = np.unique(student.token_cells[is_special], return_inverse=True)
+    cells[is_special] = len(own) + of_special
+    of_teacher = np.full(len(teacher.token_cells), -1, np.int32)
+    of_teacher[teacher.token_ids] = np.where(is_matched, matched, firsts)
+    others = np.flatnonzero((teacher.sorted_indices < 0) & np.isin(teacher.token_cells, roles))
+    of_teacher[others] = len(own) + np.searchsorted(roles, teacher.token_cells[others])
+    members = np.argsort(cells, kind="stable").astype(np.int32)
+    members = members[cells[members] >= 0]
+    sizes = np.bincount(cells[members], minlength=len(own) + len(roles))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    side = teacher._replace(token_cells=of_teacher, suffix_cells=suffix_cells)
+    return LongestPrefixes(side, cells, offsets, members)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _count_equal_before(side: SortedVocabulary) -> NDArray[np.int32]:
+    """Return int32 [n], for each token in byte order the number of tokens before it with equal bytes."""
+    counts = np.zeros(len(side.token_ids), np.int32)
+    for rank in range(1, len(counts)):
+        before, start, stop = side.byte_offsets[rank - 1], side.byte_offsets[rank], side.byte_offsets[rank + 1]
+        equal = stop - start == start - before
+        for byte in range(stop - start):
+            if not equal:
+                break
+            equal = side.token_bytes[before + byte] == side.token_bytes[start + byte]
+        counts[rank] = counts[rank - 1] + 1 if equal else 0
+    return counts
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, found: NDArray[np.int32]) -> None:
+    """Write at `byte_offsets[i] + k` the longest student token that token i without its first k bytes begins with.
+
+    Args:
+        student: the student's vocabulary.
+        teacher: the teacher's vocabulary.
+        found: output, [teacher's bytes], the first index in byte order of a token with these bytes; -1: there is none.
+    """
+    token_bytes, offsets, read = student.token_bytes, student.byte_offsets, teacher.token_bytes
+    for token in range(len(teacher.token_ids)):
+        stop = teacher.byte_offsets[token + 1]
+        for start in range(teacher.byte_offsets[token], stop):
+            found[start] = -1
+            low, high = 0, len(student.token_ids)  # the student tokens that begin with the bytes so far
+            for size in range(stop - start):
+                low = _first_with_byte(token_bytes, offsets, low, high, size, np.int64(read[start + size]))
+                high = _first_with_byte(token_bytes, offsets, low, high, size, np.int64(read[start + size]) + 1)
+                if low == high:
+                    break
+                if offsets[low + 1] - offsets[low] == size + 1:
+                    found[start] = low
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _first_with_byte(
+    token_bytes: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high: int, size: int, least: int
+) -> int:
+    """Return the first token in `[low, high)` that is longer than `size` and whose byte there is at least `least`.
+
+    The tokens begin with the same `size` bytes.
+    """
+    while low < high:
+        middle = (low + high) // 2
+        at = offsets[middle] + size
+        if at == offsets[middle + 1] or token_bytes[at] < least:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def sort_continuations(vocabulary: SortedVocabulary, num_cells: int) -> PrefixContinuations:

@@ -78,6 +78,12 @@ class DistillationTeacher:
         return self.support in SUPPORTS_WITH_TOP1
 
     @property
+    def has_full_support(self) -> bool:
+        """Whether its support is the whole vocabulary."""
+        top_k = self.source.header["options"].get("top_k")
+        return self.support == "top-k" and int(top_k or 0) >= int(self.identity["embedding_rows"])
+
+    @property
     def has_rollouts(self) -> bool:
         """Whether some of its documents were sampled from a student."""
         return "sampled_tokens" in optional_columns(self.source.header)
@@ -121,6 +127,23 @@ class DistillationTeacher:
                 f"the loss {loss} needs the teacher's top-k tokens with their exact probabilities",
                 where=where,
                 hint=self._support_hint("top-k+sample, top-k or top-p"),
+            )
+        if rule.requires in ("exact", "candidates") and self.support in ("none", "sample"):
+            return XtkError(
+                f"the loss {loss} needs exact probabilities of several tokens per position",
+                where=where,
+                hint=self._support_hint("top-k+sample, top-k, top-p or candidates") + "; or use --loss alm",
+            )
+        if (
+            rule.requires == "candidates"
+            and not (self.support == "candidates" or self.has_full_support)
+            and dict(loss.options).get("divergence", rule.default_divergence) != "forward-kl"
+        ):
+            return XtkError(
+                f"the loss {loss} needs the teacher's probabilities of the student's most likely tokens, which this "
+                "support need not contain",
+                where=where,
+                hint=f"use --loss {loss.name}:divergence=forward-kl; or " + self._support_hint("candidates"),
             )
         if rule.requires == "distribution" and self.support == "none":
             return XtkError(

@@ -1,0 +1,184 @@
+"""Cells of tokens that both vocabularies have: both distributions are divided by their mass on these tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
+from xtk.losses.divergences import ForwardKLDivergence
+from xtk.losses.largest_tokens import LargestTokens
+from xtk.losses.loss_cells import LossCells, group_logsumexp
+
+NO_REMAINDER = math.log(1e-30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedVocabularyCells(LossCells):
+    """Cells of shared tokens in the first row of each item, given that the next token is a shared one.
+
+    The remainder contains all other shared tokens. Tokens that are not shared are left out on both sides.
+
+    Attributes:
+        teacher_probs, remainder_probs: the teacher's probabilities, divided by its mass on shared tokens.
+        paired_tokens: int32 [n], the student's shared tokens.
+        top_k: compare only so many cells of an item, those that the student finds the most likely, and add the others
+            to the remainders; 0, or with the forward KL: compare all.
+    """
+
+    paired_tokens: Tensor
+    top_k: int = 0
+
+    ON_DEVICE: ClassVar[tuple[str, ...]] = (*LossCells.ON_DEVICE, "paired_tokens")
+
+    @property
+    def has_remainder(self) -> Tensor:
+        """Bool [C], whether the student's remainder is read: always, for the mass on shared tokens."""
+        return torch.ones(self.num_items, dtype=torch.bool)
+
+    def remainder_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows that remainders are read from: the first row of each item."""
+        items = torch.arange(self.num_items)
+        return items, items, torch.zeros_like(items)
+
+    def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
+        """Return the cells and the remainders, and the student's mass on tokens that are not shared."""
+        reads = super().softmax_reads(dtype)
+        nothing = torch.zeros(self.num_items, dtype=torch.int64)
+        return replace(
+            reads,
+            remainder_log_weights=torch.zeros_like(reads.remainder_log_weights),
+            largest=LargestTokens(self.first_rows, nothing, nothing[:0].to(self.rows.device), self.paired_tokens),
+        )
+
+    def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
+        """Return the weighted sum of the divergence between the distributions over shared tokens.
+
+        Args:
+            cells: as in the base class.
+            remainders: [items], log-probabilities of all tokens that are in no cell.
+            others: [0], no sorted probabilities; and [items], the student's probability of all tokens not shared.
+        """
+        sorted_logprobs, unshared = others
+        items = self.cell_items.to(cells.device)
+        log_rest = self.shared_remainders(remainders, unshared)
+        return self.compare_shared(items, self.teacher_probs, cells, log_rest) + sorted_logprobs.sum()
+
+    def shared_remainders(self, remainders: Tensor, unshared: Tensor) -> Tensor:
+        """Return [items], log-probabilities of the shared tokens that are in no cell.
+
+        Args:
+            remainders: [items], log-probabilities of all tokens that are in no cell.
+            unshared: [items], the probability of all tokens that are not shared.
+        """
+        # The difference of two sums of the same terms: relative to the remainder, not to 1, where it may be 1e-9.
+        finite = torch.finfo(unshared.dtype)
+        fraction = (unshared.clamp_min(finite.tiny).log() - remainders).exp().clamp_max(1 - 4 * finite.eps)
+        is_complete = (torch.diff(self.cell_offsets) == len(self.paired_tokens)).to(remainders.device)
+        return torch.where(is_complete, torch.full_like(remainders, NO_REMAINDER), remainders + (-fraction).log1p())
+
+    def compare_shared(self, items: Tensor, probs: Tensor, log_probs: Tensor, log_rest: Tensor) -> Tensor:
+        """Return the weighted sum of the divergence, after dividing the student's probabilities by their sum.
+
+        Args:
+            items: int64 [n], the item of each cell, in any order.
+            probs: [n], the teacher's probabilities.
+            log_probs: [n], the student's log-probabilities.
+            log_rest: [items], log-probabilities of the shared tokens that are in no cell.
+        """
+        owners = torch.arange(self.num_items, device=items.device)
+        totals = group_logsumexp(torch.cat([log_probs, log_rest]), torch.cat([items, owners]), self.num_items)
+        log_probs, log_rest = log_probs - totals[items], log_rest - totals
+        rest = self.remainder_probs.to(items.device).to(log_probs.dtype)
+        probs = probs.to(log_probs.dtype)
+        if self.top_k and not isinstance(self.divergence, ForwardKLDivergence):
+            kept = _largest_of_items(log_probs.detach(), items, self.num_items) < self.top_k
+            left = items[~kept]
+            rest = rest.scatter_add(0, left, probs[~kept])
+            groups = torch.cat([owners, left])
+            log_rest = group_logsumexp(torch.cat([log_rest, log_probs[~kept]]), groups, self.num_items)
+            items, probs, log_probs = items[kept], probs[kept], log_probs[kept]
+        return self.sum_divergence(items, probs, log_probs, owners, rest, log_rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateUnitCells(SharedVocabularyCells):
+    """Shared tokens and units of several tokens as candidates; a unit's score is the mean of its log-probabilities.
+
+    The distributions over candidates are the softmax of the scores. The score of a token is its log-probability. The
+    tokens of a unit are predicted by different rows of the item.
+
+    Attributes:
+        unit_offsets: int64 [C + 1], the units of item c.
+        unit_token_offsets: int64 [units + 1], the tokens of each unit; no unit is empty.
+        unit_rows, unit_tokens: int32 [tokens], the row that predicts each token, and the token.
+        unit_probs: [units], the teacher's probability of each candidate.
+    """
+
+    unit_offsets: Tensor
+    unit_token_offsets: Tensor
+    unit_rows: Tensor
+    unit_tokens: Tensor
+    unit_probs: Tensor
+
+    ON_DEVICE: ClassVar[tuple[str, ...]] = (
+        *SharedVocabularyCells.ON_DEVICE, "unit_rows", "unit_tokens", "unit_probs",
+    )  # fmt: skip
+
+    def select(self, items: slice, first_row: int) -> Self:
+        """Return some items, with rows relative to `first_row`."""
+        units = self.unit_offsets[items.start : items.stop + 1]
+        tokens = self.unit_token_offsets[int(units[0]) : int(units[-1]) + 1]
+        of_tokens = slice(int(tokens[0]), int(tokens[-1]))
+        return replace(
+            super().select(items, first_row),
+            unit_offsets=units - units[0],
+            unit_token_offsets=tokens - tokens[0],
+            unit_rows=self.unit_rows[of_tokens] - first_row,
+            unit_tokens=self.unit_tokens[of_tokens],
+            unit_probs=self.unit_probs[int(units[0]) : int(units[-1])],
+        )
+
+    def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
+        """Return the cells and remainders in the first rows, and the units' tokens."""
+        count = len(self.unit_tokens)
+        tokens = EntryGroups(
+            self.unit_rows.long(), self.unit_tokens.long(), torch.arange(count, device=self.unit_rows.device), count
+        )
+        return replace(super().softmax_reads(dtype), alternatives=tokens)
+
+    def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
+        """Return the weighted sum of the divergence between the distributions over candidates.
+
+        Args:
+            cells: as in the base class.
+            remainders: as in the base class.
+            others: [tokens], log-probabilities of the units' tokens; then as in the base class.
+        """
+        tokens, sorted_logprobs, unshared = others
+        device, sizes = cells.device, torch.diff(self.unit_token_offsets)
+        units = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)
+        scores = tokens.new_zeros(len(sizes)).index_add(0, units, tokens) / sizes.to(device)
+        unit_items = torch.arange(self.num_items).repeat_interleave(torch.diff(self.unit_offsets)).to(device)
+        value = self.compare_shared(
+            torch.cat([self.cell_items.to(device), unit_items]),
+            torch.cat([self.teacher_probs, self.unit_probs.to(self.teacher_probs.dtype)]),
+            torch.cat([cells, scores]),
+            self.shared_remainders(remainders, unshared),
+        )
+        return value + sorted_logprobs.sum()
+
+
+def _largest_of_items(values: Tensor, items: Tensor, count: int) -> Tensor:
+    """Return int64 [n], the rank of each value in its item, 0 for the largest; of equal ones the first is before."""
+    order = values.argsort(descending=True, stable=True)
+    order = order[items[order].argsort(stable=True)]
+    sizes = torch.bincount(items, minlength=count)
+    begins = (sizes.cumsum(0) - sizes)[items[order]]
+    ranks = torch.empty_like(items)
+    ranks[order] = torch.arange(len(items), device=items.device) - begins
+    return ranks

@@ -1,0 +1,64 @@
+"""simct: shared tokens and the observed span as candidates, each scored by its mean log-probability."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, range_indices, range_sums, span_ranges
+from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.shared_vocabulary_cells import CandidateUnitCells
+from xtk.losses.shared_vocabulary_cells_numba import fill_shared_cells
+from xtk.projection.projection import ProjectionColumns
+
+
+class SimCT(Loss):
+    """simct: `KL((s_c, s_rem) | (t_c, t_rem))` over candidates at the start of each span, averaged over spans.
+
+    Candidates are the shared tokens, and the span itself as one unit, unless it is a shared token. The score of a
+    candidate is the mean of the log-probabilities of its tokens, in each model's own tokens; `s_c` and `t_c` are the
+    softmax of the scores over the candidates. The remainders contain the shared tokens that the teacher's support does
+    not list. A shared token has equal bytes in both vocabularies, or is a special token of the same role. Options:
+    `divergence` (reverse-kl) and its options. SimCT, arXiv 2605.07711, from the teacher's full distribution.
+    """
+
+    comparison_space = "pairs"
+    averaged_over = "spans"
+    requires = "exact"
+    default_divergence = "reverse-kl"
+
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
+        """Return one item per span."""
+        assert isinstance(comparison_space, ProjectionColumns)
+        stored = example.teacher_logprobs
+        assert stored is not None
+        ranges, pairs = span_ranges(example), comparison_space.pairs
+        sizes, lengths = ranges.row_stop - ranges.row_start, ranges.position_stop - ranges.position_start
+        own = example.student_ids[example.positions[ranges.row_start] + 1]
+        theirs = example.teacher_ids[stored.positions[ranges.position_start]]
+        partners = np.append(pairs.student_of_teacher, -1)[np.minimum(theirs, len(pairs.student_of_teacher))]
+        is_unit = (sizes > 1) | (lengths > 1) | (partners != own)
+        sums = range_sums(stored.observed_logprobs, ranges.position_start, ranges.position_stop)
+        unit_probs = np.where(is_unit, np.exp(sums / lengths), 0.0)
+        support = TeacherArrays.from_logprobs(stored)
+        cell_offsets, probs, tokens, remainders = fill_shared_cells(
+            ranges.position_start, unit_probs, support, pairs.student_of_teacher
+        )
+        unit_rows = range_indices(ranges.row_start[is_unit], ranges.row_stop[is_unit])
+        return CandidateUnitCells.from_numpy(
+            cell_offsets=cell_offsets,
+            entry_offsets=np.arange(len(tokens) + 1, dtype=np.int64),
+            teacher_probs=probs,
+            rows=np.repeat(ranges.row_start, np.diff(cell_offsets)).astype(np.int32),
+            tokens=tokens,
+            log_weights=np.zeros(len(tokens), np.float32),
+            item_rows=ranges.row_start.astype(np.int32),
+            row_counts=sizes,
+            remainder_probs=remainders,
+            paired_tokens=pairs.paired_students,
+            unit_offsets=np.append(0, np.cumsum(is_unit)),
+            unit_token_offsets=np.append(0, np.cumsum(sizes[is_unit])),
+            unit_rows=unit_rows.astype(np.int32),
+            unit_tokens=example.student_ids[example.positions[unit_rows] + 1],
+            unit_probs=unit_probs[is_unit].astype(np.float32),
+        )

@@ -1,0 +1,68 @@
+"""strict: reverse KL over the shared vocabulary, only where one student token is one teacher token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xtk.errors import XtkError
+from xtk.losses.loss_cells import LossCells
+from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, Loss, LossInputs, span_ranges
+from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.shared_vocabulary_cells import SharedVocabularyCells
+from xtk.losses.shared_vocabulary_cells_numba import fill_shared_cells
+from xtk.projection.projection import ProjectionColumns
+
+
+@dataclass(frozen=True)
+class Strict(Loss):
+    """strict: `KL((s_m, s_rem) | (t_m, t_rem))` at spans of one token on each side, averaged over these spans.
+
+    `m` are the student's `top_k` most likely of the shared tokens in the teacher's support; `s_m` and `t_m` are their
+    probabilities given that the token is a shared one; the remainders contain all other shared tokens. A shared token
+    has equal bytes in both vocabularies, or is a special token of the same role. With `divergence=forward-kl` all
+    shared tokens of the support are compared. Options: `top_k` (16); `divergence` (reverse-kl) and its options. Strict
+    shared-vocabulary distillation, arXiv 2610.08448, whose sum over `top_k` tokens has no remainder and can be
+    negative.
+    """
+
+    top_k: int = 16
+
+    comparison_space = "pairs"
+    averaged_over = "spans of one token on each side"
+    requires = "candidates"
+    default_divergence = "reverse-kl"
+
+    def __post_init__(self) -> None:
+        """Refuse a number of tokens below 1."""
+        if self.top_k < 1:
+            raise XtkError(
+                f"top_k of the loss strict must be at least 1, not {self.top_k}", hint="use --loss strict:top_k=16"
+            )
+
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
+        """Return one item per span of one token on each side."""
+        assert isinstance(comparison_space, ProjectionColumns)
+        assert example.teacher_logprobs is not None
+        ranges, pairs = span_ranges(example), comparison_space.pairs
+        is_single = (ranges.row_stop - ranges.row_start == 1) & (ranges.position_stop - ranges.position_start == 1)
+        ranges = ItemRanges(*(part[is_single] for part in ranges))
+        support = TeacherArrays.from_logprobs(example.teacher_logprobs)
+        no_units = np.zeros(len(ranges.row_start))
+        cell_offsets, probs, tokens, remainders = fill_shared_cells(
+            ranges.position_start, no_units, support, pairs.student_of_teacher
+        )
+        return SharedVocabularyCells.from_numpy(
+            cell_offsets=cell_offsets,
+            entry_offsets=np.arange(len(tokens) + 1, dtype=np.int64),
+            teacher_probs=probs,
+            rows=np.repeat(ranges.row_start, np.diff(cell_offsets)).astype(np.int32),
+            tokens=tokens,
+            log_weights=np.zeros(len(tokens), np.float32),
+            item_rows=ranges.row_start.astype(np.int32),
+            row_counts=np.ones(len(ranges.row_start), np.int64),
+            remainder_probs=remainders,
+            paired_tokens=pairs.paired_students,
+            top_k=self.top_k,
+        )
