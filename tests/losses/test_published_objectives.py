@@ -19,7 +19,7 @@ from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.losses.shared_vocabulary_cells import CandidateUnitCells
 from xtk.models.output_head import OutputHead
-from xtk.projection.projection import Projection, ProjectionColumns
+from xtk.projection.projection import ProjectionColumns, SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 
@@ -64,7 +64,7 @@ def term(text: str, space: object) -> LossTerm:
 def projection_of(weights: dict[tuple[int, int], float], V: int, U: int) -> ProjectionColumns:
     """W from its entries, sorted by student tokens."""
     rows = [student for student, _ in weights]
-    projection = Projection(
+    projection = SparseProjection(
         np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=V))]),
         np.array([teacher for _, teacher in weights], np.int32),
         np.array(list(weights.values()), np.float32),
