@@ -183,6 +183,12 @@ def vllm_tests(session: nox.Session) -> None:
     session.run(*command, *session.posargs, env=env, external=True)
 
 
+@nox.session(name="gpu", venv_backend="none")
+def gpu_session(session: nox.Session) -> None:
+    """Test and measure on a GPU: `nox -s gpu -- --part 1`; `--dry-run` takes all steps on the CPU at toy size."""
+    run(session, "python", "tests/gpu/gpu_session.py", *session.posargs)
+
+
 @nox.session(name="cluster", venv_backend="none")
 def cluster_tests(session: nox.Session) -> None:
     """Run the Ray job of examples/cluster with a killed worker, in an environment of its own: Ray is no dependency."""

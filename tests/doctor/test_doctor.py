@@ -275,7 +275,7 @@ def test_projection_and_loss(pair, cache, corpus):
 def test_a_cache_or_data_where_a_model_should_be_is_told_at_once(run, pair, cache, corpus, role):
     for wrong, told in (
         (cache, f"the {role} must be a model, and this is a teacher cache"),
-        (corpus, "this is a file"),
+        (corpus, "this is another file"),
     ):
         models = {"student": pair.student, "teacher": pair.teacher, role: wrong}
         done = run("doctor", models["student"], models["teacher"], corpus, code=1)

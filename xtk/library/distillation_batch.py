@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,19 +48,7 @@ class TeacherBatch:
 
     def pin_memory(self, device: Any = None) -> TeacherBatch:
         """Return a copy in pinned memory, as a DataLoader with `pin_memory=True` makes it."""
-        return self._with_cells(
-            [
-                dataclasses.replace(
-                    cells,
-                    **{
-                        name: getattr(cells, name).pin_memory()
-                        for name in cells.ON_DEVICE
-                        if getattr(cells, name) is not None
-                    },
-                )
-                for cells in self.cells
-            ]
-        )
+        return self._with_cells([cells.pinned() for cells in self.cells])
 
 
 class DistillationBatch(dict[str, Any]):

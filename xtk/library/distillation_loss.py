@@ -17,6 +17,7 @@ from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.host_to_device import to_device
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.training.cross_process_reduction import StepReduction
 
@@ -120,7 +121,7 @@ class DistillationLoss(nn.Module):
         assert states is not None
         head = OutputHead(None) if logits is not None else self.output_head(lm_head)
         self._check(batch, teacher, states, head)
-        rows = torch.from_numpy(teacher.loss_positions).to(states.device)
+        rows = to_device(torch.from_numpy(teacher.loss_positions), states.device)
         cells = self.scaled_cells(teacher, states.device, num_items_in_batch)
         if not cells or not len(rows):
             return states.sum() * 0.0

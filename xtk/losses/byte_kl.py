@@ -73,6 +73,7 @@ class ByteKL(Loss):
             run_offsets=run_offsets,
             firsts=firsts,
             stops=stops,
+            alternative_offsets=np.append(0, np.cumsum(stops - firsts, dtype=np.int64)),
             corrections=None if stored.exact_counts is None else corrections,
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xtk.losses import chunked_softmax_numba
 from xtk.losses.largest_tokens import LargestLogits, LargestTokens, scale_rows
+from xtk.models.host_to_device import to_device
 from xtk.models.output_head import HeadShard
 
 MIN_SUM = 1e-37
@@ -85,7 +86,7 @@ class LogitsWindow:
         return slice(self.first_row, self.stop_row)
 
     def entry_indices(self, rows: Tensor, tokens: Tensor) -> WindowIndices:
-        """Return the flat indices of those entries (row, token) that are in the window."""
+        """Return the flat index of each entry (row, token)."""
         if self.is_whole_chunk:
             return WindowIndices(rows * self.num_tokens + tokens, None)
         inside = (
@@ -94,34 +95,42 @@ class LogitsWindow:
             & (tokens >= self.first_token)
             & (tokens < self.first_token + self.num_tokens)
         )
-        which = inside.nonzero()[:, 0]
-        return WindowIndices((rows[which] - self.first_row) * self.num_tokens + tokens[which] - self.first_token, which)
+        local = (rows - self.first_row) * self.num_tokens + tokens - self.first_token
+        return WindowIndices(local.masked_fill(~inside, 0), inside)
 
     def row_indices(self, rows: Tensor) -> WindowIndices:
-        """Return the window's row index of those rows that are in the window."""
+        """Return the window's row index of each row."""
         if self.is_whole_chunk:
             return WindowIndices(rows, None)
-        which = ((rows >= self.first_row) & (rows < self.stop_row)).nonzero()[:, 0]
-        return WindowIndices(rows[which] - self.first_row, which)
+        inside = (rows >= self.first_row) & (rows < self.stop_row)
+        return WindowIndices((rows - self.first_row).masked_fill(~inside, 0), inside)
 
 
 @dataclass(frozen=True)
 class WindowIndices:
-    """Indices into a window, and which of the requested elements they belong to; None: all of them, in order."""
+    """Indices into a window of the requested elements.
+
+    Elements outside of the window stay in the arrays, with index 0: a selection would wait for the device.
+
+    Attributes:
+        local: the indices.
+        inside: bool, whether each element is in the window; None: all are.
+    """
 
     local: Tensor
-    selected: Tensor | None
+    inside: Tensor | None
 
     def select(self, values: Tensor) -> Tensor:
-        """Return the values of the elements in this window, out of the values of all."""
-        return values if self.selected is None else values[self.selected]
+        """Return the values, with -0.0 outside of the window: adding it changes nothing."""
+        return values if self.inside is None else values.masked_fill(~self.inside, -0.0)
+
+    def select_indices(self, indices: Tensor, first: int) -> Tensor:
+        """Return indices relative to `first`, with 0 outside of the window."""
+        return indices - first if self.inside is None else (indices - first).masked_fill(~self.inside, 0)
 
     def scatter_into(self, values: Tensor, total: Tensor) -> None:
         """Write the values of the elements in this window into those of all."""
-        if self.selected is None:
-            total.copy_(values)
-        else:
-            total[self.selected] = values
+        total.copy_(values if self.inside is None else torch.where(self.inside, values, total))
 
 
 @dataclass(frozen=True)
@@ -319,7 +328,7 @@ def logits_gradient(
         scatter_add_(in_all, some.rows, some.logprob_gradients)
         mask = some.largest.included_mask(window.first_token, window.num_tokens, exponentials.dtype)
         if mask is not None:  # else all tokens are included, and their mass is constant 1
-            item_rows = some.largest.rows.to(in_all.device)
+            item_rows = to_device(some.largest.rows, in_all.device)
             scatter_add_(in_all, item_rows, some.masses * some.mass_gradients)
             of_band = torch.zeros_like(in_all).index_add_(0, item_rows, some.mass_gradients) / statistics.exp_sums
             bands.append((of_band[window.rows], mask))
@@ -349,10 +358,12 @@ def logits_gradient(
         )
         if number == window_statistics.removed_chunk:
             in_place = factors + of_left
-            rows = places.select(part.cells.rows) - window.first_row
+            rows = places.select_indices(part.cells.rows, window.first_row)
             of_places = factors[rows]
             for of_band, mask in bands:
-                of_places = of_places + of_band[rows] * mask[places.select(part.cells.tokens) - window.first_token]
+                of_places = (
+                    of_places + of_band[rows] * mask[places.select_indices(part.cells.tokens, window.first_token)]
+                )
             sparse.append((places.local, own * of_places))
         else:
             copy = exponentials.clone()

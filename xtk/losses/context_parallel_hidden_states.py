@@ -21,6 +21,7 @@ from torch import Tensor
 from xtk.errors import XtkError
 from xtk.losses.fused_head_and_loss import allowed_splits
 from xtk.losses.loss_cells import LossCells
+from xtk.models.host_to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -122,17 +123,21 @@ class _ExchangeStates(torch.autograd.Function):
         ctx.plan, ctx.shape = plan, states.shape
         received = states.new_empty(sum(plan.received_counts), states.shape[1])
         torch.distributed.all_to_all_single(
-            received, states[plan.sent_rows.to(states.device)], plan.received_counts, plan.sent_counts, group=plan.group
+            received,
+            states[to_device(plan.sent_rows, states.device)],
+            plan.received_counts,
+            plan.sent_counts,
+            group=plan.group,
         )
-        return received[plan.arrival_order.to(states.device)]
+        return received[to_device(plan.arrival_order, states.device)]
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None]:
         (gradient,) = outputs
         plan: StateExchange = ctx.plan
         back = torch.empty_like(gradient)
-        back[plan.arrival_order.to(gradient.device)] = gradient
+        back[to_device(plan.arrival_order, gradient.device)] = gradient
         returned = gradient.new_empty(len(plan.sent_rows), gradient.shape[1])
         torch.distributed.all_to_all_single(returned, back, plan.sent_counts, plan.received_counts, group=plan.group)
         # A row that a loss needs as the previous row was sent to two processes; its gradient is the sum of both.
-        return gradient.new_zeros(ctx.shape).index_add_(0, plan.sent_rows.to(gradient.device), returned), None
+        return gradient.new_zeros(ctx.shape).index_add_(0, to_device(plan.sent_rows, gradient.device), returned), None

@@ -37,6 +37,7 @@ from xtk.losses.chunked_softmax import (
 )
 from xtk.losses.chunked_softmax_numba import group_logsumexp_
 from xtk.losses.loss_cells import LossCells
+from xtk.models.host_to_device import to_device
 from xtk.models.output_head import ChunkedLogits, OutputHead
 
 
@@ -120,7 +121,7 @@ def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chu
     """
     tensors = [*(head.matrix_inputs(states) if head.matrices else [states]), *head.matrices]
     sums = FusedLossFunction.apply(head, terms, chunk_rows, head.bias, *tensors)  # type: ignore[no-untyped-call]
-    scales = torch.tensor([term.scale for term in terms], device=states.device, dtype=sums.dtype)
+    scales = to_device(torch.tensor([term.scale for term in terms], dtype=sums.dtype), states.device)
     detached = sums.detach()
     values = detached.clone()
     for number, term in enumerate(terms):
@@ -210,7 +211,11 @@ def _compute_dtype(states: Tensor, weight: Tensor | None) -> torch.dtype:
 
 
 class _GradientAccumulator:
-    """Sums of the gradients of a head's matrices, bias and inputs, in the tensors that `backward` returns."""
+    """Sums of the gradients of a head's matrices, bias and inputs, in the tensors that `backward` returns.
+
+    With fp32 weights, also under autocast, they are summed in fp32. With bf16 weights they are summed in bf16: an fp32
+    sum would be a copy of the head, more memory than a chunk (docs/explanation/decisions.md).
+    """
 
     def __init__(
         self, head: OutputHead, tensors: Sequence[Tensor | None], needed: Sequence[bool], compute: torch.dtype
@@ -301,7 +306,7 @@ def _loss_and_gradients(
         leaves = [one.log_sums for one in sums]
         if part.largest is not None:
             found, included = next(by_rank)
-            item_rows = part.largest.rows.to(included.device)
+            item_rows = to_device(part.largest.rows, included.device)
             rank_rows = item_rows[part.largest.rank_items]
             leaves.append(found.logits - log_totals[rank_rows])
             leaves.append(
@@ -321,12 +326,12 @@ def _loss_and_gradients(
         gradients.remainders.append(other)
         gradients.alternatives.extend(more)
         if part.largest is not None:
-            held = (found.tokens >= 0).nonzero()[:, 0]
+            # Where an item has no more tokens, -0.0 is added to any entry of its row, which changes nothing.
             gradients.ranks.append(
                 RankGradients(
-                    rank_rows[held],
-                    found.tokens[held],
-                    of_leaves[-2][held],
+                    rank_rows,
+                    found.tokens.clamp_min(0),
+                    of_leaves[-2].masked_fill(found.tokens < 0, -0.0),
                     of_leaves[-1],
                     leaves[-1].detach(),
                     part.largest,

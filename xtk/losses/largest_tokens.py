@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xtk.losses import chunked_softmax_numba
+from xtk.models.host_to_device import to_device
 
 # Rows at a time where a mask is applied, so that the copy is small compared to the chunk.
 BLOCK_ROWS = 32
@@ -46,31 +47,34 @@ class LargestTokens:
         """Return [width], 1 for ranked tokens from token id `start` on, 0 for excluded ones; None: all are ranked."""
         if self.excluded_tokens is None:
             return None
-        outside = self.excluded_tokens.long() - start
-        mask = torch.ones(width, dtype=dtype, device=self.excluded_tokens.device)
-        mask[outside[(outside >= 0) & (outside < width)]] = 0
-        return mask
+        tokens = self.excluded_tokens.long() - start
+        # Those of other columns go to one more element, which is cut off: a selection would wait for the device.
+        tokens = tokens.masked_fill((tokens < 0) | (tokens >= width), width)
+        mask = torch.ones(width + 1, dtype=dtype, device=self.excluded_tokens.device)
+        return mask.index_fill_(0, tokens, 0)[:width]
 
     def find(self, logits: Tensor, first: int, start: int) -> LargestLogits:
         """Return the largest logits of each item in a window [n, width] with first row `first`, first token `start`."""
         here = ((self.rows >= first) & (self.rows < first + len(logits))).nonzero()[:, 0]
-        counts = self.counts[here]
+        rows, counts, device = self.rows[here] - first, self.counts[here], logits.device
         mask = self.included_mask(start, logits.shape[1], logits.dtype)
-        found = _largest_tokens(logits, self.rows[here] - first, counts, mask).to(logits.device)
-        tokens = torch.full((len(self.rank_items),), -1, dtype=torch.int64, device=logits.device)
-        largest_logits = torch.full(tokens.shape, -torch.inf, dtype=logits.dtype, device=logits.device)
+        found = _largest_tokens(logits, rows, counts, mask)
+        entries = to_device(rows.repeat_interleave(counts), device) * logits.shape[1] + found.clamp_min(0)
+        values = logits.view(-1).take(entries).masked_fill_(found < 0, -torch.inf)
+        found = torch.where(found < 0, found, found + start)
+        if len(here) == len(self.rows):
+            return LargestLogits(found, values)
         wanted = torch.zeros(len(self.rows), dtype=torch.bool)
         wanted[here] = True
-        ranks = wanted.to(logits.device)[self.rank_items].nonzero()[:, 0][found >= 0]
-        found = found[found >= 0]
-        tokens[ranks] = found + start
-        rows = (self.rows - first).to(logits.device)[self.rank_items[ranks]]
-        largest_logits[ranks] = logits.view(-1).take(rows * logits.shape[1] + found)
-        return LargestLogits(tokens, largest_logits)
+        ranks = to_device(wanted.repeat_interleave(self.counts).nonzero()[:, 0], device)
+        shape = (len(self.rank_items),)
+        tokens = torch.full(shape, -1, dtype=torch.int64, device=device)
+        largest_logits = torch.full(shape, -torch.inf, dtype=logits.dtype, device=device)
+        return LargestLogits(tokens.index_copy_(0, ranks, found), largest_logits.index_copy_(0, ranks, values))
 
     def included_sums(self, exponentials: Tensor, first: int, start: int) -> Tensor:
         """Return [items], sums of exponentials over ranked tokens in a window with first row `first`, token `start`."""
-        rows = (self.rows - first).to(exponentials.device)
+        rows = to_device(self.rows - first, exponentials.device)
         here = (rows >= 0) & (rows < len(exponentials))
         mask = self.included_mask(start, exponentials.shape[1], exponentials.dtype)
         of_rows = exponentials.sum(1) if mask is None else exponentials.mv(mask)
@@ -82,7 +86,7 @@ class LargestTokens:
         owners = self.rank_items.repeat(len(several))
         order = largest_logits.argsort(descending=True, stable=True)
         order = order[owners[order].argsort(stable=True)]
-        counts = self.counts.to(tokens.device)
+        counts = to_device(self.counts, tokens.device)
         begins = (counts.cumsum(0) - counts)[self.rank_items]
         within = torch.arange(len(self.rank_items), device=tokens.device) - begins
         chosen = order[begins * len(several) + within]
@@ -134,13 +138,14 @@ def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
     device = logits.device
     found = [torch.zeros(0, dtype=torch.int64, device=device)]
     for start in range(0, len(rows), BLOCK_ROWS):
-        block = logits[rows[start : start + BLOCK_ROWS].to(device)]
+        block = logits[to_device(rows[start : start + BLOCK_ROWS], device)]
         if mask is not None:
             block = block.masked_fill_(mask == 0, -torch.inf)
-        wanted = counts[start : start + BLOCK_ROWS].to(device)
+        wanted = counts[start : start + BLOCK_ROWS]
         most = int(wanted.max())
         values, tokens = block.topk(min(most, block.shape[1]), dim=1)
         tokens = tokens.masked_fill(values == -torch.inf, -1)
         tokens = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1)
-        found.append(tokens[torch.arange(most, device=device) < wanted[:, None]])
+        ranks = (torch.arange(most) < wanted[:, None]).flatten().nonzero()[:, 0]
+        found.append(tokens.flatten()[to_device(ranks, device)])
     return torch.cat(found)

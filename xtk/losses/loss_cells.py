@@ -21,6 +21,7 @@ from torch import Tensor
 
 from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.divergences import FORWARD_KL, Divergence
+from xtk.models.host_to_device import to_device
 
 # Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller remainder counts as 0.
 MIN_REMAINDER = 1e-6
@@ -190,8 +191,14 @@ class LossCells:
     def to(self, device: torch.device, scale: float) -> Self:
         """Return a copy on a device, with a scale."""
         there = {name: getattr(self, name) for name in self.ON_DEVICE if getattr(self, name) is not None}
-        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in there.items()}
+        moved: dict[str, Any] = {name: to_device(tensor, device) for name, tensor in there.items()}
         return dataclasses.replace(self, **moved, scale=scale)
+
+    def pinned(self) -> Self:
+        """Return a copy whose fields in `ON_DEVICE` are in pinned memory."""
+        there = {name: getattr(self, name) for name in self.ON_DEVICE if getattr(self, name) is not None}
+        moved: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in there.items()}
+        return dataclasses.replace(self, **moved)
 
     def select_rows(self, start: int, stop: int, first_row: int) -> Self:
         """Return the items whose first row is in `[start, stop)`, with rows relative to `first_row`."""
@@ -227,10 +234,10 @@ class LossCells:
         return SoftmaxReads(
             cells=EntryGroups(self.rows.long(), self.tokens, self.entry_cells, len(self.teacher_probs), log_weights),
             weights=log_weights.exp().mul_(self.rows_averaged),
-            remainder_rows=(self.first_rows[items] + within).to(device),
-            remainder_groups=groups.to(device),
+            remainder_rows=to_device(self.first_rows[items] + within, device),
+            remainder_groups=to_device(groups, device),
             num_remainders=int(self.has_remainder.sum()),
-            remainder_log_weights=(-self.row_counts[items].to(dtype).log()).to(device),
+            remainder_log_weights=to_device(-self.row_counts[items].to(dtype).log(), device),
         )
 
     def remainder_rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,11 +271,11 @@ class LossCells:
         device, has_remainder = log_probs.device, self.has_remainder
         cell_items, cell_probs = self.cell_items, self.teacher_probs
         if cells is not None:
-            cell_items, cell_probs = cell_items[cells], cell_probs[cells.to(device)]
-        owners, remainder_probs = has_remainder.nonzero()[:, 0], self.remainder_probs[has_remainder]
-        return self.sum_divergence(
-            cell_items.to(device), cell_probs, log_probs, owners.to(device), remainder_probs.to(device), log_remainders
-        )
+            cell_items, cell_probs = cell_items[cells], cell_probs[to_device(cells, device)]
+        owners = to_device(has_remainder.nonzero()[:, 0], device)
+        remainder_probs = to_device(self.remainder_probs[has_remainder].to(log_probs.dtype), device)
+        cell_items = to_device(cell_items, device)
+        return self.sum_divergence(cell_items, cell_probs, log_probs, owners, remainder_probs, log_remainders)
 
     def sum_divergence(
         self,

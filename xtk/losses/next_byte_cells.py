@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.loss_cells import LossCells, group_logsumexp
+from xtk.models.host_to_device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class NextByteCells(LossCells):
         run_offsets: int64 [2 C + cells + 1], the runs of each group.
         firsts: int32 [runs], first index of each run in `sorted_token_ids`.
         stops: int32 [runs], one past its last index.
+        alternative_offsets: int64 [runs + 1], cumulative sums of `stops - firsts`, on the CPU, so that the number of
+            alternatives is known without reading the device.
     """
 
     previous_rows: Tensor
@@ -35,6 +38,7 @@ class NextByteCells(LossCells):
     run_offsets: Tensor
     firsts: Tensor
     stops: Tensor
+    alternative_offsets: Tensor
 
     PER_ITEM: ClassVar[tuple[str, ...]] = (*LossCells.PER_ITEM, "previous_rows", "is_inside_token")
     ON_DEVICE: ClassVar[tuple[str, ...]] = (*LossCells.ON_DEVICE, "sorted_token_ids", "firsts", "stops")
@@ -61,17 +65,19 @@ class NextByteCells(LossCells):
             run_offsets=offsets - runs.start,
             firsts=self.firsts[runs],
             stops=self.stops[runs],
+            alternative_offsets=self.alternative_offsets[runs.start : runs.stop + 1],
         )
 
     def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
         """Return the cells and remainders in the next-token rows, and the alternatives in the previous rows."""
         device, items = self.rows.device, self._group_items
         firsts, sizes = self.firsts.long(), (self.stops - self.firsts).long()
-        run_groups = torch.arange(len(items)).repeat_interleave(torch.diff(self.run_offsets)).to(device)
-        groups = run_groups.repeat_interleave(sizes)
+        count = int(self.alternative_offsets[-1] - self.alternative_offsets[0])
+        run_groups = to_device(torch.arange(len(items)).repeat_interleave(torch.diff(self.run_offsets)), device)
+        groups = run_groups.repeat_interleave(sizes, output_size=count)
         alternatives = EntryGroups(
-            rows=self.previous_rows.long()[items].to(device)[groups],
-            tokens=self.sorted_token_ids[_concatenated_ranges(firsts, sizes)],
+            rows=to_device(self.previous_rows.long()[items], device)[groups],
+            tokens=self.sorted_token_ids[_concatenated_ranges(firsts, sizes, count)],
             groups=groups,
             num_groups=len(items),
         )
@@ -91,10 +97,11 @@ class NextByteCells(LossCells):
         without = torch.zeros_like(is_cell)
         without[ending[self.previous_rows < 0]] = True
         owners = self.has_remainder.nonzero()[:, 0]
-        inside, ending, owners = self.is_inside_token[owners].to(device), ending.to(device), owners.to(device)
+        inside = to_device(self.is_inside_token[owners], device)
+        ending, owners = to_device(ending, device), to_device(owners, device)
         # The ending group of items without alternatives has probability 1.
-        groups, items = groups.masked_fill(without.to(device), 0.0), self._group_items.to(device)
-        cell_groups = is_cell.nonzero()[:, 0].to(device)
+        groups, items = groups.masked_fill(to_device(without, device), 0.0), to_device(self._group_items, device)
+        cell_groups = to_device(is_cell.nonzero()[:, 0], device)
         total = group_logsumexp(groups, items, len(ending))
         ended, of_cells = groups[ending], items[cell_groups]
         cells = torch.logaddexp(ended[of_cells] + cells, groups[cell_groups]) - total[of_cells]
@@ -115,8 +122,8 @@ class NextByteCells(LossCells):
         return self.cell_offsets[:-1] + 2 * torch.arange(self.num_items)
 
 
-def _concatenated_ranges(firsts: Tensor, sizes: Tensor) -> Tensor:
-    """Return the concatenation of the ranges `[firsts[i], firsts[i] + sizes[i])`."""
+def _concatenated_ranges(firsts: Tensor, sizes: Tensor, count: int) -> Tensor:
+    """Return the concatenation of the ranges `[firsts[i], firsts[i] + sizes[i])`; `count` is the sum of the sizes."""
     before = sizes.cumsum(0) - sizes
-    shifts = (firsts - before).repeat_interleave(sizes)
+    shifts = (firsts - before).repeat_interleave(sizes, output_size=count)
     return torch.arange(len(shifts), device=sizes.device) + shifts

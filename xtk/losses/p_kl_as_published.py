@@ -14,6 +14,7 @@ from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import ItemRanges, LossInputs
 from xtk.losses.projected_cells_numba import CELL_ARRAYS
 from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.models.host_to_device import to_device
 from xtk.projection.projection import ProjectionColumns
 
 # Smallest probability of the student in a cell, as in X-Token.
@@ -28,7 +29,7 @@ class RenormalizedCells(LossCells):
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
         """Return the weighted sum of the divergence between the teacher's cells and the renormalized ones."""
-        items, probs = self.cell_items.to(cells.device), cells.exp()
+        items, probs = to_device(self.cell_items, cells.device), cells.exp()
         sums = probs.new_zeros(self.num_items).scatter_add(0, items, probs) + PUBLISHED_EPSILON
         return super().value((probs / sums[items] + PUBLISHED_EPSILON).log(), remainders)
 

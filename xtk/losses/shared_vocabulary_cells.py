@@ -13,6 +13,7 @@ from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.divergences import ForwardKLDivergence
 from xtk.losses.largest_tokens import LargestTokens
 from xtk.losses.loss_cells import LossCells, group_logsumexp
+from xtk.models.host_to_device import to_device
 
 NO_REMAINDER = math.log(1e-30)
 
@@ -52,7 +53,9 @@ class SharedVocabularyCells(LossCells):
         return replace(
             reads,
             remainder_log_weights=torch.zeros_like(reads.remainder_log_weights),
-            largest=LargestTokens(self.first_rows, nothing, nothing[:0].to(self.rows.device), self.paired_tokens),
+            largest=LargestTokens(
+                self.first_rows, nothing, to_device(nothing[:0], self.rows.device), self.paired_tokens
+            ),
         )
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
@@ -64,7 +67,7 @@ class SharedVocabularyCells(LossCells):
             others: [0], no sorted probabilities; and [items], the student's probability of all tokens not shared.
         """
         sorted_logprobs, unshared = others
-        items = self.cell_items.to(cells.device)
+        items = to_device(self.cell_items, cells.device)
         log_rest = self.shared_remainders(remainders, unshared)
         return self.compare_shared(items, self.teacher_probs, cells, log_rest) + sorted_logprobs.sum()
 
@@ -78,7 +81,7 @@ class SharedVocabularyCells(LossCells):
         # The difference of two sums of the same terms: relative to the remainder, not to 1, where it may be 1e-9.
         finite = torch.finfo(unshared.dtype)
         fraction = (unshared.clamp_min(finite.tiny).log() - remainders).exp().clamp_max(1 - 4 * finite.eps)
-        is_complete = (torch.diff(self.cell_offsets) == len(self.paired_tokens)).to(remainders.device)
+        is_complete = to_device(torch.diff(self.cell_offsets) == len(self.paired_tokens), remainders.device)
         return torch.where(is_complete, torch.full_like(remainders, NO_REMAINDER), remainders + (-fraction).log1p())
 
     def compare_shared(self, items: Tensor, probs: Tensor, log_probs: Tensor, log_rest: Tensor) -> Tensor:
@@ -93,7 +96,7 @@ class SharedVocabularyCells(LossCells):
         owners = torch.arange(self.num_items, device=items.device)
         totals = group_logsumexp(torch.cat([log_probs, log_rest]), torch.cat([items, owners]), self.num_items)
         log_probs, log_rest = log_probs - totals[items], log_rest - totals
-        rest = self.remainder_probs.to(items.device).to(log_probs.dtype)
+        rest = to_device(self.remainder_probs.to(log_probs.dtype), items.device)
         probs = probs.to(log_probs.dtype)
         if self.top_k and not isinstance(self.divergence, ForwardKLDivergence):
             kept = _largest_of_items(log_probs.detach(), items, self.num_items) < self.top_k
@@ -161,11 +164,11 @@ class CandidateUnitCells(SharedVocabularyCells):
         """
         tokens, sorted_logprobs, unshared = others
         device, sizes = cells.device, torch.diff(self.unit_token_offsets)
-        units = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)
-        scores = tokens.new_zeros(len(sizes)).index_add(0, units, tokens) / sizes.to(device)
-        unit_items = torch.arange(self.num_items).repeat_interleave(torch.diff(self.unit_offsets)).to(device)
+        units = to_device(torch.arange(len(sizes)).repeat_interleave(sizes), device)
+        scores = tokens.new_zeros(len(sizes)).index_add(0, units, tokens) / to_device(sizes, device)
+        unit_items = to_device(torch.arange(self.num_items).repeat_interleave(torch.diff(self.unit_offsets)), device)
         value = self.compare_shared(
-            torch.cat([self.cell_items.to(device), unit_items]),
+            torch.cat([to_device(self.cell_items, device), unit_items]),
             torch.cat([self.teacher_probs, self.unit_probs.to(self.teacher_probs.dtype)]),
             torch.cat([cells, scores]),
             self.shared_remainders(remainders, unshared),

@@ -16,6 +16,7 @@ from xtk.losses.loss_interface import ItemRanges, LossInputs
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.losses.sorted_probs_numba import fill_paired_cells
 from xtk.losses.span_probability_products import SpanProductCells
+from xtk.models.host_to_device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,4 +142,4 @@ class SortedProbCells(SpanProductCells):
     def _rank_items(self) -> Tensor:
         """int64 [ranks], the item of each rank, on the device."""
         counts = torch.diff(self.rank_offsets)
-        return torch.arange(self.num_items).repeat_interleave(counts).to(self.rank_probs.device)
+        return to_device(torch.arange(self.num_items).repeat_interleave(counts), self.rank_probs.device)

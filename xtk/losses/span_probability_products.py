@@ -14,6 +14,7 @@ from torch import Tensor
 from xtk.losses.chunked_softmax import SoftmaxReads
 from xtk.losses.loss_cells import LossCells, group_logsumexp
 from xtk.losses.loss_interface import ItemRanges, LossInputs, range_indices
+from xtk.models.host_to_device import to_device
 
 # Lower bound of 1 - P in the formula near P = 1, to keep it and its gradient finite.
 MIN_TEMPERED_REMAINDER = 1e-30
@@ -98,7 +99,8 @@ class SpanProductCells(LossCells):
             cells: [cells], log-probabilities in their own rows.
         """
         sums, starts = self._cumulative_sums(cells), self._prefix_starts
-        return sums[(starts + self.num_prefix_tokens).to(cells.device)] - sums[starts.to(cells.device)]
+        stops = to_device(starts + self.num_prefix_tokens, cells.device)
+        return sums[stops] - sums[to_device(starts, cells.device)]
 
     def apply_prefix(self, cells: Tensor, remainders: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of final cells and remainders, multiplied by the prefixes.
@@ -113,16 +115,17 @@ class SpanProductCells(LossCells):
         device, sums, starts = cells.device, self._cumulative_sums(cells), self._prefix_starts
         final = self._cells_of_kind(prefix=False)
         items = self.cell_items[final]
-        stops = (starts + self.num_prefix_tokens)[items].to(device)
-        logprobs = cells[final.to(device)].double() + sums[stops] - sums[starts[items].to(device)]
+        stops = to_device((starts + self.num_prefix_tokens)[items], device)
+        logprobs = cells[to_device(final, device)].double() + sums[stops] - sums[to_device(starts[items], device)]
         row_items, groups, within = self.remainder_rows()
         firsts = starts[row_items]
-        remainders = remainders.double() + sums[(firsts + within).to(device)] - sums[firsts.to(device)]
+        stops, firsts = to_device(firsts + within, device), to_device(firsts, device)
+        remainders = remainders.double() + sums[stops] - sums[firsts]
         owners = self.has_remainder.nonzero()[:, 0]
-        log_remainders = group_logsumexp(remainders, groups.to(device), len(owners))
+        log_remainders = group_logsumexp(remainders, to_device(groups, device), len(owners))
         if self.temperature == 1:
             return logprobs, log_remainders
-        tempered = log_tempered_remainder(logprobs[owners.to(device)], log_remainders, self.temperature)
+        tempered = log_tempered_remainder(logprobs[to_device(owners, device)], log_remainders, self.temperature)
         return logprobs / self.temperature, tempered
 
     def _cells_of_kind(self, *, prefix: bool) -> Tensor:
@@ -138,7 +141,7 @@ class SpanProductCells(LossCells):
 
     def _cumulative_sums(self, cells: Tensor) -> Tensor:
         """Return [prefix cells + 1], the cumulative sum of their log-probabilities."""
-        prefix = self._cells_of_kind(prefix=True).to(cells.device)
+        prefix = to_device(self._cells_of_kind(prefix=True), cells.device)
         # Over all items: fp64, because differences of it are small.
         return torch.cat([cells.new_zeros(1, dtype=torch.float64), cells[prefix].double().cumsum(0)])
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.fsdp_and_tensor_parallel import apply_tensor_parallel, to_local_tensor
+from xtk.models.host_to_device import to_device
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
 from xtk.models.packed_attention import PackedSequence
 
@@ -185,7 +186,7 @@ class BackboneWithHead(nn.Module):
         more: dict[str, Any] = {}
         if packed is not None:
             positions = packed.position_ids()[packed.token_indices(packed.rank)]
-            more["position_ids"] = torch.from_numpy(positions).to(input_ids.device)[None]
+            more["position_ids"] = to_device(torch.from_numpy(positions), input_ids.device)[None]
             if self._packing == packed_attention.ATTENTION_NAME:
                 more["packed"] = packed
         if self._logit_transform is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from xtk.errors import XtkError
+from xtk.models.host_to_device import to_device
 
 ATTENTION_NAME = "xtk"
 # Arguments that this attention can ignore. Models that pass others (soft caps, sinks, biases) keep their attention.
@@ -166,7 +167,7 @@ def _gather_keys_values(local: Tensor, row: PackedSequence) -> Tensor:
     """Return keys and values of the full sequence, [2, 1, heads, T, D], gathered from all processes."""
     gathered: Tensor = _AllGatherSequence.apply(local, row)  # type: ignore[no-untyped-call]
     order = np.concatenate([row.token_indices(rank) for rank in range(row.num_ranks)])
-    back = torch.from_numpy(np.argsort(order)).to(local.device)
+    back = to_device(torch.from_numpy(np.argsort(order)), local.device)
     return gathered.index_select(3, back)
 
 

@@ -17,6 +17,7 @@ import torch
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.subprocesses import die_with_parent
+from xtk.training.batch_copies import pinned
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch, prefetch_in_thread
 from xtk.writable_cache_folders import shared_memory_is_writable
 
@@ -34,6 +35,7 @@ class StepBatchBuilder:
         max_tokens: maximum number of tokens in a micro-batch; 0: `documents_per_batch` decides.
         rank: index of this data shard.
         num_ranks: number of data shards.
+        pins: whether cells are moved to pinned memory, for a GPU.
     """
 
     batch_builder: BatchBuilder
@@ -42,9 +44,14 @@ class StepBatchBuilder:
     max_tokens: int
     rank: int
     num_ranks: int
+    pins: bool = False
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step."""
+        micro_batches = self._build(step)
+        return [pinned(batch) for batch in micro_batches] if self.pins else micro_batches
+
+    def _build(self, step: int) -> list[MicroBatch]:
         epoch = self.sampler.epoch_of_step(step)
         if self.max_tokens:
             numbers = self.sampler.documents_of_rank(step, self.rank, self.num_ranks)
@@ -81,7 +88,7 @@ def prefetch(build_step: StepBatchBuilder, steps: range, num_workers: int) -> It
 
 def _by_processes(make: StepBatchBuilder, steps: range, workers: int) -> Iterator[list[MicroBatch]]:
     loader = torch.utils.data.DataLoader(
-        _Steps(make),
+        _Steps(dataclasses.replace(make, pins=False)),  # a worker process uses no GPU
         batch_size=None,
         sampler=steps,
         num_workers=workers,
@@ -94,7 +101,8 @@ def _by_processes(make: StepBatchBuilder, steps: range, workers: int) -> Iterato
     for made in loader:
         if isinstance(made, XtkError):
             raise made
-        yield [_with_terms(batch, np.ndarray, torch.from_numpy) for batch in made]
+        batches = [_with_terms(batch, np.ndarray, torch.from_numpy) for batch in made]
+        yield [pinned(batch) for batch in batches] if make.pins else batches
 
 
 @contextlib.contextmanager

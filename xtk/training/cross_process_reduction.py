@@ -30,6 +30,9 @@ class CountedBatch(Protocol):
 class StepReduction:
     """Factors of the losses of a step, from the counts of all its micro-batches.
 
+    Attributes:
+        num_passes: largest number of micro-batches of a process; set by `of_step`.
+
     Args:
         objectives: the losses.
         score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
@@ -44,7 +47,7 @@ class StepReduction:
         teacher_names: Sequence[str],
         step_counts: NDArray[np.float64],
     ) -> None:
-        self._objectives, self._names = objectives, teacher_names
+        self._objectives, self._names, self.num_passes = objectives, teacher_names, 0
         rows, *rest = step_counts.tolist()
         counts, others = np.array(rest[: len(objectives)]), np.array(rest[len(objectives) :])
         teachers = len(others) // 4
@@ -85,9 +88,14 @@ class StepReduction:
             parallel: the parallel layout.
             device: device of the collective operations.
         """
-        local_counts = torch.from_numpy(np.sum([batch.counts for batch in micro_batches], axis=0))
-        counts = parallel.all_reduce_sum(local_counts.to(device), "data").cpu().numpy()
-        return cls(objectives, score_weighting, teacher_names, counts)
+        # The number of passes of each data shard is summed with the counts: one collective operation, and one read.
+        passes = np.zeros(parallel.num_data_shards)
+        passes[parallel.data_shard] = len(micro_batches)
+        local_counts = np.concatenate([passes, np.sum([batch.counts for batch in micro_batches], axis=0)])
+        sums = parallel.all_reduce_sum_of_host(local_counts, "data", device)
+        made = cls(objectives, score_weighting, teacher_names, np.array(sums[parallel.num_data_shards :]))
+        made.num_passes = round(max(sums[: parallel.num_data_shards]))
+        return made
 
     def term_scales(self, kd_scale: float = 1.0) -> list[float]:
         """Return the factor of each loss: its weight divided by its denominator.

@@ -6,13 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from xtk.errors import XtkError
 from xtk.options.declaration import Option
 from xtk.options.spec_parsing import parse_number, parse_pairs
+from xtk.training import process_group
 
 # From the outermost to the innermost dimension: tensor parallel communicates most, so its ranks are adjacent.
 DIMENSIONS = {"dp": "data parallel", "fsdp": "FSDP", "cp": "context parallel", "tp": "tensor parallel"}
@@ -81,20 +84,23 @@ class ParallelConfig:
 
     def all_reduce_sum(self, values: Tensor, group_name: str) -> Tensor:
         """Sum values in place, over "data" (different documents) or "copies" (different documents or positions)."""
-        if (
-            self.mesh is not None
-            and {"data": self.num_data_shards, "copies": self.num_gradient_replicas}[group_name] > 1
-        ):
+        if self._is_reduced(group_name):
             torch.distributed.all_reduce(values, group=self.group(group_name))
         return values
 
+    def _is_reduced(self, group_name: str) -> bool:
+        sizes = {"data": self.num_data_shards, "copies": self.num_gradient_replicas}
+        return self.mesh is not None and sizes[group_name] > 1
+
     def all_reduce_max(self, value: int, device: torch.device) -> int:
         """Return the maximum of an integer over all processes (collective)."""
-        if self.mesh is None:
-            return value
-        values = torch.tensor(value, device=device)
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-        return int(values)
+        return value if self.mesh is None else process_group.all_reduce_max(value, device)
+
+    def all_reduce_sum_of_host(self, values: NDArray[np.float64], group_name: str, device: torch.device) -> list[float]:
+        """Return the sums of values of the host over a group, as in `all_reduce_sum`; one process uses no device."""
+        here = torch.from_numpy(values)
+        there = self.all_reduce_sum(here.to(device), group_name) if self._is_reduced(group_name) else here
+        return there.tolist()
 
     def with_mesh(self, device: torch.device) -> ParallelConfig:
         """Return the same layout with a device mesh (collective).

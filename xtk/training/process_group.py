@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -51,12 +52,18 @@ def barrier() -> None:
 
 
 def all_reduce_max(value: int, device: torch.device) -> int:
-    """Return the maximum of an integer over all processes (collective)."""
+    """Return the maximum of an integer over all processes (collective); it does not wait for work on a GPU."""
     if world_size() == 1:
         return value
-    values = torch.tensor(value, device=device)
-    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    values = torch.tensor(value)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=_host_group(device))
     return int(values)
+
+
+@functools.cache
+def _host_group(device: torch.device) -> Any:
+    """Return the group of all processes for tensors on the CPU; None: the default group (first call: collective)."""
+    return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
 
 
 def all_gather_object(value: T) -> list[T]:

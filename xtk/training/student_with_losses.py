@@ -17,6 +17,7 @@ from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_cells import LossCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.fsdp_and_tensor_parallel import apply_fsdp
+from xtk.models.host_to_device import to_device
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.models.packed_attention import PackedSequence
 from xtk.training.parallel_config import ParallelConfig
@@ -71,13 +72,14 @@ class StudentWithLoss(nn.Module):
         if packed is None or packed.num_ranks == 1:
             found = self.split_model(input_ids, packed).flatten(0, 1)
             everything = np.arange(len(positions))
-            return found.index_select(0, torch.from_numpy(positions).to(found.device)), [everything], everything
+            chosen = to_device(torch.from_numpy(positions), found.device)
+            return found.index_select(0, chosen), [everything], everything
         held = [packed.token_indices(rank) for rank in range(packed.num_ranks)]
-        mine = torch.from_numpy(held[packed.rank]).to(input_ids.device)
+        mine = to_device(torch.from_numpy(held[packed.rank]), input_ids.device)
         found = self.split_model(input_ids.index_select(1, mine), packed).flatten(0, 1)
         compared = [np.flatnonzero(np.isin(positions, some)) for some in held]
         here = np.searchsorted(held[packed.rank], positions[compared[packed.rank]])
-        states = found.index_select(0, torch.from_numpy(here).to(found.device))
+        states = found.index_select(0, to_device(torch.from_numpy(here), found.device))
         return states, compared, compared[packed.rank]
 
 
@@ -107,7 +109,7 @@ def forward_student(
         packed = PackedSequence(
             batch.document_lengths, parallel.group("cp") if parallel.cp > 1 else None, parallel.cp, parallel.rank("cp")
         )
-    input_ids = torch.from_numpy(batch.input_ids).to(device)
+    input_ids = to_device(torch.from_numpy(batch.input_ids), device)
     found: tuple[Tensor, Tensor] = model(input_ids, batch.loss_positions, terms, packed, hook)
     return found
 
@@ -184,26 +186,36 @@ def reshard_weights(model: nn.Module) -> None:
         model.reshard()
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-    """Clip gradients to a total norm over all shards; return the norm before clipping.
+class GradientClipping:
+    """Norms of the gradients over all shards, and clipping by them.
 
     Args:
         parameters: the trainable parameters; their placements may differ.
-        max_norm: maximum norm; 0: no clipping.
+
+    Attributes:
+        norms: the norm of the gradients of each placement, on their devices.
     """
-    kinds: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            kind = (getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None), gradient.device)
-            kinds.setdefault(kind, []).append(gradient)
-    squares = 0.0
-    for gradients in kinds.values():
-        local_norm = nn.utils.get_total_norm(gradients)
-        full_norm = local_norm.full_tensor() if hasattr(local_norm, "full_tensor") else local_norm
-        squares += float(full_norm) ** 2
-    norm: float = squares**0.5
-    if max_norm and norm > max_norm and norm < float("inf"):
-        for gradients in kinds.values():
-            torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
-    return norm
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        kinds: dict[Any, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                kind = (getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None), gradient.device)
+                kinds.setdefault(kind, []).append(gradient)
+        self._gradients = list(kinds.values())
+        local_norms = map(nn.utils.get_total_norm, self._gradients)
+        self.norms = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in local_norms]
+
+    def clip(self, norms: Sequence[float], max_norm: float) -> float:
+        """Clip the gradients to a total norm; return the norm before clipping.
+
+        Args:
+            norms: the values of `norms`.
+            max_norm: maximum norm; 0: no clipping.
+        """
+        norm: float = sum((one**2 for one in norms), 0.0) ** 0.5
+        if max_norm and norm > max_norm and norm < float("inf"):
+            for gradients in self._gradients:
+                torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        return norm

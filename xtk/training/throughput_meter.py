@@ -50,8 +50,8 @@ class ThroughputMeter:
 
     def total_tokens(self) -> int:
         """Return the tokens of the run so far, over all processes (collective)."""
-        tokens = torch.tensor(self._tokens, dtype=torch.float64, device=self._device)
-        return self._all_tokens + int(self._layout.all_reduce_sum(tokens, "data"))
+        tokens = np.array([self._tokens], np.float64)
+        return self._all_tokens + int(self._layout.all_reduce_sum_of_host(tokens, "data", self._device)[0])
 
     @contextlib.contextmanager
     def exclude_from_rate(self) -> Iterator[None]:
@@ -70,8 +70,8 @@ class ThroughputMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, over all processes, and reset (collective)."""
-        counts = torch.tensor([self._tokens, self._num_nan, *self._unaligned.reshape(-1)], dtype=torch.float64)
-        tokens, num_nan, *unaligned = self._layout.all_reduce_sum(counts.to(self._device), "data").tolist()
+        counts = np.array([self._tokens, self._num_nan, *self._unaligned.reshape(-1)], np.float64)
+        tokens, num_nan, *unaligned = self._layout.all_reduce_sum_of_host(counts, "data", self._device)
         now = time.monotonic()
         seconds = max(now - self._interval_start, 1e-9)
         waiting = min(1.0, self._layout.all_reduce_max(round(1e6 * self._waited), self._device) / 1e6 / seconds)

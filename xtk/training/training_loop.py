@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xtk import terminal
 from xtk.artifacts.run_folders import CHECKPOINT, METRICS_FILE, run_fingerprint
 from xtk.errors import ResumableStop, XtkError
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.host_to_device import read_together
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batch_copies import copied_ahead
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
 from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints
 from xtk.training.cross_process_reduction import StepReduction
@@ -33,7 +35,7 @@ from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.resume_point import ResumePoint
 from xtk.training.student_offload import offload_student
-from xtk.training.student_with_losses import clip_gradients, forward_student, reshard_weights
+from xtk.training.student_with_losses import GradientClipping, forward_student, reshard_weights
 from xtk.training.task_evaluation import TaskEvaluator
 from xtk.training.throughput_meter import ThroughputMeter
 from xtk.training.train_config import LoggingConfig, TrainConfig
@@ -330,39 +332,41 @@ def _step(
     If loss or norm is not finite, neither the weights nor the optimizer state change.
     """
     recipe, builder, device = run.recipe, run.batch_builder, run.accelerator.device
-    if recipe.max_batch_tokens:  # all processes take the same number of passes; some are empty
-        passes = run.parallel.all_reduce_max(len(micro_batches), device)
-        micro_batches = [*micro_batches, *(builder.build([]) for _ in range(passes - len(micro_batches)))]
     reduction = StepReduction.of_step(
         builder.objectives, builder.score_weighting, builder.teachers, micro_batches, run.parallel, device
     )
+    # With --max-batch-tokens, processes may have fewer micro-batches than others; all take the same number of passes.
+    micro_batches = [*micro_batches, *(builder.build([]) for _ in range(reduction.num_passes - len(micro_batches)))]
     kd_scale = 1.0
     if recipe.scale_kd_to == "ce":
-        kd_scale = reduction.kd_scale(_pass(run, micro_batches, reduction.term_scales(), backward=False)[0])
-    sums, ratios = _pass(run, micro_batches, reduction.term_scales(kd_scale), backward=True)
-    norm = clip_gradients(run.parameters, recipe.max_grad_norm)
-    losses = reduction.loss_metrics(sums, kd_scale) | reduction.surrogate_metrics(ratios)
+        totals = _pass(run, micro_batches, reduction.term_scales(), backward=False)
+        kd_scale = reduction.kd_scale(totals[:, 0].tolist())
+    totals = _pass(run, micro_batches, reduction.term_scales(kd_scale), backward=True)
+    clipping = GradientClipping(run.parameters)
+    # All that the host needs of a step is read at once: on a GPU it waits here until the step is computed.
+    of_terms, *norms = read_together([totals, *clipping.norms])
+    norm = clipping.clip([value for (value,) in norms], recipe.max_grad_norm)
+    sums, *ratios = zip(*(of_terms[start : start + 4] for start in range(0, len(of_terms), 4)), strict=True)
+    losses = reduction.loss_metrics(sums, kd_scale) | reduction.surrogate_metrics(list(zip(*ratios, strict=True)))
     if step_is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and EMA would turn -0.0 into 0.0
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return losses | ({"kd_scale": kd_scale} if recipe.scale_kd_to == "ce" else {}), norm
 
 
-def _pass(
-    run: TrainingRun, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool
-) -> tuple[list[float], list[list[float]]]:
-    """Run forward (and backward) passes; return each loss summed over tokens or spans of all processes.
+def _pass(run: TrainingRun, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool) -> Tensor:
+    """Run forward (and backward) passes; return sums over all processes, float64 [terms, 4], on the device.
 
-    Also returns the ratio statistics of policy-gradient losses (zeros for others). Without `backward`, gradients and
-    random states stay unchanged, so that the next pass has the same dropout.
+    The first is the loss summed over tokens or spans, the others are the ratio statistics of policy-gradient losses
+    (zeros for others). Without `backward`, gradients and random states stay unchanged, so that the next pass has the
+    same dropout.
     """
     accelerator, layout, device = run.accelerator, run.parallel, run.accelerator.device
     totals = torch.zeros(len(scales), 4, device=device, dtype=torch.float64)
     devices = [device] if device.type == "cuda" else []
     with contextlib.nullcontext() if backward else torch.random.fork_rng(devices), torch.set_grad_enabled(backward):
-        for number, batch in enumerate(micro_batches):
+        for number, (batch, terms) in enumerate(copied_ahead(micro_batches, scales, device)):
             last = number + 1 == len(micro_batches)
-            terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
             # Sharded weights are gathered, and gradients reduced, in every pass.
             with contextlib.nullcontext() if last or layout.is_sharded else accelerator.no_sync(run.wrapped_student):
                 total, parts = forward_student(run.wrapped_student, batch, terms, layout, device)
@@ -375,8 +379,7 @@ def _pass(
                     term_totals[1:] += term.ratio_statistics
     if not backward:
         reshard_weights(run.wrapped_student)
-    totals = layout.all_reduce_sum(totals, "copies")
-    return totals[:, 0].tolist(), totals[:, 1:].tolist()
+    return layout.all_reduce_sum(totals, "copies")
 
 
 def _optimizer(student: BackboneWithHead, recipe: TrainConfig) -> torch.optim.Optimizer:
@@ -409,7 +412,7 @@ def _step_batch_builder(run: TrainingRun) -> StepBatchBuilder:
     """Return the builder of this process's micro-batches."""
     recipe, layout = run.recipe, run.parallel
     return StepBatchBuilder(run.batch_builder, run.sampler, recipe.per_device_train_batch_size, recipe.max_batch_tokens,
-                       layout.data_shard, layout.num_data_shards)  # fmt: skip
+                       layout.data_shard, layout.num_data_shards, run.accelerator.device.type == "cuda")  # fmt: skip
 
 
 def _log(run: TrainingRun, metrics: MetricsFile | None, record: dict[str, Any]) -> None:

@@ -1,0 +1,240 @@
+"""Test and measure xtk on a GPU, in three parts that each end within nine minutes; results are kept as they come.
+
+    python tests/gpu/gpu_session.py --part 1 --output gpu-results.jsonl
+
+A step is a process with a time limit. After each step, lines of JSON are added to the output: one for each number that
+it printed, and one with how it ended; a run that is cut keeps what it had. `--dry-run` takes all steps on the CPU at
+toy size. This file needs only Python; what a step needs that is not installed is recorded, and the step is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+BENCHMARKS = "tests/benchmarks"
+PART_SECONDS = 540.0
+LEAST_SECONDS = 10.0  # with less left in a part, a step is not started
+KEPT_LINES = 20  # last lines of a step that did not end well
+NEEDED = ("torch", "transformers", "accelerate", "pyarrow", "numba", "safetensors", "tokenizers", "datasets", "xxhash",
+          "typer", "rich", "yaml", "httpx", "jinja2", "fsspec", "pytest", "hypothesis")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """A test or a measurement, as a process.
+
+    Attributes:
+        name: its name in the results.
+        part: 1, 2 or 3; steps are listed in order of worth.
+        seconds: time limit.
+        command: arguments of Python.
+        dry_command: the same at toy size; (): `command`.
+        needs: modules, or paths below the repository, without which the step is skipped.
+    """
+
+    name: str
+    part: int
+    seconds: float
+    command: tuple[str, ...]
+    dry_command: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+def _tests(pattern: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_device.py", "-k", pattern)
+
+
+def _bench(name: str, *options: str) -> tuple[str, ...]:
+    return (f"{BENCHMARKS}/bench_{name}.py", *options)
+
+
+_TOY_LOSSES = ("--rows", "64", "--hidden", "32", "--rounds", "1", "--losses", "ce", "byte-kl")
+_SPARSE = ("--losses", "ce", "p-kl", "boundary-kl", "byte-kl", "alm")
+
+STEPS = (
+    # What must be right.
+    Step("losses against fp64", 1, 120, _tests("losses")),
+    Step("gradients of passes", 1, 90, _tests("gradients")),
+    Step("host waits of a step", 1, 60, _tests("waits")),
+    Step("teacher's log-probabilities", 1, 60, _tests("teacher")),
+    Step("bf16", 1, 60, _tests("bf16")),
+    Step("exact resume", 1, 90, _tests("resume")),
+    Step("offloading", 1, 60, _tests("offload")),
+    # What it costs.
+    Step("time of losses, H = 4,096", 2, 240, _bench("losses", "time", "--hidden", "4096", *_SPARSE),
+         _bench("losses", "time", *_TOY_LOSSES)),
+    Step("memory of losses, H = 4,096", 2, 120, _bench("losses", "memory", "--hidden", "4096", *_SPARSE),
+         _bench("losses", "memory", "--memory-rows", "64", *_TOY_LOSSES)),
+    Step("memory against the forecast of doctor", 2, 180, _bench("doctor", "--only", "distill, 600 MiB"),
+         _bench("doctor", "--only", "distill, 11 MiB, --max-batch-tokens 2048")),
+    Step("time of losses, H = 2,048", 3, 240, _bench("losses", "time", "--hidden", "2048"),
+         _bench("losses", "time", *_TOY_LOSSES)),
+    Step("vLLM teacher", 3, 180, ("-m", "pytest", "-q", "-m", "vllm", "tests/teachers/vllm_scoring"), needs=("vllm",)),
+)  # fmt: skip
+
+
+class Results:
+    """Lines of JSON in a file, each on the disk before the next step begins.
+
+    Args:
+        path: the file; lines are appended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+
+    def add(self, **values: Any) -> None:
+        """Append a line."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def missing(needs: Sequence[str]) -> list[str]:
+    """Return which modules or paths are not there."""
+    return [
+        name
+        for name in needs
+        if not ((ROOT / name).exists() if "/" in name else importlib.util.find_spec(name) is not None)
+    ]
+
+
+def table_rows(text: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of tables that a benchmark printed: `| what | measured | reach |`."""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        if line.startswith("| ") and len(cells) == 3 and cells[0] not in ("what", "case", "---"):
+            yield dict(zip(("what", "measured", "reach"), cells, strict=True))
+
+
+def take_step(step: Step, seconds: float, results: Results, *, dry_run: bool) -> str:
+    """Run a step in at most some seconds, record it, and return how it ended."""
+    lacks = missing(step.needs)
+    if lacks:
+        results.add(step=step.name, part=step.part, status="skipped", reason=f"not installed: {', '.join(lacks)}")
+        return "skipped"
+    command = [sys.executable, *((step.dry_command or step.command) if dry_run else step.command)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    if dry_run:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    results.add(step=step.name, part=step.part, status="started", command=" ".join(command[1:]))
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end(process)
+        output.seek(0)
+        text = output.read()
+    took = round(time.monotonic() - started, 1)
+    for row in table_rows(text):
+        results.add(step=step.name, part=step.part, **row)
+    lines = [line for line in text.splitlines() if line.strip()]
+    status = "cut" if code is None else "passed" if code == 0 else "failed"
+    if status == "failed" and lines and lines[-1].startswith("skipped: "):
+        status = "skipped"
+    kept = lines[-1:] if status == "passed" else lines[-KEPT_LINES:]
+    results.add(step=step.name, part=step.part, status=status, seconds=took, limit=round(seconds, 1), tail=kept)
+    return status
+
+
+def _die_with_parent() -> None:
+    """Make this process end with the one that started it, also if that is killed (Linux: PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a step and all processes that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def device() -> dict[str, str]:
+    """Return the GPU's name and torch's version, asked of a process, so that this one holds no memory there."""
+    code = ("import json, torch; there = torch.cuda.is_available(); "
+            "print(json.dumps({'torch': torch.__version__, 'cuda': str(torch.version.cuda), "
+            "'device': torch.cuda.get_device_name() if there else 'cpu'}))")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return json.loads(done.stdout) if done.returncode == 0 else {"device": "", "error": done.stderr[-500:]}
+
+
+def run_parts(parts: Sequence[int], steps: Sequence[Step], results: Results, *, dry_run: bool) -> int:
+    """Run the steps of some parts; return how many failed or were cut."""
+    bad = 0
+    for part in parts:
+        deadline = time.monotonic() + PART_SECONDS
+        for step in steps:
+            if step.part != part:
+                continue
+            left = deadline - time.monotonic()
+            if left < LEAST_SECONDS:
+                results.add(step=step.name, part=part, status="skipped", reason="no time is left in this part")
+                bad += 1
+                continue
+            status = take_step(step, min(step.seconds, left), results, dry_run=dry_run)
+            bad += status in ("failed", "cut")
+            sys.stdout.write(f"part {part}: {status:8}{step.name}\n")
+            sys.stdout.flush()
+    return bad
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; return the exit code: 1 if a step failed or was cut, 2 if something needed is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), nargs="*", default=[1, 2, 3], help="which parts")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, at toy size")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of steps")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu-results.jsonl", help="lines are appended")
+    parser.add_argument("--list", action="store_true", help="print the steps and their time limits")
+    chosen = parser.parse_args(arguments)
+    steps = [step for step in STEPS if any(part in step.name for part in chosen.only)]
+    if chosen.list:
+        for step in steps:
+            sys.stdout.write(f"part {step.part}  {step.seconds:4.0f} s  {step.name}\n")
+        return 0
+    lacks = missing(NEEDED)
+    found = {"device": ""} if lacks else device()
+    if lacks or (not chosen.dry_run and found["device"] in ("", "cpu")):
+        sys.stderr.write(
+            f"{'Python packages are missing: ' + ', '.join(lacks) if lacks else 'torch finds no CUDA device'}\n"
+            "  needed: a GPU, a CUDA build of torch (pip installs it on a machine with a GPU), xtk's dependencies and\n"
+            "  pytest and hypothesis; XTK_DATA for the benchmarks with real tokenizers; vllm is optional\n"
+            "  try: pip install '.[dev]', or --dry-run for the CPU\n"
+        )
+        return 2
+    results = Results(chosen.output)
+    results.add(
+        session="dry run" if chosen.dry_run else "gpu", parts=chosen.part, python=sys.version.split()[0], **found
+    )
+    bad = run_parts(chosen.part, steps, results, dry_run=chosen.dry_run)
+    sys.stdout.write(f"{chosen.output}\n")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

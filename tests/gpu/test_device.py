@@ -1,0 +1,158 @@
+"""What must be right on a GPU; without one, the same on the CPU.
+
+`tests/gpu/gpu_session.py` runs these tests on a GPU, group by group: -k losses, gradients, waits, teacher, bf16,
+resume, offload. Reductions of a GPU add in another order each time, so that runs are not compared by bytes there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.losses import LOSSES
+from xtk.models.causal_lm import load_causal_lm
+from xtk.training import student_with_losses
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "losses"))
+
+from recorded_training_steps import inputs_of, recipe_of, take_steps
+from test_losses_on_a_device import gradients
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+CPU = torch.device("cpu")
+ACROSS = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_losses_and_gradients_are_those_in_fp64_on_the_cpu(name):
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        for chunk in (64, 1):
+            expected = gradients(name, chunk, CPU)
+            found = gradients(name, chunk, DEVICE, dtype=dtype)
+            for one, other in zip(found, expected, strict=True):
+                scale = max(1.0, float(other.abs().max()))
+                torch.testing.assert_close(one.cpu().double(), other, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("way", ["packed", "padded", "gradient checkpointing"])
+def test_gradients_do_not_depend_on_passes_chunks_or_device(pair, cache, projection, monkeypatch, way):
+    options: dict[str, Any] = {"packed": {}, "padded": {"packing": False}}.get(way, {"gradient_checkpointing": True})
+
+    def steps(batch: int, rows: int, accelerator: Accelerator) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(student_with_losses, "chunk_rows", lambda vocab_size: rows)
+        recipe = recipe_of(ACROSS, batch, **options)
+        inputs = inputs_of(pair.student, [cache], recipe, (projection,))
+        found, _ = take_steps(accelerator, pair.student, inputs, recipe, 6)
+        return {name: one.cpu() for name, one in found.items()}
+
+    accelerator = Accelerator(cpu=not ON_GPU)
+    expected = steps(6, 1000, accelerator)
+    for batch, rows in ((6, 16), (2, 1000), (1, 16)):
+        for name, gradient in steps(batch, rows, accelerator).items():
+            scale = float(expected[name].abs().max())
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-3 * scale + 1e-9)
+
+
+@pytest.mark.skipif(
+    not ON_GPU, reason="counts CUDA's synchronizations; tests/training/test_device_reads.py simulates it"
+)
+def test_waits_of_a_step_do_not_depend_on_its_passes(pair, cache, projection):
+    counts = []
+    for batch in (6, 1):
+        recipe = recipe_of(ACROSS, batch)
+        inputs = inputs_of(pair.student, [cache], recipe, (projection,))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                take_steps(Accelerator(), pair.student, inputs, recipe, 6, steps=1)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        found = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+        # Others: loading of the model, and what the recorder does.
+        counts.append(sum("xtk/losses" in one.filename or "host_to_device" in one.filename for one in found))
+    assert max(counts) <= 2
+    assert counts[0] == counts[1]
+
+
+def xtk(*arguments: object, on_gpu: bool = ON_GPU, code: int = 0) -> None:
+    """Run `xtk` on the GPU, or on the CPU."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})}
+    command = [sys.executable, "-m", "xtk", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == code, done.stderr
+
+
+def records(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def distance(one: Path, other: Path) -> float:
+    """Return the largest difference of weights, relative to the largest weight of each matrix."""
+    mine, yours = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert mine.keys() == yours.keys()
+    return max(float((mine[name] - yours[name]).abs().max() / yours[name].abs().max().clamp_min(1e-9)) for name in mine)
+
+
+def distill(pair, data: Path, folder: Path, *options: object, code: int = 0) -> Path:
+    xtk("distill", pair.student, data, "--loss", "ce", "--loss", "byte-kl", "--max-steps", 6, "--logging-steps", 1,
+        "--per-device-train-batch-size", 4, *options, "-o", folder, code=code)  # fmt: skip
+    return folder
+
+
+def test_bf16_training_follows_fp32(pair, cache, tmp_path):
+    losses = [
+        [record["loss"] for record in records(distill(pair, cache, tmp_path / kind, "--mixed-precision", kind))]
+        for kind in ("no", "bf16")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_resume_after_a_stop_is_the_run_that_was_not_stopped(pair, cache, tmp_path):
+    whole, again = (distill(pair, cache, tmp_path / name) for name in ("whole", "again"))
+    stopped = distill(pair, cache, tmp_path / "stopped", "--max-seconds", 0.001, code=75)
+    assert not (stopped / "model.safetensors").exists()
+    distill(pair, cache, stopped)
+    # Two uninterrupted runs on a GPU differ by the order of additions; resuming must not add to it.
+    assert distance(stopped, whole) <= 10 * distance(again, whole) + (1e-5 if ON_GPU else 0)
+
+
+def test_offload_of_the_student_changes_nothing(pair, corpus, tmp_path):
+    runs = [
+        distill(pair, corpus, tmp_path / f"run-{len(options)}", "--teacher", pair.teacher, *options)
+        for options in ((), ("--offload-student",))
+    ]
+    assert distance(*runs) <= (1e-5 if ON_GPU else 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_teacher_logprobs_are_those_in_fp64_on_the_cpu(pair, corpus, tmp_path, dtype):
+    xtk("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--precision", "float32", "--dtype", dtype,
+        "-o", tmp_path / "cache")  # fmt: skip
+    cache = TeacherCache(tmp_path / "cache")
+    model = load_causal_lm(pair.teacher, dtype=torch.float64, device=CPU, trust_remote_code=False)
+    worst = 0.0
+    for number in range(0, len(cache), 7):
+        stored = cache.read_document(number)
+        ids = torch.from_numpy(stored.tokens.ids.astype(np.int64))[None]
+        with torch.no_grad():
+            expected = model(input_ids=ids).logits[0].log_softmax(-1)
+        found = stored.teacher_logprobs
+        owners = np.repeat(found.positions - 1, np.diff(found.offsets))
+        exact = expected[torch.from_numpy(owners), torch.from_numpy(found.ids.astype(np.int64))].numpy()
+        worst = max(worst, float(np.abs(found.logprobs - exact).max()))
+    assert worst < (1e-4 if dtype == "float32" else 0.15)

@@ -1,0 +1,226 @@
+"""A CUDA device that is simulated on the CPU: runs the code of GPUs, refuses mixed devices, counts synchronizations.
+
+Tensors of the simulated device have the device `cuda:0` and hold a CPU tensor. Counted is what makes the host wait: a
+read of values by the host (`.item()`, `.tolist()`, `.cpu()`), an operation whose output shape depends on values
+(`nonzero`, a boolean mask as an index, `repeat_interleave` without its output size), and a copy to the device that is
+not `non_blocking` from pinned memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map
+
+CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
+aten = torch.ops.aten
+
+READ, SHAPE, UPLOAD = "device-to-host read", "shape from values", "blocking copy to the device"
+# Operations that wait for values on the device, because their output's shape depends on them.
+SHAPE_FROM_VALUES = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+}  # fmt: skip
+COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor on the simulated device."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> SimulatedTensor:
+        """Wrap a CPU tensor."""
+        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=META,
+        )  # fmt: skip
+        made.inner = inner
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return the simulated device."""
+        return CUDA
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Return True, as on a GPU."""
+        return True
+
+    def to_local(self) -> SimulatedTensor:
+        """Return itself: xtk accepts a head's matrix of another type than `nn.Parameter` only if it is sharded."""
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Return shape and type, without values: reading them would be counted."""
+        return f"SimulatedTensor({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Fail: operations run inside of `SimulatedCuda`."""
+        raise AssertionError(f"{func} on the simulated device, outside of its context")
+
+
+class _DeviceNames(TorchFunctionMode):
+    """Replaces `cuda` by `meta` in calls, for which torch needs no driver, and simulates pinned memory."""
+
+    def __init__(self, owner: SimulatedCuda) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.pin_memory:
+            pinned = args[0].clone()
+            self._owner.pinned[pinned.untyped_storage().data_ptr()] = pinned
+            return pinned
+        if func is torch.Tensor.is_pinned:
+            return args[0].untyped_storage().data_ptr() in self._owner.pinned
+        if func is torch.Tensor.record_stream:
+            return None
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy) and isinstance(args[0], SimulatedTensor):
+            if func is torch.Tensor.numpy:
+                raise TypeError("can't convert cuda:0 device type tensor to numpy")
+            self._owner.count(READ, "tolist()")
+            return args[0].inner.tolist()
+        if func in (torch.tensor, torch.as_tensor) and _is_cuda(kwargs.get("device")):
+            self._owner.count(UPLOAD, str(func))
+            return wrapped(func(*args, **{name: one for name, one in kwargs.items() if name != "device"}))
+        args, kwargs = tree_map(lambda one: META if _is_cuda(one) else one, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class SimulatedCuda(TorchDispatchMode):
+    """Context in which `torch.device("cuda")` is simulated.
+
+    Attributes:
+        waits: how often the host waited, by kind.
+        places: the same by line of code.
+        pinned: pinned tensors by address of their memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: collections.Counter[str] = collections.Counter()
+        self.places: collections.Counter[str] = collections.Counter()
+        self.pinned: dict[int, Tensor] = {}
+        self._names = _DeviceNames(self)
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> SimulatedCuda:
+        # The generator's state is on the host, on a GPU too.
+        self._patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(0, dtype=torch.uint8))
+        self._patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
+        super().__enter__()
+        self._names.__enter__()
+        return self
+
+    def __exit__(self, *what: Any) -> None:
+        self._names.__exit__(*what)
+        super().__exit__(*what)
+        self._patch.undo()
+
+    def count(self, kind: str, what: str) -> None:
+        """Count a wait, with the last line of code that is not in torch."""
+        self.waits[kind] += 1
+        lines = [one for one in traceback.extract_stack() if "simulated_cuda" not in one.filename]
+        own = [one for one in lines if "/torch/" not in one.filename]
+        place = "/".join(own[-1].filename.split("/")[-3:]) if own else "?"
+        self.places[f"{kind}: {what} at {place}:{own[-1].lineno if own else 0}"] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat = tree_flatten((args, kwargs))[0]
+        there = [one for one in flat if isinstance(one, SimulatedTensor)]
+        target = kwargs.get("device")
+        if not there and target != META:
+            return func(*args, **kwargs)
+        if func is aten._fused_sdp_choice.default:
+            return 0  # the attention that is made of other operations
+        self._check(func, flat, there, args, kwargs)
+        plain_args, plain_kwargs = tree_map(lambda one: one.inner if isinstance(one, SimulatedTensor) else one,
+                                            (args, kwargs))  # fmt: skip
+        if "device" in plain_kwargs and plain_kwargs["device"] in (META, CUDA):
+            plain_kwargs["device"] = CPU
+        made = func(*plain_args, **plain_kwargs)
+        if func is aten._to_copy.default and there and target == CPU:
+            return made.clone() if made is plain_args[0] else made
+        if func is aten.copy_.default and not isinstance(args[0], SimulatedTensor):
+            return args[0]
+        made = tree_map(lambda one: wrapped(one) if isinstance(one, Tensor) else one, made)
+        return return_and_correct_aliasing(func, args, kwargs, made) if there else made
+
+    def _check(self, func: Any, flat: list[Any], there: list[Tensor], args: Any, kwargs: Any) -> None:
+        """Count what makes the host wait, and refuse operations on tensors of two devices."""
+        here = [one for one in flat if isinstance(one, Tensor) and not isinstance(one, SimulatedTensor)]
+        if func is aten._local_scalar_dense.default:
+            self.count(READ, "item()")
+        elif func in SHAPE_FROM_VALUES and there:
+            if func is not aten.repeat_interleave.Tensor or kwargs.get("output_size") is None:
+                self.count(SHAPE, str(func))
+        elif func in COPIES:
+            source = args[1] if func is not aten._to_copy.default else args[0]
+            to_host = kwargs.get("device") == CPU if func is aten._to_copy.default else here and args[0] is here[0]
+            if isinstance(source, SimulatedTensor) and to_host:
+                self.count(READ, str(func))
+            elif not isinstance(source, SimulatedTensor):
+                is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+                if not (is_async and source.untyped_storage().data_ptr() in self.pinned):
+                    self.count(UPLOAD, str(func))
+        elif func in INDEXED:
+            indices = [one for one in args[1] if one is not None]
+            if any(one.dtype in (torch.bool, torch.uint8) for one in indices):
+                self.count(SHAPE, "boolean index")
+            if any(not isinstance(one, SimulatedTensor) for one in indices):
+                self.count(UPLOAD, "index on the CPU")
+            if here and any(one.dim() for one in here if one not in indices):
+                raise RuntimeError(f"{func}: tensors on two devices")
+        elif there and any(one.dim() for one in here):
+            raise RuntimeError(f"{func}: tensors on two devices")
+
+
+def wrapped(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor on the simulated device."""
+    return tensor if isinstance(tensor, SimulatedTensor) else SimulatedTensor(tensor)
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """Move a model's parameters and buffers to the simulated device, in place; shared ones stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                there = made.setdefault(
+                    id(parameter), nn.Parameter(wrapped(parameter.detach()), requires_grad=parameter.requires_grad)
+                )
+                module._parameters[name] = there
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = wrapped(buffer.detach())
+    return model
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the CPU tensor with the values of one on the simulated device."""
+    return tensor.inner if isinstance(tensor, SimulatedTensor) else tensor
+
+
+def _is_cuda(value: Any) -> bool:
+    return (value.type if isinstance(value, torch.device) else str(value)[:4]) == "cuda"

@@ -1,0 +1,122 @@
+"""A training step on a GPU: how often the host waits for the device; the code for GPUs gives the CPU's gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recorded_training_steps import Recorder, inputs_of, prepared, recipe_of
+from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, moved, on_host
+
+from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.training import student_with_losses
+from xtk.training.micro_batches import BatchSampler
+from xtk.training.parallel_config import ParallelConfig
+from xtk.training.student_with_losses import StudentWithLoss
+from xtk.training.train_config import LoggingConfig
+from xtk.training.training_loop import TrainingRun, _step, _step_batch_builder
+
+DOCUMENTS, STEPS = 6, 2
+ACROSS = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
+
+
+def take_steps(
+    pair,
+    cache,
+    projection,
+    losses: list[str],
+    *,
+    batch: int,
+    simulated: bool,
+    max_norm: float = 1e9,
+    **options: Any,
+) -> Any:
+    """Take steps on the CPU or on the simulated device; return metrics, gradients, and the waits of each step."""
+    recipe = dataclasses.replace(recipe_of(losses, batch, **options), max_grad_norm=max_norm)
+    inputs = inputs_of(pair.student, [cache], recipe, (projection,))
+    model = prepared(pair.student, recipe, inputs)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    student = BackboneWithHead(model)
+    packed = recipe.packing and student.enable_packing()
+    wrapped = StudentWithLoss(student).train()
+    device = CUDA if simulated else torch.device("cpu")
+    if simulated:
+        with SimulatedCuda():
+            moved(model)
+    run = TrainingRun(
+        accelerator=SimpleNamespace(device=device, no_sync=lambda model: contextlib.nullcontext()),
+        parallel=ParallelConfig(),
+        student=student,
+        wrapped_student=wrapped,
+        parameters=[one for one in wrapped.parameters() if one.requires_grad],
+        tokenizer=inputs.tokenizer,
+        batch_builder=inputs.batch_builder(256, 1 if packed else 0),
+        sampler=BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), DOCUMENTS, recipe.seed),
+        recipe=recipe,
+        logging_config=LoggingConfig(),
+        identity={},
+        steps=STEPS,
+        output=Path("nowhere"),
+        tokenizer_folder=pair.student,
+    )
+    recorder, waits, metrics = Recorder(model), [], []
+    for step in range(STEPS):
+        with SimulatedCuda() if simulated else contextlib.nullcontext(SimpleNamespace(waits={}, places={})) as counted:
+            metrics.append(_step(run, recorder, _step_batch_builder(run)(step)))
+        waits.append(counted)
+    return metrics, {name: on_host(one) for name, one in recorder.gradients.items()}, waits
+
+
+# Losses, options, rows of a chunk, and device-to-host reads.
+DIVERGENCES = ["ce", "byte-kl:divergence=jsd,beta=0.3", "p-kl:divergence=reverse-kl,temperature=2"]
+CASES = {
+    "one pass": (ACROSS, {"batch": DOCUMENTS}, 24, 1),
+    "three passes": (ACROSS, {"batch": 2}, 24, 1),
+    "one chunk": (ACROSS, {"batch": 2}, 1000, 1),
+    "items of several chunks": (ACROSS, {"batch": 2}, 1, 1),
+    "divergences": (DIVERGENCES, {"batch": 3}, 24, 1),
+    "clipped": (["ce", "alm"], {"batch": 2, "max_norm": 0.01}, 24, 1),
+    "gradient checkpointing": (["ce", "byte-kl"], {"batch": 2, "gradient_checkpointing": True}, 24, 1),
+    # The losses of the first passes, from which the factor follows, are read before the second ones.
+    "scaled": (["ce", "byte-kl"], {"batch": 2, "scale_kd_to": "ce"}, 24, 2),
+    # Without packing, transformers itself reads once a forward pass, to see whether documents are packed.
+    "padded": (ACROSS, {"batch": 2, "packing": False}, 24, 1 + DOCUMENTS // 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_step_reads_the_device_once_for_any_number_of_passes(pair, cache, projection, monkeypatch, case):
+    losses, options, rows, reads = CASES[case]
+    monkeypatch.setattr(student_with_losses, "chunk_rows", lambda vocab_size: rows)
+    expected_metrics, expected, _ = take_steps(pair, cache, projection, losses, simulated=False, **options)
+    metrics, gradients, waits = take_steps(pair, cache, projection, losses, simulated=True, **options)
+    for counted in waits:
+        places = "\n".join(f"{number} {place}" for place, number in counted.places.most_common())
+        assert counted.waits[READ] == reads, places
+        assert counted.waits[SHAPE] == counted.waits[UPLOAD] == 0, places
+    for (losses_here, norm_here), (losses_there, norm_there) in zip(metrics, expected_metrics, strict=True):
+        assert losses_here == pytest.approx(losses_there, rel=1e-5)
+        assert norm_here == pytest.approx(norm_there, rel=1e-4)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+
+
+def test_the_count_sees_each_way_to_wait():
+    with SimulatedCuda() as counted:
+        numbers = torch.arange(6, device=CUDA)
+        float(numbers[0]), numbers.tolist(), numbers.cpu()
+        numbers[numbers > 2], numbers.nonzero(), numbers.repeat_interleave(numbers)
+        torch.tensor([1], device=CUDA), torch.ones(1).to(CUDA), torch.ones(1).pin_memory().to(CUDA)
+        numbers[torch.tensor([1])]
+        torch.ones(1).pin_memory().to(CUDA, non_blocking=True), numbers.repeat_interleave(numbers, output_size=15)
+        with pytest.raises(RuntimeError, match="two devices"):
+            numbers + torch.ones(6)
+    assert counted.waits == {READ: 3, SHAPE: 3, UPLOAD: 4}

@@ -1,0 +1,32 @@
+"""Copies between host and GPU: those for which the host does not wait, and one read for several tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device; on a GPU, host tensors are copied from pinned memory, after the call has returned.
+
+    Torch keeps the pinned memory until the copy is complete. A copy from other memory would wait for all work that is
+    queued on the GPU.
+    """
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    pinned = values if values.is_pinned() else values.pin_memory()
+    return pinned.to(device, non_blocking=True)
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Return the elements of each tensor as floats, with one read per device."""
+    values: list[list[float]] = [[] for _ in tensors]
+    for device in dict.fromkeys(one.device for one in tensors):
+        numbers = [number for number, one in enumerate(tensors) if one.device == device]
+        flat = torch.cat([tensors[number].detach().double().reshape(-1) for number in numbers]).tolist()
+        for number in numbers:
+            count = tensors[number].numel()
+            values[number], flat = flat[:count], flat[count:]
+    return values
