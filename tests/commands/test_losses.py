@@ -129,9 +129,11 @@ def test_a_loss_that_cannot_take_draws_reads_what_is_exact_beside_them(run, pair
         beside = LossTerm(ByteKL(), ForwardKLDivergence(), build_byte_partition(tokenizer, cache.teacher_tokenizer))
         found.append(BatchBuilder(CacheSource(cache), tokenizer, [beside, own], 256).build([0, 1, 2]).terms)
     (draws_unread, of_head), (draws_read, of_both) = found
-    assert torch.equal(of_head.teacher_probs, of_both.teacher_probs)
+    # simct divides by a sum with the remainder, which one cache stores and the other computes from float32 entries.
+    tolerance = {"rtol": 1e-5, "atol": 1e-7} if text == "simct" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(of_head.teacher_probs, of_both.teacher_probs, **tolerance)
     assert torch.equal(of_head.tokens, of_both.tokens)
-    assert torch.equal(of_head.remainder_probs, of_both.remainder_probs)
+    torch.testing.assert_close(of_head.remainder_probs, of_both.remainder_probs, **tolerance)
     assert len(draws_read.teacher_probs) > len(draws_unread.teacher_probs)
 
 

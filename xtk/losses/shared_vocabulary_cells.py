@@ -99,13 +99,25 @@ class SharedVocabularyCells(LossCells):
         rest = to_device(self.remainder_probs.to(log_probs.dtype), items.device)
         probs = probs.to(log_probs.dtype)
         if self.top_k and not isinstance(self.divergence, ForwardKLDivergence):
-            kept = _largest_of_items(log_probs.detach(), items, self.num_items) < self.top_k
-            left = items[~kept]
-            rest = rest.scatter_add(0, left, probs[~kept])
-            groups = torch.cat([owners, left])
-            log_rest = group_logsumexp(torch.cat([log_rest, log_probs[~kept]]), groups, self.num_items)
+            kept, left = self._largest_cells(log_probs.detach(), items)
+            left_items = items[left]
+            rest = rest.scatter_add(0, left_items, probs[left])
+            groups = torch.cat([owners, left_items])
+            log_rest = group_logsumexp(torch.cat([log_rest, log_probs[left]]), groups, self.num_items)
             items, probs, log_probs = items[kept], probs[kept], log_probs[kept]
         return self.sum_divergence(items, probs, log_probs, owners, rest, log_rest)
+
+    def _largest_cells(self, log_probs: Tensor, items: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indices of the `top_k` largest cells of each item, and of all others; of equal ones the first.
+
+        How many these are follows from the offsets on the host, so that it does not wait for the device.
+        """
+        order = log_probs.argsort(descending=True, stable=True)
+        order = order[items[order].argsort(stable=True)]
+        places = torch.arange(len(items)) - self.cell_offsets[:-1].repeat_interleave(torch.diff(self.cell_offsets))
+        kept = places < self.top_k
+        device = items.device
+        return order[to_device(kept.nonzero()[:, 0], device)], order[to_device((~kept).nonzero()[:, 0], device)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +186,3 @@ class CandidateUnitCells(SharedVocabularyCells):
             self.shared_remainders(remainders, unshared),
         )
         return value + sorted_logprobs.sum()
-
-
-def _largest_of_items(values: Tensor, items: Tensor, count: int) -> Tensor:
-    """Return int64 [n], the rank of each value in its item, 0 for the largest; of equal ones the first is before."""
-    order = values.argsort(descending=True, stable=True)
-    order = order[items[order].argsort(stable=True)]
-    sizes = torch.bincount(items, minlength=count)
-    begins = (sizes.cumsum(0) - sizes)[items[order]]
-    ranks = torch.empty_like(items)
-    ranks[order] = torch.arange(len(items), device=items.device) - begins
-    return ranks
