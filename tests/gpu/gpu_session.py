@@ -56,7 +56,7 @@ class Step:
 
 
 def _tests(pattern: str) -> tuple[str, ...]:
-    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_device.py", "-k", pattern)
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu/test_device.py", "-k", pattern)
 
 
 def _bench(name: str, *options: str) -> tuple[str, ...]:

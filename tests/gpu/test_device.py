@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "losses"))
 from recorded_training_steps import inputs_of, recipe_of, take_steps
 from test_losses_on_a_device import gradients
 
+pytestmark = pytest.mark.gpu
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CPU = torch.device("cpu")
