@@ -205,8 +205,8 @@ def batch(documents: int, passes: int = 1) -> list[object]:
     return ["--per-device-train-batch-size", documents, "--gradient-accumulation-steps", passes]
 
 
-def assert_same_run(found: Trained, expected: Trained, processes: int, shared: str = "replicas") -> None:
-    told = "1 process" if processes == 1 else f"{processes} processes: {processes} {shared}"
+def assert_same_run(found: Trained, expected: Trained, processes: int, shared: str = "data parallel") -> None:
+    told = "1 process" if processes == 1 else f"{processes} processes: {processes}-way {shared}"
     assert f"{STEPS} steps of 8 documents, 40 documents, {told} on cpu" in found.stderr
     assert found.stdout == "out\n"
     for one, other in zip(found.metrics, expected.metrics, strict=True):
