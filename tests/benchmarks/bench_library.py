@@ -33,7 +33,7 @@ from xtk.training.micro_batches import BatchSampler
 
 TIMES = 3
 LOSSES = ("ce", "p-kl:weight=2")
-TEACHER_STEPS, STUDENT_STEPS = 400, 200
+TEACHER_STEPS, STUDENT_STEPS = 200, 100
 PROGRAMS = {"own loop": ("own_loop.py",), "Trainer": ("trainer.py",), "SFTTrainer": ("trl_sft.py",),
             "SFTTrainer, mixin": ("trl_sft.py", "--mixin")}  # fmt: skip
 
@@ -119,15 +119,16 @@ def students(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def main() -> None:
-    """Measure and print; with the argument `students` or `cost` only that part."""
+    """Measure and print; with the arguments `cost`, `large` or `students` only these parts."""
     silence_transformers()
     terminal.set_quiet(True)
     rows = []
-    wanted = sys.argv[1:] or ["cost", "students"]
+    wanted = sys.argv[1:] or ["cost", "large", "students"]
     if "cost" in wanted:
         with tempfile.TemporaryDirectory() as place:
             small(Path(place))
             rows += cost(Path(place), "V = 4,000, 0.9 M parameters", steps=80, batch=8)
+    if "large" in wanted:
         with tempfile.TemporaryDirectory() as place:
             large(Path(place))
             rows += cost(Path(place), "V = 128,256, 39 M parameters", steps=8, batch=4)
