@@ -54,6 +54,44 @@ def plain_bpm(
     ]
 
 
+def plain_escd(
+    example: LossInputs, student: Words, teacher: Words, probs_NV: Tensor, distance: Distance = kl_with_other
+) -> list[Tensor]:
+    """At each token of the student: bpm at a boundary of both, and what must complete a token after the one before."""
+    items = [item for item in plain_items(example, student, teacher) if item[0][2]]
+    row_of = {int(row) + 1: n for n, row in enumerate(example.positions)}
+    at_boundary = {item[0][0]: item[1][0] for item in items if item[1][2]}
+    values = []
+    for item in items:
+        s, nothing = item[0][0], torch.zeros((), dtype=torch.float64)
+        root = plain_bpm_item(item, example, student, teacher, probs_NV, distance) if item[1][2] else nothing
+        sets = plain_event_sets(example, student, teacher, s - 1, at_boundary[s - 1]) if s - 1 in at_boundary else []
+        probs = probs_NV[row_of[s]]
+        values.append(root - sum((mass * probs[tokens].sum().log() for mass, tokens in sets), nothing))
+    return values
+
+
+def plain_event_sets(
+    example: LossInputs, student: Words, teacher: Words, s: int, t: int
+) -> list[tuple[float, list[int]]]:
+    """The mass of each event set that the student's token at `s` begins, and the tokens that go on with it."""
+    signal = example.teacher_logprobs
+    begun = student.spellings[int(example.student_ids[s])]
+    apart = sorted({*teacher.spellings} - {*student.spellings, b""}, key=len)
+    masses: dict[bytes, float] = {}
+    for u, logprob in said_at(signal, {int(position): n for n, position in enumerate(signal.positions)}[t]):
+        if u < len(teacher.spellings) and teacher.spellings[u] in apart:
+            shortest = next(spelling for spelling in apart if teacher.spellings[u].startswith(spelling))
+            masses[shortest] = masses.get(shortest, 0.0) + math.exp(logprob)
+    sets = []
+    for shortest, mass in masses.items():
+        if begun and shortest.startswith(begun) and shortest != begun:
+            left = shortest[len(begun) :]
+            tokens = [v for v, spelling in enumerate(student.spellings) if spelling.startswith(left)]
+            sets += [(mass, tokens)] if tokens else []
+    return sets
+
+
 def plain_bpm_item(
     item: tuple[tuple[int, int, bool], ...],
     example: LossInputs,

@@ -12,11 +12,12 @@ from functools import cached_property
 import numpy as np
 import torch
 from reference_byte_kl import OF_A_CELL, Distance, Words, kl_with_other, plain_byte_kl, said_at
-from reference_longest_prefixes import plain_bpm
+from reference_longest_prefixes import plain_bpm, plain_escd
 from small_vocabularies import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.event_set_completion import EventSetCells
 from xtk.losses.loss_cells import MIN_REMAINDER, LossCells
 from xtk.losses.loss_interface import LossInputs
 from xtk.losses.next_byte_cells import NextByteCells
@@ -85,6 +86,11 @@ def plain_sum_of_cells(cells: LossCells, probs_NV: Tensor, distance: Distance = 
             total = total + surrogate(here[0], *of_item, cells.min_ratio, cells.max_ratio)
         elif teacher:
             total = total + cells.factor * distance(teacher, _looking_back(cells, item, here, probs_NV), rest)
+        if isinstance(cells, EventSetCells):
+            for number in range(cells.set_offsets[item], cells.set_offsets[item + 1]):
+                tokens = cells.sorted_token_ids[cells.firsts[number] : cells.stops[number]]
+                of_set = probs_NV[cells.first_rows[item]][tokens.long()].sum()
+                total = total - float(cells.set_masses[number]) * of_set.log()
         if isinstance(cells, SortedProbCells):
             total = total + _of_ranks(cells, item, before, probs_NV)
     return total
@@ -218,6 +224,7 @@ def plain_policy_gradient(
     epsilon_high: float = 0.2,
     teacher: float = 1.0,
     reward: float = 1.0,
+    credit: str = "span",
 ) -> list[Tensor]:
     example = case.example
     rows, positions = _numbers(example)
@@ -227,7 +234,15 @@ def plain_policy_gradient(
         if math.isnan(old):
             continue
         theirs = sum(float(example.teacher_logprobs.observed_logprobs[positions[at]]) for at in t)
-        advantage = teacher * min(max(theirs - old, -clip), clip) + reward * float(example.advantages[rows[s[0]]])
+        of_document = reward * float(example.advantages[rows[s[0]]])
+        if credit == "dpca":
+            for at in s:
+                log_p = float(example.sampling_logprobs[rows[at]])
+                advantage = teacher * min(max((theirs / old - 1) * log_p, -clip), clip) + of_document
+                of_token = probs_NV[rows[at], int(example.student_ids[at])]
+                items.append(surrogate(of_token, log_p, advantage, 1 - epsilon, 1 + epsilon_high))
+            continue
+        advantage = teacher * min(max(theirs - old, -clip), clip) + of_document
         ours = math.prod(probs_NV[rows[at], int(example.student_ids[at])] for at in s)
         items.append(surrogate(ours, old, advantage, 1 - epsilon, 1 + epsilon_high))
     return items
@@ -397,6 +412,7 @@ PLAIN = {
     "boundary-kl": plain_boundary_kl,
     "p-kl": plain_p_kl,
     "bpm": lambda case, probs_NV, *distance: plain_bpm(case.example, *case.words, probs_NV, *distance),
+    "escd": lambda case, probs_NV, *distance: plain_escd(case.example, *case.words, probs_NV, *distance),
     "strict": plain_strict,
     "simct": plain_simct,
     "byte-kl": lambda case, probs_NV, *distance: plain_byte_kl(case.example, *case.words, probs_NV, *distance),

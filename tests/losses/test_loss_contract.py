@@ -779,9 +779,9 @@ def test_a_specification_names_losses_and_weights():
         (
             ["forward_kl"],
             "no loss called 'forward_kl'; did you mean forward-kl?",
-            "use one of: alm, boundary-kl, byte-kl, ce, ",
+            "use one of: alm, boundary-kl, bpm, byte-kl, ",
         ),
-        (["xxxx"], "no loss called 'xxxx'", "use one of: alm, boundary-kl, byte-kl, ce, "),
+        (["xxxx"], "no loss called 'xxxx'", "use one of: alm, boundary-kl, bpm, byte-kl, "),
         (["ce:temperature=2"], "no option of the loss ce called 'temperature'", "use one of: weight"),
         (["ce:wieght=2"], "no option of the loss ce called 'wieght'; did you mean weight?", "use one of: weight"),
         (
@@ -862,7 +862,7 @@ FORMS = {
 }
 every_form = pytest.mark.parametrize("form", list(FORMS))
 every_choice = pytest.mark.parametrize(
-    "name", ["boundary-kl", "p-kl", "byte-kl", "bpm", "simct", "strict", "gold", "h-kl"]
+    "name", ["boundary-kl", "p-kl", "byte-kl", "bpm", "escd", "simct", "strict", "gold", "h-kl"]
 )
 
 

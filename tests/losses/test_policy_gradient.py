@@ -207,6 +207,7 @@ def test_a_divergence_as_an_advantage_is_refused_with_the_reason(name):
             "teacher_weight and reward_weight of the loss policy-gradient are both 0, so nothing would be learned",
         ),
         ("divergence=jsd", "no option of the loss policy-gradient called 'divergence'"),
+        ("credit=token", "no credit called 'token'"),
     ],
 )
 def test_bad_options_are_told(options, what):
@@ -224,6 +225,7 @@ OPTIONS = {
     "policy-gradient:teacher_weight=0.5,reward_weight=2,clip=3": {"teacher": 0.5, "reward": 2.0, "clip": 3.0},
     "policy-gradient:teacher_weight=0": {"teacher": 0.0},
     "policy-gradient:reward_weight=0": {"reward": 0.0},
+    "policy-gradient:credit=dpca,clip=2": {"credit": "dpca", "clip": 2.0},
 }
 
 
@@ -258,7 +260,9 @@ def test_options_are_those_of_the_readable_loss_wherever_the_ratio_is(text):
             met.add((advantage > 0, "clipped" if min(abs(ratio - bound) for bound in bounds) < 1e-12 else "free"))
             clipped += min(abs(ratio - bound) for bound in bounds) < 1e-12
         number = {row + 1: at for at, row in enumerate(example.positions.tolist())}
-        for tokens, _ in predicted_spans(example):
+        spans = [tokens for tokens, _ in predicted_spans(example)]
+        of_tokens = [[at] for tokens in spans for at in tokens]
+        for tokens in of_tokens if "dpca" in text else spans:
             ours = math.prod(float(said.detach()[number[at], example.student_ids[at]]) for at in tokens)
             ratios += ours / math.exp(sum(float(example.sampling_logprobs[number[at]]) for at in tokens))
         assert term.ratio_statistics.tolist() == pytest.approx([len(items), ratios, clipped], rel=1e-5)
@@ -345,6 +349,30 @@ def test_a_ratio_that_is_huge_stays_finite_in_fp32():
     total.backward()
     assert float(total.detach()) == pytest.approx(math.exp(20), rel=1e-5)
     assert torch.isfinite(logits.grad).all()
+
+
+def test_dpca_divides_the_advantage_of_a_span_among_its_tokens_by_their_log_probabilities():
+    """(L_T / L_S - 1) ln p: two tokens of 0.5 and 0.25 as one teacher token of 0.5; one span that was certain."""
+    ids, span = np.array([0, 1, 1, 1, 1], np.int32), np.array([[1, 3, 1, 2], [3, 5, 2, 3]], np.int32)
+    old = np.array([math.log(0.5), math.log(0.25), 0, 0], np.float32)
+    signal = signal_of(np.log([[0.5, 0.5], [0.9, 0.1]]), np.array([1, 2]), np.array([1, 1]), 2)
+    example = LossInputs(ids, np.arange(4), span, np.array([0, 1, 1], np.int32), signal, old)
+    cells = cells_of("policy-gradient:credit=dpca", example)
+    ratio = math.log(0.5) / math.log(0.125) - 1
+    expected = [ratio * math.log(0.5), ratio * math.log(0.25), math.log(0.1) / 2, math.log(0.1) / 2]
+    assert cells.advantages.tolist() == pytest.approx(expected, rel=1e-6)
+    of_spans = cells_of("policy-gradient", example).advantages.tolist()
+    assert of_spans == pytest.approx([sum(expected[:2]), sum(expected[2:])], rel=1e-6)
+    assert cells.sampling_logprobs.tolist() == old.tolist()
+    assert cells.rows.tolist() == [0, 1, 2, 3]
+
+
+def test_with_equal_tokenizers_dpca_is_the_credit_of_spans():
+    case = draw_case(3, K=3, spans=12, one_tokenizer=True)
+    one, other = (cells_of(f"policy-gradient:credit={credit}", case.example) for credit in ("span", "dpca"))
+    assert one.num_items > 3
+    torch.testing.assert_close(one.advantages, other.advantages)
+    assert torch.equal(one.tokens, other.tokens)
 
 
 def test_documents_that_the_student_did_not_draw_have_no_items():

@@ -134,6 +134,29 @@ def sampled_output(probs: np.ndarray, P: int, top_k: int, num_samples: int) -> T
     )
 
 
+def test_escd_of_the_published_example():
+    cells = term("escd", partition()).build_cells(bread())
+    root, child = values(cells, logits(ROOT, AFTER))
+    assert round(root, 4) == 0.4597
+    assert round(child, 4) == 1.1067
+    assert round(root + child, 4) == 1.5664
+    assert round(values(cells, logits(ROOT, OTHER_AFTER))[1], 4) == 0.9973
+    assert cells.denominator == 2
+
+
+def test_a_position_of_escd_has_both_terms_where_a_shared_token_begins_a_longer_one():
+    """After a, which both have, b or bc must complete the teacher's ab and abc; no student token begins with xx."""
+    student, teacher = [b"", b"a", b"b", b"bc", b"x"], [b"", b"a", b"ab", b"abc", b"x", b"axx"]
+    ids = np.array([0, 1, 4], np.int32)
+    spans = np.array([[1, 2, 1, 2], [2, 3, 2, 3]], np.int32)
+    rows = [[0, 0.3, 0.2, 0.1, 0.1, 0.3], [0, 0.2, 0.2, 0.2, 0.4, 0]]
+    example = LossInputs(ids, np.arange(2), spans, np.array([0, 1, 4], np.int32), teacher_output(rows, [0, 1, 4]))
+    cells = term("escd", partition(student, teacher)).build_cells(example)
+    given = logits(dict.fromkeys(range(5), 0.2), {0: 0.1, 1: 0.2, 2: 0.1, 3: 0.2, 4: 0.4}, width=5)
+    root = 0.6 * math.log(0.6 / 0.2) + 0.4 * math.log(0.4 / 0.4)
+    assert values(cells, given)[1] == pytest.approx(root - 0.3 * math.log(0.1 + 0.2), abs=1e-5)
+
+
 def test_simct_of_the_published_example():
     """Reverse KL over the units Bread, Breads, Break and Cat, whose first three begin with the observed Br."""
     cells = CandidateUnitCells.from_numpy(
@@ -194,7 +217,7 @@ def test_strict_compares_the_students_most_likely_shared_tokens_and_the_rest_of_
     assert values(term("strict:top_k=3", space).build_cells(example), row)[0] > 0
 
 
-@pytest.mark.parametrize("name", ["bpm"])
+@pytest.mark.parametrize("name", ["bpm", "escd"])
 def test_samples_give_unbiased_probabilities_of_cells_and_values_near_those_of_full_distributions(name):
     draw, P, U = np.random.default_rng(2), 4000, 90
     teacher = draw_spellings(draw, U)

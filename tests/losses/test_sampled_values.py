@@ -160,7 +160,7 @@ def test_a_model_is_at_distance_0_from_itself_from_every_support_and_precision(n
     assert abs(found) < allowed
 
 
-@pytest.mark.parametrize("name", ["forward-kl", "boundary-kl", "p-kl", "byte-kl", "bpm"])
+@pytest.mark.parametrize("name", ["forward-kl", "boundary-kl", "p-kl", "byte-kl", "bpm", "escd"])
 @pytest.mark.parametrize("support", ["sample", "top-k+sample"])
 def test_the_value_of_another_model_is_that_of_full_distributions(name, support):
     whole = dataclasses.replace(scores_of(V, 0), remainder_mass=np.zeros(P, np.float32))
@@ -174,7 +174,7 @@ def test_the_value_of_another_model_is_that_of_full_distributions(name, support)
         assert mean_of(term_of(name, support, "float32"), student) == expected
 
 
-@pytest.mark.parametrize("name", ["forward-kl", "p-kl", "byte-kl", "bpm"])
+@pytest.mark.parametrize("name", ["forward-kl", "p-kl", "byte-kl", "bpm", "escd"])
 def test_the_gradient_is_that_of_the_estimated_distribution(name):
     """The correction is a constant: with it and without it, gradients are equal to the bit."""
     term = term_of(name, "top-k+sample", "standard")
@@ -188,7 +188,7 @@ def test_the_gradient_is_that_of_the_estimated_distribution(name):
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("name", ["forward-kl", "p-kl", "byte-kl", "bpm"])
+@pytest.mark.parametrize("name", ["forward-kl", "p-kl", "byte-kl", "bpm", "escd"])
 def test_chunks_micro_batches_and_weights_do_not_change_a_value(name):
     term = term_of(name, "top-k+sample", "standard")
     whole = mean_of(term, 5)

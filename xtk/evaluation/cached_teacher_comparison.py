@@ -105,7 +105,7 @@ def compare_with_teacher(
                 found = _document_losses(model, batch, states)
                 for one, own, losses in zip(batch, states, found, strict=True):
                     sums[: len(objectives), one.row_number] = losses
-                    counts[: len(objectives), one.row_number] = [term.num_items for term in one.terms]
+                    counts[: len(objectives), one.row_number] = [term.denominator for term in one.terms]
                     if matching is not None:
                         sums[-1, one.row_number], counts[-1, one.row_number] = _count_agreements(
                             model, one, own, matching

@@ -16,6 +16,7 @@ LOSSES = {
     "p-kl": "xtk.losses.projected_kl:PKL",
     "byte-kl": "xtk.losses.byte_kl:ByteKL",
     "bpm": "xtk.losses.byte_prefix_marginalization:BPM",
+    "escd": "xtk.losses.event_set_completion:ESCD",
     "simct": "xtk.losses.simct:SimCT",
     "strict": "xtk.losses.strict_shared_vocabulary:Strict",
     "alm": "xtk.losses.alm:ALM",

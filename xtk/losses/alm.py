@@ -37,6 +37,11 @@ class ALM(Loss):
                 hint="use --loss alm:temperature=100",
             )
 
+    @property
+    def covers_spans(self) -> bool:
+        """Whether an item is a span: yes."""
+        return True
+
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span: a cell for its last token, prefix tokens for those before it."""
         ranges, teacher = span_ranges(example), example.teacher_logprobs

@@ -23,7 +23,7 @@ class ClippedSurrogateCells(SpanProductCells):
         sampling_logprobs: float64 [C], `ln P_old`, at the time of sampling.
         advantages: float64 [C], a; constants.
         min_ratio, max_ratio: bounds of the importance ratio.
-        ratio_statistics: float64 [3], accumulated over all items that this object or its selections evaluated: their
+        ratio_statistics: float64 [3], accumulated over all evaluated items with a weight above 0: their
             number, the sum of their importance ratios, and the number of ratios whose clipping sets the gradient to 0.
     """
 
@@ -49,6 +49,7 @@ class ClippedSurrogateCells(SpanProductCells):
         bounded = torch.where(self.advantages > 0, ratios.clamp_max(self.max_ratio), ratios.clamp_min(self.min_ratio))
         with torch.no_grad():
             clipped = (bounded != ratios) & (self.advantages != 0)
-            self.ratio_statistics.add_(torch.stack([torch.ones_like(ratios).sum(), ratios.sum(), clipped.sum()]))
+            counted = torch.ones_like(ratios) if self.weights is None else (self.weights != 0).to(ratios)
+            self.ratio_statistics.add_(torch.stack([counted.sum(), counted @ ratios, counted @ clipped.to(ratios)]))
         values = -bounded * self.advantages
         return (values if self.weights is None else values * self.weights).sum()

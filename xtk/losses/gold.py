@@ -58,6 +58,11 @@ class GOLD(Loss):
         paired_fraction = len(pairs.paired_students) / max(1, len(pairs.student_of_teacher))
         return paired_fraction, 1 - paired_fraction
 
+    @property
+    def covers_spans(self) -> bool:
+        """Whether an item is a span: yes."""
+        return True
+
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span."""
         assert isinstance(comparison_space, ProjectionColumns)

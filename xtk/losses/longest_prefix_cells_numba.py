@@ -12,7 +12,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.losses.byte_kl_numba import boundary_correction, ensure_capacity, fill_teacher_cells, normalize_cells
+from xtk.losses.byte_kl_numba import (
+    boundary_correction,
+    ensure_capacity,
+    fill_teacher_cells,
+    normalize_cells,
+    num_members,
+)
 from xtk.losses.prefix_alternatives_numba import BoundaryScratch, make_scratch
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.losses.token_boundaries_numba import (
@@ -84,6 +90,8 @@ def fill_longest_prefix_cells(
             (student_tokens[number], teacher_indices[number], number), found, scratch,
         )  # fmt: skip
         entry_offsets, probs = ensure_capacity(entry_offsets, cells + found + 1), ensure_capacity(probs, cells + found)
+        most = entries + num_members(member_offsets, item_cells[:found])  # once for the item, as in byte-kl
+        rows, tokens = ensure_capacity(rows, most), ensure_capacity(tokens, most)
         first_cell = cells
         for slot in range(found):
             cell = item_cells[slot]
@@ -92,8 +100,6 @@ def fill_longest_prefix_cells(
                 continue
             kept = cells - first_cell  # at most `slot`
             item_probs[kept], exact_probs[kept], slots[cell] = item_probs[slot], exact_probs[slot], kept
-            size = member_offsets[cell + 1] - member_offsets[cell]
-            rows, tokens = ensure_capacity(rows, entries + size), ensure_capacity(tokens, entries + size)
             for member in range(member_offsets[cell], member_offsets[cell + 1]):
                 rows[entries], tokens[entries] = row, members[member]
                 entries += 1

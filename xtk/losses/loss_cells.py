@@ -172,8 +172,26 @@ class LossCells:
         has_cells = torch.diff(self.cell_offsets) > 0
         return has_cells & (self.remainder_probs > 0) if self.divergence.is_linear_in_teacher else has_cells
 
+    @property
+    def is_token_start(self) -> Tensor:
+        """Bool [C], whether a student token begins at the item."""
+        return torch.ones(self.num_items, dtype=torch.bool)
+
+    def weighted(self, factors: NDArray[np.float64]) -> Self:
+        """Return a copy in which the weights of items, in the sum and in the denominator, are multiplied by factors.
+
+        Args:
+            factors: [C].
+        """
+        weights, counts = torch.from_numpy(factors.astype(np.float32)), torch.from_numpy(factors)
+        return dataclasses.replace(
+            self,
+            weights=weights if self.weights is None else self.weights * weights,
+            counts=counts if self.counts is None else self.counts * counts,
+        )
+
     def with_row_weights(self, counts: NDArray[np.float64] | None, factors: NDArray[np.float64] | None) -> Self:
-        """Return a copy in which each item has the weight of its first row.
+        """Return a copy in which the weight of each item is multiplied by that of its first row.
 
         Args:
             counts: [N], weight of each row in the sum and in the denominator; None: 1.
@@ -182,10 +200,12 @@ class LossCells:
         given = [weights[self.first_rows.numpy()] for weights in (counts, factors) if weights is not None]
         if not given:
             return self
+        weights = torch.from_numpy(np.prod(given, axis=0).astype(np.float32))
+        of_items = None if counts is None else torch.from_numpy(given[0])
+        if self.counts is not None:
+            of_items = self.counts if of_items is None else self.counts * of_items
         return dataclasses.replace(
-            self,
-            weights=torch.from_numpy(np.prod(given, axis=0).astype(np.float32)),
-            counts=None if counts is None else torch.from_numpy(given[0]),
+            self, weights=weights if self.weights is None else self.weights * weights, counts=of_items
         )
 
     def to(self, device: torch.device, scale: float) -> Self:

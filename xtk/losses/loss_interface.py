@@ -10,9 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.losses.loss_cells import LossCells
+from xtk.options.declaration import option
 from xtk.projection.projection import ProjectionColumns
 from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
+
+# Values of the options `where` and `whitespace` of losses.
+ALL_POSITIONS, SHARED_BOUNDARIES = "all", "common"
+KEEP, MASK = "keep", "mask"
 
 # What a loss needs in addition to its inputs: the projection W by teacher token, a partition of both vocabularies, or
 # nothing.
@@ -32,6 +37,7 @@ class LossInputs:
         sampling_logprobs: float32 [N], log-probabilities of the rows' tokens when the student sampled them; nan for
             tokens that were not sampled. None: no tokens were sampled.
         advantages: float32 [N], the advantage of each row's document; None: 0.
+        is_whitespace: bool [N], whether each row's token is all spaces, tabs and newlines; None: no token is.
     """
 
     student_ids: NDArray[np.int32]
@@ -41,6 +47,7 @@ class LossInputs:
     teacher_logprobs: TeacherLogprobs | None
     sampling_logprobs: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
+    is_whitespace: NDArray[np.bool_] | None = None
 
 
 def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
@@ -66,6 +73,15 @@ def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
         else None,
         sampling_logprobs=_concatenate_optional([one.sampling_logprobs for one in examples], examples, np.nan),
         advantages=_concatenate_optional([one.advantages for one in examples], examples, 0.0),
+        is_whitespace=None
+        if all(one.is_whitespace is None for one in examples)
+        else _concatenate_as(
+            [
+                np.zeros(len(one.positions), np.bool_) if one.is_whitespace is None else one.is_whitespace
+                for one in examples
+            ],
+            np.bool_,
+        ),
     )
 
 
@@ -117,10 +133,13 @@ def _concatenate_as(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
     return whole
 
 
+@dataclass(frozen=True)
 class Loss:
     """Base class of the losses in `LOSSES`. Its docstring is its help text; the fields of a dataclass are its options.
 
     Attributes:
+        where: `all`, or `common`: only items of positions that are token boundaries of both models.
+        whitespace: `keep`, or `mask`: leave out items of student tokens that are all spaces, tabs or newlines.
         comparison_space: a key of `COMPARISON_SPACES`.
         averaged_over: the kind of items in the denominator.
         unit: unit of its value.
@@ -129,6 +148,9 @@ class Loss:
         default_divergence: a key of `DIVERGENCES`, the default of that option.
     """
 
+    where: str = option(ALL_POSITIONS, "Positions of the items.", choices=(ALL_POSITIONS, SHARED_BOUNDARIES))
+    whitespace: str = option(KEEP, "Items of tokens of white space.", choices=(KEEP, MASK))
+
     comparison_space: ClassVar[str]
     averaged_over: ClassVar[str]
     unit: ClassVar[str] = "nats"
@@ -136,9 +158,41 @@ class Loss:
     takes_divergence: ClassVar[bool] = True
     default_divergence: ClassVar[str] = "forward-kl"
 
+    @property
+    def covers_spans(self) -> bool:
+        """Whether an item is a span, and not the position of its first row."""
+        return False
+
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return the cells of one document, or of several joined ones."""
+        """Return the cells of one document, or of several joined ones, for all positions."""
         raise NotImplementedError
+
+    def build_selected_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
+        """Return the cells with a weight of 0 for items that the options `where` and `whitespace` leave out."""
+        cells = self.build_cells(example, comparison_space)
+        if self.where == ALL_POSITIONS and self.whitespace == KEEP:
+            return cells
+        selected = self._selected_rows(example)
+        if self.covers_spans:  # all rows of a span must be selected
+            left_out = np.append(0, np.cumsum(~selected))
+            row = np.full(len(example.student_ids) + 1, -1, np.int64)
+            row[example.positions + 1] = np.arange(len(example.positions))
+            firsts, lasts = row[example.spans[:, 0]], row[example.spans[:, 1] - 1]
+            known = (firsts >= 0) & (lasts >= firsts)
+            selected[firsts[known]] = left_out[lasts[known] + 1] == left_out[firsts[known]]
+        items = selected[cells.first_rows.numpy()]
+        if self.where == SHARED_BOUNDARIES:
+            items &= cells.is_token_start.numpy()
+        return cells.weighted(items.astype(np.float64))
+
+    def _selected_rows(self, example: LossInputs) -> NDArray[np.bool_]:
+        """Return bool [N], the rows whose position and token `where` and `whitespace` select."""
+        selected = np.ones(len(example.positions), np.bool_)
+        if self.where == SHARED_BOUNDARIES:
+            selected = np.isin(example.positions + 1, example.spans[:, 0])
+        if self.whitespace == MASK and example.is_whitespace is not None:
+            selected &= ~example.is_whitespace
+        return selected
 
 
 class ItemRanges(NamedTuple):

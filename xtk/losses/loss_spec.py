@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS, LOSSES
 from xtk.losses.divergences import DIVERGENCES, Divergence, divergence_options, make_divergence
-from xtk.losses.loss_interface import Loss
+from xtk.losses.loss_interface import ALL_POSITIONS, Loss
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
 
@@ -32,6 +32,11 @@ class LossSpec(OptionSpec):
         rule = load_registered(LOSSES, self.name, "loss")
         own = option_names(rule)
         loss: Loss = from_pairs(rule, (pair for pair in self.options if pair[0] in own), f"the loss {self}")
+        if rule.comparison_space == "text" and loss.where != ALL_POSITIONS:
+            raise XtkError(
+                f"where={loss.where} does not fit the loss {self.name}: it has no teacher, so no boundary is shared",
+                hint=f"remove where={loss.where}",
+            )
         return loss
 
     def make_divergence(self) -> Divergence:
@@ -45,7 +50,7 @@ class LossSpec(OptionSpec):
         own = option_names(rule)
         name, known = rule.default_divergence, own
         if self.name in DIVERGENCES:
-            name, known = self.name, divergence_options(self.name)
+            name, known = self.name, [*divergence_options(self.name), *own]
         elif rule.takes_divergence:
             name = options.get("divergence", name)
             known = list(dict.fromkeys(["divergence", *own, *divergence_options(name)]))

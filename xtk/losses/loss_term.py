@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xtk.losses import EXACT_REQUIREMENTS
 from xtk.losses.divergences import Divergence
@@ -61,7 +61,7 @@ class LossTerm:
 
     def build_cells(self, inputs: LossInputs) -> LossCells:
         """Return the cells of an example on the CPU, with scale 1."""
-        return replace(self.loss.build_cells(inputs, self.comparison_space), divergence=self.divergence)
+        return replace(self.loss.build_selected_cells(inputs, self.comparison_space), divergence=self.divergence)
 
 
 def make_loss_inputs(student: TokenSequence, document: Document, teacher_output: TeacherOutput | None) -> LossInputs:
@@ -73,7 +73,7 @@ def make_loss_inputs(student: TokenSequence, document: Document, teacher_output:
         teacher_output: the teacher's tokens and log-probabilities; None: no teacher.
     """
     rows = np.flatnonzero(student.train_mask).astype(np.int64) - 1
-    own: dict[str, NDArray[np.float32]] = {}
+    own: dict[str, Any] = {"is_whitespace": student.whitespace_mask(document.text)[rows + 1]}
     if (sampled := document.sampled_tokens) is not None and np.array_equal(student.ids, sampled.ids[: len(student)]):
         logprobs = np.where(sampled.sampled_mask[rows + 1], sampled.logprobs[rows + 1], np.float32(np.nan))
         own["sampling_logprobs"] = logprobs

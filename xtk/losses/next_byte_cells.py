@@ -53,6 +53,11 @@ class NextByteCells(LossCells):
         ending = self._ending_groups
         return found & ~(self.is_inside_token & (self.run_offsets[ending + 2] == self.run_offsets[ending]))
 
+    @property
+    def is_token_start(self) -> Tensor:
+        """Bool [C], whether a student token begins at the item."""
+        return ~self.is_inside_token
+
     def select(self, items: slice, first_row: int) -> Self:
         """Return some items, with rows relative to `first_row`."""
         first, stop = (int(self.cell_offsets[at]) + 2 * at for at in (items.start, items.stop))
@@ -77,7 +82,7 @@ class NextByteCells(LossCells):
         groups = run_groups.repeat_interleave(sizes, output_size=count)
         alternatives = EntryGroups(
             rows=to_device(self.previous_rows.long()[items], device)[groups],
-            tokens=self.sorted_token_ids[_concatenated_ranges(firsts, sizes, count)],
+            tokens=self.sorted_token_ids[concatenated_ranges(firsts, sizes, count)],
             groups=groups,
             num_groups=len(items),
         )
@@ -122,7 +127,7 @@ class NextByteCells(LossCells):
         return self.cell_offsets[:-1] + 2 * torch.arange(self.num_items)
 
 
-def _concatenated_ranges(firsts: Tensor, sizes: Tensor, count: int) -> Tensor:
+def concatenated_ranges(firsts: Tensor, sizes: Tensor, count: int) -> Tensor:
     """Return the concatenation of the ranges `[firsts[i], firsts[i] + sizes[i])`; `count` is the sum of the sizes."""
     before = sizes.cumsum(0) - sizes
     shifts = (firsts - before).repeat_interleave(sizes, output_size=count)

@@ -5,16 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.divergences import DIVERGENCES
 from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, Loss, LossInputs, range_sums, span_ranges
+from xtk.losses.loss_interface import (
+    ComparisonSpace,
+    ItemRanges,
+    Loss,
+    LossInputs,
+    range_indices,
+    range_sums,
+    span_ranges,
+)
 from xtk.name_registry import unknown_name_error
 
 OBSERVED_ADVANTAGE = "observed"
+# What is credited with the teacher's advantage: a span as a whole, or each of its tokens.
+SPAN_CREDIT, TOKEN_CREDIT = "span", "dpca"
 
 
 @dataclass(frozen=True)
@@ -26,10 +37,14 @@ class PolicyGradient(Loss):
     `A` is the document's advantage, its reward relative to its group; 0 without rewards. Spans that the student did not
     sample are left out. The value is a surrogate, not a distance: it can be negative, and only its gradient matters.
     Without clipping, with `ratio = 1` and `A = 0`, the expected gradient is that of `c KL(P_s | P_t)` over the possible
-    contents of the span, given the text before it. Ratios above e^20 count as e^20. Options: `clip` (5 nats);
-    `epsilon` (0.2); `epsilon_high` (as `epsilon`); `teacher_weight` (c, 1); `reward_weight` (r, 1); `teacher_weight=0`
-    is GRPO; `advantage` (only `observed`: a divergence is the same whichever token was sampled, so that as an advantage
-    it has an expected gradient of 0). PPO, Schulman et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300.
+    contents of the span, given the text before it. With `credit=dpca` the items are the tokens of these spans, with
+    `P_s`, `P_old` and a ratio of each token, and token i has `a = c clip((L_t / L_old - 1) ln p_i, -clip, clip) + r A`:
+    `L_t` and `L_old` are the sums of the log-probabilities of the span, and `p_i` is the student's probability of the
+    token when it sampled it. Without clipping the tokens of a span add up to its `L_t - L_old`. Ratios above e^20 count
+    as e^20. Options: `clip` (5 nats); `epsilon` (0.2); `epsilon_high` (as `epsilon`); `teacher_weight` (c, 1);
+    `reward_weight` (r, 1); `teacher_weight=0` is GRPO; `credit` (`span` or `dpca`); `advantage` (only `observed`: a
+    divergence is the same whichever token was sampled, so that as an advantage it has an expected gradient of 0). PPO,
+    Schulman et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300; DPCA, arXiv 2606.09456.
     """
 
     clip: float = 5.0
@@ -38,9 +53,10 @@ class PolicyGradient(Loss):
     teacher_weight: float = 1.0
     reward_weight: float = 1.0
     advantage: str = OBSERVED_ADVANTAGE
+    credit: str = SPAN_CREDIT
 
     comparison_space = "spans"
-    averaged_over = "spans that the student sampled"
+    averaged_over = "spans that the student sampled; with `credit=dpca`, their tokens"
     unit = "nats, a surrogate"
     requires = "observed"
     takes_divergence = False
@@ -75,6 +91,8 @@ class PolicyGradient(Loss):
             )
         if self.advantage != OBSERVED_ADVANTAGE:
             raise self._advantage_error()
+        if self.credit not in (SPAN_CREDIT, TOKEN_CREDIT):
+            raise unknown_name_error("credit", self.credit, [SPAN_CREDIT, TOKEN_CREDIT])
 
     @property
     def _upper_epsilon(self) -> float:
@@ -89,8 +107,13 @@ class PolicyGradient(Loss):
             hint=f"remove advantage={self.advantage}, and add --loss {self.advantage} as a separate term",
         )
 
+    @property
+    def covers_spans(self) -> bool:
+        """Whether an item is a span, and not a token of it."""
+        return self.credit == SPAN_CREDIT
+
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item per span that the student sampled."""
+        """Return one item per span that the student sampled, or per token of these spans."""
         ranges, teacher_logprobs = span_ranges(example), example.teacher_logprobs
         assert teacher_logprobs is not None
         nothing = np.zeros(len(example.positions), np.float32)
@@ -100,7 +123,12 @@ class PolicyGradient(Loss):
         sampled = np.isfinite(old_sums)
         old_sums, ranges = old_sums[sampled], ItemRanges(*(part[sampled] for part in ranges))
         teacher_sums = range_sums(teacher_logprobs.observed_logprobs, ranges.position_start, ranges.position_stop)
-        advantages = self.teacher_weight * np.clip(teacher_sums - old_sums, -self.clip, self.clip)
+        gains = teacher_sums - old_sums
+        if self.credit == TOKEN_CREDIT:
+            rows, sizes = range_indices(ranges.row_start, ranges.row_stop), ranges.row_stop - ranges.row_start
+            gains = _token_gains(gains, old_sums, sizes, logprobs[rows].astype(np.float64))
+            old_sums, ranges = logprobs[rows].astype(np.float64), ItemRanges(rows, rows + 1, rows, rows + 1)
+        advantages = self.teacher_weight * np.clip(gains, -self.clip, self.clip)
         advantages += self.reward_weight * rewards[ranges.row_start].astype(np.float64)
         return ClippedSurrogateCells.from_observed_tokens(
             example,
@@ -111,3 +139,23 @@ class PolicyGradient(Loss):
             min_ratio=1 - self.epsilon,
             max_ratio=1 + self._upper_epsilon,
         )
+
+
+def _token_gains(
+    gains: NDArray[np.float64], old_sums: NDArray[np.float64], sizes: NDArray[np.int64], logprobs: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return each token's part of the gain of its span, in proportion to its log-probability.
+
+    If the student was certain of all tokens of a span, they have equal parts.
+
+    Args:
+        gains: [C], the teacher's log-probability of each span minus the student's.
+        old_sums: [C], the student's.
+        sizes: [C], number of tokens of each span.
+        logprobs: [tokens], of each token by the student.
+    """
+    owners = np.repeat(np.arange(len(gains)), sizes)
+    is_sure = old_sums[owners] == 0
+    parts = np.where(is_sure, 1 / sizes[owners], logprobs / np.where(is_sure, 1, old_sums[owners]))
+    found = np.zeros(len(parts))
+    return np.multiply(gains[owners], parts, out=found, where=parts > 0)  # a gain may be infinite

@@ -29,6 +29,11 @@ class PKL(Loss):
     comparison_space = "projection"
     averaged_over = "spans"
 
+    @property
+    def covers_spans(self) -> bool:
+        """Whether an item is a span: yes."""
+        return True
+
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span."""
         assert isinstance(comparison_space, ProjectionColumns)

@@ -69,12 +69,15 @@ class LongestPrefixes(NamedTuple):
         cell_token_offsets: int64 [cells + 1].
         cell_tokens: int32, the student's tokens of cell c are
             `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
+        event_heads: int32 [U], for each teacher token that no student token equals, the index in byte order of the
+            shortest such token that it begins with, itself or another one; -1 for all others.
     """
 
     teacher: SortedVocabulary
     student_cells: NDArray[np.int32]
     cell_token_offsets: NDArray[np.int64]
     cell_tokens: NDArray[np.int32]
+    event_heads: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,36 @@ def find_longest_prefixes(student: SortedVocabulary, teacher: SortedVocabulary) 
     sizes = np.bincount(cells[members], minlength=len(own) + len(roles))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     side = teacher._replace(token_cells=of_teacher, suffix_cells=suffix_cells)
-    return LongestPrefixes(side, cells, offsets, members)
+    heads = np.full(len(teacher.token_cells), -1, np.int32)
+    heads[teacher.token_ids] = _find_event_heads(teacher, is_equal)
+    return LongestPrefixes(side, cells, offsets, members, heads)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _find_event_heads(side: SortedVocabulary, is_equal: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return int32 [n], in byte order, the shortest token without an equal one that each such token begins with.
+
+    Args:
+        side: the vocabulary.
+        is_equal: bool [n], whether the other vocabulary has an equal token; -1 is returned for these.
+    """
+    heads = np.full(len(is_equal), -1, np.int32)
+    head = -1  # the last one that was found: tokens that begin with it follow it
+    for rank in range(len(is_equal)):
+        if is_equal[rank]:
+            continue
+        start, begins = side.byte_offsets[rank], head >= 0
+        if begins:
+            first, stop = side.byte_offsets[head], side.byte_offsets[head + 1]
+            begins = stop - first <= side.byte_offsets[rank + 1] - start
+            for byte in range(stop - first if begins else 0):
+                if side.token_bytes[first + byte] != side.token_bytes[start + byte]:
+                    begins = False
+                    break
+        if not begins:
+            head = rank
+        heads[rank] = head
+    return heads
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -182,8 +214,8 @@ def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, f
             found[start] = -1
             low, high = 0, len(student.token_ids)  # the student tokens that begin with the bytes so far
             for size in range(stop - start):
-                low = _first_with_byte(token_bytes, offsets, low, high, size, np.int64(read[start + size]))
-                high = _first_with_byte(token_bytes, offsets, low, high, size, np.int64(read[start + size]) + 1)
+                low = first_with_byte(token_bytes, offsets, low, high, size, np.int64(read[start + size]))
+                high = first_with_byte(token_bytes, offsets, low, high, size, np.int64(read[start + size]) + 1)
                 if low == high:
                     break
                 if offsets[low + 1] - offsets[low] == size + 1:
@@ -191,7 +223,7 @@ def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, f
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _first_with_byte(
+def first_with_byte(
     token_bytes: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high: int, size: int, least: int
 ) -> int:
     """Return the first token in `[low, high)` that is longer than `size` and whose byte there is at least `least`.

@@ -13,6 +13,8 @@ from xtk.tokens.rollout_tokens import sampled_tokens_for, sequence_fields_from_s
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
 from xtk.tokens.vocabulary import METASPACE
 
+_IS_WHITESPACE = np.isin(np.arange(256), np.frombuffer(b" \t\r\n", np.uint8))
+
 
 class TokenSequence:
     """A model's tokens of a document, in order.
@@ -67,6 +69,19 @@ class TokenSequence:
         """The trained tokens without text, bool [T]: sampled tokens from the first invalid UTF-8 byte on."""
         mask = self.train_mask & ~self.text_mask
         mask[self.segment_end_tokens[self.segment_end_tokens >= 0]] = False
+        return mask
+
+    def whitespace_mask(self, text: str) -> NDArray[np.bool_]:
+        """Return bool [T], the tokens whose bytes in the document's text are all spaces, tabs or newlines.
+
+        Args:
+            text: the document's text.
+        """
+        others = np.append(0, np.cumsum(~_IS_WHITESPACE[np.frombuffer(text.encode(), np.uint8)]))
+        starts = np.append(0, self.byte_ends)[:-1].astype(np.int64)
+        starts[self.text_runs[:, 0]] = self.text_runs[:, 2]
+        stops = np.maximum(self.byte_ends, starts)
+        mask: NDArray[np.bool_] = self.text_mask & (stops > starts) & (others[stops] == others[starts])
         return mask
 
     def byte_ranges(self) -> NDArray[np.int32]:
