@@ -26,7 +26,8 @@ RECIPE_FILE, RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = (
 TRAINER_FOLDER, ADAPTER_FOLDER = "trainer", "adapter"
 CHECKPOINT, BEST = "checkpoint", "best"
 VERSION, RECIPE_KIND, RECIPE_VERSION = 4, "recipe", 3
-RECIPE_KEYS = ("kind", "version", "identity", "evaluation")  # the rest of a recipe is options
+RECIPE_KEYS = ("kind", "version", "identity")  # the rest of a recipe is options
+EVALUATION_KEY = "evaluation"  # of the identity in a recipe: what the run is evaluated on, not a part of what it is
 # Files that transformers, peft or vLLM read from a model folder by their names alone.
 MODEL_FILE_NAMES = re.compile(
     r".+\.(safetensors|safetensors\.index\.json|bin|model|tiktoken|jinja|py)|(config|generation_config|adapter_config|"
@@ -82,23 +83,24 @@ def write_recipe(
         identity: the values and fingerprints that identify a run; no paths.
         evaluation: fingerprints of what the run is evaluated on, by option; they do not affect the student.
     """
-    content = {**options, "kind": RECIPE_KIND, "version": RECIPE_VERSION, "identity": identity}
-    write_json(folder / RECIPE_FILE, content | {"evaluation": dict(evaluation or {})})
+    stated = {**identity, EVALUATION_KEY: dict(evaluation or {})}
+    write_json(folder / RECIPE_FILE, {**options, "kind": RECIPE_KIND, "version": RECIPE_VERSION, "identity": stated})
 
 
 def read_evaluation(folder: Path) -> dict[str, str] | None:
     """Return the fingerprints of what a run is evaluated on, by option; None if its recipe does not state them."""
-    found = _read_json_object(folder / RECIPE_FILE).get("evaluation")
+    identity = _read_json_object(folder / RECIPE_FILE).get("identity")
+    found = identity.get(EVALUATION_KEY) if isinstance(identity, dict) else None
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else None
 
 
 def add_evaluation(folder: Path, evaluation: Mapping[str, str]) -> None:
     """Add fingerprints to those in the recipe of a run that is not finished."""
-    content = _read_json_object(folder / RECIPE_FILE)
-    stated = content.get("evaluation")
-    merged = {**(stated if isinstance(stated, dict) else {}), **evaluation}
+    stated = read_evaluation(folder)
+    merged = {**(stated or {}), **evaluation}
     if merged != stated:
-        write_json(folder / RECIPE_FILE, {**content, "evaluation": merged})
+        content = _read_json_object(folder / RECIPE_FILE)
+        write_json(folder / RECIPE_FILE, {**content, "identity": {**content["identity"], EVALUATION_KEY: merged}})
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
             where=str(file),
             hint="restore the original file, or train again into another folder",
         )
-    return identity
+    return {key: value for key, value in identity.items() if key != EVALUATION_KEY}
 
 
 def recipe_version(content: Mapping[str, Any]) -> object:
