@@ -19,6 +19,8 @@ def main() -> None:
     sys.unraisablehook = _repeat_signal
     # Set before transformers is imported, which prints advice about hub kernels.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Not in functions that the Python API uses: with it, tokenizers stops responding in forked DataLoader workers.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         _check_streams()
         _set_cache_folders(sys.argv[1:])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 
 import datasets
 import numpy as np
@@ -180,6 +183,28 @@ def test_a_cache_is_a_dataset_for_loaders_with_workers(run, pair, tmp_path):
     with pytest.raises(IndexError):
         cache[len(cache)]
     assert len(pickle.loads(pickle.dumps(cache))) == len(cache)
+
+
+FORKED_WORKER = """
+import sys, torch, xtk
+from transformers import AutoModelForCausalLM
+teacher, student, output = sys.argv[1:]
+texts = [f"text {number} of some words" for number in range(8)]
+cache = xtk.cache_teacher(AutoModelForCausalLM.from_pretrained(teacher), texts, output, tokenizer=teacher)
+collator = xtk.DistillationCollator(student, cache, xtk.DistillationLoss("ce", "byte-kl"))
+collator(range(4))
+loader = torch.utils.data.DataLoader(cache, 4, collate_fn=collator, num_workers=1,
+                                     multiprocessing_context="fork", timeout=60)
+print(sum(len(batch["input_ids"]) for batch in loader))
+"""
+
+
+def test_forked_workers_respond_after_a_cache_was_built_in_the_process(pair, tmp_path):
+    # DataLoader forks on Linux by default, and a forked process has none of the threads of tokenizers.
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    command = [sys.executable, "-c", FORKED_WORKER, pair.teacher, pair.student, tmp_path / "c"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.stdout.strip() == "8", ended.stderr
 
 
 def test_rows_of_a_dataset_are_compared_with_the_cache(run, pair, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +37,6 @@ def silence_transformers() -> None:
 
     # On a CPU it warns that it has no kernel of the hub, also if nothing is quantized.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
