@@ -1,4 +1,4 @@
-"""What each method of `xtk transplant` starts with: bits per byte of a model with the tokenizers of GPT-2 and Qwen.
+"""Print bits per byte before healing, by method of `xtk transplant`, for the tokenizers of GPT-2 and Qwen.
 
     python tests/benchmarks/transplant_methods.py MODEL [--methods fvt subword ...] [--tokenizers gpt2 qwen]
 

@@ -1,4 +1,4 @@
-"""What must be right on a GPU; without one, the same on the CPU.
+"""Losses, gradients, waits, teacher, bf16 and resume on a GPU; without one, on the CPU.
 
 `tests/gpu/gpu_session.py` runs these tests on a GPU, group by group: -k losses, gradients, waits, teacher, bf16,
 resume, offload. Reductions of a GPU add in another order each time, so that runs are not compared by bytes there.

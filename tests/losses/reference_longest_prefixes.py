@@ -1,4 +1,4 @@
-"""bpm and escd once more, written for reading: tokens are byte strings, loops over both vocabularies, float64."""
+"""A slow reference of bpm and escd: tokens are byte strings, loops over both vocabularies, float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objectives of 2026 on an example that can be computed by hand: arXiv 2609.34738, appendix B.5."""
+"""bpm, escd, simct, strict and dpca on the worked example of arXiv 2609.34738, appendix B.5."""
 
 from __future__ import annotations
 

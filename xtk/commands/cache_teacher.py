@@ -60,7 +60,7 @@ class CacheTeacherOptions(
     )
 
     teacher: str = argument(
-        REQUIRED, "Teacher model: a folder or hub id. With --merge: the first cache.", metavar="TEACHER"
+        REQUIRED, "Teacher model: a folder, a GGUF file or a hub id. With --merge: the first cache.", metavar="TEACHER"
     )
     output: str = option(
         REQUIRED,

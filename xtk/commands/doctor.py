@@ -36,8 +36,8 @@ class DoctorOptions(CorpusOptions, JsonOption, QuietOption, ConfigOption, Comman
         ),
     )  # fmt: skip
 
-    student: str = argument(REQUIRED, "Student model: a folder or hub id.", metavar="STUDENT")
-    teacher: str = argument(REQUIRED, "Teacher model: a folder or hub id.", metavar="TEACHER")
+    student: str = argument(REQUIRED, "Student model: a folder, a GGUF file or a hub id.", metavar="STUDENT")
+    teacher: str = argument(REQUIRED, "Teacher model: a folder, a GGUF file or a hub id.", metavar="TEACHER")
     data: tuple[str, ...] = argument(
         (),
         "Teacher cache, documents, or both. Without them, only the two models are checked.",

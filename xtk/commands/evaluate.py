@@ -95,7 +95,9 @@ class EvaluateOptions(
     )  # fmt: skip
 
     model: str = argument(
-        REQUIRED, "Model to evaluate: a folder or hub id; - reads its path from standard input.", metavar="MODEL"
+        REQUIRED,
+        "Model to evaluate: a folder, a GGUF file or a hub id; - reads its path from standard input.",
+        metavar="MODEL",
     )
     data: tuple[str, ...] = argument(
         (),

@@ -66,7 +66,9 @@ class RolloutOptions(
     )
 
     student: str = argument(
-        REQUIRED, "Student model: a folder or hub id; - reads its path from standard input.", metavar="STUDENT"
+        REQUIRED,
+        "Student model: a folder, a GGUF file or a hub id; - reads its path from standard input.",
+        metavar="STUDENT",
     )
     prompts: tuple[str, ...] = argument(
         REQUIRED,
