@@ -32,7 +32,7 @@ def quickstart(options: QuickstartOptions) -> None:
 
     Trains two tokenizers and a teacher on Python's documentation and runs four commands, which are printed. Ends with
     a table of held-out bits per byte: teacher, student trained with cross-entropy only, and distilled student. Takes
-    about five minutes on two CPU cores. With --real, the teacher is a pretrained model: no training of a teacher is needed.
+    about five minutes on two CPU cores. With --real, a pretrained model is the teacher.
 
     Examples:
         xtk quickstart -o quickstart

@@ -22,22 +22,43 @@ CONTEXT_LENGTH = 1024
 
 def make_student(folder: Path, texts: list[str], seed: int) -> None:
     """Write a Llama model with 0.9 million random weights and a tokenizer that splits numbers into groups of three."""
+    specials = ["<|begin_of_text|>", "<|end_of_text|>"]
+    write_llama(folder, train_tokenizer("{1,3}", STUDENT_VOCABULARY_SIZE, specials, texts), seed)
+
+
+def write_llama(folder: Path, tokenizer: Tokenizer, seed: int) -> None:
+    """Write the quickstart's student, a Llama model with random weights, with a tokenizer.
+
+    Its start token is `<|begin_of_text|>`, if the tokenizer has it; its end token `<|end_of_text|>` or `<|endoftext|>`.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = _train_tokenizer("{1,3}", STUDENT_VOCABULARY_SIZE, ["<|begin_of_text|>", "<|end_of_text|>"], texts)
-    configuration = LlamaConfig(**_shape(STUDENT_VOCABULARY_SIZE, layers=2), bos_token_id=0, eos_token_id=1)
-    _write_random_model(
-        folder, tokenizer, "<|begin_of_text|>", "<|end_of_text|>", LlamaForCausalLM, configuration, seed
-    )
+    start = "<|begin_of_text|>" if tokenizer.token_to_id("<|begin_of_text|>") is not None else None
+    end = "<|endoftext|>" if tokenizer.token_to_id("<|end_of_text|>") is None else "<|end_of_text|>"
+    shape = _shape(tokenizer.get_vocab_size(), layers=2)
+    configuration = LlamaConfig(**shape, **_token_ids(tokenizer, start, end))
+    _write_random_model(folder, tokenizer, start, end, LlamaForCausalLM, configuration, seed)
 
 
 def make_teacher(folder: Path, texts: list[str], seed: int) -> None:
     """Write a Qwen3 model with 1.2 million random weights and a tokenizer that splits numbers into digits."""
+    write_qwen3(folder, train_tokenizer("", TEACHER_VOCABULARY_SIZE, ["<|endoftext|>"], texts), seed)
+
+
+def write_qwen3(folder: Path, tokenizer: Tokenizer, seed: int) -> None:
+    """Write the quickstart's teacher, a Qwen3 model with random weights, with a tokenizer that has `<|endoftext|>`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _train_tokenizer("", TEACHER_VOCABULARY_SIZE, ["<|endoftext|>"], texts)
-    configuration = Qwen3Config(**_shape(TEACHER_VOCABULARY_SIZE, layers=4), bos_token_id=None, eos_token_id=0)
-    _write_random_model(folder, tokenizer, None, "<|endoftext|>", Qwen3ForCausalLM, configuration, seed)
+    end = "<|endoftext|>"
+    configuration = Qwen3Config(**_shape(tokenizer.get_vocab_size(), layers=4), **_token_ids(tokenizer, None, end))
+    _write_random_model(folder, tokenizer, None, end, Qwen3ForCausalLM, configuration, seed)
+
+
+def _token_ids(tokenizer: Tokenizer, bos: str | None, eos: str) -> dict[str, int | None]:
+    return {
+        "bos_token_id": None if bos is None else tokenizer.token_to_id(bos),
+        "eos_token_id": tokenizer.token_to_id(eos),
+    }
 
 
 def _shape(tokens: int, layers: int) -> dict[str, Any]:
@@ -55,11 +76,28 @@ def _shape(tokens: int, layers: int) -> dict[str, Any]:
     }
 
 
-def _train_tokenizer(digits: str, tokens: int, specials: list[str], texts: list[str]) -> Tokenizer:
+def train_tokenizer(
+    digits: str, tokens: int, specials: list[str], texts: list[str], *, merge_spaces: bool = True
+) -> Tokenizer:
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        digits: quantifier of the digits that may form one token: `""` one, `"{1,3}"` up to three.
+        tokens: size of the vocabulary.
+        specials: special tokens; they have the first ids.
+        texts: corpus.
+        merge_spaces: whether spaces of an indentation may form one token.
+
+    Returns:
+        The tokenizer.
+    """
+    pattern = PRE_TOKENIZER_PATTERN.replace("DIGITS", digits)
+    if not merge_spaces:
+        pattern = r"[ \t](?=[ \t])|" + pattern
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PRE_TOKENIZER_PATTERN.replace("DIGITS", digits)), "isolated"),
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

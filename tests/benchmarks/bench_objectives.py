@@ -1,0 +1,276 @@
+"""What a student learns from each objective: several pairs of models, one cache each, equal steps and documents.
+
+    python tests/benchmarks/bench_objectives.py FOLDER [--settings quickstart ...] [--seeds 3] [--lines "ce+alm" ...]
+
+| setting | teacher | student | text |
+| --- | --- | --- | --- |
+| quickstart | trained here, one digit per token | up to three digits per token | documentation |
+| reversed | trained here, up to three digits per token | one digit per token | documentation |
+| real | SmolLM2-135M-Instruct, one digit per token | up to three digits per token | documentation |
+| real-digits | SmolLM2-135M-Instruct | one digit per token | documentation |
+| code | trained here, merges spaces | one token per space of an indentation | Python functions |
+| code-reversed | trained here, one token per space | merges spaces | Python functions |
+
+Every student trains with `xtk distill` on 15 % of the documents, from the teacher's default cache. Two further rows
+limit what can be expected: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer.
+Results are kept in FOLDER/results.jsonl; a second run continues. The on-policy setting is `examples/arithmetic.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measurement import report
+
+from xtk.models.causal_lm import silence_transformers
+from xtk.quickstart.demo_pipeline import (
+    SHARED_TRAINING_OPTIONS,
+    STUDENT_FRACTION,
+    STUDENT_TRAINING_OPTIONS,
+    TEACHER_SEED,
+    TEACHER_TRAINING_OPTIONS,
+    find_pretrained_teacher,
+)
+from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
+from xtk.quickstart.tiny_models import train_tokenizer, write_llama, write_qwen3
+
+RECOMMENDED = "ce:weight=0.3+byte-kl"
+LINES = (
+    "ce",
+    RECOMMENDED,
+    *(f"ce:weight=0.3+{name}" for name in ("boundary-kl", "bpm", "escd", "simct", "strict", "p-kl:weight=2")),
+    "ce+p-kl:weight=2",
+    "ce+gold",
+    "ce+alm",
+    "byte-kl",
+    "bpm",
+)
+ALL_DOCUMENTS, SAME_TOKENIZER = "ce, all documents", "ce:weight=0.3+forward-kl, teacher's tokenizer"
+STUDENT_SPECIALS, TEACHER_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"], ["<|endoftext|>"]
+CODE_PROMPTS = 40
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A pair of models: which text, and how the two tokenizers differ."""
+
+    text: str  # docs or code
+    student_digits: str = "{1,3}"
+    student_tokens: int = 4000
+    student_merges_spaces: bool = True
+    teacher_digits: str | None = ""  # None: the pretrained model
+    teacher_tokens: int = 3000
+    teacher_merges_spaces: bool = True
+
+
+SETTINGS = {
+    "quickstart": Setting("docs"),
+    "reversed": Setting("docs", "", 3000, teacher_digits="{1,3}", teacher_tokens=4000),
+    "real": Setting("docs", teacher_digits=None),
+    "real-digits": Setting("docs", "", teacher_digits=None),
+    "code": Setting("code", student_merges_spaces=False),
+    "code-reversed": Setting("code", teacher_merges_spaces=False),
+}
+
+
+def run(*arguments: object) -> str:
+    """Run a command of xtk, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "xtk", *map(str, arguments), "--quiet"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"xtk {shlex.join(map(str, arguments))}\n{done.stderr}")
+    return done.stdout.strip()
+
+
+def python_functions() -> list[tuple[str, str]]:
+    """Return (file, source) of the functions of the standard library, 200 to 1,200 characters each."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for file in sorted(
+        [*root.glob("*.py"), *root.glob("asyncio/*.py"), *root.glob("email/*.py"), *root.glob("json/*.py")]
+    ):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+                source = textwrap.dedent("\n".join(lines)) + "\n"
+                if 200 <= len(source) <= 1200:
+                    found.append((file.name, source))
+    return found
+
+
+def documents(text: str) -> tuple[list[str], list[str]]:
+    """Return training and held-out documents; a source is in one of them only."""
+    if text == "docs":
+        return train_test_split(python_documents())
+    train, held_out = train_test_split(python_functions())
+    return train, held_out[:160]
+
+
+def write_texts(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def prepare(folder: Path, setting: Setting, seeds: int) -> Path:
+    """Make data, teacher, students and cache, where they are not there yet; return the teacher."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = documents(setting.text)
+    if not (folder / "test.jsonl").is_file():
+        write_texts(folder / "train.jsonl", train)
+        write_texts(folder / "part.jsonl", train[: int(len(train) * STUDENT_FRACTION)])
+        beginnings = ["\n".join(text.splitlines()[:2]) + "\n" for text in held_out[:CODE_PROMPTS]]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in beginnings))
+        write_texts(folder / "test.jsonl", held_out)
+    merges = setting.student_merges_spaces
+    tokenizer = train_tokenizer(
+        setting.student_digits, setting.student_tokens, STUDENT_SPECIALS, train, merge_spaces=merges
+    )
+    for seed in range(seeds):
+        if not (folder / f"student-{seed}").is_dir():
+            write_llama(folder / f"student-{seed}", tokenizer, seed)
+    if setting.teacher_digits is None:
+        teacher = find_pretrained_teacher()
+    else:
+        teacher = folder / "teacher"
+        tokenizer = train_tokenizer(
+            setting.teacher_digits,
+            setting.teacher_tokens,
+            TEACHER_SPECIALS,
+            train,
+            merge_spaces=setting.teacher_merges_spaces,
+        )
+        if not (folder / "teacher-untrained").is_dir():
+            write_qwen3(folder / "teacher-untrained", tokenizer, TEACHER_SEED)
+        options = f"{TEACHER_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS}".split()
+        run("distill", folder / "teacher-untrained", folder / "train.jsonl", "--loss", "ce", *options, "-o", teacher)
+        for seed in range(seeds):
+            if not (folder / f"same-tokenizer-{seed}").is_dir():
+                write_llama(folder / f"same-tokenizer-{seed}", tokenizer, seed)
+    run("cache-teacher", teacher, folder / "part.jsonl", "-o", folder / "cache")
+    return teacher
+
+
+def measure(model: Path | str, folder: Path, *, code: bool) -> dict[str, float]:
+    """Return bits per byte of held-out text, in all and by category; for code also how many samples parse."""
+    result = json.loads(run("evaluate", model, folder / "test.jsonl", "--by-category", "--json"))
+    figures = {"bits_per_byte": result["bits_per_byte"]}
+    for name, category in result["categories"].items():
+        figures[name] = category["bits_per_byte"]
+    if code:
+        samples = folder / "samples.jsonl"
+        generation = ["--temperature", 0.5, "--max-completion-length", 96, "--force", "-o", samples]
+        run("rollout", model, folder / "prompts.jsonl", *generation)
+        figures["parse"] = statistics.mean(map(parses, samples.read_text(encoding="utf-8").splitlines()))
+    return figures
+
+
+def parses(line: str) -> bool:
+    """Return whether a generated function parses, up to its last complete line."""
+    row = json.loads(line)
+    text = row["prompt"] + row["completion"].rpartition("\n")[0] + "\n"
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def train(folder: Path, line: str, seed: int) -> Path:
+    """Train a student with a line of losses; return its folder."""
+    student, source, losses = folder / f"student-{seed}", folder / "cache", line
+    if line == ALL_DOCUMENTS:
+        source, losses = folder / "train.jsonl", "ce"
+    elif line == SAME_TOKENIZER:
+        student, losses = folder / f"same-tokenizer-{seed}", "ce:weight=0.3+forward-kl"
+    words = [word for name in losses.split("+") for word in ("--loss", name)]
+    options = f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --seed {seed}".split()
+    name = "".join(letter if letter.isalnum() else "-" for letter in line)
+    run("distill", student, source, *words, *options, "-o", folder / "runs" / f"{name}-{seed}")
+    return folder / "runs" / f"{name}-{seed}"
+
+
+def differences(own: list[float], other: list[float]) -> str:
+    """Return the mean of the paired differences and its standard error."""
+    if len(own) < 2:
+        return "" if not own else f"{own[0] - other[0]:+.3f}"
+    paired = [one - two for one, two in zip(own, other, strict=True)]
+    return f"{statistics.mean(paired):+.3f} ± {statistics.stdev(paired) / math.sqrt(len(paired)):.3f}"
+
+
+def table(name: str, results: dict[tuple[str, str, int], dict[str, Any]], seeds: int) -> None:
+    """Print the results of a setting, the best first."""
+    lines = {line for setting, line, _ in results if setting == name and line != "teacher"}
+    done = {
+        line: [results[name, line, seed] for seed in range(seeds) if (name, line, seed) in results] for line in lines
+    }
+    columns = [
+        column for column in ("digits", "white space", "parse") if all(column in rows[0] for rows in done.values())
+    ]
+
+    def bits(line: str, column: str = "bits_per_byte") -> list[float]:
+        return [row[column] for row in done[line]]
+
+    rows = [("teacher", f"{results[name, 'teacher', 0]['bits_per_byte']:.3f}", "", *("" for _ in columns))]
+    for line in sorted(lines, key=lambda one: statistics.mean(bits(one))):
+        reference = bits(RECOMMENDED)[: len(bits(line))] if RECOMMENDED in done else bits(line)
+        own = bits(line)[: len(reference)]
+        means = [f"{statistics.mean(bits(line, column)):.2f}" for column in columns]
+        rows.append((line, ", ".join(f"{one:.3f}" for one in bits(line)), differences(own, reference), *means))
+    sys.stdout.write(f"\n**{name}**\n\n")
+    report(__file__, rows, ("losses", "bits per byte, by seed", f"minus {RECOMMENDED}", *columns))
+
+
+def main() -> None:
+    """Train all, seed by seed, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lines", nargs="*", default=LINES, help="losses of a run, joined by +")
+    given = parser.parse_args()
+    silence_transformers()
+    random.seed(0)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    kept = given.folder / "results.jsonl"
+    results: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for text in kept.read_text().splitlines() if kept.is_file() else []:
+        row = json.loads(text)
+        results[row["setting"], row["line"], row["seed"]] = row["figures"]
+    for seed in range(given.seeds):
+        for name in given.settings:
+            setting, folder = SETTINGS[name], given.folder / name
+            teacher = prepare(folder, setting, given.seeds)
+            ceilings = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if setting.teacher_digits is not None else [])
+            for line in ["teacher", *given.lines, *ceilings]:
+                if (name, line, 0 if line == "teacher" else seed) in results:
+                    continue
+                model = teacher if line == "teacher" else train(folder, line, seed)
+                figures = measure(model, folder, code=setting.text == "code")
+                results[name, line, seed] = figures
+                with kept.open("a") as file:
+                    file.write(json.dumps({"setting": name, "line": line, "seed": seed, "figures": figures}) + "\n")
+    for name in given.settings:
+        table(name, results, given.seeds)
+
+
+if __name__ == "__main__":
+    main()
