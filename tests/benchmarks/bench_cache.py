@@ -1,12 +1,14 @@
 """`cache-teacher` against the bare forward passes of the same batches.
 
-The teacher: a Qwen3 of 12 layers, H = 1,024, U = 151,936, fp32, with random weights, on which time does not depend.
+The teacher: a Qwen3 of 12 layers, H = 1,024, U = 151,936, fp32 (on a GPU 28 layers, bf16), with random weights, on
+which time does not depend.
 Forward passes alone give logits [B, S, U]; the cache adds the top 64, tail, realised token and entropy of every
 position, and writes the shard. In turns, median of 3.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -27,37 +29,47 @@ from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
-DOCUMENTS, BATCH_TOKENS, TOP_K, TIMES = 8, 1024, 64, 3
+TOP_K, TIMES = 64, 3
+CUDA = torch.cuda.is_available()
 
 
 def main() -> None:
     """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=256 if CUDA else 8)
+    parser.add_argument("--batch-tokens", type=int, default=16384 if CUDA else 1024)
+    parser.add_argument("--dtype", default="bfloat16" if CUDA else "float32")
+    parser.add_argument("--layers", type=int, default=28 if CUDA else 12)
+    given = parser.parse_args()
     silence_transformers()
     torch.manual_seed(0)
-    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16}
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    shape["num_hidden_layers"] = given.layers
     configuration = Qwen3Config(
         **shape, vocab_size=151936, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True
     )
     with tempfile.TemporaryDirectory() as name:
         folder = model_folder(Path(name) / "teacher", "qwen", Qwen3ForCausalLM(configuration))
-        documents = [Document.from_text(text) for text in gsm8k(DOCUMENTS)]
+        documents = [Document.from_text(text) for text in gsm8k(given.documents)]
         tokens = tokenize_documents(Tokenizer(folder), documents)
         support = Support("top-k", top_k=TOP_K)
-        request = TeacherConfig(folder, name, Tokenizer(folder), "float32", BATCH_TOKENS, support=support)
+        request = TeacherConfig(folder, name, Tokenizer(folder), given.dtype, given.batch_tokens, support=support)
         teacher = TransformersTeacher(request)
         header = {"codec": {"name": "raw", "num_samples": 0, "num_sample_sets": 0}}
         writer = ShardedCacheWriter(LocalFolder(Path(name) / "cache"), header, [len(documents)])
         batches = []
-        for batch in batches_by_length([len(document) for document in tokens], BATCH_TOKENS):
+        for batch in batches_by_length([len(document) for document in tokens], given.batch_tokens):
             ids = torch.zeros(len(batch), max(len(tokens[at]) for at in batch), dtype=torch.int64)
             for row, at in enumerate(batch):
                 ids[row, : len(tokens[at])] = torch.from_numpy(tokens[at].ids)
-            batches.append(ids)
+            batches.append(ids.to(teacher.model.device))
 
         def bare() -> None:
             with torch.inference_mode():
                 for ids in batches:
                     teacher.model(input_ids=ids, use_cache=False)
+            if CUDA:
+                torch.cuda.synchronize()
 
         def cache() -> None:
             scores = teacher.score(tokens)
@@ -72,7 +84,8 @@ def main() -> None:
     count = sum(map(len, tokens))
     rates = {label: count / statistics.median(found[1:]) for label, found in seconds.items()}
     told = f"{rates['cache'] / rates['bare']:.0%} ({rates['cache']:.0f} of {rates['bare']:.0f} tokens/s)"
-    report(__file__, [("`cache-teacher`, tokens/s of the bare forward passes", told, "95 %")])
+    device = ("device", f"{'cuda' if CUDA else 'cpu'}, {torch.get_num_threads()} threads", "")
+    report(__file__, [device, ("`cache-teacher`, tokens/s of the bare forward passes", told, "95 %")])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ processes. Medians.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ from xtk.training.student_with_losses import StudentWithLoss
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 TIMES = 3
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def with_the_loop(folder: Path, loss: str, steps: int, batch: int, name: str) -> tuple[list[Any], list[float]]:
@@ -68,21 +69,23 @@ def with_the_loop(folder: Path, loss: str, steps: int, batch: int, name: str) ->
 def bare(folder: Path, batches: list[Any]) -> list[float]:
     """Take micro-batches through the model and the loss; return when each step ended."""
     torch.manual_seed(0)
-    cut = BackboneWithHead(load_causal_lm(folder / "student", dtype=torch.float32, device=CPU, trust_remote_code=False))
+    model = load_causal_lm(folder / "student", dtype=torch.float32, device=DEVICE, trust_remote_code=False)
+    cut = BackboneWithHead(model)
     assert cut.enable_packing()
     student = StudentWithLoss(cut).train()
     parameters = list(student.parameters())
     optimizer = torch.optim.AdamW(parameter_groups(cut.model, 0.0), lr=5e-5, fused=True)
     ends = []
     for (batch,) in batches:
-        terms = [term.to(CPU, 1 / max(term.denominator, 1)) for term in batch.terms]
-        total, _ = student(
-            torch.from_numpy(batch.input_ids), batch.loss_positions, terms, PackedSequence(batch.document_lengths)
-        )
+        terms = [term.to(DEVICE, 1 / max(term.denominator, 1)) for term in batch.terms]
+        ids = torch.from_numpy(batch.input_ids).to(DEVICE)
+        total, _ = student(ids, batch.loss_positions, terms, PackedSequence(batch.document_lengths))
         total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         ends.append(time.perf_counter())
     return ends
 
@@ -100,6 +103,19 @@ def overhead(folder: Path, name: str, steps: int, batch: int) -> list[tuple[str,
         what = loss if loss == "ce" else f"ce and {loss}"
         rows.append((f"{name}: {what}, time of a step over a bare loop's", told, "+3 %"))
     return rows
+
+
+def idle(folder: Path, steps: int, batch: int) -> tuple[str, str, str]:
+    """Return the part of the time in which the GPU computes nothing, from the second step on."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _, ends = with_the_loop(folder, "byte-kl", steps, batch, "idle")
+    kernels = sorted((event.time_range.start, event.time_range.end) for event in profile.events())
+    begin = kernels[-1][1] - 1e6 * (ends[-1] - ends[0])
+    busy, last = 0.0, begin
+    for start, end in kernels:
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return f"ce and byte-kl, {steps} steps: the GPU is idle", f"{1 - busy / (kernels[-1][1] - begin):.1%}", "3 %"
 
 
 def small(folder: Path) -> None:
@@ -154,16 +170,24 @@ def starts(folder: Path) -> list[tuple[str, str, str]]:
 
 def main() -> None:
     """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("small", "large"), help="one of the two students")
+    parser.add_argument("--steps", type=int, help="steps of a run (80 for the small student, 8 for the large one)")
+    given = parser.parse_args()
     silence_transformers()
     terminal.set_quiet(True)
-    rows = []
+    rows = [("device", f"{DEVICE.type}, {torch.get_num_threads()} threads", "")]
     with tempfile.TemporaryDirectory() as place:
-        small(Path(place))
-        rows += starts(Path(place))
-        rows += overhead(Path(place), "V = 4,000, 0.9 M parameters", steps=80, batch=8)
+        if given.only != "large":
+            small(Path(place))
+            rows += [] if given.only else starts(Path(place))
+            rows += overhead(Path(place), "V = 4,000, 0.9 M parameters", steps=given.steps or 80, batch=8)
     with tempfile.TemporaryDirectory() as place:
-        large(Path(place))
-        rows += overhead(Path(place), "V = 128,256, 39 M parameters", steps=8, batch=4)
+        if given.only != "small":
+            large(Path(place))
+            rows += overhead(Path(place), "V = 128,256, 39 M parameters", steps=given.steps or 8, batch=4)
+            if DEVICE.type == "cuda":
+                rows.append(idle(Path(place), given.steps or 8, 4))
     report(__file__, rows)
 
 

@@ -82,9 +82,16 @@ STEPS = (
          _bench("losses", "memory", "--memory-rows", "64", *_TOY_LOSSES)),
     Step("memory against the forecast of doctor", 2, 180, _bench("doctor", "--only", "distill, 600 MiB"),
          _bench("doctor", "--only", "distill, 11 MiB, --max-batch-tokens 2048")),
-    Step("time of losses, H = 2,048", 3, 240, _bench("losses", "time", "--hidden", "2048"),
+    Step("time of losses, H = 2,048", 3, 120, _bench("losses", "time", "--hidden", "2048", "--rounds", "3"),
          _bench("losses", "time", *_TOY_LOSSES)),
-    Step("vLLM teacher", 3, 180, ("-m", "pytest", "-q", "-m", "vllm", "tests/teachers/vllm_scoring"), needs=("vllm",)),
+    Step("cache-teacher over the forward pass", 3, 80, _bench("cache"),
+         _bench("cache", "--documents", "2", "--layers", "1")),
+    Step("distill over a bare loop, idle time", 3, 120, _bench("training_loop", "--only", "large", "--steps", "12"),
+         _bench("training_loop", "--only", "small", "--steps", "3")),
+    Step("losses of TRL", 3, 60, _bench("losses", "trl", "--rows", "2048", "--rounds", "3"),
+         _bench("losses", "trl", "--rows", "64", "--hidden", "32", "--rounds", "1")),
+    Step("packing", 3, 40, _bench("packing"), _bench("packing", "--documents", "4", "--rounds", "1")),
+    Step("vLLM teacher", 3, 120, ("-m", "pytest", "-q", "-m", "vllm", "tests/teachers/vllm_scoring"), needs=("vllm",)),
 )  # fmt: skip
 
 
