@@ -118,15 +118,17 @@ def accuracy(student: Path, questions: Path, output: Path) -> float:
     return float(json.loads(told)["mean_reward"])
 
 
-def ways(folder: Path, teacher: Path, written: Path, cache: Path, prompts: Path) -> dict[str, list[object]]:
-    """Return the ways to go on, as arguments of `xtk distill STUDENT`."""
-    live = ["--on-policy", "--teacher", f"{teacher}:top_k=64", "--max-completion-length", 6]
-    return {
-        "ce": [written, "--loss", "ce"],
-        "byte-kl": [cache, "--loss", "byte-kl"],
-        "on-policy byte-kl": [prompts, "--loss", "byte-kl", *live],
-        "on-policy policy-gradient": [prompts, "--loss", "policy-gradient", *live],
-    }
+WAYS = ("ce", "byte-kl", "on-policy byte-kl", "on-policy policy-gradient")
+
+
+def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: Path) -> list[object]:
+    """Return a way to go on as arguments of `xtk distill STUDENT`: `ce`, another LOSS, or `on-policy LOSS`."""
+    if way == "ce":
+        return [written, "--loss", "ce"]
+    loss = way.removeprefix("on-policy ")
+    if loss == way:
+        return [cache, "--loss", loss]
+    return [prompts, "--loss", loss, "--on-policy", "--teacher", f"{teacher}:top_k=64", "--max-completion-length", 6]
 
 
 def main() -> None:
@@ -136,7 +138,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--ways", nargs="*")
+    parser.add_argument("--ways", nargs="*", default=WAYS, help="ce, LOSS or 'on-policy LOSS'")
     given = parser.parse_args()
     logging.set_verbosity_error()
     folder = given.output
@@ -169,10 +171,9 @@ def main() -> None:
         xtk("distill", place / "blank", written, "--loss", "ce", *TRAINING, "--max-steps", 10, "--seed", seed,
             "-o", student)  # fmt: skip
         start = accuracy(student, prompts, place / "told.jsonl")
-        for name, arguments in ways(folder, teacher, written, cache, prompts).items():
-            if given.ways and name not in given.ways:
-                continue
-            output = place / name.replace(" ", "-")
+        for name in given.ways:
+            arguments = arguments_of(name, teacher, written, cache, prompts)
+            output = place / "".join(letter if letter.isalnum() else "-" for letter in name)
             xtk("distill", student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
                 "--save-steps", given.steps // POINTS, "-o", output)  # fmt: skip
             stops = [*(output / f"checkpoint-{step}" for step in steps[1:-1]), output]

@@ -1,19 +1,21 @@
 """The packed codec on a real teacher's scores: bytes a position by support and precision, divergence, speed.
 
-The teacher is the one of `calibrated_teacher.py`, trained once on this machine; another source of scores is a function
-that `measure` and `compare` take. Documents are held-out GSM8K and WikiText-2, ranks are of those documents, and a
+    python tests/benchmarks/bench_codec.py [alternatives|whole] [--model MODEL]
+
+The teacher is the one of `calibrated_teacher.py`, trained once on this machine, or MODEL, a folder or a GGUF file.
+Documents are held-out GSM8K and WikiText-2 (of MODEL also HumanEval), ranks are of those documents, and a
 shard holds them all. Speed: from the bytes of rows to a student's arrays, one thread, best of some rounds, compiled
 before.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from codec_alternatives import alternatives
 from measurement import gsm8k, machine, report
 
 from xtk.artifacts.codec.packed_shard_codec import PackedCodec
+from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
@@ -33,15 +36,20 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
 
 Rows = list[tuple[TokenSequence, StoredLogprobs]]
-Source = Callable[[str, Support], Rows]
 
 CORPORA = {"gsm8k": 4000, "wikitext": 8000}
-DRAWS = {"gsm8k": 26, "wikitext": 14}  # that make 12 distinct ids on average, the token that stands there among them
+MODEL_CORPORA = CORPORA | {"humaneval": 4000}
+DRAWS = {
+    "gsm8k": 26,
+    "wikitext": 14,
+    "humaneval": 26,
+}  # that make 12 distinct ids on average, the token that stands there among them
 SUPPORTS = {
     "top-p 0.99, 64 at most": (Support("top-p", top_k=64, top_p=0.99), ("fine", "standard", "coarse"), "40"),
     "top-k 64": (Support("top-k", top_k=64), ("fine", "standard", "coarse"), "130"),
     "sample, 12 ids": (Support("sample", num_sample_sets=1), ("standard",), "24"),
     "top-k 16 and 12 draws": (Support("top-k+sample", top_k=16, num_samples=12, num_sample_sets=1), ("standard",), ""),
+    "top-k 8 and 8 draws": (Support("top-k+sample", top_k=8, num_samples=8, num_sample_sets=1), ("standard",), ""),
     "none": (Support("none"), ("standard",), "2"),
 }
 ROUNDS = 25
@@ -49,10 +57,9 @@ WHOLE = 150  # documents
 WAYS = ("", "--top-k 64", "--top-p 0.99", "--support sample", "--support none", "--top-k 64 --precision float32")
 
 
-def teacher_scores(corpus: str, support: Support) -> Rows:
-    """Return documents of a corpus and what the benchmark's teacher says of them."""
-    folder = language_model()
-    documents = held_out(corpus, CORPORA[corpus])
+def teacher_scores(folder: Path, corpus: str, support: Support) -> Rows:
+    """Return documents of a corpus and what a teacher says of them."""
+    documents = held_out(corpus, MODEL_CORPORA[corpus], Tokenizer(folder))
     request = TeacherConfig(folder, "teacher", Tokenizer(folder), "float32", 2048, support=support)
     return list(zip(documents, TransformersTeacher(request).score(documents), strict=True))
 
@@ -118,14 +125,14 @@ def compare(rows: Rows, ranks: VocabularyOrder) -> str:
     return "\n".join(lines) + "\n"
 
 
-def whole_caches(folder: Path) -> None:
+def whole_caches(folder: Path, model: Path) -> None:
     """Print the bytes of whole caches, text and tokens included, as the commands make and `inspect` tells them."""
     texts = gsm8k(WHOLE, part="test")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     lines = []
     for number, options in enumerate(WAYS):
         cache = str(folder / f"cache-{number}")
-        command = ["cache-teacher", str(language_model()), str(folder / "texts.jsonl"), *options.split(), "-o", cache]
+        command = ["cache-teacher", str(model), str(folder / "texts.jsonl"), *options.split(), "-o", cache]
         for words in (command, ["inspect", cache, "--json"]):
             done = subprocess.run([sys.executable, "-m", "xtk", *words], check=True, capture_output=True, text=True)
         found = json.loads(done.stdout)["statistics"]
@@ -137,22 +144,29 @@ def whole_caches(folder: Path) -> None:
     report(__file__, lines)
 
 
-def main(source: Source = teacher_scores) -> None:
-    """Measure and print; `alternatives` as an argument compares other ways too, `whole` makes caches instead."""
+def main() -> None:
+    """Measure and print; `alternatives` compares other ways too, `whole` makes caches instead."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("alternatives", "whole"))
+    parser.add_argument("--model", help="a folder or a GGUF file, instead of the benchmark's teacher")
+    parser.add_argument("--supports", nargs="+", choices=list(SUPPORTS), default=list(SUPPORTS))
+    given = parser.parse_args()
     silence_transformers()
-    if "whole" in sys.argv:
+    model = resolve_model_folder(given.model, with_weights=True) if given.model else language_model()
+    if given.what == "whole":
         with tempfile.TemporaryDirectory() as name:
-            whole_caches(Path(name))
+            whole_caches(Path(name), model)
         return
-    tokenizer = Tokenizer(language_model())
-    for corpus in CORPORA:
+    tokenizer = Tokenizer(model)
+    for corpus in MODEL_CORPORA if given.model else CORPORA:
         lines = []
-        for label, (usual, precisions, reach) in SUPPORTS.items():
+        for label in given.supports:
+            usual, precisions, reach = SUPPORTS[label]
             support = replace(usual, num_samples=DRAWS[corpus]) if usual.kind == "sample" else usual
-            rows = source(corpus, support)
+            rows = teacher_scores(model, corpus, support)
             ranks = ranks_of(rows, tokenizer.embedding_rows, tokenizer.vocabulary.byte_lengths)
             lines += [measure(label, rows, ranks, support, precision, reach) for precision in precisions]
-            if "alternatives" in sys.argv and support.kind in ("top-k", "top-p"):
+            if given.what == "alternatives" and support.kind in ("top-k", "top-p"):
                 sys.stdout.write(f"\n{corpus}, {label}, on {machine()}\n\n{compare(rows, ranks)}")
         positions = sum(len(scores) for _, scores in rows)
         entropy = sum(float(scores.entropy.sum()) for _, scores in rows) / positions

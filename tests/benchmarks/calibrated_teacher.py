@@ -104,12 +104,15 @@ def human_eval() -> list[str]:
         return [row["prompt"] + row["canonical_solution"] + row["test"] for row in map(json.loads, lines)]
 
 
-def held_out(corpus: str, positions: int) -> list[TokenSequence]:
-    """Return whole documents of "gsm8k" or "wikitext" that the model has not seen, of about so many positions."""
-    texts = gsm8k(part="test") if corpus == "gsm8k" else wikitext("test")
+def held_out(corpus: str, positions: int, tokenizer: Tokenizer | None = None) -> list[TokenSequence]:
+    """Return documents of "gsm8k", "wikitext" or "humaneval" that the model has not seen, of about so many positions.
+
+    Their tokenizer is that of the benchmark's teacher, if none is given.
+    """
+    texts = human_eval() if corpus == "humaneval" else gsm8k(part="test") if corpus == "gsm8k" else wikitext("test")
     found: list[TokenSequence] = []
     count = 0
-    for tokens in tokenised(texts):
+    for tokens in tokenised(texts, tokenizer):
         if count >= positions:
             break
         found.append(tokens)
@@ -117,9 +120,9 @@ def held_out(corpus: str, positions: int) -> list[TokenSequence]:
     return found
 
 
-def tokenised(texts: list[str]) -> list[TokenSequence]:
+def tokenised(texts: list[str], tokenizer: Tokenizer | None = None) -> list[TokenSequence]:
     """Return texts as the cache reads them: between a start token and an end token."""
-    tokenizer = Tokenizer(real_data() / "tokenizers" / "qwen")
+    tokenizer = tokenizer or Tokenizer(real_data() / "tokenizers" / "qwen")
     return tokenize_documents(tokenizer, [Document.from_text(text) for text in texts])
 
 

@@ -98,6 +98,7 @@ def alternatives(
     yield "the same, levels from the floor", number_bits(by_rank) * share, heights
     state = octave(np.where(first_of(entries.owners[place]), 0, np.concatenate([[0], own[place][:-1] + 1])))
     yield "the same, gaps by the rank before", number_bits(by_rank, state) * share, heights
+    yield "the same as bytes, zstd -19", *(8 * share * size for size in zstd_columns(entries, by_rank, place))
     yield "likeliest first (negative)", likeliest_first(entries, own) * share, 0.0
     yield "successors of the token before apart (negative)", successors(entries, rows, own) * share, heights
     for kinds in (1, 8, 64):
@@ -180,6 +181,14 @@ def zstd(entries: Entries) -> tuple[int, int]:
     return len(codec.compress(numbers.astype(np.int32).tobytes())), len(
         codec.compress(entries.logprobs[order].astype(np.float16).tobytes())
     )
+
+
+def zstd_columns(entries: Entries, numbers: Array, order: Array) -> tuple[int, int]:
+    """Return the bytes of gaps of ranks, a column for each of their bytes, and of levels from the floor, with zstd."""
+    codec = pa.Codec("zstd", compression_level=19)
+    columns = [(numbers >> shift & 255).astype(np.uint8).tobytes() for shift in (0, 8, 16)]
+    levels = np.concatenate([entries.heights[order], entries.offsets[1:] - entries.offsets[:-1]]).astype(np.uint8)
+    return sum(len(codec.compress(column)) for column in columns), len(codec.compress(levels.tobytes()))
 
 
 def likeliest_first(entries: Entries, ranks: Array) -> float:
