@@ -13,7 +13,8 @@
 
 Every student trains with `xtk distill` on 15 % of the documents, from the teacher's default cache. Two further rows
 limit what can be expected: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer.
-Results are kept in FOLDER/results.jsonl; a second run continues. The on-policy setting is `examples/arithmetic.py`.
+Results are kept in FOLDER/results.jsonl; a second run continues. `--supports` compares caches instead of objectives.
+The on-policy setting is `examples/arithmetic.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import ast
 import json
 import math
 import os
-import random
 import shlex
 import statistics
 import subprocess
@@ -62,6 +62,16 @@ LINES = (
 ALL_DOCUMENTS, SAME_TOKENIZER = "ce, all documents", "ce:weight=0.3+forward-kl, teacher's tokenizer"
 STUDENT_SPECIALS, TEACHER_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"], ["<|endoftext|>"]
 CODE_PROMPTS = 40
+# Caches of the same documents, from the most bytes to the fewest.
+SUPPORTS = (
+    "--support top-k --top-k 64",
+    "",
+    "--top-k 8 --num-samples 8",
+    "--top-k 4 --num-samples 4",
+    "--top-k 2 --num-samples 2",
+    "--support sample --num-samples 8",
+    "--precision coarse",
+)
 
 
 @dataclass(frozen=True)
@@ -194,18 +204,43 @@ def parses(line: str) -> bool:
     return True
 
 
-def train(folder: Path, line: str, seed: int) -> Path:
+def letters(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in text)
+
+
+def support_table(folder: Path, name: str, seeds: int) -> None:
+    """Print what students learn from caches of other supports, and what the caches take."""
+    setting, folder = SETTINGS[name], folder / name
+    teacher = prepare(folder, setting, seeds)
+    rows, reference = [], list[float]()
+    for options in SUPPORTS:
+        cache = folder / f"cache{letters(options)}"
+        run("cache-teacher", teacher, folder / "part.jsonl", *options.split(), "-o", cache)
+        size = json.loads(run("inspect", cache, "--json"))["statistics"]
+        bits = []
+        for seed in range(seeds):
+            student = train(folder, RECOMMENDED, seed, cache)
+            bits.append(measure(student, folder, code=False)["bits_per_byte"])
+        reference = reference or bits
+        signal = size["bytes_by_section"]["teacher_logprobs"] / size["positions"]
+        told = (f"{size['bytes_per_position']:.1f}", f"{signal:.1f}", ", ".join(f"{one:.3f}" for one in bits))
+        rows.append((options or "(default: 16 and 16)", *told, differences(bits, reference)))
+    columns = ("cache", "bytes a position", "of log-probabilities", "bits per byte, by seed", "minus the first")
+    report(__file__, rows, columns)
+
+
+def train(folder: Path, line: str, seed: int, cache: Path | None = None) -> Path:
     """Train a student with a line of losses; return its folder."""
-    student, source, losses = folder / f"student-{seed}", folder / "cache", line
+    student, source, losses = folder / f"student-{seed}", cache or folder / "cache", line
     if line == ALL_DOCUMENTS:
         source, losses = folder / "train.jsonl", "ce"
     elif line == SAME_TOKENIZER:
         student, losses = folder / f"same-tokenizer-{seed}", "ce:weight=0.3+forward-kl"
     words = [word for name in losses.split("+") for word in ("--loss", name)]
     options = f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --seed {seed}".split()
-    name = "".join(letter if letter.isalnum() else "-" for letter in line)
-    run("distill", student, source, *words, *options, "-o", folder / "runs" / f"{name}-{seed}")
-    return folder / "runs" / f"{name}-{seed}"
+    output = folder / "runs" / f"{letters(line)}{letters(cache.name) if cache else ''}-{seed}"
+    run("distill", student, source, *words, *options, "-o", output)
+    return output
 
 
 def differences(own: list[float], other: list[float]) -> str:
@@ -246,10 +281,14 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lines", nargs="*", default=LINES, help="losses of a run, joined by +")
+    parser.add_argument("--supports", action="store_true", help="compare caches of other supports, with one objective")
     given = parser.parse_args()
     silence_transformers()
-    random.seed(0)
     given.folder.mkdir(parents=True, exist_ok=True)
+    if given.supports:
+        for name in given.settings:
+            support_table(given.folder, name, given.seeds)
+        return
     kept = given.folder / "results.jsonl"
     results: dict[tuple[str, str, int], dict[str, Any]] = {}
     for text in kept.read_text().splitlines() if kept.is_file() else []:

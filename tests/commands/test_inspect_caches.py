@@ -52,6 +52,8 @@ def test_the_statistics_are_those_of_the_rows(run, caches, support):
     assert found["bytes_by_section"] == {name: sum(parts[name] for parts in opened) for name in opened[0]}
     assert found["bytes_by_section"] == bytes_by_section(cache.manifest)
     assert sum(found["bytes_by_section"].values()) == found["bytes"]
+    on_disk = sum(file.stat().st_size for file in caches[support].iterdir() if file.name != "manifest.json")
+    assert found["bytes"] + found["shared_file_bytes"] == on_disk
     outside = found["observed_outside_top_k_fraction"]
     if support in ("sample", "none"):
         assert outside is None

@@ -107,6 +107,12 @@ def bytes_by_section(manifest: dict[str, Any]) -> dict[str, int]:
     return sums
 
 
+def shared_file_bytes(cache: TeacherCache) -> int:
+    """Return the bytes of the files that a cache has once: tokenizer, chat template, tokens by frequency."""
+    sizes = cache.folder.file_sizes()
+    return sum(sizes.get(file, 0) for file in cache.manifest["files"])
+
+
 def summarize_cache(cache: TeacherCache, positions: PositionStatistics, documents: int) -> dict[str, Any]:
     """Return the statistics of a cache that `xtk inspect` prints.
 
@@ -127,6 +133,7 @@ def summarize_cache(cache: TeacherCache, positions: PositionStatistics, document
         "num_source_caches": len(source_headers(cache.manifest)),
         "bytes_by_section": by_section,
         "bytes_per_position": round(figures["bytes"] / per, 2),
+        "shared_file_bytes": shared_file_bytes(cache),
         "teacher_logprobs_bytes_per_position": round(by_section["teacher_logprobs"] / per, 2),
         "sampled_documents": documents,
         "mean_entropy_nats": round(entropy / per, 6),

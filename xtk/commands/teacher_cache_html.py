@@ -89,7 +89,7 @@ def _facts(record: dict[str, Any]) -> Iterator[str]:
         "teacher": header["teacher"]["name"],
         "support": ", ".join(f"{name} {value}" for name, value in header["options"].items() if name in _SUPPORT),
         "precision": header["codec"]["precision"],
-        **{name: statistics[name] for name in ("documents", "positions", "tokens", "shards", "bytes")},
+        **{name: statistics[name] for name in _TOTALS},
         **{name.replace("_", " "): statistics[name] for name in _FIGURES if statistics.get(name) is not None},
     }
     yield '<div class="scroll"><table>\n'
@@ -100,6 +100,7 @@ def _facts(record: dict[str, Any]) -> Iterator[str]:
 
 
 _SUPPORT = ("support", "top_k", "top_p", "num_samples", "num_sample_sets")
+_TOTALS = ("documents", "positions", "tokens", "shards", "bytes", "shared_file_bytes")
 _FIGURES = (
     "bytes_per_position",
     "teacher_logprobs_bytes_per_position",
