@@ -32,7 +32,7 @@ from xtk.training.batch_prefetch import report_killed_workers
 from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
 from xtk.training.parallel_config import ParallelConfig, parse_parallel
-from xtk.training.process_group import init_process_group_after_restart, report_lost_processes
+from xtk.training.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
 from xtk.training.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.student_generator import check_generation_backend
@@ -246,6 +246,7 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
     if paths.online_teachers and logging_config.dataloader_num_workers:
         raise XtkError("--teacher does not support --dataloader-num-workers", hint="use --dataloader-num-workers 0")
     timeout = timedelta(seconds=logging_config.ddp_timeout)
+    set_timeout(timeout)
     init_process_group_after_restart(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
