@@ -127,6 +127,17 @@ def test_a_file_that_lacks_weights_is_refused_instead_of_filled_with_random_ones
     assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []
 
 
+def test_a_conversion_that_cannot_be_stored_is_an_error(original, own_cache, tmp_path):
+    file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
+    folder = resolve_model_folder(str(file), with_weights=True)
+    shutil.rmtree(folder)
+    folder.write_text("a file in the place of the folder")
+    with pytest.raises(XtkError, match="not a directory") as wrong:
+        resolve_model_folder(str(file), with_weights=True)
+    assert wrong.value.where == str(folder)
+    assert [path for path in own_cache.iterdir() if not path.name.endswith(".lock")] == [folder]
+
+
 def test_bad_files_get_one_clear_sentence(tmp_path, own_cache, monkeypatch):
     llama = gguf_files.make_llama(tmp_path / "llama")
     unknown = gguf_files.write_gguf(llama, tmp_path / "mystery.gguf", architecture="mystery9")
