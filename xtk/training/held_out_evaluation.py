@@ -17,6 +17,7 @@ from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.evaluation.top1_agreement import TokenMatching
 from xtk.losses.cross_entropy import CrossEntropy
 from xtk.losses.divergences import FORWARD_KL
+from xtk.losses.loss_interface import KEEP
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.tokens.document import Document
@@ -125,7 +126,8 @@ class HeldOutEvaluator:
         self._teachers, self._token_matchings = data.teachers, data.token_matchings
         self._with_teachers = any(objective.uses_teacher for objective in data.objectives)
         self._objectives = data.objectives
-        if not any(objective.name == CE_METRIC for objective in data.objectives):
+        if not any(objective.name == CE_METRIC and objective.loss.whitespace == KEEP for objective in data.objectives):
+            # The last term of a name is the one that is reported: here the mean over all trained tokens.
             self._objectives = (*data.objectives, LossTerm(CrossEntropy(), FORWARD_KL, None, CE_METRIC, weight=0.0))
         self._batch_builder = BatchBuilder(data.source, tokenizer, self._objectives, context_length,
             data.score_weighting, data.teachers,
