@@ -14,7 +14,6 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import canonical_json, sha256
-from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import MismatchError, XtkError
@@ -158,11 +157,9 @@ def evaluation_identity(inputs: RunInputs, logging_config: LoggingConfig) -> dic
 
 def _held_out_fingerprint(inputs: RunInputs, logging_config: LoggingConfig) -> str:
     """Return the fingerprint of the held-out documents."""
-    fingerprint = CorpusFingerprint()
-    caches = None if inputs.held_out is None else inputs.held_out.source
-    for document in logging_config.eval_documents if caches is None else map(caches.document, range(len(caches))):
-        fingerprint.add(document)
-    return str(fingerprint)
+    if inputs.held_out is not None:
+        return inputs.held_out.fingerprint
+    return logging_config.eval_documents_fingerprint
 
 
 def _set_up_forward(student: BackboneWithHead, recipe: TrainConfig) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BATCH_TOKENS, ScoringWindow, document_windows, num_predicted_bytes
 from xtk.evaluation.token_logprobs import compute_token_logprobs
@@ -53,6 +55,11 @@ class HeldOutData:
     teachers: tuple[str, ...] = ()
     score_weighting: ScoreWeighting | None = None
     token_matchings: tuple[TokenMatching | None, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of the documents."""
+        return str(CorpusFingerprint.of(map(self.source.document, range(len(self.source)))))
 
     @classmethod
     def of_documents(cls, documents: Sequence[Document]) -> HeldOutData:
