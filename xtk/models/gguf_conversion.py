@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,15 +59,9 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:
+    what = f"GGUF models of the architecture {header.architecture or 'unknown'}"
+    with _loader_errors(path, what, "use the model's original folder or hub id, or a newer transformers"):
         return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except Exception as wrong:
-        raise XtkError(
-            f"transformers cannot read GGUF models of the architecture {header.architecture or 'unknown'}: "
-            f"{_first_line(wrong)}",
-            where=str(path),
-            hint="use the model's original folder or hub id instead of the GGUF file, or a newer transformers",
-        ) from wrong
 
 
 def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, WeightMismatches]:
@@ -79,7 +74,8 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # without it, newer loaders keep the weights quantized
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    try:
+    hint = "download the file again; or use the model's original folder or hub id"
+    with _loader_errors(path, f"this GGUF model ({header.architecture})", hint):
         loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,
             gguf_file=path.name,
@@ -88,12 +84,6 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
             output_loading_info=True,
             **options,
         )
-    except Exception as wrong:
-        raise XtkError(
-            f"transformers cannot read this GGUF model ({header.architecture}): {_first_line(wrong)}",
-            where=str(path),
-            hint="download the file again; or use the model's original folder or hub id",
-        ) from wrong
     state = loaded.state_dict()
     dtype = _narrowest_dtype(state)
     for holder in (config, config.get_text_config()):
@@ -120,15 +110,9 @@ def _narrowest_dtype(state: dict[str, Any]) -> Any:
 def _read_tokenizer(path: Path, header: GgufHeader) -> Any:
     import transformers
 
-    try:
+    what = f"the tokenizer of this GGUF model ({header.tokenizer or 'it has none'})"
+    with _loader_errors(path, what, "use the model's original folder or hub id instead of the GGUF file"):
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except Exception as wrong:
-        raise XtkError(
-            f"transformers cannot read the tokenizer of this GGUF model ({header.tokenizer or 'it has none'}): "
-            f"{_first_line(wrong)}",
-            where=str(path),
-            hint="use the model's original folder or hub id instead of the GGUF file",
-        ) from wrong
 
 
 def _set_pre_tokenizer(path: Path, header: GgufHeader, source: Path) -> None:
@@ -148,5 +132,11 @@ def _set_pre_tokenizer(path: Path, header: GgufHeader, source: Path) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def _first_line(wrong: Exception) -> str:
-    return next(iter(str(wrong).splitlines()), type(wrong).__name__)[:200]
+@contextlib.contextmanager
+def _loader_errors(path: Path, what: str, hint: str) -> Iterator[None]:
+    """Turn any error of transformers' loader into an `XtkError` with its first line."""
+    try:
+        yield
+    except Exception as wrong:
+        line = next(iter(str(wrong).splitlines()), type(wrong).__name__)[:200]
+        raise XtkError(f"transformers cannot read {what}: {line}", where=str(path), hint=hint) from wrong
