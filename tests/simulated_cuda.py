@@ -43,6 +43,7 @@ class SimulatedTensor(torch.Tensor):
     """A tensor on the simulated device."""
 
     inner: Tensor
+    is_recorded: bool = False
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> SimulatedTensor:
@@ -63,6 +64,10 @@ class SimulatedTensor(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         """Return True, as on a GPU."""
         return True
+
+    def record_stream(self, stream: Any) -> None:
+        """Note that another stream uses its memory."""
+        self.is_recorded = True
 
     def to_local(self) -> SimulatedTensor:
         """Return itself: xtk accepts a head's matrix of another type than `nn.Parameter` only if it is sharded."""
@@ -93,8 +98,6 @@ class _DeviceNames(TorchFunctionMode):
             return pinned
         if func is torch.Tensor.is_pinned:
             return args[0].untyped_storage().data_ptr() in self._owner.pinned
-        if func is torch.Tensor.record_stream:
-            return None
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and isinstance(args[0], SimulatedTensor):
             if func is torch.Tensor.numpy:
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from reference_losses import (
 )
 from small_vocabularies import partition_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.losses.chunked_softmax_numba import largest_columns
 from xtk.losses.fused_head_and_loss import fused_loss
@@ -366,6 +368,23 @@ def test_topk_finds_what_the_kernel_finds(masked):
     mask = torch.from_numpy(ranked.astype(float)) if masked else None
     found = largest_by_topk(torch.from_numpy(values), torch.from_numpy(rows), torch.from_numpy(counts), mask)
     assert found.tolist() == largest_columns(values, rows, np.concatenate([[0], np.cumsum(counts)]), ranked).tolist()
+
+
+def test_rows_without_ranks_are_not_read():
+    """simct and strict only need sums over the paired tokens."""
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(one is values for one in args):
+                read.append(args)
+            return function(*args, **(kwargs or {}))
+
+    read: list[Any] = []
+    values, rows = torch.randn(40, 7), torch.arange(40)
+    for counts in (torch.zeros(40, dtype=torch.int64), torch.arange(40).eq(39).long()):
+        with Reads():
+            found = largest_by_topk(values, rows, counts, None)
+        assert len(found) == len(read) == int(counts.sum())
 
 
 def test_rows_are_scaled_with_more_for_the_tokens_of_a_band():

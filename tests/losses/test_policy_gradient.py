@@ -207,7 +207,7 @@ def test_a_divergence_as_an_advantage_is_refused_with_the_reason(name):
             "teacher_weight and reward_weight of the loss policy-gradient are both 0, so nothing would be learned",
         ),
         ("divergence=jsd", "no option of the loss policy-gradient called 'divergence'"),
-        ("credit=token", "no credit called 'token'"),
+        ("credit=token", "no value of credit of the loss policy-gradient:credit=token called 'token'"),
     ],
 )
 def test_bad_options_are_told(options, what):

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from recorded_training_steps import inputs_of, recipe_of
 from reference_losses import Case, draw_case
 from test_loss_contract import fused, ground_of
 
@@ -17,7 +18,7 @@ from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm, make_loss_inputs
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import tokenize_documents
+from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 OF_SPANS = ("p-kl", "alm", "gold", "h-kl", "policy-gradient")
@@ -120,13 +121,28 @@ def test_tokens_of_white_space_are_those_of_spaces_tabs_and_newlines(pair):
     tokenizer = Tokenizer(pair.student)
     text = "if x:\n\n\t  return \u00a0 12  apples\n "
     (sequence,) = tokenize_documents(tokenizer, [Document.from_text(text)])
-    example = make_loss_inputs(sequence, Document.from_text(text), None)
+    example = make_loss_inputs(sequence, Document.from_text(text), None, sequence.whitespace_mask(text))
     found = []
     for row, blank in zip(example.positions.tolist(), example.is_whitespace.tolist(), strict=True):
         spelled = tokenizer.vocabulary.bytes_by_id[sequence.ids[row + 1]]
         assert blank == (spelled != b"" and not spelled.strip(b" \t\r\n"))
         found.append(blank)
     assert 0 < sum(found) < len(found)
+
+
+def test_white_space_is_searched_once_per_document_and_only_if_a_loss_leaves_it_out(
+    pair, cache, projection, monkeypatch
+):
+    searched: list[str] = []
+    search = TokenSequence.whitespace_mask
+    monkeypatch.setattr(
+        TokenSequence, "whitespace_mask", lambda self, text: searched.append(text) or search(self, text)
+    )
+    for losses, expected in ((["ce", "p-kl"], []), (["ce", "p-kl:whitespace=mask"], [0, 1, 2])):
+        inputs = inputs_of(pair.student, [cache], recipe_of(losses), (projection,))
+        searched.clear()
+        inputs.batch_builder(256).build([0, 1, 2])
+        assert searched == [inputs.source.document(number).text for number in expected]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import small_inputs
 import torch
+from safetensors.numpy import load_file, save_file
 
 from xtk.artifacts.gguf_models import GGUF_RECORD
 from xtk.artifacts.model_resolver import resolve_model_folder, weights_fingerprint
@@ -111,6 +113,29 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path, own_cache):
         with pytest.raises(CorruptError, match="truncated"):
             resolve_model_folder(str(cut), with_weights=True)
     assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []
+
+
+def test_a_file_that_lacks_weights_is_refused_instead_of_filled_with_random_ones(original, own_cache, tmp_path):
+    less = shutil.copytree(original, tmp_path / "less")
+    weights = load_file(less / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, less / "model.safetensors")
+    file = gguf_files.write_gguf(less, tmp_path / "less.gguf")
+    with pytest.raises(CorruptError, match=r"lack 1 of its weights: model\.layers\.1\.mlp\.up_proj\.weight") as wrong:
+        resolve_model_folder(str(file), with_weights=True)
+    assert wrong.value.where == str(file)
+    assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []
+
+
+def test_a_conversion_that_cannot_be_stored_is_an_error(original, own_cache, tmp_path):
+    file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
+    folder = resolve_model_folder(str(file), with_weights=True)
+    shutil.rmtree(folder)
+    folder.write_text("a file in the place of the folder")
+    with pytest.raises(XtkError, match="not a directory") as wrong:
+        resolve_model_folder(str(file), with_weights=True)
+    assert wrong.value.where == str(folder)
+    assert [path for path in own_cache.iterdir() if not path.name.endswith(".lock")] == [folder]
 
 
 def test_bad_files_get_one_clear_sentence(tmp_path, own_cache, monkeypatch):

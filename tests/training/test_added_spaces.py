@@ -195,6 +195,31 @@ def test_a_cache_without_the_space_leaves_out_the_space_only(cache, tokenizer, n
     assert (fewer.position_stop - fewer.position_start == 1).all()
 
 
+def test_a_rewritten_first_character_is_no_added_space_in_a_cache_either(run, models, pair, tmp_path):
+    """NFKC rewrites `½` to three characters; the first two of their tokens have no bytes of the text."""
+    folder = shutil.copytree(models[1], tmp_path / "normalizing")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.NFKC()])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="never"), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    documents = [Document.from_text(text) for text in ("½ apples", "½", "Anna ½")]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": one.text}) + "\n" for one in documents))
+    run("cache-teacher", folder, "data.jsonl", "--top-k", 4, "-q", "-o", "cache", cwd=tmp_path)
+    teacher, student = Tokenizer(folder), Tokenizer(pair.teacher)
+    for number, document in enumerate(documents):
+        row = TeacherCache(tmp_path / "cache").read_document(number)
+        (theirs,), (mine,) = (tokenize_documents(one, [document]) for one in (teacher, student))
+        assert row.tokens.byte_ends.tolist() == theirs.byte_ends.tolist()
+        assert not theirs.exact
+        cached, online = (
+            make_loss_inputs(mine, document, TeacherOutput(tokens, row.teacher_logprobs)).spans
+            for tokens in (row.tokens, theirs)
+        )
+        assert cached.tolist() == online.tolist()
+
+
 @pytest.mark.parametrize("metaspace_student", [False, True])
 @pytest.mark.parametrize("text", TEXTS[:5])
 def test_another_tokenizer_is_compared_from_the_first_byte_on(tokenizer, pair, cache, metaspace_student, text):

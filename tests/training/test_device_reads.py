@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from recorded_training_steps import Recorder, inputs_of, prepared, recipe_of
-from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, moved, on_host
+from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, SimulatedTensor, moved, on_host
 
+from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.training import student_with_losses
+from xtk.training.batch_copies import _wait_for
 from xtk.training.micro_batches import BatchSampler
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_with_losses import StudentWithLoss
@@ -107,6 +109,24 @@ def test_a_step_reads_the_device_once_for_any_number_of_passes(pair, cache, proj
         assert norm_here == pytest.approx(norm_there, rel=1e-4)
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+
+
+def test_all_memory_of_the_copy_stream_is_kept_until_the_step_has_used_it(monkeypatch):
+    """`ratio_statistics` is not copied, but allocated while the copy stream is the current one."""
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    span = np.zeros(1, np.int32)
+    cells = ClippedSurrogateCells.from_numpy(
+        cell_offsets=np.arange(2), entry_offsets=np.arange(2), teacher_probs=np.ones(1, np.float32), rows=span,
+        tokens=span, log_weights=np.zeros(1, np.float32), sampling_logprobs=np.zeros(1), advantages=np.ones(1),
+        num_prefix_tokens=np.zeros(1, np.int64), min_ratio=0.8, max_ratio=1.2,
+    )  # fmt: skip
+    with SimulatedCuda():
+        moved_cells = cells.to(CUDA, 1.0)
+        _wait_for(None, [moved_cells], CUDA)
+    there = {name: value for name, value in vars(moved_cells).items() if isinstance(value, SimulatedTensor)}
+    assert "ratio_statistics" in there
+    assert [name for name, value in there.items() if not value.is_recorded] == []
 
 
 def test_the_count_sees_each_way_to_wait():

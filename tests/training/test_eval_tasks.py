@@ -127,6 +127,29 @@ def test_two_processes_share_the_questions_and_say_the_same(train, folder, asked
         assert found == pytest.approx(one[step], abs=0.03)  # dropout is drawn in other shares
 
 
+def test_a_task_is_identified_by_the_contents_of_its_files_wherever_they_are(folder, tmp_path):
+    def identity(tasks: Path) -> list[object]:
+        (task,) = parse_eval_tasks([f"choose_sum:include_path={tasks}"])
+        return task.identity
+
+    expected = identity(folder / "tasks")
+    assert identity(shutil.copytree(folder / "tasks", tmp_path / "elsewhere")) == expected
+    changed = shutil.copytree(folder / "tasks", tmp_path / "changed")
+    (changed / "sums.jsonl").write_text((changed / "sums.jsonl").read_text().replace("1 + 1", "2 + 1"))
+    assert identity(changed) != expected
+    (tmp_path / "elsewhere" / "__pycache__").mkdir()
+    (tmp_path / "elsewhere" / "__pycache__" / "functions.cpython-312.pyc").write_bytes(b"compiled")
+    assert identity(tmp_path / "elsewhere") == expected
+
+
+def test_any_template_and_reward_text_has_an_identity(folder):
+    """A text that looks like `FILE.py:NAME` but is too long for a file name is no file."""
+    text = "x" * 300 + "{{ question }} in a file.py: "
+    for options in (f"reward=exact,prompt_template={text}", f"reward=regex:pattern=a.py:{'b' * 300}.py:(c)"):
+        (task,) = parse_eval_tasks([f"{folder / 'problems.jsonl'}:{options},prompt=question"])
+        assert task.identity
+
+
 @pytest.mark.parametrize("parallel", ["fsdp=2", "tp=2"])
 def test_a_student_that_is_cut_is_refused(folder, monkeypatch, parallel):
     monkeypatch.chdir(folder)

@@ -113,6 +113,15 @@ def test_a_student_agrees_with_itself_and_its_kl_to_itself_is_nothing(pair, cach
     assert found["eval_distillation_loss"] == found["eval_loss"] == found["eval_forward-kl"]
 
 
+def test_the_cross_entropy_is_that_of_all_tokens_if_the_run_leaves_out_white_space(run, pair, tmp_path):
+    small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has\n\n  two\n apples.", "\n\n  One\n\n"])
+    run("cache-teacher", pair.teacher, "data.jsonl", "--top-k", 4, "-o", "cache", cwd=tmp_path)
+    expected = evaluate(pair.student, tmp_path / "cache", ["byte-kl"])["eval_ce"]
+    masked = evaluate(pair.student, tmp_path / "cache", ["ce:whitespace=mask", "byte-kl"])
+    assert masked["eval_ce"] == pytest.approx(expected, rel=1e-12)
+    assert masked["eval_loss"] - masked["eval_byte-kl"] != pytest.approx(expected, rel=1e-3)
+
+
 def test_the_cross_entropy_of_held_out_text_is_always_told(pair, caches):
     found = evaluate(pair.student, caches / "teacher", ["byte-kl"])
     nats, count = 0.0, 0

@@ -76,7 +76,7 @@ def atomic_write(
     before = _checked_states.get(path.absolute(), file_state(path))
     try:
         yield temporary
-        _fsync(temporary)
+        fsync(temporary)
         if exclusive and not _may_replace(temporary, path, None) and not has_same_content(temporary, path):
             raise XtkError(
                 "this file already exists, and this command did not write it",
@@ -93,7 +93,7 @@ def atomic_write(
             )
         temporary.replace(path)
         _checked_states.pop(path.absolute(), None)
-        _fsync(path.parent)
+        fsync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -258,7 +258,8 @@ def _host_hash() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Fsync a file, or the directory entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -84,6 +84,7 @@ _HEADER_SCHEMA = json_object(
                 "template": optional(text()),
                 "embedding_rows": integer(1, MAX_TOKENS),
                 "special_tokens": map_of(integer(0, MAX_TOKEN_ID)),
+                "space_ids": list_of(integer(0, MAX_TOKEN_ID)),
             },
         ),
         "data": json_object(

@@ -330,7 +330,7 @@ class StoredDocument:
 
     @cached_property
     def tokens(self) -> TokenSequence:
-        """The teacher's tokens."""
+        """The teacher's tokens; `exact` is False if a run starts with a token that has no bytes and is not a space."""
         length, number = self.num_tokens, self._number
         with self._shard._corruption_as_error("its tokens cannot be decoded", number):
             ids, ends = self._shard.codec.unpack_tokens(self.columns.blob("tokens", number), length)
@@ -340,14 +340,19 @@ class StoredDocument:
         size = int(self.columns.text_sizes[number])
         if not (
             _all_between(ends, 0, size)
-            and _all_between(pieces[:, :2], 0, length)
+            and _all_between(pieces[:, 0], 0, length - 1)
+            and _all_between(pieces[:, 1], 0, length)
             and _all_between(pieces[:, 2], 0, size)
             and _all_between(closers, -1, length - 1)
         ):
             raise self._corruption_error("token or byte positions lie outside of the document")
         trained = np.zeros(length, np.bool_)
         trained[self.trained_positions] = True
-        return TokenSequence(ids, ends, trained, pieces, closers)
+        # A token without bytes is a space that the tokenizer prepended, or a part of a rewritten character.
+        no_bytes = ids[pieces[ends[pieces[:, 0]] == pieces[:, 2], 0]]
+        space_ids = self.header.get("teacher", {}).get("space_ids", no_bytes)  # absent in older caches
+        exact = not len(no_bytes) or bool(np.isin(no_bytes, space_ids).all())
+        return TokenSequence(ids, ends, trained, pieces, closers, exact=exact)
 
     @cached_property
     def teacher_logprobs(self) -> TeacherLogprobs:

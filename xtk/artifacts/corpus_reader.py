@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,14 @@ class CorpusFingerprint:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
+
+    @classmethod
+    def of(cls, documents: Iterable[Document]) -> CorpusFingerprint:
+        """Return the fingerprint of documents."""
+        found = cls()
+        for document in documents:
+            found.add(document)
+        return found
 
     def add(self, document: Document) -> None:
         """Add one document."""

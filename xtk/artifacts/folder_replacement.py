@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,20 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, is_stale_temporary_file, temporary_name
+from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, fsync, is_stale_temporary_file, temporary_name
 from xtk.artifacts.output_claims import FolderKind
 from xtk.artifacts.run_folders import file_entries, listed_file_names
 
 
 @contextmanager
-def replacing_folder(output: Path, kind: FolderKind[Any]) -> Iterator[Path]:
+def replacing_folder(output: Path, kind: FolderKind[Any] | None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `output` if the block succeeds, and is removed if it fails.
 
     If `output` is a symbolic link, its target is replaced.
 
     Args:
         output: the folder; it does not have to exist.
-        kind: refuses a folder with files that xtk did not write.
+        kind: refuses a folder with files that xtk did not write; None: a folder in xtk's own cache.
     """
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +36,8 @@ def replacing_folder(output: Path, kind: FolderKind[Any]) -> Iterator[Path]:
         yield temporary
         fsync(temporary)
         if output.is_dir():
-            kind.refuse_foreign(output)  # again: files may have been added meanwhile
+            if kind is not None:
+                kind.refuse_foreign(output)  # again: files may have been added meanwhile
             output.replace(old)
         temporary.replace(output)
         fsync(output.parent)
@@ -58,12 +58,3 @@ def fsync_folder(folder: Path) -> None:
     """Fsync a folder with all its files and subfolders."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
-
-
-def fsync(path: Path) -> None:
-    """Fsync a file, or the directory entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,14 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import (
-    is_stale_temporary_file,
-    read_json,
-    set_default_permissions,
-    sha256_of_file,
-    temporary_name,
-    write_json,
-)
+from xtk.artifacts.atomic_files import read_json, set_default_permissions, sha256_of_file, write_json
+from xtk.artifacts.folder_replacement import fsync_folder, replacing_folder
 from xtk.artifacts.weight_hash import hash_weights
 from xtk.errors import CorruptError, XtkError
 from xtk.models.gguf_conversion import convert_gguf
@@ -82,7 +76,18 @@ def gguf_model_folder(path: Path) -> Path:
             return found
         for incomplete in cache.glob(f"[!.]*-{short}"):  # files were removed from it
             shutil.rmtree(incomplete, ignore_errors=True)
-        return _convert(path, key, cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', path.stem)[:80]}-{short}")
+        folder = cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', path.stem)[:80]}-{short}"
+        try:
+            return _convert(path, key, folder)
+        except OSError as wrong:
+            found = _find_converted(cache, short)  # without locks, another process may have renamed its own
+            if found is not None:
+                return found
+            raise XtkError(
+                f"the model folder of a GGUF file cannot be written: {str(wrong.strerror or wrong).lower()}",
+                where=str(folder),
+                hint="remove what is at this path, free some space, or set XTK_CACHE=FOLDER",
+            ) from wrong
 
 
 def gguf_fingerprint(folder: Path, fingerprint: str) -> str | None:
@@ -135,19 +140,11 @@ def _wait_for_lock(path: Path) -> Iterator[None]:
 def _convert(path: Path, checksum: str, folder: Path) -> Path:
     """Convert a GGUF file to a temporary folder, and rename it."""
     terminal.note(f"converting {path} to a model folder, once: {folder}")
-    for left in folder.parent.glob(f"*-{folder.name}"):
-        if is_stale_temporary_file(left.name):
-            shutil.rmtree(left, ignore_errors=True)
-    temporary = folder.parent / temporary_name(folder.name)
-    temporary.mkdir()
-    try:
+    with replacing_folder(folder, None) as temporary:
         convert_gguf(path, temporary)
         set_default_permissions(*temporary.glob("*.safetensors"))
         files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         weights = hash_weights(temporary)
         write_json(temporary / GGUF_RECORD, {"gguf": checksum, "weights": weights, "files": files})
-        with contextlib.suppress(OSError):  # without locks, another process may have renamed its own
-            temporary.replace(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        fsync_folder(temporary)
     return folder

@@ -18,7 +18,7 @@ from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.evaluation.top1_agreement import TeacherTopTokens, TokenMatching
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
+from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import chunk_rows
 from xtk.tokens.document import Document
@@ -135,12 +135,12 @@ def _prepare_documents(
     found = []
     for number, document, sequence in zip(numbers, documents, tokenize_documents(tokenizer, documents), strict=True):
         student = sequence if limit is None else sequence.truncate(limit)
+        mask = student.whitespace_mask(document.text) if masks_whitespace(objectives) else None
         examples = {}
         for use_samples in sampled:
             row = cache.read_document(number, 0 if use_samples else None)
-            examples[use_samples] = make_loss_inputs(
-                student, document, TeacherOutput(row.tokens, row.teacher_logprobs.drop_nan_positions())
-            )
+            output = TeacherOutput(row.tokens, row.teacher_logprobs.drop_nan_positions())
+            examples[use_samples] = make_loss_inputs(student, document, output, mask)
         example = examples[sampled[0]]
         if len(example.positions):
             terms = tuple(objective.build_cells(examples[objective.accepts_samples]) for objective in objectives)

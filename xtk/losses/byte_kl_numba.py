@@ -12,7 +12,6 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.prefix_alternatives_numba import (
-    MIN_REMAINDER,
     BoundaryScratch,
     group_prefix_tokens,
     make_scratch,
@@ -35,6 +34,7 @@ from xtk.losses.token_boundaries_numba import (
     prefix_range,
 )
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
+from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 # Up to this many tokens with the same prefix per cell, a linear scan is faster than a binary search.
 LINEAR_SCAN_LIMIT = 50

@@ -15,6 +15,7 @@ from torch import Tensor
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.options.spec_parsing import from_pairs, option_names
+from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 DIVERGENCES = {
     "forward-kl": "xtk.losses.divergences:ForwardKLDivergence",
@@ -25,8 +26,6 @@ DIVERGENCES = {
     "tvd": "xtk.losses.divergences:TotalVariationDistance",
 }
 
-# A smaller remainder of the teacher is within the rounding error of fp32.
-MIN_REMAINDER = 1e-6
 MIN_PROB = 1e-37
 
 

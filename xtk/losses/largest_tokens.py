@@ -127,7 +127,8 @@ def _largest_tokens(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
 def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
     """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
 
-    The same as `chunked_softmax_numba.largest_columns`, for GPUs; it works on a few rows at a time.
+    The same as `chunked_softmax_numba.largest_columns`, for GPUs; it works on a few rows at a time, and only on rows
+    with a count above 0.
 
     Args:
         logits: [n, V].
@@ -135,7 +136,8 @@ def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
         counts: [items], number of tokens for each, on the CPU.
         mask: [V], 0 for excluded tokens; None: none are.
     """
-    device = logits.device
+    device, is_ranked = logits.device, counts > 0
+    rows, counts = rows[is_ranked], counts[is_ranked]
     found = [torch.zeros(0, dtype=torch.int64, device=device)]
     for start in range(0, len(rows), BLOCK_ROWS):
         block = logits[to_device(rows[start : start + BLOCK_ROWS], device)]

@@ -22,9 +22,7 @@ from torch import Tensor
 from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.divergences import FORWARD_KL, Divergence
 from xtk.models.host_to_device import to_device
-
-# Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller remainder counts as 0.
-MIN_REMAINDER = 1e-6
+from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
 @dataclass(frozen=True, kw_only=True)

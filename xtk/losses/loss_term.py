@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtk.losses import EXACT_REQUIREMENTS
 from xtk.losses.divergences import Divergence
 from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
+from xtk.losses.loss_interface import MASK, ComparisonSpace, Loss, LossInputs
 from xtk.tokens.alignment import align_sequences, separate_added_spaces
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
@@ -64,16 +66,27 @@ class LossTerm:
         return replace(self.loss.build_selected_cells(inputs, self.comparison_space), divergence=self.divergence)
 
 
-def make_loss_inputs(student: TokenSequence, document: Document, teacher_output: TeacherOutput | None) -> LossInputs:
+def masks_whitespace(objectives: Iterable[LossTerm]) -> bool:
+    """Return whether a loss leaves out tokens of white space, so that `make_loss_inputs` needs their mask."""
+    return any(objective.loss.whitespace == MASK for objective in objectives)
+
+
+def make_loss_inputs(
+    student: TokenSequence,
+    document: Document,
+    teacher_output: TeacherOutput | None,
+    whitespace_mask: NDArray[np.bool_] | None = None,
+) -> LossInputs:
     """Return the inputs of losses for a document: student tokens, aligned spans and the teacher's log-probabilities.
 
     Args:
         student: the student's tokens of the document.
         document: the document, which may contain sampled tokens with advantages.
         teacher_output: the teacher's tokens and log-probabilities; None: no teacher.
+        whitespace_mask: bool [T], from `student.whitespace_mask`; None: no loss needs it.
     """
     rows = np.flatnonzero(student.train_mask).astype(np.int64) - 1
-    own: dict[str, Any] = {"is_whitespace": student.whitespace_mask(document.text)[rows + 1]}
+    own: dict[str, Any] = {} if whitespace_mask is None else {"is_whitespace": whitespace_mask[rows + 1]}
     if (sampled := document.sampled_tokens) is not None and np.array_equal(student.ids, sampled.ids[: len(student)]):
         logprobs = np.where(sampled.sampled_mask[rows + 1], sampled.logprobs[rows + 1], np.float32(np.nan))
         own["sampling_logprobs"] = logprobs

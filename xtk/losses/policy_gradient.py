@@ -22,6 +22,7 @@ from xtk.losses.loss_interface import (
     span_ranges,
 )
 from xtk.name_registry import unknown_name_error
+from xtk.options.declaration import option
 
 OBSERVED_ADVANTAGE = "observed"
 # What is credited with the teacher's advantage: a span as a whole, or each of its tokens.
@@ -53,7 +54,7 @@ class PolicyGradient(Loss):
     teacher_weight: float = 1.0
     reward_weight: float = 1.0
     advantage: str = OBSERVED_ADVANTAGE
-    credit: str = SPAN_CREDIT
+    credit: str = option(SPAN_CREDIT, "What the teacher's advantage is of.", choices=(SPAN_CREDIT, TOKEN_CREDIT))
 
     comparison_space = "spans"
     averaged_over = "spans that the student sampled; with `credit=dpca`, their tokens"
@@ -91,8 +92,6 @@ class PolicyGradient(Loss):
             )
         if self.advantage != OBSERVED_ADVANTAGE:
             raise self._advantage_error()
-        if self.credit not in (SPAN_CREDIT, TOKEN_CREDIT):
-            raise unknown_name_error("credit", self.credit, [SPAN_CREDIT, TOKEN_CREDIT])
 
     @property
     def _upper_epsilon(self) -> float:

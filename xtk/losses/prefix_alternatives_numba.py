@@ -17,9 +17,7 @@ from xtk.losses.token_boundaries_numba import (
     prefix_range,
 )
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
-
-# A smaller remainder is a rounding error of a complete distribution.
-MIN_REMAINDER = 1e-6
+from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
 class BoundaryScratch(NamedTuple):

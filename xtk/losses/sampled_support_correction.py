@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
+from xtk.tokens.teacher_logprobs import MIN_REMAINDER, TeacherLogprobs
 
 
 class TeacherArrays(NamedTuple):
@@ -107,4 +107,5 @@ def remainder_correction(remainder: float, outside: float) -> float:
         remainder: r, the estimate of the teacher's remainder.
         outside: the teacher's mass outside of the cells.
     """
-    return remainder * math.log(max(outside, remainder)) - negentropy(remainder) if remainder > 1e-6 else 0.0
+    is_some = remainder > MIN_REMAINDER
+    return remainder * math.log(max(outside, remainder)) - negentropy(remainder) if is_some else 0.0

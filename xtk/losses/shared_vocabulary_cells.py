@@ -4,18 +4,53 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.divergences import ForwardKLDivergence
 from xtk.losses.largest_tokens import LargestTokens
 from xtk.losses.loss_cells import LossCells, group_logsumexp
+from xtk.losses.loss_interface import ItemRanges
+from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.shared_vocabulary_cells_numba import fill_shared_cells
 from xtk.models.host_to_device import to_device
+from xtk.projection.projection import TokenPairs
+from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 NO_REMAINDER = math.log(1e-30)
+
+
+def shared_cell_fields(
+    ranges: ItemRanges, unit_probs: NDArray[np.float64], logprobs: TeacherLogprobs, pairs: TokenPairs
+) -> dict[str, Any]:
+    """Return the arguments of `SharedVocabularyCells.from_numpy` for items that begin with the given ranges.
+
+    Args:
+        ranges: rows and teacher positions of each item.
+        unit_probs: float64 [C], as in `fill_shared_cells`, which divides them in place.
+        logprobs: the teacher's.
+        pairs: the tokens that both vocabularies have.
+    """
+    cell_offsets, probs, tokens, remainders = fill_shared_cells(
+        ranges.position_start, unit_probs, TeacherArrays.from_logprobs(logprobs), pairs.student_of_teacher
+    )
+    return {
+        "cell_offsets": cell_offsets,
+        "entry_offsets": np.arange(len(tokens) + 1, dtype=np.int64),
+        "teacher_probs": probs,
+        "rows": np.repeat(ranges.row_start, np.diff(cell_offsets)).astype(np.int32),
+        "tokens": tokens,
+        "log_weights": np.zeros(len(tokens), np.float32),
+        "item_rows": ranges.row_start.astype(np.int32),
+        "row_counts": ranges.row_stop - ranges.row_start,
+        "remainder_probs": remainders,
+        "paired_tokens": pairs.paired_students,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.sampled_support_correction import TeacherArrays
-
-# A smaller remainder is a rounding error of a complete distribution.
-MIN_REMAINDER = 1e-6
+from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

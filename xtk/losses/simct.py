@@ -6,9 +6,7 @@ import numpy as np
 
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, range_indices, range_sums, span_ranges
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.shared_vocabulary_cells import CandidateUnitCells
-from xtk.losses.shared_vocabulary_cells_numba import fill_shared_cells
+from xtk.losses.shared_vocabulary_cells import CandidateUnitCells, shared_cell_fields
 from xtk.projection.projection import ProjectionColumns
 
 
@@ -40,22 +38,10 @@ class SimCT(Loss):
         is_unit = (sizes > 1) | (lengths > 1) | (partners != own)
         sums = range_sums(stored.observed_logprobs, ranges.position_start, ranges.position_stop)
         unit_probs = np.where(is_unit, np.exp(sums / lengths), 0.0)
-        support = TeacherArrays.from_logprobs(stored)
-        cell_offsets, probs, tokens, remainders = fill_shared_cells(
-            ranges.position_start, unit_probs, support, pairs.student_of_teacher
-        )
+        shared = shared_cell_fields(ranges, unit_probs, stored, pairs)
         unit_rows = range_indices(ranges.row_start[is_unit], ranges.row_stop[is_unit])
         return CandidateUnitCells.from_numpy(
-            cell_offsets=cell_offsets,
-            entry_offsets=np.arange(len(tokens) + 1, dtype=np.int64),
-            teacher_probs=probs,
-            rows=np.repeat(ranges.row_start, np.diff(cell_offsets)).astype(np.int32),
-            tokens=tokens,
-            log_weights=np.zeros(len(tokens), np.float32),
-            item_rows=ranges.row_start.astype(np.int32),
-            row_counts=sizes,
-            remainder_probs=remainders,
-            paired_tokens=pairs.paired_students,
+            **shared,
             unit_offsets=np.append(0, np.cumsum(is_unit)),
             unit_token_offsets=np.append(0, np.cumsum(sizes[is_unit])),
             unit_rows=unit_rows.astype(np.int32),

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from xtk.losses.loss_interface import ItemRanges
 from xtk.losses.sampled_support_correction import TeacherArrays
-
-# A smaller remainder of the teacher is a rounding error.
-MIN_REMAINDER = 1e-6
+from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

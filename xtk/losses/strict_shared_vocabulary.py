@@ -9,9 +9,7 @@ import numpy as np
 from xtk.errors import XtkError
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, Loss, LossInputs, span_ranges
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.shared_vocabulary_cells import SharedVocabularyCells
-from xtk.losses.shared_vocabulary_cells_numba import fill_shared_cells
+from xtk.losses.shared_vocabulary_cells import SharedVocabularyCells, shared_cell_fields
 from xtk.projection.projection import ProjectionColumns
 
 
@@ -48,21 +46,6 @@ class Strict(Loss):
         ranges, pairs = span_ranges(example), comparison_space.pairs
         is_single = (ranges.row_stop - ranges.row_start == 1) & (ranges.position_stop - ranges.position_start == 1)
         ranges = ItemRanges(*(part[is_single] for part in ranges))
-        support = TeacherArrays.from_logprobs(example.teacher_logprobs)
         no_units = np.zeros(len(ranges.row_start))
-        cell_offsets, probs, tokens, remainders = fill_shared_cells(
-            ranges.position_start, no_units, support, pairs.student_of_teacher
-        )
-        return SharedVocabularyCells.from_numpy(
-            cell_offsets=cell_offsets,
-            entry_offsets=np.arange(len(tokens) + 1, dtype=np.int64),
-            teacher_probs=probs,
-            rows=np.repeat(ranges.row_start, np.diff(cell_offsets)).astype(np.int32),
-            tokens=tokens,
-            log_weights=np.zeros(len(tokens), np.float32),
-            item_rows=ranges.row_start.astype(np.int32),
-            row_counts=np.ones(len(ranges.row_start), np.int64),
-            remainder_probs=remainders,
-            paired_tokens=pairs.paired_students,
-            top_k=self.top_k,
-        )
+        shared = shared_cell_fields(ranges, no_units, example.teacher_logprobs, pairs)
+        return SharedVocabularyCells.from_numpy(**shared, top_k=self.top_k)

@@ -18,8 +18,8 @@ class ULD(Loss):
     smaller vocabulary is padded with zeros. With a support of K tokens, the teacher's K tokens are compared with the
     student's K largest, and the remainders as one more rank: a lower bound of the full sum, equal to it if K is the
     vocabulary. Between 0 and 2; it ignores which token is which. An observed token that may be listed only because it
-    was observed is not ranked. No options. Universal Logit Distillation, Boizard et al., arXiv 2402.12030, which
-    compares the n-th token of one model with the n-th of the other.
+    was observed is not ranked. No options except `where` and `whitespace`. Universal Logit Distillation, Boizard et
+    al., arXiv 2402.12030, which compares the n-th token of one model with the n-th of the other.
     """
 
     comparison_space = "spans"

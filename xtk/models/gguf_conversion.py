@@ -7,13 +7,17 @@ import importlib.util
 import io
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.models.gguf_header import GgufHeader, read_gguf_header
 from xtk.untrusted_json import parse_json
+
+if TYPE_CHECKING:
+    from xtk.models.weight_validation import WeightMismatches
 
 # llama.cpp (src/llama-vocab.cpp) splits digits before GPT-2's pattern in these; transformers 5 uses the pattern alone.
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
@@ -28,7 +32,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
     Raises:
         XtkError: the package gguf is missing, or transformers cannot read this architecture or tokenizer.
-        CorruptError: the file is truncated or corrupt.
+        CorruptError: the file is truncated or corrupt, or lacks weights of the model.
     """
     if importlib.util.find_spec("gguf") is None:
         raise XtkError(
@@ -41,8 +45,9 @@ def convert_gguf(path: Path, folder: Path) -> None:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         config = _read_config(path, header)
-        model = _read_model(path, header, config)
+        model, mismatches = _read_model(path, header, config)
         tokenizer = _read_tokenizer(path, header)
+    mismatches.check(path)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if header.tokenizer == "gpt2":
@@ -54,35 +59,31 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:
+    what = f"GGUF models of the architecture {header.architecture or 'unknown'}"
+    with _loader_errors(path, what, "use the model's original folder or hub id, or a newer transformers"):
         return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except Exception as wrong:
-        raise XtkError(
-            f"transformers cannot read GGUF models of the architecture {header.architecture or 'unknown'}: "
-            f"{_first_line(wrong)}",
-            where=str(path),
-            hint="use the model's original folder or hub id instead of the GGUF file, or a newer transformers",
-        ) from wrong
 
 
-def _read_model(path: Path, header: GgufHeader, config: Any) -> Any:
-    """Return the dequantized model, as a plain one that can be saved."""
+def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, WeightMismatches]:
+    """Return the dequantized model, as a plain one that can be saved, and its weights that differ from the file's."""
     import torch
     import transformers
+
+    from xtk.models.weight_validation import WeightMismatches
 
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # without it, newer loaders keep the weights quantized
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True, **options
+    hint = "download the file again; or use the model's original folder or hub id"
+    with _loader_errors(path, f"this GGUF model ({header.architecture})", hint):
+        loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
         )
-    except Exception as wrong:
-        raise XtkError(
-            f"transformers cannot read this GGUF model ({header.architecture}): {_first_line(wrong)}",
-            where=str(path),
-            hint="download the file again; or use the model's original folder or hub id",
-        ) from wrong
     state = loaded.state_dict()
     dtype = _narrowest_dtype(state)
     for holder in (config, config.get_text_config()):
@@ -92,7 +93,9 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> Any:
     plain.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, strict=False, assign=True)
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
-    return plain
+    not_loaded = {name for name, weights in plain.named_parameters() if weights.is_meta}
+    missing = {*loading_info["missing_keys"], *not_loaded}
+    return plain, WeightMismatches.from_loading_info({**loading_info, "missing_keys": missing})
 
 
 def _narrowest_dtype(state: dict[str, Any]) -> Any:
@@ -107,15 +110,9 @@ def _narrowest_dtype(state: dict[str, Any]) -> Any:
 def _read_tokenizer(path: Path, header: GgufHeader) -> Any:
     import transformers
 
-    try:
+    what = f"the tokenizer of this GGUF model ({header.tokenizer or 'it has none'})"
+    with _loader_errors(path, what, "use the model's original folder or hub id instead of the GGUF file"):
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except Exception as wrong:
-        raise XtkError(
-            f"transformers cannot read the tokenizer of this GGUF model ({header.tokenizer or 'it has none'}): "
-            f"{_first_line(wrong)}",
-            where=str(path),
-            hint="use the model's original folder or hub id instead of the GGUF file",
-        ) from wrong
 
 
 def _set_pre_tokenizer(path: Path, header: GgufHeader, source: Path) -> None:
@@ -135,5 +132,11 @@ def _set_pre_tokenizer(path: Path, header: GgufHeader, source: Path) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def _first_line(wrong: Exception) -> str:
-    return next(iter(str(wrong).splitlines()), type(wrong).__name__)[:200]
+@contextlib.contextmanager
+def _loader_errors(path: Path, what: str, hint: str) -> Iterator[None]:
+    """Turn any error of transformers' loader into an `XtkError` with its first line."""
+    try:
+        yield
+    except Exception as wrong:
+        line = next(iter(str(wrong).splitlines()), type(wrong).__name__)[:200]
+        raise XtkError(f"transformers cannot read {what}: {line}", where=str(path), hint=hint) from wrong

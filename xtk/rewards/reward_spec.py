@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.atomic_files import sha256_of_file
-from xtk.errors import XtkError
+from xtk.errors import XtkError, path_exists
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
 from xtk.rewards import REWARDS
@@ -55,7 +55,8 @@ def paths_as_checksums(text: str) -> str:
 
     def named(found: re.Match[str]) -> str:
         path = Path(found[0])
-        return f"{path.name}@{sha256_of_file(path)}" if path.is_file() else found[0]
+        is_file = path_exists(found[0]) and path.is_file()
+        return f"{path.name}@{sha256_of_file(path)}" if is_file else found[0]
 
     return _USER_FILE.sub(named, text)
 

@@ -226,6 +226,7 @@ def compose_cache_header(
             "embedding_rows": tokenizer.embedding_rows,
             "tokenizer": own["tokenizer"],
             "special_tokens": own["special_tokens"],
+            "space_ids": tokenizer.vocabulary.space_ids.tolist(),
         },
         "data": {
             "fingerprint": plan.fingerprint,

@@ -21,6 +21,8 @@ SUPPORTS = {
 }
 DEFAULT_SUPPORT = "top-k+sample"
 MAX_SEED = 2**63 - 1
+# Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller remainder counts as 0.
+MIN_REMAINDER = 1e-6
 DEFAULT_TOP_K = {"top-k": 64, "top-p": 64, "top-k+sample": 16}
 DEFAULT_TOP_P, DEFAULT_NUM_SAMPLES = 0.99, 16
 

@@ -64,6 +64,13 @@ class ByteVocabulary:
         """int32 [V], the number of bytes of each token."""
         return np.diff(self.offsets).astype(np.int32)
 
+    @property
+    def space_ids(self) -> NDArray[np.int32]:
+        """The tokens that are one space, int32, ascending."""
+        lone = np.flatnonzero(self.byte_lengths == 1)
+        found: NDArray[np.int32] = lone[self.token_bytes[self.offsets[lone]] == ord(" ")].astype(np.int32)
+        return found
+
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of one token; b"" for a special token."""
         return self.token_bytes[self.offsets[token] : self.offsets[token + 1]].tobytes()

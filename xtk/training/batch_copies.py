@@ -1,4 +1,4 @@
-"""Copies of micro-batches to a GPU, on a stream of their own, while the previous micro-batch is computed."""
+"""Copies of micro-batches to a GPU, on a separate CUDA stream, while the previous micro-batch is computed."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _wait_for(copies_end: Any, terms: Sequence[LossCells], device: torch.device)
     current = torch.cuda.current_stream(device)
     current.wait_event(copies_end)
     for term in terms:
-        for name in term.ON_DEVICE:
-            tensor = getattr(term, name)
-            if tensor is not None:
+        for one in dataclasses.fields(term):
+            tensor = getattr(term, one.name)
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(current)  # its memory was allocated for the other stream
 
 

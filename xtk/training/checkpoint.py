@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, set_default_permissions
-from xtk.artifacts.folder_replacement import fsync, fsync_and_hash
+from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissions
+from xtk.artifacts.folder_replacement import fsync_and_hash
 from xtk.artifacts.run_folder_removal import (
     keep_file_of_user,
     keep_manifest_of_user,

@@ -14,7 +14,6 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import canonical_json, sha256
-from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import MismatchError, XtkError
@@ -32,7 +31,7 @@ from xtk.training.batch_prefetch import report_killed_workers
 from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
 from xtk.training.parallel_config import ParallelConfig, parse_parallel
-from xtk.training.process_group import init_process_group_after_restart, report_lost_processes
+from xtk.training.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
 from xtk.training.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.student_generator import check_generation_backend
@@ -158,11 +157,9 @@ def evaluation_identity(inputs: RunInputs, logging_config: LoggingConfig) -> dic
 
 def _held_out_fingerprint(inputs: RunInputs, logging_config: LoggingConfig) -> str:
     """Return the fingerprint of the held-out documents."""
-    fingerprint = CorpusFingerprint()
-    caches = None if inputs.held_out is None else inputs.held_out.source
-    for document in logging_config.eval_documents if caches is None else map(caches.document, range(len(caches))):
-        fingerprint.add(document)
-    return str(fingerprint)
+    if inputs.held_out is not None:
+        return inputs.held_out.fingerprint
+    return logging_config.eval_documents_fingerprint
 
 
 def _set_up_forward(student: BackboneWithHead, recipe: TrainConfig) -> bool:
@@ -246,6 +243,7 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
     if paths.online_teachers and logging_config.dataloader_num_workers:
         raise XtkError("--teacher does not support --dataloader-num-workers", hint="use --dataloader-num-workers 0")
     timeout = timedelta(seconds=logging_config.ddp_timeout)
+    set_timeout(timeout)
     init_process_group_after_restart(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BATCH_TOKENS, ScoringWindow, document_windows, num_predicted_bytes
 from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.evaluation.top1_agreement import TokenMatching
 from xtk.losses.cross_entropy import CrossEntropy
 from xtk.losses.divergences import FORWARD_KL
+from xtk.losses.loss_interface import KEEP
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.tokens.document import Document
@@ -52,6 +55,11 @@ class HeldOutData:
     teachers: tuple[str, ...] = ()
     score_weighting: ScoreWeighting | None = None
     token_matchings: tuple[TokenMatching | None, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of the documents."""
+        return str(CorpusFingerprint.of(map(self.source.document, range(len(self.source)))))
 
     @classmethod
     def of_documents(cls, documents: Sequence[Document]) -> HeldOutData:
@@ -125,7 +133,8 @@ class HeldOutEvaluator:
         self._teachers, self._token_matchings = data.teachers, data.token_matchings
         self._with_teachers = any(objective.uses_teacher for objective in data.objectives)
         self._objectives = data.objectives
-        if not any(objective.name == CE_METRIC for objective in data.objectives):
+        if not any(objective.name == CE_METRIC and objective.loss.whitespace == KEEP for objective in data.objectives):
+            # The last term of a name is the one that is reported: here the mean over all trained tokens.
             self._objectives = (*data.objectives, LossTerm(CrossEntropy(), FORWARD_KL, None, CE_METRIC, weight=0.0))
         self._batch_builder = BatchBuilder(data.source, tokenizer, self._objectives, context_length,
             data.score_weighting, data.teachers,

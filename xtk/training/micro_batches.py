@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from xtk.evaluation.top1_agreement import TeacherTopTokens
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import LossInputs, join_inputs
-from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
+from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
@@ -105,6 +105,7 @@ class BatchBuilder:
         self._limit, self.score_weighting, self._packing = max_length, score_weighting, packing_multiple
         self.teachers = tuple(teacher_names) if any(objective.uses_teacher for objective in objectives) else ()
         self._teachers = len(self.teachers)
+        self._masks_whitespace = masks_whitespace(objectives)
         # A batch is read with sampled tokens, without them, or both: losses differ in what they accept.
         self._sampling_modes = sorted(
             {objective.accepts_samples for objective in objectives if objective.uses_teacher}, reverse=True
@@ -152,11 +153,14 @@ class BatchBuilder:
     def _build(
         self, numbers: Sequence[int], documents: list[Document], students: list[TokenSequence], sample_set: int
     ) -> MicroBatch:
-        without_teacher = [
-            make_loss_inputs(student, document, None) for student, document in zip(students, documents, strict=True)
+        masks = [
+            student.whitespace_mask(document.text) if self._masks_whitespace else None
+            for student, document in zip(students, documents, strict=True)
         ]
+        own_tokens = list(zip(students, documents, masks, strict=True))
+        without_teacher = [make_loss_inputs(student, document, None, mask) for student, document, mask in own_tokens]
         read = {
-            with_samples: self._read(numbers, documents, students, sample_set if with_samples else None)
+            with_samples: self._read(numbers, own_tokens, sample_set if with_samples else None)
             for with_samples in self._sampling_modes
         }
         inputs_of_teachers, num_nan = read[self._sampling_modes[0]] if read else ([], 0)
@@ -227,11 +231,15 @@ class BatchBuilder:
     def _read(
         self,
         numbers: Sequence[int],
-        documents: Sequence[Document],
-        students: Sequence[TokenSequence],
+        own_tokens: Sequence[tuple[TokenSequence, Document, NDArray[np.bool_] | None]],
         sample_set: int | None,
     ) -> tuple[list[list[LossInputs | None]], int]:
         """Return the loss inputs of some documents with each teacher.
+
+        Args:
+            numbers: indices of the documents.
+            own_tokens: the student's tokens of each, the document, and the mask of white space if a loss needs it.
+            sample_set: sample set of the teachers' log-probabilities; None: exact entries only.
 
         Returns:
             [teachers][documents], None where the teacher did not score the document; and the number of positions with
@@ -241,8 +249,8 @@ class BatchBuilder:
         finite = [[_without_nan(of_document[teacher]) for of_document in outputs] for teacher in range(self._teachers)]
         examples = [
             [
-                None if output is None else make_loss_inputs(student, document, output)
-                for student, document, (output, _) in zip(students, documents, of_teacher, strict=True)
+                None if output is None else make_loss_inputs(student, document, output, mask)
+                for (student, document, mask), (output, _) in zip(own_tokens, of_teacher, strict=True)
             ]
             for of_teacher in finite
         ]

@@ -106,10 +106,7 @@ class OnPolicySource(OnlineSource):
         records = [dict(prompt.record) for prompt in self.prompts]
         content = json.dumps(records, sort_keys=True, default=str)
         if with_completions := self._documents[len(self.prompts) * self.completions_per_prompt :]:
-            fingerprint = CorpusFingerprint()
-            for document in with_completions:
-                fingerprint.add(document)
-            content += str(fingerprint)
+            content += str(CorpusFingerprint.of(with_completions))
         return sha256(content.encode())
 
     def document(self, number: int) -> Document:

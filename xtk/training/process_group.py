@@ -30,6 +30,15 @@ PROCESS_LOST_MESSAGES = (
 TIMEOUT_MESSAGES = ("timed out", "timeout")
 
 
+_timeout: timedelta | None = None  # of collectives; None: torch's default
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the groups that this module creates."""
+    global _timeout
+    _timeout = timeout
+
+
 def rank() -> int:
     """Return the rank of this process; 0 without a process group."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -62,8 +71,11 @@ def all_reduce_max(value: int, device: torch.device) -> int:
 
 @functools.cache
 def _host_group(device: torch.device) -> Any:
-    """Return the group of all processes for tensors on the CPU; None: the default group (first call: collective)."""
-    return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
+    """Return the group of all processes for tensors on the CPU; None: the default group (first call: collective).
+
+    A new group has torch's default timeout, not that of the default group.
+    """
+    return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo", timeout=_timeout)
 
 
 def all_gather_object(value: T) -> list[T]:

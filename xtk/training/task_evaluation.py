@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from xtk.artifacts.atomic_files import canonical_json, sha256
+from xtk.artifacts.atomic_files import canonical_json, sha256, sha256_of_file
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import ProcessShare, check_rewards_apply, evaluate_answers
@@ -123,8 +123,9 @@ class RewardProblems:
     @property
     def identity(self) -> list[Any]:
         """Its options, with checksums of the files that they name, and of the prompts with their records."""
-        options = {name: paths_as_checksums(str(value)) for name, value in asdict(self._options).items()}
-        options["prompt_template"] = read_prompt_template(self._options.prompt_template) or ""
+        options = {name: str(value) for name, value in asdict(self._options).items()}
+        options["reward"] = paths_as_checksums(options["reward"])
+        options["prompt_template"] = read_prompt_template(options["prompt_template"]) or ""
         prompts = [[str(one.document.segments), repr(sorted(one.record.items()))] for one in self._prompts]
         return [*self.names, options, sha256(canonical_json(prompts))]
 
@@ -169,15 +170,16 @@ class HarnessEvalTasks:
 
     @property
     def identity(self) -> list[Any]:
-        """Its options, and names and sizes of the files of its local folders."""
-        roots = [*self._folders.values(), *([self._options.include_path] if self._options.include_path else [])]
+        """Its options, and names and checksums of the files of its local folders, which may be anywhere."""
+        options = {name: str(value) for name, value in asdict(self._options).items()}
+        roots = [*self._folders.values(), *filter(None, [options.pop("include_path")])]
         files = [
-            [path.name, path.stat().st_size]
+            [path.relative_to(root).as_posix(), sha256_of_file(path)]
             for root in roots
             for path in sorted(Path(root).rglob("*"))
-            if path.is_file()
+            if path.is_file() and path.suffix != ".pyc"  # which Python writes when a task's functions are imported
         ]
-        return [*self.names, {name: str(value) for name, value in asdict(self._options).items()}, files]
+        return [*self.names, options, files]
 
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Run the tasks, each process a part of the requests, and return their finite metrics."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.losses.loss_spec import LossSpec
 from xtk.models.student_model_setup import StudentModelConfig
@@ -125,6 +127,11 @@ class LoggingConfig(LoggingOptions):
     eval_documents: tuple[Document, ...] = ()
     eval_tasks: tuple[EvalTask, ...] = ()
     deadline: float = math.inf
+
+    @cached_property
+    def eval_documents_fingerprint(self) -> str:
+        """The fingerprint of `eval_documents`."""
+        return str(CorpusFingerprint.of(self.eval_documents))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.losses.loss_term import LossTerm
+from xtk.tokens.document import Document
 from xtk.tokens.normalization_changes import count_normalization_loss
-from xtk.tokens.token_sequence import count_lost_bytes, format_lost_bytes, tokenize_documents
+from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.combine_teachers import ScoreWeighting
 from xtk.training.data_sources import DocumentSource
@@ -85,8 +87,10 @@ class RunInputs:
         documents = np.flatnonzero((sizes > 0) & ~weightless)
         if weightless.any():
             terminal.note(f"distill: skipping {weightless.sum():,} of {len(sizes):,} documents, whose weight is 0")
-        self._report_changed_text(documents)
-        self._report_untrained(documents)
+        sample = documents[:: -(-len(documents) // DOCUMENTS_PER_CHECK) or 1]
+        read = self._read(sample)
+        self._report_changed_text(read)
+        self._report_untrained(documents, sample, read)
         too_long = [] if limit is None else self._longer_than(limit, sizes)
         if too_long:
             longest, number = max(too_long)
@@ -124,31 +128,38 @@ class RunInputs:
         """Return the blocks of steps that online teachers score, and print their settings; None: no online teachers."""
         return None
 
-    def _report_changed_text(self, documents: NDArray[np.int64]) -> None:
-        """Print how much text the student's tokenizer or chat template changes, on a sample of the documents."""
-        sample = documents[:: -(-len(documents) // DOCUMENTS_PER_CHECK) or 1]
-        read = [self.source.document(int(number)) for number in sample]
-        texts = [document.text for document in read if document.conversation is None]
+    def _read(self, numbers: NDArray[np.int64]) -> list[tuple[Document, TokenSequence | None]]:
+        """Return documents, conversations with their tokens as the student's chat template prints them."""
+        documents = [self.source.document(int(number)) for number in numbers]
+        conversations = [document for document in documents if document.conversation is not None]
+        tokenized = iter(tokenize_documents(self.tokenizer, conversations))
+        return [(document, None if document.conversation is None else next(tokenized)) for document in documents]
+
+    def _report_changed_text(self, read: Sequence[tuple[Document, TokenSequence | None]]) -> None:
+        """Print how much text the student's tokenizer or chat template changes in a sample of the documents."""
+        texts = [document.text for document, tokens in read if tokens is None]
         if warning := count_normalization_loss(self.tokenizer, texts).warning():
             terminal.note(f"distill: {warning}")
-        conversations = [document for document in read if document.conversation is not None]
-        tokenized = tokenize_documents(self.tokenizer, conversations)
-        counts = [count_lost_bytes(*pair) for pair in zip(conversations, tokenized, strict=True)]
+        counts = [count_lost_bytes(document, tokens) for document, tokens in read if tokens is not None]
         if sum(counts):
             terminal.note("distill: " + format_lost_bytes(counts))
 
-    def _report_untrained(self, documents: NDArray[np.int64]) -> None:
-        """Print how many documents have nothing to train, on a sample.
+    def _report_untrained(
+        self,
+        documents: NDArray[np.int64],
+        sample: NDArray[np.int64],
+        read: Sequence[tuple[Document, TokenSequence | None]],
+    ) -> None:
+        """Print how many documents have nothing to train, in a sample of the documents that was read.
 
         Raises:
             XtkError: no document has anything to train.
         """
-        sample = documents[:: -(-len(documents) // DOCUMENTS_PER_CHECK) or 1]
-        untrained = len(sample) - self._count_trained(sample)
+        untrained = len(sample) - _count_trained(read)
         if untrained == len(sample) and len(sample):
             others = np.setdiff1d(documents, sample)
             parts = (others[at : at + DOCUMENTS_PER_CHECK] for at in range(0, len(others), DOCUMENTS_PER_CHECK))
-            if not any(self._count_trained(part) for part in parts):
+            if not any(_count_trained(self._read(part)) for part in parts):
                 raise XtkError(
                     f"none of the {len(documents):,} documents has text to train",
                     where=f"document {documents[0]}; {self.tokenizer.name}",
@@ -160,14 +171,6 @@ class RunInputs:
                 f"distill: {untrained:,} of {len(sample):,} checked documents have no text to train (only assistant "
                 "messages and completions are trained)"
             )
-
-    def _count_trained(self, documents: NDArray[np.int64]) -> int:
-        """Return how many documents have trained text, conversations as the student's chat template prints them."""
-        read = [self.source.document(int(number)) for number in documents]
-        marked = [one for one in read if any(part.train and part.text for part in one.segments)]
-        conversations = [one for one in marked if one.conversation is not None]
-        tokenized = tokenize_documents(self.tokenizer, conversations)
-        return len(marked) - len(conversations) + sum(bool(sequence.train_mask.any()) for sequence in tokenized)
 
     def _longer_than(self, limit: int, sizes: NDArray[np.int64]) -> list[tuple[int, int]]:
         """Return (tokens, index) of the documents with more than `limit` tokens.
@@ -184,3 +187,12 @@ class RunInputs:
                 if len(sequence) > limit:
                     found.append((len(sequence), number))
         return found
+
+
+def _count_trained(read: Sequence[tuple[Document, TokenSequence | None]]) -> int:
+    """Return how many documents have trained text."""
+    return sum(
+        any(part.train and part.text for part in document.segments)
+        and (tokens is None or bool(tokens.train_mask.any()))
+        for document, tokens in read
+    )

@@ -36,16 +36,14 @@ def open_text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer,
     assigned, _ = assign_losses(recipe.losses, [])
     check_loss_scaling(recipe, assigned)
     documents = list(Corpus(list(paths.data), paths.columns, paths.max_document_bytes))
-    fingerprint = CorpusFingerprint()
-    for document in documents:
-        fingerprint.add(document)
+    fingerprint = str(CorpusFingerprint.of(documents))
     return RunInputs(
         TextSource(documents),
         tokenizer,
         tuple(LossTerm(one.rule, one.loss.make_divergence(), None, one.loss.name, one.loss.weight) for one in assigned),
         {
             "losses": [str(one.loss) for one in assigned],
-            "inputs": {"student": student, "documents": str(fingerprint)},
+            "inputs": {"student": student, "documents": fingerprint},
         },
-        provenance=Provenance(public_model_name(paths.student), data=[str(fingerprint)]),
+        provenance=Provenance(public_model_name(paths.student), data=[fingerprint]),
     )
