@@ -188,6 +188,22 @@ def test_a_second_run_of_one_student_is_refused(run, pair, cache, projection, tm
     assert not list((tmp_path / "out").glob(".xtk-*"))
 
 
+def test_a_checkpoint_that_a_running_process_removes_is_not_loaded(run, pair, cache, projection, tmp_path):
+    output = tmp_path / "out"
+    words = ("distill", pair.student, cache, "--projection", projection, "-o", output, "--max-steps", 100_000)
+    first = subprocess.Popen([sys.executable, "-m", "xtk", *map(str, words), "--save-steps", "1"])
+    deadline = time.monotonic() + 300
+    while not list(output.glob("checkpoint-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.send_signal(signal.SIGSTOP)
+    for file in output.glob("checkpoint-*/*.safetensors"):
+        file.unlink()  # as the process does next, with --save-total-limit
+    done = run(*words, "--save-steps", "1", code=1)
+    first.kill()
+    first.communicate()
+    assert "another process is writing this student" in done.stderr
+
+
 def flipped(path: Path, position: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[position] ^= 4

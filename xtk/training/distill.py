@@ -68,26 +68,28 @@ def distill(
     layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
     identity = run_identity(recipe, inputs, layout.num_data_shards, logging_config)
     evaluation = evaluation_identity(inputs, logging_config)
-    finished = RUN_FOLDER.find_finished(paths.output, identity, force=force)
-    if not force:
-        check_evaluation(paths.output, evaluation, is_finished=finished is not None)
-    if finished is not None:
+    if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:
         return finished
     keeps_best = recipe.early_stopping_patience > 0
-    resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
-    set_seed(recipe.seed)
-    origin = StudentSource(paths.student, paths.adapter, resumed.folder)
-    student = _load_student(origin, recipe, inputs, accelerator, layout, trust_remote_code)
-    _check_student_not_replaced(paths, inputs)
-    limits = [limit for limit in (max_context_length(student.model.config), recipe.max_length) if limit]
-    limit = min(limits) if limits else None
-    documents, sizes = inputs.training_documents(recipe, limit)
-    _check_student_options(recipe, paths.online_teachers, layout, is_peft_model(student.model))
-    is_packed = _set_up_forward(student, recipe)
     with contextlib.ExitStack() as held:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             held.enter_context(exclusive_write_lock(paths.output, "student"))
+        accelerator.wait_for_everyone()
+        if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:
+            return finished  # another process finished it before this one had the lock
+        resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
+        set_seed(recipe.seed)
+        origin = StudentSource(paths.student, paths.adapter, resumed.folder)
+        student = _load_student(origin, recipe, inputs, accelerator, layout, trust_remote_code)
+        _check_student_not_replaced(paths, inputs)
+        limits = [limit for limit in (max_context_length(student.model.config), recipe.max_length) if limit]
+        limit = min(limits) if limits else None
+        documents, sizes = inputs.training_documents(recipe, limit)
+        _check_student_options(recipe, paths.online_teachers, layout, is_peft_model(student.model))
+        is_packed = _set_up_forward(student, recipe)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
             prepare_run_folder(paths.output, options or {}, identity, resumed, force=force, evaluation=evaluation)
         accelerator.wait_for_everyone()
         if logging_config.report_to:
@@ -123,6 +125,16 @@ def distill(
         _print_plan(run, inputs, per_step, len(documents))
         with report_killed_workers(), report_lost_processes():
             return train(run)
+
+
+def _find_finished(
+    output: Path, identity: dict[str, Any], evaluation: dict[str, str], *, force: bool
+) -> dict[str, Any] | None:
+    """Return the `xtk.json` of the finished run, None if there is none; refuse other runs and other evaluations."""
+    finished = RUN_FOLDER.find_finished(output, identity, force=force)
+    if not force:
+        check_evaluation(output, evaluation, is_finished=finished is not None)
+    return finished
 
 
 def run_identity(

@@ -130,12 +130,12 @@ def prepare_run_folder(
         output: the run folder.
         options: command-line options, stored in `recipe.json`.
         identity: the run's options and input fingerprints.
-        resumed: the checkpoint that was found before the folder was locked.
+        resumed: the checkpoint that the run continues from.
         force: replace a run with other options or inputs.
         evaluation: fingerprints of what the run is evaluated on, by option.
 
     Raises:
-        XtkError: another command has written a run into the folder since then.
+        XtkError: another command has written a run into the folder since then, on a file system without locks.
     """
     output.mkdir(parents=True, exist_ok=True)
     if force:
