@@ -67,7 +67,7 @@ def test_a_learning_rate_that_makes_weights_infinite_ends_the_run_at_the_next_st
 
 def test_logits_that_are_far_too_large_are_the_teachers_fault(pair, corpus, tmp_path):
     loud = changed(pair.student, tmp_path / "loud", scaled_head(1e6))
-    told = "--precision standard stores at least -32,768"
+    told = "precision standard stores at least -32,768"
     done = run_xtk("cache-teacher", loud, corpus, "-o", tmp_path / "cache", code=1)
     assert "the teacher's log-probability of an observed token is -" in done.stderr
     assert told in done.stderr

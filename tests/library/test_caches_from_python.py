@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 
 import datasets
 import numpy as np
+import peft
 import pytest
 import small_inputs
 import torch
@@ -230,3 +233,87 @@ def test_rows_of_a_dataset_are_compared_with_the_cache(run, pair, tmp_path):
         xtk.DistillationCollator(other, tmp_path / "c", xtk.DistillationLoss("forward-kl"))
     with pytest.raises(xtk.XtkError, match="did you mean byte-kl"):
         xtk.DistillationLoss("bytekl")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"train": ["a text"]}, r"keys 'train'.*\n.*\n.*dataset\['train'\]"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}), "DatasetDict with the keys"),
+        ((text for text in ["a text"]), "can be read only once"),
+        ([["a text"]], "row of the dataset is a list"),
+    ],
+    ids=["mapping", "DatasetDict", "generator", "rows"],
+)
+def test_data_that_is_no_sequence_of_rows_is_refused(pair, teacher, tmp_path, dataset, message):
+    with pytest.raises(xtk.XtkError) as refused:
+        xtk.cache_teacher(teacher, dataset, tmp_path / "c", tokenizer=pair.teacher)
+    assert re.search(message, str(refused.value)), refused.value
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float64"])
+def test_a_dtype_in_which_xtk_does_not_score_is_refused(pair, teacher, tmp_path, dtype):
+    with pytest.raises(xtk.XtkError, match=f"dtype.*{dtype}"):
+        xtk.cache_teacher(str(pair.teacher), TEXTS, tmp_path / "c", dtype=dtype)
+    if dtype == "float64":
+        with pytest.raises(xtk.XtkError, match=r"dtype.*float64"):
+            xtk.cache_teacher(copy.deepcopy(teacher).double(), TEXTS, tmp_path / "c", tokenizer=pair.teacher)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+def test_a_folder_of_an_adapter_is_a_teacher(pair, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pair.teacher)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    from_folder = xtk.cache_teacher(str(tmp_path / "adapter"), TEXTS, tmp_path / "folder")
+    from_object = xtk.cache_teacher(adapted, TEXTS, tmp_path / "object", tokenizer=pair.teacher)
+    assert_same(from_folder, from_object, tolerance=1e-5)
+    with adapted.disable_adapter(), pytest.raises(xtk.XtkError, match="teacher"):
+        xtk.cache_teacher(adapted, TEXTS, tmp_path / "object", tokenizer=pair.teacher)
+
+
+def test_another_configuration_of_equal_weights_is_another_teacher(pair, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pair.teacher)
+    xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=pair.teacher)
+    other = AutoModelForCausalLM.from_pretrained(pair.teacher, sliding_window=4, use_sliding_window=True)
+    with pytest.raises(xtk.XtkError):
+        xtk.cache_teacher(other, TEXTS, tmp_path / "c", tokenizer=pair.teacher)
+
+
+def test_frozen_modules_stay_in_evaluation_mode(pair, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pair.teacher).train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    xtk.cache_teacher(model, TEXTS[:1], tmp_path / "c", tokenizer=pair.teacher)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_completions_of_a_student_are_kept_with_their_tokens(run, pair, teacher, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the first words", "other words")))
+    run("rollout", pair.student, prompts, "--max-completion-length", 8, "-o", tmp_path / "rollouts.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    with xtk.CacheWriter(tmp_path / "c", pair.teacher) as writer:
+        for row in rows:
+            ids, positions = writer.tokenize(row)
+            writer.add(row, *scored(teacher, ids, positions, 4)[:3])
+    made = xtk.TeacherCache(tmp_path / "c")
+    for document, row in zip(made, rows, strict=True):
+        assert document.document.sampled_tokens.ids.tolist() == row["student_ids"]
+
+
+def test_tensors_of_any_dtype_are_arrays_and_others_are_refused(pair, teacher, tmp_path):
+    def write(change):
+        with xtk.CacheWriter(tmp_path / "c", pair.teacher, force=True) as writer:
+            ids, positions = writer.tokenize(TEXTS[0])
+            writer.add(TEXTS[0], *change(*scored(teacher, ids, positions, 4)[:3]))
+        return xtk.TeacherCache(tmp_path / "c")
+
+    made = write(lambda ids, logs, seen: (torch.tensor(ids), torch.tensor(logs).bfloat16(), torch.tensor(seen)))
+    assert len(made) == 1
+    with pytest.raises(xtk.XtkError, match="top_ids is not an array of numbers"):
+        write(lambda ids, logs, seen: ([[1], *ids[1:].tolist()], logs, seen))
+    with pytest.raises(xtk.XtkError, match="not a token id"):
+        write(lambda ids, logs, seen: (ids.astype(np.int64) + 2**32, logs, seen))

@@ -115,3 +115,17 @@ def test_no_tensor_of_the_loss_has_all_logits(pair, cache, monkeypatch):
         rows = len(batch["teacher"].loss_positions)
         assert largest.numel <= max(chunk * width, states.numel())
         assert rows * width > 4 * largest.numel or documents == 4
+
+
+def test_num_items_of_anything_but_batches_is_refused(pair, cache):
+    loss = xtk.DistillationLoss("ce")
+    collator = xtk.DistillationCollator(pair.student, cache, loss)
+    batch = collator([0, 1])
+    assert torch.equal(loss.num_items(batch), loss.num_items([batch]))
+    for wrong in ([], [{"input_ids": batch["input_ids"]}]):
+        with pytest.raises(xtk.XtkError, match="num_items needs the batches"):
+            loss.num_items(wrong)
+    with pytest.raises(xtk.XtkError, match="num_items_in_batch has the shape"):
+        loss(
+            torch.zeros(*batch["input_ids"].shape, 8), torch.nn.Linear(8, 5000), batch, num_items_in_batch=torch.ones(3)
+        )

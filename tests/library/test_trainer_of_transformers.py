@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -142,3 +146,27 @@ def test_trainer_with_mixed_precision_has_about_the_same_loss(pair, cache, tmp_p
     first = next(line for line in trainer.state.log_history if "loss/byte-kl" in line)
     assert first["loss/byte-kl"] == pytest.approx(told["losses"][0]["byte-kl"], rel=2e-2)
     assert first["loss/byte-kl"] != told["losses"][0]["byte-kl"]
+
+
+def test_a_copy_of_the_student_runs_its_own_weights_and_generates(pair, cache, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pair.student).eval()
+    plain = copy.deepcopy(model)
+    collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss(*LOSSES))
+    trainer = DistillationTrainer(
+        model, arguments(tmp_path), data_collator=collator, train_dataset=xtk.TeacherCache(cache)
+    )
+    batch = trainer._prepare_inputs(collator(list(xtk.TeacherCache(cache))[:2]))
+    before = trainer.compute_loss(model, batch)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        assert float(copied(batch["input_ids"]).logits.detach().abs().max()) == 0
+        assert trainer.compute_loss(copied, batch) != before
+    assert trainer.compute_loss(model, batch) == before
+    ids = batch["input_ids"][:, :4]
+    generated = model.generate(ids, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert torch.equal(generated, plain.generate(ids, max_new_tokens=4, do_sample=False))
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    with pytest.raises(ValueError, match="not_an_argument"):
+        model.generate(ids, max_new_tokens=1, not_an_argument=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -32,7 +33,7 @@ class DistillationTrainerMixin:
 
     Raises:
         XtkError: `data_collator` is not a `DistillationCollator`, or the trainer uses DataParallel, tensor, context or
-            sequence parallelism.
+            sequence parallelism, DeepSpeed's ZeRO stage 3 or version 1 of FSDP.
     """
 
     # The loss is divided by the number of items of the whole step.
@@ -122,7 +123,9 @@ class DistillationTrainer(DistillationTrainerMixin, transformers.Trainer):  # ty
 
 
 def _check_layout(trainer: Any) -> None:
-    """Refuse layouts of the Trainer in which a process has a part of the positions or of the vocabulary.
+    """Refuse layouts of the Trainer in which a process has a part of the positions, the vocabulary or a weight.
+
+    The head's weight is read inside of the model's forward pass, where only FSDP2 and DDP have it whole.
 
     Raises:
         XtkError: names the layout.
@@ -132,11 +135,16 @@ def _check_layout(trainer: Any) -> None:
     used = [f"{name}_size={size}" for name, size in sizes.items() if size > 1]
     if trainer.args.n_gpu > 1:
         used.append(f"DataParallel over {trainer.args.n_gpu} GPUs")
+    state = trainer.accelerator.state
+    if getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", 0) == 3:
+        used.append("DeepSpeed ZeRO stage 3")
+    if getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", 2) == 1:
+        used.append("version 1 of FSDP")
     if used:
         raise XtkError(
             f"DistillationTrainer does not support {', '.join(used)}",
             where="TrainingArguments",
-            hint="start one process per GPU (torchrun, accelerate launch) with DDP or FSDP; "
+            hint="start one process per GPU (torchrun, accelerate launch) with DDP or FSDP2; "
             "or use xtk distill --parallel",
         )
 
@@ -156,18 +164,39 @@ def _compute_losses_in_forward(model: Any, *, packing: bool) -> None:
             where=type(model).__name__,
             hint="use DistillationCollator(..., packing=False)",
         )
-    student, plain = StudentWithLoss(split), model.forward
+    model.forward = _ForwardWithLosses(model, StudentWithLoss(split))
 
-    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+
+class _ForwardWithLosses:
+    """The `forward` of a student: as before, and with losses as an argument, their values instead of outputs.
+
+    An object instead of a function, so that a copy of the model has a copy of it, which runs the copied model.
+
+    Args:
+        model: the student.
+        student: computes the losses.
+    """
+
+    def __init__(self, model: Any, student: StudentWithLoss) -> None:
+        self._model, self._student = model, student
+        self._replaced = vars(model).get("forward")  # set by another library on this model; None: that of the class
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._forward)  # `generate` reads which arguments the model has
+
+    @property
+    def _forward(self) -> Any:
+        return self._replaced or MethodType(type(self._model).forward, self._model)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         losses = options.pop(_LOSSES_ARGUMENT, None)
         if losses is None:
-            return plain(*arguments, **options)
+            return self._forward(*arguments, **options)
         teacher, cells = losses
         lengths = teacher.document_lengths
         packed = None if lengths is None else PackedSequence(lengths)
-        return student(options["input_ids"], teacher.loss_positions, cells, packed)
-
-    model.forward = MethodType(forward, model)
+        return self._student(options["input_ids"], teacher.loss_positions, cells, packed)
 
 
 class LabelsWithTeacher(torch.Tensor):

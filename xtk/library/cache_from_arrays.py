@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
-from xtk.artifacts.cache_manifest import MANIFEST, cache_totals
+from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.cache_output import CACHE, remove_cache
 from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
@@ -38,6 +39,12 @@ from xtk.tokens.token_sequence import TokenSequence
 # Supports without samples; see `xtk.tokens.teacher_logprobs.SUPPORTS`.
 EXACT_SUPPORTS = ("top-k", "candidates", "none")
 _EXACT_PRECISION = "float32"
+_SAMPLED_TOKENS = "sampled_tokens"
+_HINTS = {
+    "arrays": "give token ids of the teacher's vocabulary, each at most once per position",
+    "values": "give natural logarithms of probabilities that are normalized over the whole vocabulary",
+    "logits": "check the log-probabilities; or use CacheWriter(..., precision='float32')",
+}
 
 
 class CacheWriter:
@@ -88,6 +95,7 @@ class CacheWriter:
         self._fingerprint, self._values = CorpusFingerprint(), hashlib.sha256()
         self._pending: list[ScoredDocument] = []
         self._top_k = 0
+        self._has_exact_entropy = True
         self._spool: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(prefix="xtk-cache-")
 
     def _claim(self) -> None:
@@ -139,7 +147,11 @@ class CacheWriter:
         view, tokens = self._view(document)
         arrays = _checked_arrays(tokens, top_ids, top_logprobs, observed_logprobs, entropy, where)
         scored = ScoredDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
-        check_scored_document(scored, where, vocab_size=self.tokenizer.embedding_rows, precision=self._precision)
+        vocab_size = self.tokenizer.embedding_rows
+        check_scored_document(scored, where, vocab_size=vocab_size, precision=self._precision, hints=_HINTS)
+        if view.sampled_tokens is not None and _SAMPLED_TOKENS not in self._plan.optional_columns:
+            self._plan.optional_columns.append(_SAMPLED_TOKENS)
+        self._has_exact_entropy &= entropy is not None
         before = len(self._plan.shards)
         self._plan.add_chunk(self._plan.num_documents, 0, tokens)
         if before and len(self._plan.shards) > before:
@@ -175,9 +187,13 @@ class CacheWriter:
             precision=self._precision,
             name=self._name,
             weights=f"values:sha256:{self._values.hexdigest()}",
-            options={"entropy": "lower bound", "backend": "external", "dtype": _EXACT_PRECISION,
-                     "shard_tokens": plan.shard_tokens},
-        )  # fmt: skip
+            options={
+                "entropy": "exact" if self._has_exact_entropy else "lower bound",
+                "backend": "external",
+                "dtype": _EXACT_PRECISION,
+                "shard_tokens": plan.shard_tokens,
+            },
+        )
         with self._folder.lock("cache", 0):
             self._claim()
             if self._force:
@@ -191,7 +207,7 @@ class CacheWriter:
                     self._folder, header, writer.shard_position(number), list(self._read_spooled(number)), order
                 )
                 writer.add_manifest_entry(number, entry)
-            cache_totals(writer.finish())
+            writer.finish()
         self._discard()
         return TeacherCache(self.output)
 
@@ -220,7 +236,7 @@ class CacheWriter:
         header = {
             "codec": codec,
             "teacher": {"embedding_rows": self.tokenizer.embedding_rows},
-            "data": {},
+            "data": {"optional_columns": [_SAMPLED_TOKENS]},
             "options": {},
         }
         position = ShardPosition(number, 0, len(self._pending))
@@ -254,8 +270,11 @@ def _checked_arrays(
         XtkError: a shape does not fit the document's tokens.
     """
     positions = int(tokens.train_mask.sum())
-    ids, logprobs = np.asarray(top_ids, np.int32), np.asarray(top_logprobs, np.float32)
-    observed = np.asarray(observed_logprobs, np.float32)
+    ids, logprobs = (
+        _to_array("top_ids", top_ids, np.int64, where),
+        _to_array("top_logprobs", top_logprobs, np.float32, where),
+    )
+    observed = _to_array("observed_logprobs", observed_logprobs, np.float32, where)
     if ids.ndim == 1 and not ids.size:
         ids, logprobs = ids.reshape(positions, 0), logprobs.reshape(positions, 0)
     if ids.ndim != 2 or ids.shape != logprobs.shape or len(ids) != positions or observed.shape != (positions,):
@@ -272,13 +291,42 @@ def _checked_arrays(
             of_listed = np.where(probs > 0, probs * logprobs, 0.0).sum(1)
             given = -of_listed - np.where(rest > 0, rest * np.log(np.where(rest > 0, rest, 1.0)), 0.0)
     else:
-        given = np.asarray(entropy, np.float64)
+        given = _to_array("entropy", entropy, np.float64, where)
         if given.shape != (positions,):
             raise XtkError(
                 f"entropy has the shape {given.shape}, but must be ({positions},)",
                 where=where,
                 hint="give one value per position of tokenize(document), or None",
             )
+    limits = np.iinfo(np.int32)
+    if ids.size and (ids.min() < limits.min or ids.max() > limits.max):
+        raise XtkError(
+            f"top_ids contains {int(ids.max() if ids.max() > limits.max else ids.min())}, which is not a token id",
+            where=where,
+            hint=_HINTS["arrays"],
+        )
     return LogprobArrays(
-        ids, logprobs, observed, np.maximum(given, 0).astype(np.float32), np.zeros((positions, 0, 0), np.int32)
+        ids.astype(np.int32),
+        logprobs,
+        observed,
+        np.maximum(given, 0).astype(np.float32),
+        np.zeros((positions, 0, 0), np.int32),
     )
+
+
+def _to_array(name: str, values: Any, dtype: Any, where: str) -> NDArray[Any]:
+    """Return an argument as an array; a tensor of torch may be on any device and of any dtype.
+
+    Raises:
+        XtkError: it is not an array of numbers.
+    """
+    try:
+        if isinstance(values, torch.Tensor):
+            values = (values.float() if values.is_floating_point() else values).detach().cpu().numpy()
+        return np.asarray(values, dtype)
+    except (TypeError, ValueError, OverflowError) as wrong:
+        raise XtkError(
+            f"{name} is not an array of numbers: {wrong}",
+            where=where,
+            hint="give arrays or tensors with one row per position; fill rows with fewer ids with -1",
+        ) from None

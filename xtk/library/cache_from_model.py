@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ from typing import Any
 import torch
 
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.model_resolver import resolve_model_folder
+from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
 from xtk.artifacts.record_to_document import Record
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.library.tokenizer_argument import store_files, to_tokenizer
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import DTYPES
+from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher as build_cache
 from xtk.tokens.teacher_logprobs import Support, make_support
 
+_UNHASHED_SETTINGS = ("transformers_version", "_name_or_path")
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 16  # hashed of each tensor, evenly spaced
 
 
@@ -36,6 +40,19 @@ class RecordCorpus(Corpus):
         super().__init__([], columns)
         self._dataset = dataset
         self.sources = []
+        if isinstance(dataset, Mapping):
+            names = ", ".join(map(repr, list(dataset)[:5]))
+            raise XtkError(
+                f"the dataset is a {type(dataset).__name__} with the keys {names}, not a sequence of rows",
+                where="cache_teacher",
+                hint=f"pass one of its values, such as dataset[{next(iter(dataset), 'train')!r}]",
+            )
+        if iter(dataset) is dataset:
+            raise XtkError(
+                f"the dataset is a {type(dataset).__name__}, which can be read only once",
+                where="cache_teacher",
+                hint="pass list(dataset), or a dataset that starts from the beginning at each iteration",
+            )
 
     @property
     def name(self) -> str:
@@ -45,10 +62,14 @@ class RecordCorpus(Corpus):
     def records(self) -> Iterator[tuple[Record, str]]:
         """Yield the rows, {column: value}, and the number of each."""
         for number, row in enumerate(self._dataset):
-            yield ({"text": row} if isinstance(row, str) else row), f"{self.name}, row {number}"
-
-    def __reduce__(self) -> tuple[type[Corpus], tuple[Any, ...]]:
-        return RecordCorpus, (self._dataset, self.columns)
+            where = f"{self.name}, row {number}"
+            if not isinstance(row, str | Mapping):
+                raise XtkError(
+                    f"a row of the dataset is a {type(row).__name__}",
+                    where=where,
+                    hint="rows must be texts, or mappings with the columns of xtk cache-teacher, such as 'text'",
+                )
+            yield ({"text": row} if isinstance(row, str) else row), where
 
 
 def cache_teacher(
@@ -88,7 +109,8 @@ def cache_teacher(
             `batch_tokens`, `shard_tokens`.
 
     Raises:
-        XtkError: the dataset is empty, a document is too long, or the output has something else.
+        XtkError: the dataset is empty or not a sequence of rows, a document is too long, the dtype is unknown, or the
+            output has something else.
     """
     if not isinstance(support, Support):
         support = make_support(support, top_k=top_k, top_p=top_p, num_samples=num_samples)
@@ -96,18 +118,32 @@ def cache_teacher(
         Corpus([str(dataset)], columns) if isinstance(dataset, str | Path) else RecordCorpus(dataset, columns)
     )
     if isinstance(model, str | Path):
-        folder = resolve_model_folder(str(model), with_weights=True)
-        build_cache(
-            CacheRequest(folder, str(model), support, precision=precision, **options), corpus, output, force=force
+        folder, adapter = base_model_and_adapter(resolve_model_folder(str(model), with_weights=True))
+        backend_options = {"adapter": adapter} if adapter else {}
+        _check_dtype(options.get("dtype", "float32"))
+        request = CacheRequest(
+            folder, str(model), support, precision=precision, backend_options=backend_options, **options
         )
+        build_cache(request, corpus, output, force=force)
         return TeacherCache(output)
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         build_cache(_request_for_model(model, tokenizer, support, precision, options), corpus, output, force=force)
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
     return TeacherCache(output)
+
+
+def _check_dtype(name: str) -> None:
+    """Refuse a dtype in which xtk does not score.
+
+    Raises:
+        XtkError: names the dtype.
+    """
+    if name not in DTYPES:
+        raise unknown_name_error("dtype", name, DTYPES)
 
 
 def _request_for_model(
@@ -125,17 +161,25 @@ def _request_for_model(
     name = Path(str(getattr(model, "name_or_path", ""))).name or type(model).__name__
     folder = store_files("teachers", {**files, "config.json": model.config.to_json_string(use_diff=False)}, name)
     fields = {"dtype": str(next(model.parameters()).dtype).removeprefix("torch."), **options}
+    _check_dtype(fields["dtype"])
     loaded = {"cut": BackboneWithHead(model), "weights": loaded_weights_fingerprint(model)}
     return CacheRequest(folder, name, support, precision=precision, backend_options=loaded, **fields)
 
 
 def loaded_weights_fingerprint(model: Any) -> str:
-    """Return "loaded:sha256:...", which identifies the weights of a loaded model.
+    """Return "loaded:sha256:...", which identifies the weights of a loaded model, its configuration and its adapters.
 
     Hashes names, shapes and dtypes, and 64 evenly spaced blocks of 64 KiB of each tensor (all of small tensors):
-    training changes every block.
+    training changes every block. The configuration has values that change the logits, such as the base of the rotary
+    embedding; of adapters, those that are active and their scaling are hashed.
     """
-    digest = hashlib.sha256()
+    settings = {name: value for name, value in model.config.to_dict().items() if name not in _UNHASHED_SETTINGS}
+    adapters = [  # layers of peft, which may not be installed
+        [name, list(module.active_adapters), module.disable_adapters, module.scaling]
+        for name, module in model.named_modules()
+        if hasattr(module, "scaling") and hasattr(module, "active_adapters")
+    ]
+    digest = hashlib.sha256(json.dumps([settings, adapters], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         flat = tensor.detach().reshape(-1).view(torch.uint8)

@@ -80,7 +80,17 @@ class DistillationLoss(nn.Module):
 
         Args:
             batches: the micro-batches of one step.
+
+        Raises:
+            XtkError: there are none, or they are not from a `DistillationCollator`.
         """
+        batches = [batches] if isinstance(batches, Mapping) else list(batches)
+        if not batches or not all(isinstance(batch, Mapping) and TEACHER_KEY in batch for batch in batches):
+            raise XtkError(
+                "num_items needs the batches of one optimizer step, each with the teacher's part",
+                where="DistillationLoss.num_items",
+                hint="pass a list of batches from a DistillationCollator",
+            )
         return torch.from_numpy(np.sum([batch[TEACHER_KEY].counts for batch in batches], axis=0))
 
     def forward(
@@ -139,8 +149,17 @@ class DistillationLoss(nn.Module):
             teacher: the teacher's part of a batch.
             device: device of the result.
             num_items_in_batch: as in `forward`.
+
+        Raises:
+            XtkError: `num_items_in_batch` is not from `num_items`.
         """
         counts = teacher.counts if num_items_in_batch is None else num_items_in_batch.double().cpu().numpy()
+        if counts.shape != teacher.counts.shape:
+            raise XtkError(
+                f"num_items_in_batch has the shape {list(counts.shape)}, but must be {list(teacher.counts.shape)}",
+                where="DistillationLoss",
+                hint="pass the result of DistillationLoss.num_items(batches), summed over processes",
+            )
         scales = StepReduction(self.terms, None, self._teacher_names, counts).term_scales()
         return [cells.to(device, scale) for cells, scale in zip(teacher.cells, scales, strict=True)]
 

@@ -42,15 +42,13 @@ def to_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
-    """Return the tokenizer in the folder that a tokenizer was loaded from; None if they differ.
+    """Return the tokenizer in the folder or of the hub id that a tokenizer was loaded from; None if they differ.
 
     transformers may write `tokenizer.json` with other content than it has read. The folder's has the fingerprint that
     caches and projections of the command line state.
     """
-    if not Path(name).is_dir():
-        return None
     try:
-        found = Tokenizer(name, name=name)
+        found = Tokenizer(resolve_model_folder(name, with_weights=False), name=name)
     except XtkError:
         return None
     template = getattr(tokenizer, "chat_template", None)
@@ -105,8 +103,8 @@ def store_files(kind: str, files: dict[str, str], name: str = "") -> Path:
                     temporary.write_text(content, encoding="utf-8")
     except (OSError, RuntimeError) as wrong:
         raise XtkError(
-            f"a copy of the tokenizer cannot be written: {wrong}",
-            where=str(kind),
+            f"files cannot be written to xtk's cache folder: {wrong}",
+            where=kind,
             hint="set the environment variable XTK_CACHE to a writable folder",
         ) from None
     return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,11 @@ from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 # Error of half-precision arithmetic in log-probabilities and in sums of probabilities.
 TOLERANCE = 1e-2
+BACKEND_HINTS = {
+    "arrays": "this is an error of the backend; use another --backend",
+    "values": "use another --dtype: float16 overflows in models trained in bfloat16",
+    "logits": "check the teacher's weights, since its logits are far too large; or use --precision float32",
+}
 
 
 def check_scored_document(
@@ -21,6 +28,7 @@ def check_scored_document(
     vocab_size: int | None = None,
     support: Support | None = None,
     precision: str = "float32",
+    hints: Mapping[str, str] = BACKEND_HINTS,
 ) -> None:
     """Refuse log-probabilities that are not valid distributions.
 
@@ -30,25 +38,26 @@ def check_scored_document(
         vocab_size: U, all ids are below it; None: any.
         support: the requested support; None: samples are not counted.
         precision: of the cache.
+        hints: what to do about invalid shapes or ids ("arrays"), values ("values") and logits ("logits").
 
     Raises:
         XtkError: says what is invalid.
     """
     scores = scored.stored_logprobs
     if wrong := _wrong_shapes(scores, scored, support):
-        raise XtkError(wrong, where=where, hint="this is an error of the backend; use another --backend")
+        raise XtkError(wrong, where=where, hint=hints["arrays"])
     if wrong := _wrong_numbers(scores):
-        raise XtkError(wrong, where=where, hint="use another --dtype: float16 overflows in models trained in bfloat16")
+        raise XtkError(wrong, where=where, hint=hints["values"])
     finite = scores.observed_logprobs[np.isfinite(scores.observed_logprobs)]
     if len(finite) and (lowest := float(finite.min())) < (limit := min_observed_logprob(precision)):
         raise XtkError(
-            f"the teacher's log-probability of an observed token is {lowest:,.0f} nats; --precision {precision} stores "
+            f"the teacher's log-probability of an observed token is {lowest:,.0f} nats; precision {precision} stores "
             f"at least {limit:,.0f}",
             where=where,
-            hint="check the teacher's weights, since its logits are far too large; or use --precision float32",
+            hint=hints["logits"],
         )
     if wrong := _wrong_ids(scores, scored, vocab_size) or _wrong_samples(scores, vocab_size, support):
-        raise XtkError(wrong, where=where, hint="this is an error of the backend; use another --backend")
+        raise XtkError(wrong, where=where, hint=hints["arrays"])
 
 
 def _wrong_shapes(scores: StoredLogprobs, row: ScoredDocument, support: Support | None) -> str | None:
