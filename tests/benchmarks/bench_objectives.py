@@ -49,10 +49,11 @@ from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import train_tokenizer, write_llama, write_qwen3
 
 RECOMMENDED = "ce:weight=0.3+byte-kl"
+STRICT = "strict:divergence=forward-kl"  # of the published reverse KL, a cache lacks probabilities that it needs
 LINES = (
     "ce",
     RECOMMENDED,
-    *(f"ce:weight=0.3+{name}" for name in ("boundary-kl", "bpm", "escd", "simct", "strict", "p-kl:weight=2")),
+    *(f"ce:weight=0.3+{name}" for name in ("boundary-kl", "bpm", "escd", "simct", STRICT, "p-kl:weight=2")),
     "ce+p-kl:weight=2",
     "ce+gold",
     "ce+alm",
