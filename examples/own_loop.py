@@ -30,12 +30,12 @@ model = AutoModelForCausalLM.from_pretrained(arguments.student).to(device)
 cache = xtk.TeacherCache(arguments.cache)
 loss = xtk.DistillationLoss(*arguments.loss)
 collator = xtk.DistillationCollator(tokenizer, cache, loss, max_length=model.config.max_position_embeddings)
-loader = torch.utils.data.DataLoader(
-    cache, batch_size=arguments.batch_size, shuffle=True, drop_last=True, collate_fn=collator
-)
+batch_size = min(arguments.batch_size, len(cache))
+loader = torch.utils.data.DataLoader(cache, batch_size=batch_size, shuffle=True, drop_last=True, collate_fn=collator)
 
 
 def forever():
+    """Yield batches, epoch after epoch."""
     while True:
         yield from loader
 

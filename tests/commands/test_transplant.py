@@ -231,6 +231,8 @@ def test_bad_input_is_refused_with_one_sentence_and_nothing_is_written(run, pair
         ((pair.student, pair.teacher, "--method", "omp"), "needs --donor"),
         ((pair.student, pair.teacher, "--donor", pair.teacher), "applies only to --method omp"),
         ((pair.student, pair.teacher, "--method", "nearest"), "nearest"),
+        ((pair.student, pair.teacher, "--dtype", "bf16"), "bf16"),
+        ((pair.student, pair.teacher, "--method", "projection", "--projection", tmp_path / "none"), "none"),
         ((pair.student,), "TOKENIZER is missing"),
         ((pair.student, pair.teacher, "--prune-to", 300), "remove TOKENIZER"),
         ((pair.student, "--prune-to", 100), "must be at least"),
@@ -242,6 +244,22 @@ def test_bad_input_is_refused_with_one_sentence_and_nothing_is_written(run, pair
         assert sentence in " ".join(done.stderr.split()), (arguments, done.stderr)
         assert "Traceback" not in done.stderr
         assert not out.exists()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_measured(run, pair, tmp_path):
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["some text"])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    cut = tmp_path / "cut"
+    shutil.copytree(pair.student, cut)
+    (cut / "model.safetensors").write_bytes(b"")  # the error of loading it would come first
+    for arguments, sentence in (
+        ((cut, pair.teacher, "-o", tmp_path / "mine"), "mine"),
+        ((cut, pair.student, "-o", tmp_path / "out"), "tokenizer of the model already"),
+    ):
+        done = run("transplant", *arguments, "--eval-data", data, code=1)
+        assert sentence in done.stderr
+        assert "model.safetensors" not in done.stderr
 
 
 def test_composition_agrees_with_a_slow_twin(pair):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +114,16 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path, own_cache):
         with pytest.raises(CorruptError, match="truncated"):
             resolve_model_folder(str(cut), with_weights=True)
     assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []
+
+
+def test_numbers_of_the_header_that_are_none_are_refused(original, own_cache, tmp_path):
+    content = gguf_files.write_gguf(original, tmp_path / "tiny.gguf").read_bytes()
+    name = b"general.architecture"
+    file = tmp_path / "wrong.gguf"
+    wrong = content.replace(struct.pack("<Q", len(name)) + name, struct.pack("<Q", 17) + b"general.alignment")
+    file.write_bytes(wrong)
+    with pytest.raises(CorruptError, match="cannot be read"):
+        resolve_model_folder(str(file), with_weights=True)
 
 
 def test_a_file_that_lacks_weights_is_refused_instead_of_filled_with_random_ones(original, own_cache, tmp_path):

@@ -126,6 +126,31 @@ def test_logits_of_kept_tokens_are_those_of_the_original(tmp_path):
     assert (tmp_path / "small" / "chat_template.jinja").read_text() == gguf_files.TEMPLATE
 
 
+def test_tokens_of_the_post_processor_are_kept_and_ids_are_those_of_the_loaded_tokenizer(tmp_path):
+    folder = gguf_files.make_llama(tmp_path / "llama")
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    plain = next(name for name, number in content["model"]["vocab"].items() if number == 390)
+    content["added_tokens"].append(
+        {"id": 7, "content": plain, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True,
+         "special": False}
+    )  # fmt: skip
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "first", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"first": {"id": "first", "ids": [380], "tokens": ["first"]}},
+    }
+    path.write_text(json.dumps(content))
+    old = Tokenizer(folder)
+    vocabulary = BpeVocabulary(old)
+    assert {380, 390} <= vocabulary.smallest
+    files, kept = vocabulary.pruned(set())
+    new = json.loads(files["tokenizer.json"])
+    assert kept[new["post_processor"]["special_tokens"]["first"]["ids"]].tolist() == [380]
+    assert [kept[token["id"]] for token in new["added_tokens"] if token["content"] == plain] == [390]
+
+
 def test_other_kinds_of_tokenizers_are_refused(tmp_path, families):
     word_piece = Tokenizer(small_inputs.make_word_piece_tokenizer(tmp_path / "wordpiece"))
     with pytest.raises(XtkError, match="can be pruned exactly; this one is WordPiece"):

@@ -31,7 +31,7 @@ def read_input_embedding(folder: Path) -> NDArray[np.float32]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise XtkError(
-            "this folder contains no weights (*.safetensors), which --method embedding needs",
+            "this folder contains no weights (*.safetensors), which this method needs for the input embedding",
             where=str(folder),
             hint="use a model folder with weights, or another --method, which needs only the tokenizers",
         )
@@ -47,7 +47,7 @@ def read_input_embedding(folder: Path) -> NDArray[np.float32]:
     file, name, entry = max(found, key=lambda each: each[2]["shape"][0])
     if entry["dtype"] not in _DTYPES:
         raise XtkError(
-            f"this model's input embedding has dtype {entry['dtype']}, which --method embedding does not support",
+            f"this model's input embedding has dtype {entry['dtype']}, which this method does not support",
             where=f"{file}: {name}",
             hint=f"convert the weights to one of {', '.join(_DTYPES)}",
         )

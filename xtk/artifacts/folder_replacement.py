@@ -39,7 +39,12 @@ def replacing_folder(output: Path, kind: FolderKind[Any] | None) -> Iterator[Pat
             if kind is not None:
                 kind.refuse_foreign(output)  # again: files may have been added meanwhile
             output.replace(old)
-        temporary.replace(output)
+        try:
+            temporary.replace(output)
+        except OSError:
+            if old.is_dir():
+                old.replace(output)
+            raise
         fsync(output.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -54,7 +54,7 @@ class TransplantOptions(
         DEFAULT_METHOD,
         "Initialization of tokens that are not copied; subword: mean of their old tokens, by length. "
         "docs/how-to/new-tokenizer.md compares the methods.",
-        metavar="[fvt|subword|projection|omp|mean|random]",
+        choices=("fvt", "subword", "projection", "omp", "mean", "random"),
     )
     donor: str = option("", "With --method omp: a model that has the new tokenizer.", metavar="MODEL")
     projection: str = option(
@@ -99,7 +99,7 @@ def transplant(options: TransplantOptions) -> None:
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.tokens.tokenizer import Tokenizer
-    from xtk.transplant.model_transplant import TransplantConfig, transplant_model
+    from xtk.transplant.model_transplant import TransplantConfig, check_transplant, transplant_model
 
     terminal.set_quiet(options.quiet)
     _check_options(options)
@@ -120,6 +120,7 @@ def transplant(options: TransplantOptions) -> None:
             folder, adapter, old, new, options.method, donor, Path(options.projection) if options.projection else None,
             options.keep_chat_template, options.dtype, options.seed, kept,
         )  # fmt: skip
+        check_transplant(config, Path(options.output), force=options.force)
         # Before anything is written: the data may not be readable.
         before = None if held_out is None else _bits_per_byte(folder, adapter, old, held_out, options)
         manifest = transplant_model(

@@ -64,7 +64,7 @@ class DistillationCollator:
         given = [] if projection is None else [Path(projection) if isinstance(projection, str) else projection]
         combination = parse_ensemble("sum", "", 1)
         teachers = open_teachers([self.cache], given, self._student)
-        assigned, self.auto_loss_note = assign_losses(loss.specs, teachers)
+        assigned, _ = assign_losses(loss.specs, teachers)
         parts = TeacherLosses(self._student, combination, teachers, combined_losses(combination, teachers, assigned))
         self._objectives, self._names = parts.objectives, parts.names
         self._losses = tuple(str(one.loss) for one in assigned)

@@ -56,16 +56,17 @@ def read_gguf_header(path: Path) -> GgufHeader:
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
             fields, end = _parse(content, path)
-        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, IndexError):
+            num_parts = int(fields.get("split.count", 1))
+        except (struct.error, ValueError, TypeError, KeyError, OverflowError, IndexError):
             raise CorruptError(
                 "this GGUF file is truncated or corrupt: its header cannot be read", where=str(path), hint=_HINT
             ) from None
     if end > size:
         what = f"this GGUF file is truncated: it has {size:,} bytes, but its tensors need {end:,}"
         raise CorruptError(what, where=str(path), hint=_HINT)
-    if int(fields.get("split.count", 1)) > 1:
+    if num_parts > 1:
         raise XtkError(
-            f"this GGUF file is one of {fields['split.count']} parts of a model",
+            f"this GGUF file is one of {num_parts} parts of a model",
             where=str(path),
             hint="merge the parts with llama.cpp: llama-gguf-split --merge FIRST_PART model.gguf",
         )

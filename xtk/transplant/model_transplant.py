@@ -86,20 +86,12 @@ def transplant_model(
     Raises:
         XtkError: an input does not fit; nothing is written.
     """
-    _check_tokenizers(config)
-    if output.resolve() == Path.cwd():
-        raise XtkError(
-            "-o is the working directory, which a transplant cannot replace",
-            where=str(output),
-            hint=f"use a folder inside of it: -o {output / 'NAME'}",
-        )
-    inputs = [config.model, config.new.folder, *(one for one in (config.adapter, config.donor) if one)]
-    claim_output(output, TRANSPLANT_FOLDER, inputs=inputs)
+    check_transplant(config, output, force=force)
     check_loadable(config.model, config.old, trust_remote_code=trust_remote_code, adapter=config.adapter)
     sources = TokenSources(config.new, config.old, config.kept)
     request = _request(config)
     with only_writer_of_path(output.resolve(), "transplant"):
-        found = claim_output(output, TRANSPLANT_FOLDER, request, force=force, inputs=inputs)
+        found = claim_output(output, TRANSPLANT_FOLDER, request, force=force, inputs=_inputs(config))
         if found is not None:
             return found
         model = _load_model(config, trust_remote_code)
@@ -120,6 +112,35 @@ def transplant_model(
             }
             write_run_manifest(folder, content, fsync_and_hash(folder))
         return read_run_manifest(output, (TRANSPLANT_KIND,))
+
+
+def check_transplant(config: TransplantConfig, output: Path, *, force: bool = False) -> None:
+    """Refuse tokenizers, files and an output that do not fit, before the model is loaded.
+
+    Args:
+        config: the transplant.
+        output: the folder to write.
+        force: replace one with other options.
+
+    Raises:
+        XtkError: names what does not fit.
+    """
+    _check_tokenizers(config)
+    if output.resolve() == Path.cwd():
+        raise XtkError(
+            "-o is the working directory, which a transplant cannot replace",
+            where=str(output),
+            hint=f"use a folder inside of it: -o {output / 'NAME'}",
+        )
+    if config.projection is not None and config.method == "projection":
+        _check_projection(config)
+    if config.donor is not None:
+        _read_donor(config)
+    claim_output(output, TRANSPLANT_FOLDER, _request(config), force=force, inputs=_inputs(config))
+
+
+def _inputs(config: TransplantConfig) -> list[Path]:
+    return [config.model, config.new.folder, *(one for one in (config.adapter, config.donor) if one)]
 
 
 @contextlib.contextmanager
@@ -278,7 +299,9 @@ def _load_model(config: TransplantConfig, trust_remote_code: bool) -> Any:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     own = {id(parameter) for end in ends for parameter in end.parameters()}
     others = [
-        name for name, one in model.named_parameters() if id(one) not in own and one.shape[0] == rows and rows > 1
+        name
+        for name, one in model.named_modules()
+        if isinstance(one, torch.nn.Embedding) and id(one.weight) not in own and one.num_embeddings >= len(config.old)
     ]
     if others:
         raise XtkError(

@@ -7,7 +7,7 @@ from typing import Any
 from xtk.transplant.token_sources import TokenSources
 
 ROLES = ("bos", "eos", "pad")
-# Of generation configurations, in addition to names that end in `_token_id` and `_token_ids`.
+# Settings of generation configurations with token ids, in addition to names that end in `_token_id`.
 _OTHER_IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias")
 
 

@@ -1,8 +1,8 @@
 """A smaller vocabulary for a BPE tokenizer, exact on the tokens that it keeps.
 
-BPE applies the merge of the lowest rank first. No merge that is applied to a text joins two of its final tokens, so
-each final token is made by the merges of its own bytes, in any text. If a vocabulary keeps the tokens that these merges
-make, and their merges in the same order, then a text whose tokens are all kept has the same tokens as before.
+BPE applies the merge of the lowest rank first. When it has finished, no merge applies across two tokens of the text, so
+each token was made by merges inside of it only, in any text. If a vocabulary keeps the tokens that these merges make,
+and their merges in the same order, then a text whose tokens are all kept has the same tokens as before.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
@@ -50,19 +51,19 @@ class BpeVocabulary:
         self._ids: dict[str, int] = model["vocab"]
         self._ranks = {pair: rank for rank, pair in enumerate(_merge_pairs(model))}
         self._base = self._base_tokens(byte_level)
-        self._added = {self.tokenizer.vocabulary.special_tokens.get(token["content"], token["id"])
-                       for token in self.content.get("added_tokens") or []}  # fmt: skip
+        self._added = self._added_tokens()
         self._names = {number: name for name, number in self._ids.items()}
 
     @property
     def smallest(self) -> set[int]:
         """The tokens that every pruned vocabulary has: single bytes, added tokens and roles."""
-        return self._base | self._added | set(self.tokenizer.special_token_ids.values())
+        roles = set(self.tokenizer.special_token_ids.values())
+        return self._base | set(self._added.values()) | roles | set(_ids_in(self.content.get("post_processor")))
 
     def closure(self, token: int) -> set[int]:
         """Return a token and those that its merges make; only itself if no merges make it."""
         name = self._names.get(token)
-        if name is None or token in self._added:
+        if name is None or token in self._added.values():
             return {token}
         made = _apply_merges(name, self._ranks)
         if made[-1] != [name]:  # found as a whole word, without merges (`ignore_merges`), or in no text
@@ -87,9 +88,8 @@ class BpeVocabulary:
         model["vocab"] = {self._names[number]: new_id[number] for number in inside}
         model["merges"] = [list(pair) for pair in self._ranks
                            if pair[0] in names and pair[1] in names and pair[0] + pair[1] in names]  # fmt: skip
-        by_text = self.tokenizer.vocabulary.special_tokens
         for token in content.get("added_tokens") or []:
-            token["id"] = new_id[by_text.get(token["content"], token["id"])]
+            token["id"] = new_id[self._added[token["content"]]]
         content["added_tokens"] = sorted(content.get("added_tokens") or [], key=lambda token: int(token["id"]))
         content["post_processor"] = _renumber(content.get("post_processor"), new_id)
         content["truncation"] = content["padding"] = None
@@ -97,6 +97,14 @@ class BpeVocabulary:
         files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
         files["tokenizer_config.json"] = json.dumps(tokenizer_settings(self.tokenizer), ensure_ascii=False).encode()
         return files, np.array(order, np.int32)
+
+    def _added_tokens(self) -> dict[str, int]:
+        """Return the id of each added token: where the vocabulary has the same token, the file may state another id."""
+        loaded = tokenizers.Tokenizer.from_str(json.dumps(self.content))
+        found = (
+            (token["content"], loaded.token_to_id(token["content"])) for token in self.content.get("added_tokens") or []
+        )
+        return {name: number for name, number in found if number is not None}
 
     def _base_tokens(self, byte_level: bool) -> set[int]:
         """Return the tokens of single bytes, those that the vocabulary has, and the unknown token."""
@@ -158,6 +166,22 @@ def _apply_merges(name: str, ranks: dict[tuple[str, str], int]) -> list[list[str
         states.append([parts[at]])
     states.append(list(parts))
     return states
+
+
+def _ids_in(part: Any) -> Iterator[int]:
+    """Yield the token ids in a post-processor."""
+    if isinstance(part, list):
+        if len(part) == 2 and isinstance(part[0], str) and type(part[1]) is int:
+            yield part[1]
+        else:
+            for one in part:
+                yield from _ids_in(one)
+    if isinstance(part, dict):
+        for key, value in part.items():
+            if key == "ids" and isinstance(value, list) and all(type(number) is int for number in value):
+                yield from value
+            else:
+                yield from _ids_in(value)
 
 
 def _renumber(part: Any, new_id: dict[int, int]) -> Any:
