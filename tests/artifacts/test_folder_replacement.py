@@ -7,13 +7,16 @@ import shutil
 import pytest
 
 from xtk.artifacts.folder_replacement import replacing_folder
+from xtk.artifacts.output_claims import FolderKind
 
 
 def test_the_old_folder_is_kept_if_the_new_one_cannot_be_renamed(tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / "old.txt").write_text("old")
-    with pytest.raises(OSError), replacing_folder(output, None) as folder:  # noqa: PT011 (which one: the system's)
-        shutil.rmtree(folder)
+    made = []
+    kind = FolderKind("a folder", refuse_foreign=lambda folder: shutil.rmtree(made[0]))  # called before the renames
+    with pytest.raises(FileNotFoundError), replacing_folder(output, kind) as folder:
+        made.append(folder)
     assert (output / "old.txt").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

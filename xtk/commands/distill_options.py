@@ -81,7 +81,7 @@ class DistillOptions(
 
     student: str = argument(
         REQUIRED,
-        "Student: a folder, GGUF file, hub id or PEFT adapter to train further; - reads its path from standard input.",
+        "Student: a folder, GGUF file, hub id or PEFT adapter; - reads its path from standard input.",
         metavar="STUDENT",
         is_path=True,
         effect=INPUTS,
@@ -111,8 +111,8 @@ class DistillOptions(
     )
     loss: tuple[str, ...] = option(
         (),
-        "Loss term with options, such as p-kl or ce:weight=0.5; repeat it for a weighted sum. Options of every loss: "
-        "weight, where, whitespace. auto (default): one that fits each teacher; docs/reference/losses.md lists all.",
+        "Loss term with options, such as ce:weight=0.5 or p-kl:whitespace=mask; repeat it for a sum. "
+        "auto (default): one that fits each teacher; docs/reference/losses.md lists all.",
         metavar="NAME[:KEY=VALUE,...]",
         effect=INPUTS,
     )

@@ -35,8 +35,7 @@ def quickstart(options: QuickstartOptions) -> None:
     about five minutes on two CPU cores. With --real, a pretrained model is the teacher.
 
     Examples:
-        xtk quickstart -o quickstart
-        xtk quickstart --real -o quickstart-real
+        xtk quickstart --real -o quickstart
         xtk quickstart --seeds 3 --json -o quickstart
     """
     from pathlib import Path
