@@ -26,10 +26,12 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(arguments.student)
 model = AutoModelForCausalLM.from_pretrained(arguments.student).to(device)
+xtk.enable_packing(model)  # documents of a batch are one sequence, without padding
 
 cache = xtk.TeacherCache(arguments.cache)
 loss = xtk.DistillationLoss(*arguments.loss)
-collator = xtk.DistillationCollator(tokenizer, cache, loss, max_length=model.config.max_position_embeddings)
+length = model.config.max_position_embeddings
+collator = xtk.DistillationCollator(tokenizer, cache, loss, max_length=length, packing=True)
 batch_size = min(arguments.batch_size, len(cache))
 loader = torch.utils.data.DataLoader(cache, batch_size=batch_size, shuffle=True, drop_last=True, collate_fn=collator)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from xtk.library.cache_from_model import cache_teacher as cache_teacher
     from xtk.library.distillation_collator import DistillationCollator as DistillationCollator
     from xtk.library.distillation_loss import DistillationLoss as DistillationLoss
+    from xtk.library.packing import enable_packing as enable_packing
     from xtk.library.projections import Projection as Projection
     from xtk.library.projections import build_projection as build_projection
 
@@ -34,6 +35,7 @@ PUBLIC = {
     "TeacherCache": "xtk.artifacts.teacher_cache",
     "DistillationCollator": "xtk.library.distillation_collator",
     "DistillationLoss": "xtk.library.distillation_loss",
+    "enable_packing": "xtk.library.packing",
     "XtkError": "xtk.errors",
 }
 __all__ = ["__version__", *PUBLIC]

@@ -42,6 +42,7 @@ def with_the_library(folder: Path, loss: str, steps: int, batch: int) -> list[fl
     """Take the documents of the steps of `distill` through a plain loop; return when each step ended."""
     torch.manual_seed(0)
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float32).train()
+    xtk.enable_packing(student)
     losses = xtk.DistillationLoss("ce", *(() if loss == "ce" else (loss,)))
     cache = xtk.TeacherCache(folder / "cache")
     collator = xtk.DistillationCollator(folder / "student", cache, losses, packing=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -129,3 +132,23 @@ def test_num_items_of_anything_but_batches_is_refused(pair, cache):
         loss(
             torch.zeros(*batch["input_ids"].shape, 8), torch.nn.Linear(8, 5000), batch, num_items_in_batch=torch.ones(3)
         )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_batch_is_sent_to_another_process_with_one_tensor(pair, cache, packing):
+    loss = xtk.DistillationLoss("ce", "byte-kl")
+    collator = xtk.DistillationCollator(pair.student, cache, loss, packing=packing)
+    batch = collator([0, 1, 2])
+    received = pickle.loads(pickle.dumps(batch))
+    assert received.keys() == batch.keys()
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(received[name], batch[name])
+    for one, other in zip(received["teacher"].cells, batch["teacher"].cells, strict=True):
+        for field in dataclasses.fields(one):
+            mine, its = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(mine, torch.Tensor):
+                assert mine.dtype == its.dtype
+                assert torch.equal(mine, its)
+    made = batch.__reduce__()
+    assert sum(isinstance(part, torch.Tensor) for part in made[1]) == 1
+    assert b"_rebuild_tensor" not in made[1][0]

@@ -15,6 +15,7 @@ from xtk.errors import XtkError
 from xtk.library.distillation_batch import TEACHER_KEY, DistillationBatch, TeacherBatch
 from xtk.library.distillation_collator import DOCUMENT_KEY, TEXT_KEY, DistillationCollator
 from xtk.library.distillation_loss import DistillationLoss
+from xtk.library.packing import split_packed_model
 from xtk.losses.loss_cells import LossCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence
@@ -157,13 +158,7 @@ def _compute_losses_in_forward(model: Any, *, packing: bool) -> None:
     Raises:
         XtkError: documents are packed, and the model cannot separate them.
     """
-    split = BackboneWithHead(model)
-    if packing and not split.enable_packing():
-        raise XtkError(
-            "the student's architecture does not support packing",
-            where=type(model).__name__,
-            hint="use DistillationCollator(..., packing=False)",
-        )
+    split = split_packed_model(model) if packing else BackboneWithHead(model)
     model.forward = _ForwardWithLosses(model, StudentWithLoss(split))
 
 

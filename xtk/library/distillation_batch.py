@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from xtk.training.micro_batches import MicroBatch
 
 IGNORE_INDEX = -100  # label of tokens without loss, as in PyTorch's cross-entropy
 TEACHER_KEY = "teacher"  # key of the teacher's part in a batch
+_ALIGNMENT = 16  # bytes
 
 
 class TeacherBatch:
@@ -70,6 +73,57 @@ class DistillationBatch(dict[str, Any]):
     def to(self, device: Any) -> DistillationBatch:
         """Return the batch on a device."""
         return DistillationBatch({name: value.to(device) for name, value in self.items()})
+
+    def __reduce__(self) -> Any:
+        """Send the batch with one tensor: a DataLoader worker opens a file for each that it sends."""
+        stream = io.BytesIO()
+        pickler = _TensorPickler(stream)
+        pickler.dump(dict(self))
+        return _read_batch, (stream.getvalue(), *pickler.joined())
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles an object without its tensors on the CPU, which it collects."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self._tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) is not torch.Tensor or value.device.type != "cpu":
+            return None
+        self._tensors.append(value)
+        return len(self._tensors) - 1
+
+    def joined(self) -> tuple[torch.Tensor, list[tuple[int, int, torch.dtype, torch.Size]]]:
+        """Return the bytes of all tensors, and start, stop, dtype and shape of each."""
+        places, stop = [], 0
+        for tensor in self._tensors:
+            start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+            stop = start + tensor.numel() * tensor.element_size()
+            places.append((start, stop, tensor.dtype, tensor.shape))
+        joined = torch.empty(stop, dtype=torch.uint8)
+        for tensor, (start, end, _, _) in zip(self._tensors, places, strict=True):
+            joined[start:end] = tensor.contiguous().flatten().view(torch.uint8)
+        return joined, places
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads what a `_TensorPickler` wrote; tensors are parts of one."""
+
+    def __init__(self, content: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self._tensors[number]
+
+
+def _read_batch(
+    content: bytes, joined: torch.Tensor, places: list[tuple[int, int, torch.dtype, torch.Size]]
+) -> DistillationBatch:
+    tensors = [joined[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in places]
+    return DistillationBatch(_TensorUnpickler(content, tensors).load())
 
 
 def make_batch(micro_batch: MicroBatch, losses: tuple[str, ...], vocab_size: int) -> DistillationBatch:

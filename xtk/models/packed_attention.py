@@ -9,6 +9,7 @@ the work, since late tokens attend to more tokens). Keys and values are gathered
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ from xtk.errors import XtkError
 from xtk.models.host_to_device import to_device
 
 ATTENTION_NAME = "xtk"
+# For models that others use too: with padding, and without an argument that states the documents.
+GENERAL_ATTENTION_NAME = "xtk_general"
 # Arguments that this attention can ignore. Models that pass others (soft caps, sinks, biases) keep their attention.
 _IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "layer_idx"}
@@ -191,8 +194,57 @@ class _AllGatherSequence(torch.autograd.Function):
         return received.sum(0), None
 
 
+def general_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Return attention within the documents of a packed sequence, or by a mask; arguments as for `packed_attention`.
+
+    Without `packed`, the documents are those of `position_ids`: one begins at each 0.
+    """
+    if attention_mask is not None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        options.pop("packed", None)
+        by_mask: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, **options
+        )
+        return by_mask
+    positions = options.get("position_ids")
+    is_whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]  # no key-value cache
+    if options.get("packed") is None and is_whole and positions is not None and positions.shape == (1, query.shape[2]):
+        options["packed"] = _documents_of_positions(positions)
+    return packed_attention(module, query, key, value, None, **options)
+
+
+_last_documents: list[tuple[Any, PackedSequence]] = []  # all layers of a forward pass get the same tensor
+
+
+def _documents_of_positions(position_ids: Tensor) -> PackedSequence:
+    if not _last_documents or _last_documents[0][0]() is not position_ids:
+        begins = [0, *(position_ids[0, 1:] == 0).nonzero().flatten().add(1).tolist(), position_ids.shape[1]]
+        found = PackedSequence(tuple(stop - start for start, stop in itertools.pairwise(begins)))
+        _last_documents[:] = [(weakref.ref(position_ids), found)]
+    return _last_documents[0][1]
+
+
+def _general_mask(
+    *sizes: Any, q_length: int, kv_length: int, q_offset: Any = 0, attention_mask: Tensor | None = None, **options: Any
+) -> Tensor | None:
+    """Return None if the last token attends to all keys, and each one before it to one less; else a mask."""
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is None and isinstance(q_offset, int) and q_offset + q_length == kv_length:
+        return None
+    mask: Tensor | None = sdpa_mask(
+        *sizes, q_length=q_length, kv_length=kv_length, q_offset=q_offset, attention_mask=attention_mask, **options
+    )
+    return mask
+
+
 def register_attention() -> None:
-    """Register this attention in transformers under `ATTENTION_NAME`."""
-    from transformers import AttentionInterface
+    """Register both attentions in transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    AttentionInterface.register(GENERAL_ATTENTION_NAME, general_attention)
+    AttentionMaskInterface.register(GENERAL_ATTENTION_NAME, _general_mask)

@@ -1,0 +1,65 @@
+"""xtk.enable_packing: packed batches have the values of separate documents, and all other inputs those of before."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small_inputs import sentences, write_jsonl
+from transformers import AutoModelForCausalLM
+
+import xtk
+
+
+@pytest.fixture(scope="module")
+def cache(run, pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("caches")
+    data = write_jsonl(folder / "data.jsonl", sentences(6, seed=3))
+    run("cache-teacher", pair.teacher, data, "-o", folder / "cache")
+    return xtk.TeacherCache(folder / "cache")
+
+
+@pytest.fixture(params=["student", "teacher"])  # Llama and Qwen3
+def folder(request, pair):
+    return getattr(pair, request.param)
+
+
+def losses_and_gradients(model, batch, loss):
+    model.zero_grad(set_to_none=True)
+    total = loss(model.model(**batch.model_inputs).last_hidden_state, model.lm_head, batch)
+    total.backward()
+    return float(total.detach()), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_packed_documents_have_the_loss_and_gradient_of_padded_ones(pair, cache):
+    model = AutoModelForCausalLM.from_pretrained(pair.student)
+    loss = xtk.DistillationLoss("ce", "byte-kl")
+    padded, packed = (
+        xtk.DistillationCollator(pair.student, cache, loss, packing=packing)(range(6)) for packing in (False, True)
+    )
+    expected, gradients = losses_and_gradients(model, padded, loss)
+    xtk.enable_packing(model)
+    assert model.config._attn_implementation == "xtk_general"
+    for batch in (packed, padded):
+        found, own = losses_and_gradients(model, batch, loss)
+        assert found == pytest.approx(expected, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(own[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_padded_batches_and_generation_are_those_of_the_plain_model(folder):
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = copy.deepcopy(plain)
+    xtk.enable_packing(model)
+    ids = torch.tensor([[0, 0, 0, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26, 27]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])  # padded on the left, as for generation
+    with torch.no_grad():
+        found, expected = (one(input_ids=ids, attention_mask=mask).logits for one in (model, plain))
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}):
+        both = [
+            one.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, **options)
+            for one in (model, plain)
+        ]
+        assert torch.equal(*both), options
