@@ -88,9 +88,11 @@ def _markdown(text: str) -> str:
         if (heading := line.rstrip(":")) in SECTIONS and line.endswith(":"):
             section = heading
             found += ["", f"{'Arguments' if heading == 'Args' else heading}:", ""]
+        elif section == "Returns" and line.strip():
+            found.append(line.strip())
         elif section and re.match(r"    \S", line):
             item = re.match(r"    ([\w\[\], ]+): (.*)", line)
-            found.append(f"- `{item[1]}`: {item[2]}" if item and section != "Returns" else f"- {line.strip()}")
+            found.append(f"- `{item[1]}`: {item[2]}" if item else f"- {line.strip()}")
         elif section and line.strip():
             found.append(f"  {line.strip()}")
         elif not section and line.startswith("    "):

@@ -1,1 +1,1 @@
-"""The Python API: what `import xtk` offers, in terms of the parts that the commands are built of."""
+"""The Python API: the objects of `import xtk`, built of the same parts as the commands."""

@@ -39,7 +39,7 @@ class DistillationCollator:
         projection: a `Projection` or its path, for losses that use one; None: it is built if a loss needs it.
         max_length: maximum number of tokens of a document; longer ones are truncated. None: no limit.
         packing: concatenate the documents of a batch into one sequence [1, T] with `position_ids` that restart, instead
-            of padding. The model must separate documents by `position_ids`.
+            of padding. Call `enable_packing` for the model.
         sample_set: index of the set of sampled tokens, modulo the number of sets; change it every epoch.
 
     Raises:
@@ -82,7 +82,8 @@ class DistillationCollator:
                 with the index as "document" and optionally the text as "text", which is compared with the cache.
 
         Raises:
-            XtkError: a document is not in the cache, has another text, or is from another teacher.
+            XtkError: a document is not in the cache, has another text, or is from a cache whose teacher has another
+                tokenizer, or with another support.
         """
         documents = _Documents([self._stored(feature) for feature in features])
         builder = BatchBuilder(

@@ -105,7 +105,7 @@ def build_projection(
         options: options of the method, and `special_tokens`.
 
     Returns:
-        [V, U].
+        The projection W [V, U].
 
     Raises:
         XtkError: unknown method or option, or the vocabularies share no token.
