@@ -33,7 +33,7 @@ from xtk.training.micro_batches import BatchSampler
 
 TIMES = 3
 LOSSES = ("ce", "p-kl:weight=2")
-TEACHER_STEPS, STUDENT_STEPS = 200, 100
+TEACHER_STEPS, STUDENT_STEPS = 200, 800
 PROGRAMS = {"own loop": ("own_loop.py",), "Trainer": ("trainer.py",), "SFTTrainer": ("trl_sft.py",),
             "SFTTrainer, mixin": ("trl_sft.py", "--mixin")}  # fmt: skip
 
