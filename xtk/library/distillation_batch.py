@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import pickle
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,55 +74,75 @@ class DistillationBatch(dict[str, Any]):
         return DistillationBatch({name: value.to(device) for name, value in self.items()})
 
     def __reduce__(self) -> Any:
-        """Send the batch with one tensor: a DataLoader worker opens a file for each that it sends."""
-        stream = io.BytesIO()
-        pickler = _TensorPickler(stream)
-        pickler.dump(dict(self))
-        return _read_batch, (stream.getvalue(), *pickler.joined())
+        """Send the batch to another process as one tensor: a DataLoader worker opens a file for each that it sends."""
+        if TEACHER_KEY not in self:
+            return DistillationBatch, (dict(self),)
+        tensors = _JoinedTensors()
+        entries = {name: tensors.add(value) for name, value in self.items() if name != TEACHER_KEY}
+        teacher: TeacherBatch = self[TEACHER_KEY]
+        cells = [
+            (type(one), {field.name: tensors.add(getattr(one, field.name)) for field in dataclasses.fields(one)})
+            for one in teacher.cells
+        ]
+        return _read_batch, (entries, {**vars(teacher), "cells": ()}, cells, tensors.joined())
 
 
-class _TensorPickler(pickle.Pickler):
-    """Pickles an object without its tensors on the CPU, which it collects."""
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tensor is in joined ones."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class _JoinedTensors:
+    """Tensors on the CPU, to be joined."""
+
+    def __init__(self) -> None:
+        self._places: list[_Place] = []
         self._tensors: list[torch.Tensor] = []
 
-    def persistent_id(self, value: Any) -> int | None:
-        if type(value) is not torch.Tensor or value.device.type != "cpu":
-            return None
+    def add(self, value: Any) -> Any:
+        """Return the place of a tensor on the CPU; other values unchanged."""
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return value
+        start = -(-self._places[-1].stop // _ALIGNMENT) * _ALIGNMENT if self._places else 0
+        place = _Place(start, start + value.numel() * value.element_size(), value.dtype, value.shape)
+        self._places.append(place)
         self._tensors.append(value)
-        return len(self._tensors) - 1
+        return place
 
-    def joined(self) -> tuple[torch.Tensor, list[tuple[int, int, torch.dtype, torch.Size]]]:
-        """Return the bytes of all tensors, and start, stop, dtype and shape of each."""
-        places, stop = [], 0
-        for tensor in self._tensors:
-            start = -(-stop // _ALIGNMENT) * _ALIGNMENT
-            stop = start + tensor.numel() * tensor.element_size()
-            places.append((start, stop, tensor.dtype, tensor.shape))
-        joined = torch.empty(stop, dtype=torch.uint8)
-        for tensor, (start, end, _, _) in zip(self._tensors, places, strict=True):
-            joined[start:end] = tensor.contiguous().flatten().view(torch.uint8)
-        return joined, places
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads what a `_TensorPickler` wrote; tensors are parts of one."""
-
-    def __init__(self, content: bytes, tensors: list[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(content))
-        self._tensors = tensors
-
-    def persistent_load(self, number: int) -> torch.Tensor:
-        return self._tensors[number]
+    def joined(self) -> torch.Tensor:
+        """Return the bytes of all tensors, uint8."""
+        joined = torch.empty(self._places[-1].stop if self._places else 0, dtype=torch.uint8)
+        for tensor, place in zip(self._tensors, self._places, strict=True):
+            joined[place.start : place.stop] = tensor.contiguous().flatten().view(torch.uint8)
+        return joined
 
 
 def _read_batch(
-    content: bytes, joined: torch.Tensor, places: list[tuple[int, int, torch.dtype, torch.Size]]
+    entries: dict[str, Any],
+    attributes: dict[str, Any],
+    cells: Sequence[tuple[type[LossCells], dict[str, Any]]],
+    joined: torch.Tensor,
 ) -> DistillationBatch:
-    tensors = [joined[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in places]
-    return DistillationBatch(_TensorUnpickler(content, tensors).load())
+    """Return the batch that was sent; its tensors are parts of one."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, _Place):
+            return value
+        return joined[value.start : value.stop].view(value.dtype).view(value.shape)
+
+    teacher = object.__new__(TeacherBatch)
+    made = []
+    for kind, fields in cells:
+        one = object.__new__(kind)
+        vars(one).update({name: read(value) for name, value in fields.items()})
+        made.append(one)
+    vars(teacher).update(attributes, cells=tuple(made))
+    return DistillationBatch({name: read(value) for name, value in entries.items()}, teacher=teacher)
 
 
 def make_batch(micro_batch: MicroBatch, losses: tuple[str, ...], vocab_size: int) -> DistillationBatch:
