@@ -90,9 +90,14 @@ def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, who
     refused = run_xtk(*other, code=1)
     assert refused.stdout == ""
     assert "the output folder has a run with other options or inputs" in refused.stderr
-    assert f"max_steps: {STEPS} there, 1 now" in refused.stderr
+    assert f"(max_steps: {STEPS} there, 1 now)" in refused.stderr
     assert "--force" in refused.stderr
     assert_same(output, whole)
+    recipe = json.loads((output / "recipe.json").read_text())
+    recipe["identity"]["inputs"]["student"]["weights"] = "sha256:" + "0" * 64
+    (output / "recipe.json").write_text(json.dumps(recipe))
+    refused = run_xtk(*arguments, output, code=1)
+    assert "(inputs.student.weights: sha256:000000000000... there, sha256:" in refused.stderr
     assert run_xtk(*other, "--force").stdout == f"{output}\n"
     assert json.loads((output / "xtk.json").read_text())["steps"] == 1
     assert not list(output.glob("checkpoint-*"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,31 @@ def _find_finished_run(output: Path, identity: dict[str, Any]) -> dict[str, Any]
     """
     found = read_recipe(output)
     if found != identity:
-        differences = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
-        changed = ", ".join(f"{key}: {found.get(key)} there, {identity.get(key)} now" for key in differences[:3])
+        differences = list(_differences(found, identity))
+        changed = ", ".join(f"{key}: {_shorten(old)} there, {_shorten(new)} now" for key, old, new in differences[:3])
         raise XtkError(
             "the output folder has a run with other options or inputs",
             where=f"{output} ({changed})",
             hint="use another -o, or --force to replace the run",
         )
     return _finished(output) if (output / RUN_MANIFEST).is_file() else None
+
+
+def _differences(
+    found: Mapping[str, Any], identity: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys of different values, such as "inputs.student.weights", and both values."""
+    for key in sorted({*found, *identity}):
+        old, new = found.get(key), identity.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}", old, new
+
+
+def _shorten(value: Any) -> str:
+    """Return a value for a message, without most digits of checksums."""
+    return re.sub(r"(sha256:[0-9a-f]{12})[0-9a-f]+", r"\1...", str(value))
 
 
 def _finished(output: Path) -> dict[str, Any]:
