@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,13 +68,13 @@ def process(*command: str) -> tuple[float, float, str]:
 
 
 def report(
-    script: str, rows: list[tuple[str, str, str]], columns: tuple[str, str, str] = ("what", "measured", "reach")
+    script: str, rows: Sequence[tuple[str, ...]], columns: tuple[str, ...] = ("what", "measured", "reach")
 ) -> None:
     """Print a table, on which machine it was measured, and how long that has taken so far."""
     minutes, seconds = divmod(round(time.monotonic() - BEGUN), 60)
     lines = [
         f"\n`{Path(script).name}` on {machine()}; it took {minutes} min {seconds} s\n",
-        *(" | ".join(row) for row in (columns, ("---",) * 3, *rows)),
+        *(" | ".join(row) for row in (columns, ("---",) * len(columns), *rows)),
     ]
     sys.stdout.write("".join(f"| {line} |\n" if number else f"{line}\n" for number, line in enumerate(lines)))
 
