@@ -187,6 +187,8 @@ def test_commands_take_a_gguf_file(run, corpus, tmp_path, pair):
     scores = [json.loads(run("evaluate", model, corpus, "--json").stdout) for model in (file, original)]
     assert scores[0]["bits_per_byte"] == pytest.approx(scores[1]["bits_per_byte"], abs=1e-5)
     run("cache-teacher", file, corpus, "--top-k", 8, "-o", tmp_path / "cache")
+    header = json.loads(run("inspect", tmp_path / "cache", "--json").stdout)["header"]
+    assert header["teacher"]["name"] == "tiny"
     run("distill", pair.student, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "student")
     run("distill", file, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "same")
     assert not (tmp_path / "same" / GGUF_RECORD).exists()

@@ -101,6 +101,12 @@ def gguf_fingerprint(folder: Path, fingerprint: str) -> str | None:
     return record["gguf"] if record is not None and record.get("weights") == fingerprint else None
 
 
+def gguf_name(folder: Path) -> str | None:
+    """Return the name of the GGUF file that a folder was converted from, without its suffix; None for other folders."""
+    found = re.fullmatch(rf"(.+)-[0-9a-f]{{{_KEY_LENGTH}}}-\d+", folder.resolve().name)
+    return found[1] if found and _read_record(folder) is not None else None
+
+
 @lru_cache
 def _checksum(path: Path, size: int, modified: int) -> str:
     return sha256_of_file(path)

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from xtk.artifacts.atomic_files import read_json
-from xtk.artifacts.gguf_models import find_gguf, gguf_fingerprint, gguf_model_folder
+from xtk.artifacts.gguf_models import find_gguf, gguf_fingerprint, gguf_model_folder, gguf_name
 from xtk.artifacts.run_folders import RECIPE_FILE, list_checkpoints
 from xtk.artifacts.weight_hash import ADAPTER_CONFIG, hash_weights
 from xtk.errors import XtkError, path_exists
@@ -30,8 +30,8 @@ def hub_id(folder: Path) -> str:
 
 
 def model_name(folder: Path) -> str:
-    """Return the last part of a model's hub id if it is in the Hugging Face cache, else the name of its folder."""
-    return hub_id(folder).rpartition("/")[2] or folder.resolve().name
+    """Return the last part of a model's hub id if it is in the Hugging Face cache, else its file's or folder's name."""
+    return hub_id(folder).rpartition("/")[2] or gguf_name(folder) or folder.resolve().name
 
 
 def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
