@@ -76,7 +76,7 @@ def written(rendering: RenderedConversation) -> list[str | None]:
     """What of each content the template wrote."""
     return [
         None if place is None else "".join(rendering.text[b : b + size] for _, b, size in place.runs.tolist())
-        for place in rendering.content_positions
+        for place in rendering.positions
     ]
 
 
@@ -367,14 +367,16 @@ def test_the_end_of_a_turn_is_found_after_tool_calls_with_and_without_content(fa
     ]
     tokenizer, sequence = read_by(families, tmp_path, "teacher", CALLS, Document.from_messages(messages))
     eos = tokenizer.special_token_ids["eos"]
-    assert trained_text(tokenizer, sequence) == "Again."
-    assert sequence.segment_end_tokens.tolist() == np.flatnonzero(sequence.ids == eos).tolist()
-    assert sequence.train_mask[sequence.segment_end_tokens].tolist() == [False, True] * 3
-    # Without prompt text between them, the ends of two turns cannot be assigned.
-    twice = [messages[0], messages[1], messages[1], {"role": "assistant", "content": "17."}]
+    assert trained_text(tokenizer, sequence) == "addAgain.addadd"
+    found = sequence.segment_end_tokens[sequence.segment_end_tokens >= 0]
+    assert found.tolist() == np.flatnonzero(sequence.ids == eos).tolist()
+    assert sequence.train_mask[found].tolist() == [False, True] * 3
+    # Messages of which the template writes nothing have an end too, one each.
+    empty = {"role": "assistant", "content": ""}
+    twice = [messages[0], empty, empty, {"role": "assistant", "content": "17."}]
     _, sequence = read_by(families, tmp_path, "teacher", CALLS, Document.from_messages(twice))
     ends = np.flatnonzero(sequence.ids == eos)
-    assert sequence.segment_end_tokens.tolist() == [ends[0], -1, -1, ends[3]]
+    assert sequence.segment_end_tokens.tolist() == ends.tolist()
     untrained = [{**message, "train": False} for message in messages]
     _, sequence = read_by(families, tmp_path, "teacher", CALLS, Document.from_messages(untrained))
     assert not sequence.train_mask.any()
@@ -390,7 +392,7 @@ def test_the_end_of_tool_calls_is_found_after_a_prompt_without_an_end(families, 
     ]
     tokenizer, sequence = read_by(families, tmp_path, "metaspace", template, Document.from_messages(messages))
     ends = np.flatnonzero(sequence.ids == tokenizer.special_token_ids["eos"]).tolist()
-    assert sequence.segment_end_tokens.tolist() == [-1, ends[0], -1, ends[1]]
+    assert [end for end in sequence.segment_end_tokens.tolist() if end >= 0] == ends
     assert sequence.train_mask[ends].all()
 
 
@@ -445,13 +447,14 @@ def test_tools_calls_and_dates_reach_the_template():
     )
     messages = [
         {"role": "user", "content": "<b>"},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "é<"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "é<", "arguments": {}}]},
         {"role": "tool", "content": "5"},
     ]
-    conversation = Conversation(tuple(messages), tools=({"name": "add"},))
+    conversation = Document.from_messages(messages, tools=[{"name": "add"}]).conversation
     (rendering,) = template.render_batch_with_positions([conversation])
-    assert rendering.text == '[{"name": "add"}]2024-07-26<b>|[{"name": "é<"}]|5|'
-    assert written(rendering) == ["<b>", None, "5"]
+    call = '{"type": "function", "function": {"name": "é<", "arguments": {}}}'
+    assert rendering.text == f'[{{"name": "add"}}]2024-07-26<b>|[{call}]|5|'
+    assert written(rendering) == ["<b>", None, None, "é<", "{}", "5"]
 
 
 def test_a_template_that_leaves_a_message_out_gives_it_no_region():
@@ -465,7 +468,7 @@ def test_a_template_that_leaves_a_message_out_gives_it_no_region():
 def test_a_template_that_writes_a_content_twice_is_no_trap():
     template = ChatTemplate("{{ messages[0].content }}; {{ messages[0].content }}!", {}, "here")
     (rendering,) = template.render_batch_with_positions([Conversation(({"role": "user", "content": "abc"},))])
-    assert [place.runs.tolist() for place in rendering.content_positions] == [[[0, 5, 3]]]  # the last of the two
+    assert [place.runs.tolist() for place in rendering.positions] == [[[0, 5, 3]]]  # the last of the two
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from xtk.artifacts.storage_folders import LocalFolder, StorageFolder
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, VocabularyOrderLoader
 from xtk.errors import CorruptError, XtkError
 from xtk.name_registry import load_registered
-from xtk.tokens.document import Conversation, Document
+from xtk.tokens.document import Conversation, Document, Segment
+from xtk.tokens.message_parts import CONTENT, REASONING_KEYS, TOOL_PARTS
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence
 
@@ -297,7 +298,7 @@ class StoredDocument:
             return Document(
                 segments,
                 is_complete=bool(self.columns.complete[self._number]),
-                conversation=_conversation_from_json(written, [segment.text for segment in segments]),
+                conversation=_conversation_from_json(written, segments, self._shard.name),
                 weight=float(self.columns.weights[self._number]),
                 teacher_name=self.columns.route(self._number),
                 sampled_tokens=self.columns.sampled_tokens(self._number),
@@ -393,10 +394,33 @@ def _all_between(numbers: NDArray[np.int32], lowest: int, highest: int) -> bool:
     return not numbers.size or (int(numbers.min()) >= lowest and int(numbers.max()) <= highest)
 
 
-def _conversation_from_json(written: str, texts: Sequence[str]) -> Conversation | None:
+def _conversation_from_json(written: str, segments: Sequence[Segment], where: str) -> Conversation | None:
+    """Return a conversation from its messages without contents and reasoning, which are segments.
+
+    Raises:
+        XtkError: an older version of xtk wrote it, with a segment for each message.
+    """
     if not written:
         return None
     content = json.loads(written)
-    messages = ({**bare, "content": text} for bare, text in zip(content["messages"], texts, strict=True))
+    texts, messages = iter([segment.text for segment in segments]), list[dict[str, Any]]()
+    for bare in content["messages"]:
+        message = dict(bare)
+        if REASONING_KEYS[0] in bare:
+            message[REASONING_KEYS[0]] = next(texts, None)
+            next(texts, None)  # the mark that ends it
+        message[CONTENT] = next(texts, None)
+        for _ in range(len(TOOL_PARTS) * len(bare.get("tool_calls") or ())):
+            next(texts, None)
+        messages.append(message)
     tools = content["tools"]
-    return Conversation(tuple(messages), None if tools is None else tuple(tools))
+    conversation = Conversation(tuple(messages), None if tools is None else tuple(tools))
+    if len(segments) == len(messages) and None in (message[CONTENT] for message in messages):
+        raise XtkError(
+            "an older version of xtk wrote this cache: it has no reasoning and no tool calls of its conversations",
+            where=where,
+            hint="make the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
+        )
+    if [part.text for part in conversation.parts] != [segment.text for segment in segments]:
+        raise ValueError("segments and messages differ")
+    return conversation

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from xtk.artifacts.atomic_files import canonical_json
 from xtk.errors import CorruptError, XtkError
 from xtk.name_registry import nearest_name
-from xtk.tokens.document import TRAIN_FLAG_KEYS, Conversation, Document, Segment, replace_surrogates
+from xtk.tokens.document import TRAIN_FLAG_KEYS, Conversation, Document, Segment
 from xtk.tokens.document_token_ids import SampledTokens
+from xtk.tokens.message_parts import replace_surrogates
 from xtk.untrusted_json import parse_json
 
 MASK_FIELDS = (
@@ -123,7 +124,8 @@ def _without_last_answer(document: Document, conversation: Conversation) -> Docu
         messages.pop()
     if not messages:
         raise ValueError("the conversation has no message before the assistant's reply; add a user message")
-    segments = tuple(replace(segment, train=False) for segment in document.segments[: len(messages)])
+    count = conversation.num_parts(len(messages))
+    segments = tuple(replace(segment, train=False) for segment in document.segments[:count])
     return Document(segments, conversation=replace(conversation, messages=tuple(messages)))
 
 

@@ -25,6 +25,7 @@ from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError, XtkError
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Document
+from xtk.tokens.message_parts import CONTENT, REASONING_KEYS
 from xtk.tokens.teacher_logprobs import StoredLogprobs, kl_on_stored_ids
 from xtk.tokens.token_sequence import TokenSequence
 
@@ -220,10 +221,13 @@ def _to_ranges(positions: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _conversation_to_json(document: Document) -> str | None:
-    """Return the messages and tools of a conversation as JSON, without the contents, which are the segments."""
+    """Return the messages and tools of a conversation as JSON, without contents and reasoning, which are segments."""
     conversation = document.conversation
     if conversation is None:
         return None
-    bare = [{key: value for key, value in message.items() if key != "content"} for message in conversation.messages]
+    bare = [
+        {key: "" if key == REASONING_KEYS[0] else value for key, value in message.items() if key != CONTENT}
+        for message in conversation.messages
+    ]
     # Keys keep the order of the data: templates print tools and calls in this order.
     return json.dumps({"messages": bare, "tools": conversation.tools}, ensure_ascii=False)

@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.name_registry import nearest_name
-from xtk.tokens.tokenizer import END_OF_TURN_TOKENS, Tokenizer
+from xtk.tokens.tokenizer import (
+    END_OF_TURN_TOKENS,
+    NEXT_TURN_TOKENS,
+    REASONING_END_TOKENS,
+    TOOL_CALL_START_TOKENS,
+    Tokenizer,
+)
 
 # A token with several roles (GPT-2's only special token) is matched by the first of them that the other side has:
 # models are trained to predict eos.
@@ -25,7 +31,8 @@ def match_special_tokens(
     """Return pairs of special tokens, each student token with at most one teacher token.
 
     By role: eos, bos, unk and pad of both configurations; then the end-of-turn token, if each side has exactly one of
-    END_OF_TURN_TOKENS; then equal names. Earlier matches win.
+    END_OF_TURN_TOKENS; then the first special token of each side that ends reasoning, and that starts a tool call; then
+    equal names. Earlier matches win.
 
     Args:
         student: the student's tokenizer.
@@ -62,12 +69,16 @@ def _match_by_role(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
             and _are_special(student, teacher, role)
         ):
             matched.setdefault(student.special_token_ids[role], teacher.special_token_ids[role])
-    ends = [
-        [special_tokens[name] for name in END_OF_TURN_TOKENS if name in special_tokens]
-        for special_tokens in (student.vocabulary.special_tokens, teacher.vocabulary.special_tokens)
-    ]
+    ends = [side.special_ids(END_OF_TURN_TOKENS) or side.special_ids(NEXT_TURN_TOKENS) for side in (student, teacher)]
     if all(len(end) == 1 for end in ends):
-        matched.setdefault(ends[0][0], ends[1][0])
+        matched.setdefault(min(ends[0]), min(ends[1]))
+    for names in (REASONING_END_TOKENS, TOOL_CALL_START_TOKENS):
+        marks = [next((name for name in names if side.special_ids([name])), None) for side in (student, teacher)]
+        if None not in marks:
+            sides = zip((student, teacher), marks, strict=True)
+            own, other = (min(side.special_ids([str(name)])) for side, name in sides)
+            if own not in matched and other not in matched.values():
+                matched[own] = other
     for name, token in student.vocabulary.special_tokens.items():
         if name in teacher.vocabulary.special_tokens:
             matched.setdefault(token, teacher.vocabulary.special_tokens[name])

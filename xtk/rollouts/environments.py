@@ -28,7 +28,7 @@ import numpy as np
 
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import LARGEST
-from xtk.tokens.document import replace_surrogates
+from xtk.tokens.message_parts import replace_surrogates
 from xtk.user_code import load_user_object, user_code_errors
 
 USAGE = "--environment FILE.py:CLASS"

@@ -201,15 +201,7 @@ def tokenize_prompts(
     rendered = iter(
         tokenizer.encode_rendered(
             [rendering.text for rendering in renderings],
-            [
-                [
-                    (at, at + size)
-                    for place in rendering.content_positions
-                    if place is not None
-                    for _, at, size in place.runs
-                ]
-                for rendering in renderings
-            ],
+            [rendering.content_ranges for rendering in renderings],
         )
     )
     return [

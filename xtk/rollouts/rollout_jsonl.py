@@ -76,9 +76,12 @@ def document_fields(document: Document) -> dict[str, Any]:
         prompt = document.teacher_prompt
         found["teacher_prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     if document.conversation is not None:
+        trained = {
+            part.message: segment.train
+            for part, segment in zip(document.conversation.parts, document.segments, strict=True)
+        }
         found["messages"] = [
-            {**message, "train": segment.train}
-            for message, segment in zip(document.conversation.messages, document.segments, strict=True)
+            {**message, "train": trained[number]} for number, message in enumerate(document.conversation.messages)
         ]
         return {
             **found,

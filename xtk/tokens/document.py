@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xtk.errors import XtkError
 from xtk.tokens.document_token_ids import CandidateIdLists, SampledTokens, TeacherTokenIds
+from xtk.tokens.message_parts import CONTENT, MessagePart, message_parts, normalize_message, replace_surrogates
 
 TRAIN_FLAG_KEYS = ("train", "weight")  # of a message: whether it is trained; the second is OpenAI's name
 SYSTEM_ROLES = ("system", "developer")
@@ -22,7 +23,8 @@ class Segment:
     """A part of a document.
 
     Attributes:
-        role: "text", "prompt", "completion", or the message's role in a conversation ("user", "assistant", "tool"...).
+        role: "text", "prompt", "completion"; in a conversation the message's role ("user", "assistant", "tool"...) for
+            a content, and the kind of the part (see `message_parts`) for others.
         text: the segment's text.
         train: whether its tokens are trained (contribute to the loss).
     """
@@ -37,12 +39,27 @@ class Conversation:
     """Messages as input of a chat template.
 
     Attributes:
-        messages: each with "role" and "content" (a string), and other keys that templates use ("tool_calls"...).
+        messages: in the form of `normalize_message`.
         tools: descriptions of the tools that the assistant may call.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Any, ...] | None = None
+
+    @cached_property
+    def parts(self) -> tuple[MessagePart, ...]:
+        """The parts of the messages; a document has a segment for each."""
+        return message_parts(self.messages)
+
+    def num_parts(self, num_messages: int) -> int:
+        """Return the number of parts of the first `num_messages` messages."""
+        return sum(part.message < num_messages for part in self.parts)
+
+    def segment_roles(self) -> tuple[str, ...]:
+        """Return the role of the segment of each part."""
+        return tuple(
+            str(self.messages[part.message]["role"]) if part.kind == CONTENT else part.kind for part in self.parts
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,8 @@ class Document:
         segments: at least one, except for `teacher_tokens`.
         is_complete: whether the text ends here. A part of a longer text is not complete and gets no end token.
         conversation: the messages, rendered with each model's own chat template; None for text. Each segment is then
-            the content of a message; text that the template adds belongs to no segment.
+            a part of a message (its content, its reasoning, a tool call's arguments); text that the template adds
+            belongs to no segment.
         teacher_prompt: replaces the segments before the trained ones for the teacher only: messages, or a text, which
             becomes the system message of a conversation. None: the same prompt as for the student.
         teacher_tokens: the document as token ids of the teacher, decoded to segments by the teacher's tokenizer; None
@@ -94,25 +112,28 @@ class Document:
     def from_messages(
         cls, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, num_prompt_messages: int = 0
     ) -> Document:
-        """Return a conversation. Assistant messages are trained; prompts and tool results are not.
+        """Return a conversation. Assistant messages, with reasoning and tool calls, are trained; the others are not.
 
         A message may set this: `"train": false` or `"weight": 0` is not trained; `"train": true` is trained whatever
         its role. Chat templates do not see these keys.
 
         Args:
-            messages: each with "role" and "content".
+            messages: each with "role" and "content", in the forms that `normalize_message` reads.
             tools: tools that the assistant may call.
             num_prompt_messages: number of messages that are the prompt, not trained whatever their role and keys.
 
         Raises:
-            ValueError: a message has no role, its content is not text, or its train flag is not a boolean.
+            ValueError: a message is not in one of these forms, or its train flag is not a boolean.
         """
-        plain = tuple(map(_normalize_message, messages))
+        conversation = Conversation(tuple(map(_normalize_message, messages)), None if tools is None else tuple(tools))
+        trained = [
+            _is_message_trained(message) and number >= num_prompt_messages for number, message in enumerate(messages)
+        ]
         segments = tuple(
-            Segment(str(read["role"]), read["content"], _is_message_trained(message) and number >= num_prompt_messages)
-            for number, (message, read) in enumerate(zip(messages, plain, strict=True))
+            Segment(role, part.text, trained[part.message])
+            for role, part in zip(conversation.segment_roles(), conversation.parts, strict=True)
         )
-        return cls(segments, conversation=Conversation(plain, None if tools is None else tuple(tools)))
+        return cls(segments, conversation=conversation)
 
     @classmethod
     def from_teacher_ids(cls, ids: ArrayLike, train_mask: ArrayLike | None = None) -> Document:
@@ -238,9 +259,8 @@ class Document:
 
 
 def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as input of a chat template: content as a string, without the train flags."""
-    content = message_content(message)
-    return {**{key: value for key, value in message.items() if key not in TRAIN_FLAG_KEYS}, "content": content}
+    """Return a message as input of a chat template, without the train flags."""
+    return {key: value for key, value in normalize_message(message).items() if key not in TRAIN_FLAG_KEYS}
 
 
 def _is_message_trained(message: Mapping[str, Any]) -> bool:
@@ -256,32 +276,3 @@ def _is_message_trained(message: Mapping[str, Any]) -> bool:
 
 def _is_trained_system_segment(segment: Segment) -> bool:
     return segment.role in SYSTEM_ROLES and segment.train
-
-
-def message_content(message: Mapping[str, Any]) -> str:
-    """Return the text of a message: a string, the joined text parts, or "" for a message with tool calls only.
-
-    Raises:
-        ValueError: it has no role, or its content is not text.
-    """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError('each message must be an object such as {"role": "user", "content": "..."}')
-    content = message.get("content")
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return replace_surrogates(content)
-    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
-        texts = [part.get("text") for part in content]
-        if all(isinstance(text, str) for text in texts):
-            return replace_surrogates("".join(map(str, texts)))
-    raise ValueError(f"the content of a message with role {message['role']!r} must be a string or a list of text parts")
-
-
-def replace_surrogates(text: str) -> str:
-    """Return the text in a form that UTF-8 can encode: a lone surrogate becomes U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -143,10 +143,12 @@ def _with_message_prompt(
         role = messages[0]["role"] if kept else SYSTEM_ROLES[0]
         before: tuple[Message, ...] = ({**(messages[0] if kept else {}), "role": role, "content": prompt},)
     else:
-        kept, before = len(_split_at_first_trained(document.segments)[0]), tuple(prompt)
-    shared = document.segments[kept:]
-    segments = (*(Segment(message["role"], message["content"], False) for message in before), *shared)
-    start = sum(len(message["content"].encode()) for message in before)
+        first = len(_split_at_first_trained(document.segments)[0])
+        kept, before = conversation.parts[first].message, tuple(prompt)
+    shared = document.segments[conversation.num_parts(kept) :]
+    prompted = Document.from_messages([{**message, "train": False} for message in before])
+    segments = (*prompted.segments, *shared)
+    start = len(prompted.text.encode())
     new_conversation = replace(conversation, messages=(*before, *messages[kept:]))
     return _TeacherDocument(
         Document(segments, is_complete=document.is_complete, conversation=new_conversation), start, len(shared)

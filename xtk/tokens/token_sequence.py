@@ -7,11 +7,11 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.tokens.chat_template import RenderedConversation
+from xtk.tokens.conversation_tokens import NO_REGION, sequence_fields_from_rendering
 from xtk.tokens.document import Document
+from xtk.tokens.message_parts import MARKS
 from xtk.tokens.rollout_tokens import sampled_tokens_for, sequence_fields_from_sampled
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
-from xtk.tokens.vocabulary import METASPACE
 
 _IS_WHITESPACE = np.isin(np.arange(256), np.frombuffer(b" \t\r\n", np.uint8))
 
@@ -30,7 +30,11 @@ class TokenSequence:
         train_mask: bool [T], whether the token is predicted and trained: never the first token, and only tokens of
             trained segments.
         text_runs: int32 [P, 3], ascending: tokens `[start, stop)` cover the text from byte `first` on, without a gap.
-        segment_end_tokens: int32 [segments], index of the token that ends each segment (eos, end of turn); -1: none.
+        segment_end_tokens: int32 [segments], index of the special token that ends each segment (eos, end of turn), or
+            that is the segment, if it is a mark; -1: none.
+        template_regions: uint8 [T], the region of tokens that the model's own chat template writes into trained turns;
+            `NO_REGION` for all others. They have no counterpart in another model, so only losses without a teacher can
+            be computed for them, and `train_mask` does not have them.
         exact: whether the tokens' bytes equal the model's input text; False if a normalizer changed it.
     """
 
@@ -42,6 +46,7 @@ class TokenSequence:
         text_runs: NDArray[np.int32],
         segment_end_tokens: NDArray[np.int32],
         *,
+        template_regions: NDArray[np.uint8] | None = None,
         exact: bool = True,
     ) -> None:
         self.ids, self.byte_ends, self.train_mask, self.text_runs, self.segment_end_tokens = (
@@ -51,6 +56,7 @@ class TokenSequence:
             text_runs,
             segment_end_tokens,
         )
+        self.template_regions = np.full(len(ids), NO_REGION, np.uint8) if template_regions is None else template_regions
         self.exact = exact
 
     def __len__(self) -> int:
@@ -67,7 +73,7 @@ class TokenSequence:
     @property
     def undecodable_mask(self) -> NDArray[np.bool_]:
         """The trained tokens without text, bool [T]: sampled tokens from the first invalid UTF-8 byte on."""
-        mask = self.train_mask & ~self.text_mask
+        mask: NDArray[np.bool_] = self.train_mask & ~self.text_mask & (self.template_regions == NO_REGION)
         mask[self.segment_end_tokens[self.segment_end_tokens >= 0]] = False
         return mask
 
@@ -102,7 +108,13 @@ class TokenSequence:
         runs[:, 1] = np.minimum(runs[:, 1], length)
         end_tokens = np.where(self.segment_end_tokens < length, self.segment_end_tokens, -1).astype(np.int32)
         return TokenSequence(
-            self.ids[:length], self.byte_ends[:length], self.train_mask[:length], runs, end_tokens, exact=self.exact
+            self.ids[:length],
+            self.byte_ends[:length],
+            self.train_mask[:length],
+            runs,
+            end_tokens,
+            template_regions=self.template_regions[:length],
+            exact=self.exact,
         )
 
 
@@ -122,16 +134,7 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
     conversations = [document.conversation for document in others if document.conversation is not None]
     renderings = tokenizer.chat_template.render_batch_with_positions(conversations) if conversations else []
     tokens = tokenizer.encode_rendered(
-        [rendering.text for rendering in renderings],
-        [
-            [
-                (b, b + size)
-                for place in rendering.content_positions
-                if place is not None
-                for _, b, size in place.runs.tolist()
-            ]
-            for rendering in renderings
-        ],
+        [rendering.text for rendering in renderings], [rendering.content_ranges for rendering in renderings]
     )
     rendered = zip(renderings, tokens, strict=True)
     return [
@@ -139,7 +142,7 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
         if sampled is not None
         else _sequence_from_text(tokenizer, document, next(encoded))
         if document.conversation is None
-        else _sequence_from_conversation(tokenizer, document, *next(rendered))
+        else TokenSequence(**sequence_fields_from_rendering(tokenizer, document, *next(rendered)))
         for document, sampled in zip(documents, own, strict=True)
     ]
 
@@ -171,140 +174,13 @@ def _sequence_from_text(tokenizer: Tokenizer, document: Document, tokens: Encode
     )
 
 
-def _sequence_from_conversation(
-    tokenizer: Tokenizer, document: Document, rendering: RenderedConversation, tokens: EncodedText
-) -> TokenSequence:
-    text = rendering.text.encode()
-    byte_of = _byte_offsets(rendering.text)
-    starts = np.concatenate([np.zeros(1, np.int32), tokens.byte_ends])[:-1]
-    runs: list[tuple[int, int, int]] = []
-    end_tokens = np.full(len(document.segments), -1, np.int32)
-    ends, trained = np.zeros(len(tokens.ids), np.int32), np.zeros(len(tokens.ids), np.bool_)
-    first_byte = 0
-    for number, (segment, place) in enumerate(zip(document.segments, rendering.content_positions, strict=True)):
-        if place is not None:
-            content_byte_of = _byte_offsets(segment.text)
-            for at, rendered, size in place.runs.tolist():
-                start, stop = int(byte_of[rendered]), int(byte_of[rendered + size])
-                low, high = _tokens_within(text, starts, tokens.byte_ends, start, stop)
-                if low < high and not (runs and runs[-1][1] == low):
-                    low -= int(low > 0 and _is_space_before(tokenizer, text, tokens, starts, low - 1, start))
-                if low < high:
-                    shift = first_byte + int(content_byte_of[at]) - start
-                    begin = max(int(starts[low]), start) + shift
-                    if low and not (runs and runs[-1][1] == low):
-                        ends[low - 1] = begin
-                    runs.append((low, high, begin))
-                    ends[low:high] = tokens.byte_ends[low:high] + shift
-                    trained[low:high] = segment.train
-            end_tokens[number] = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
-        if segment.train and end_tokens[number] < 0:
-            low, high = _tokens_after_content(rendering, byte_of, starts, end_tokens, number)
-            end_tokens[number] = _only_end_token(tokenizer, tokens, low, high)
-        if (end_token := end_tokens[number]) >= 0:  # templates also close a truncated last message
-            trained[end_token] = segment.train and (document.is_complete or number < len(end_tokens) - 1)
-        first_byte += len(segment.text.encode())
-    trained[:1] = False  # the first token has no prediction
-    return TokenSequence(
-        ids=tokens.ids,
-        byte_ends=np.maximum.accumulate(ends) if len(ends) else ends,
-        train_mask=trained,
-        text_runs=np.array(runs, np.int32).reshape(-1, 3),
-        segment_end_tokens=end_tokens,
-        exact=tokens.exact,
-    )
-
-
-def _byte_offsets(text: str) -> NDArray[np.int64]:
-    """Return [n + 1], the byte where each character begins, and the length in bytes."""
-    if text.isascii():
-        return np.arange(len(text) + 1)
-    return np.cumsum([0, *(len(character.encode()) for character in text)])
-
-
-def _tokens_within(
-    text: bytes, starts: NDArray[np.int32], ends: NDArray[np.int32], start: int, stop: int
-) -> tuple[int, int]:
-    """Return the range of tokens in bytes `[start, stop)` of a rendered conversation.
-
-    A token that starts with a space of the template and continues into the content is included, as in plain text, where
-    a tokenizer prepends that space itself.
-    """
-    low = int(np.searchsorted(starts, start))
-    high = int(np.searchsorted(ends, stop, side="right"))
-    if low and starts[low - 1] < start < ends[low - 1] <= stop and not text[starts[low - 1] : start].strip(b" "):
-        low -= 1
-    return low, high
-
-
-def _is_space_before(
-    tokenizer: Tokenizer, text: bytes, tokens: EncodedText, starts: NDArray[np.int32], at: int, start: int
-) -> bool:
-    """Return whether a token is only the template's space before a content that starts at byte `start`.
-
-    In a metaspace vocabulary it belongs to the content: `▁` before `2` as the space in `▁It`.
-    """
-    vocabulary = tokenizer.vocabulary
-    is_space = vocabulary.alphabet == METASPACE and vocabulary.bytes_of(int(tokens.ids[at])) == b" "
-    return is_space and tokens.byte_ends[at] == start and text[starts[at] : start] == b" "
-
-
-def _segment_end_token(
-    tokenizer: Tokenizer, text: bytes, tokens: EncodedText, starts: NDArray[np.int32], byte: int
-) -> int:
-    """Return the index of the special token that ends a turn, the first after `byte` and white space; or -1."""
-    for at in range(int(np.searchsorted(starts, byte)), len(starts)):
-        token = tokens.ids[at]
-        if text[byte : starts[at]].strip():
-            return -1
-        if tokenizer.vocabulary.special_mask[token] or token == tokenizer.end_id:
-            return at
-    return -1
-
-
-def _tokens_after_content(
-    rendering: RenderedConversation,
-    byte_of: NDArray[np.int64],
-    starts: NDArray[np.int32],
-    end_tokens: NDArray[np.int32],
-    number: int,
-) -> tuple[int, int]:
-    """Return the range of tokens after a message's content and before the next content; empty if it is unknown.
-
-    A message without content (with tool calls only) has no position; it is after the previous message.
-    """
-    places = rendering.content_positions
-    high = len(starts)
-    if number + 1 < len(places):
-        following = places[number + 1]
-        if following is None:
-            return 0, 0
-        runs = following.runs
-        high = int(np.searchsorted(starts, byte_of[runs[0, 1] if len(runs) else following.stop]))
-    for at in (number, number - 1):
-        if at < 0 or end_tokens[at] >= 0:
-            return (int(end_tokens[at]) + 1 if at >= 0 else 0), high
-        if (place := places[at]) is not None:
-            return int(np.searchsorted(starts, byte_of[place.stop])), high
-    return 0, 0
-
-
-def _only_end_token(tokenizer: Tokenizer, tokens: EncodedText, low: int, high: int) -> int:
-    """Return the token in `[low, high)` that ends a text or a turn; -1 if there is none, or more than one.
-
-    It ends a turn in which the template's own text (tool calls) follows the content.
-    """
-    found = np.flatnonzero(np.isin(tokens.ids[low:high], list(tokenizer.end_ids)))
-    return low + int(found[0]) if len(found) == 1 else -1
-
-
 def count_preserved_bytes(document: Document, sequence: TokenSequence, *, start: int = 0) -> int:
     """Return the number of bytes of a document's trained text, from `start` on, that are unchanged in the sequence."""
     ranges = sequence.byte_ranges()
     total = first = 0
     for segment in document.segments:
         stop = first + len(segment.text.encode())
-        if segment.train:
+        if segment.train and segment.role not in MARKS:
             overlap = np.minimum(ranges[:, 1], stop) - np.maximum(ranges[:, 0], max(first, start))
             total += int(np.maximum(overlap, 0).sum())
         first = stop
@@ -317,7 +193,9 @@ def count_lost_bytes(document: Document, sequence: TokenSequence) -> int:
     A chat template may drop or change contents (reasoning blocks, white space at their ends), and a token may contain
     both the end of a content and the start of the template's text after it.
     """
-    trained = sum(len(segment.text.encode()) for segment in document.segments if segment.train)
+    trained = sum(
+        len(segment.text.encode()) for segment in document.segments if segment.train and segment.role not in MARKS
+    )
     return trained - count_preserved_bytes(document, sequence)
 
 

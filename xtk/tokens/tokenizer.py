@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,6 +42,31 @@ END_OF_TURN_TOKENS = (
     "<end_of_turn>",  # Gemma 1 to 3: Google's page on its formatting
     "<|end|>",  # Phi-3: its model card; gpt-oss: openai/harmony
     "<|END_OF_TURN_TOKEN|>",  # Command R: Cohere's prompt guide
+)
+
+# Instead of those: GLM-4 writes no end; its models stop at the mark of the next turn (generation_config of zai-org).
+NEXT_TURN_TOKENS = ("<|user|>",)
+# Tokens that end a turn with tool calls, or the last turn, where others end with one of those above.
+TOOL_TURN_END_TOKENS = (
+    "<|eom_id|>",  # Llama 3.1
+    "<|eom|>",  # Llama 4
+    "<|call|>",  # gpt-oss: openai/harmony
+    "<|return|>",  # the same
+    "<|observation|>",  # GLM-4
+)
+# Special tokens that end reasoning, and that start tool calls. Where a tokenizer has them as text, they are text.
+REASONING_END_TOKENS = (
+    "</think>",
+    "[/THINK]",  # Mistral: mistral-common
+    "<|END_THINKING|>",  # Command A: Cohere's prompt guide
+)
+TOOL_CALL_START_TOKENS = (
+    "<tool_call>",
+    "[TOOL_CALLS]",  # Mistral
+    "<|python_tag|>",  # Llama 3.1
+    "<|START_ACTION|>",  # Command A
+    "<|tool_call|>",  # Granite, Phi-4-mini
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",  # DeepSeek V3
 )
 
 
@@ -132,9 +157,18 @@ class Tokenizer:
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a text or a turn: eos, and those of END_OF_TURN_TOKENS in the vocabulary."""
-        special = self.vocabulary.special_tokens
-        turns = {special[name] for name in END_OF_TURN_TOKENS if name in special}
+        turns = self.special_ids(END_OF_TURN_TOKENS) or self.special_ids(NEXT_TURN_TOKENS)
         return frozenset(turns if self.end_id is None else {self.end_id, *turns})
+
+    @cached_property
+    def turn_end_ids(self) -> frozenset[int]:
+        """The tokens with which a template may end a turn: `end_ids`, and TOOL_TURN_END_TOKENS."""
+        return self.end_ids | self.special_ids(TOOL_TURN_END_TOKENS)
+
+    def special_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """Return the ids of the special tokens of these names that the vocabulary has."""
+        special = self.vocabulary.special_tokens
+        return frozenset(special[name] for name in names if name in special)
 
     @cached_property
     def adds_prefix_space(self) -> bool:

@@ -1,0 +1,287 @@
+"""The tokens of a rendered conversation: which are text of which part, which end a turn, and which a template wrote."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.tokens.chat_template import RenderedConversation
+from xtk.tokens.document import Conversation, Document
+from xtk.tokens.message_parts import CONTENT, MARKS, REASONING, REASONING_END, TOOL_PARTS, TOOL_START, MessagePart
+from xtk.tokens.part_positions import PartPosition
+from xtk.tokens.tokenizer import REASONING_END_TOKENS, TOOL_CALL_START_TOKENS, EncodedText, Tokenizer
+from xtk.tokens.vocabulary import METASPACE
+
+# Kinds of trained tokens; a number in masks.
+ANSWER, END_OF_TURN, MARKUP = "answer", "end-of-turn", "markup"
+REGIONS = (ANSWER, REASONING, REASONING_END, "tool-call", END_OF_TURN, MARKUP)
+NO_REGION = 255
+_TOOL_CALL = REGIONS.index("tool-call")
+_REGION_OF_KIND = {
+    CONTENT: REGIONS.index(ANSWER),
+    REASONING: REGIONS.index(REASONING),
+    REASONING_END: REGIONS.index(REASONING_END),
+    **dict.fromkeys(TOOL_PARTS, _TOOL_CALL),
+}
+_MARK_TOKENS = {REASONING_END: REASONING_END_TOKENS, TOOL_START: TOOL_CALL_START_TOKENS}
+
+
+def region_of_role(role: str) -> int:
+    """Return the number of the region of a segment's text, from its role."""
+    return _REGION_OF_KIND.get(role, _REGION_OF_KIND[CONTENT])
+
+
+def sequence_fields_from_rendering(
+    tokenizer: Tokenizer, document: Document, rendering: RenderedConversation, tokens: EncodedText
+) -> dict[str, Any]:
+    """Return the fields of a `TokenSequence` of a conversation.
+
+    Args:
+        tokenizer: the model's.
+        document: the conversation.
+        rendering: its text in the model's chat template.
+        tokens: the tokens of that text.
+    """
+    assert document.conversation is not None
+    return _ConversationTokens(tokenizer, document, document.conversation, rendering, tokens).fields()
+
+
+@dataclass
+class _ConversationTokens:
+    tokenizer: Tokenizer
+    document: Document
+    conversation: Conversation
+    rendering: RenderedConversation
+    tokens: EncodedText
+
+    def __post_init__(self) -> None:
+        size, count = len(self.tokens.ids), len(self.document.segments)
+        self._text, self._byte_of = self.rendering.text.encode(), _byte_offsets(self.rendering.text)
+        self._starts = np.concatenate([np.zeros(1, np.int32), self.tokens.byte_ends])[:-1]
+        self._ends, self._trained = np.zeros(size, np.int32), np.zeros(size, np.bool_)
+        self._runs: list[tuple[int, int, int]] = []
+        self._end_tokens = np.full(count, -1, np.int32)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a `TokenSequence`."""
+        first_byte = 0
+        rows = zip(self.document.segments, self.conversation.parts, self.rendering.positions, strict=True)
+        for number, (segment, part, place) in enumerate(rows):
+            if part.kind in MARKS and (special := self._special_mark(number, part)) >= 0:
+                self._end_tokens[number] = special
+            elif place is not None:
+                self._add_runs(segment.text, place, first_byte, train=segment.train)
+            if self._is_last(part):
+                self._end_tokens[number] = self._find_turn_end(number, place)
+            if (end := self._end_tokens[number]) >= 0:  # templates also close a truncated last message
+                self._trained[end] = segment.train and (self.document.is_complete or not self._is_last(part, True))
+            first_byte += len(segment.text.encode())
+        regions = np.full(len(self._trained), NO_REGION, np.uint8)
+        for start, stop, region in self._template_ranges():
+            regions[start:stop] = region
+        regions[self._trained | (self._ends_of_runs > 0)] = NO_REGION
+        self._trained[:1], regions[:1] = False, NO_REGION  # the first token has no prediction
+        ends = self._ends
+        return {
+            "ids": self.tokens.ids,
+            "byte_ends": np.maximum.accumulate(ends) if len(ends) else ends,
+            "train_mask": self._trained,
+            "text_runs": np.array(self._runs, np.int32).reshape(-1, 3),
+            "segment_end_tokens": self._end_tokens,
+            "template_regions": regions,
+            "exact": self.tokens.exact,
+        }
+
+    @cached_property
+    def _ends_of_runs(self) -> NDArray[np.int8]:
+        """int8 [T], 1 for tokens of a run."""
+        inside = np.zeros(len(self._trained), np.int8)
+        for start, stop, _ in self._runs:
+            inside[start:stop] = 1
+        return inside
+
+    def _is_last(self, part: MessagePart, of_all: bool = False) -> bool:
+        """Return whether a part is the last one of its message, or of all."""
+        return self._last_parts[part.message] is part and (
+            not of_all or part.message == len(self.conversation.messages) - 1
+        )
+
+    @cached_property
+    def _last_parts(self) -> dict[int, MessagePart]:
+        return {part.message: part for part in self.conversation.parts}
+
+    def _add_runs(self, text: str, place: PartPosition, first_byte: int, *, train: bool) -> None:
+        """Add the tokens of a part's text.
+
+        Args:
+            text: the part's text.
+            place: its position.
+            first_byte: where it begins in the document's text.
+            train: whether it is trained.
+        """
+        own_byte_of, runs = _byte_offsets(text), self._runs
+        for at, rendered, size in place.runs.tolist():
+            start, stop = int(self._byte_of[rendered]), int(self._byte_of[rendered + size])
+            low, high = self._tokens_within(start, stop)
+            if low < high and not (runs and runs[-1][1] == low):
+                low -= int(low > 0 and self._is_space_before(low - 1, start))
+            if low < high:
+                shift = first_byte + int(own_byte_of[at]) - start
+                begin = max(int(self._starts[low]), start) + shift
+                if low and not (runs and runs[-1][1] == low):
+                    self._ends[low - 1] = begin
+                runs.append((low, high, begin))
+                self._ends[low:high] = self.tokens.byte_ends[low:high] + shift
+                self._trained[low:high] = train
+
+    def _tokens_within(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of tokens in bytes `[start, stop)` of the rendered conversation.
+
+        A token that starts with a space of the template and continues into the part is included, as in plain text,
+        where a tokenizer prepends that space itself.
+        """
+        starts, ends = self._starts, self.tokens.byte_ends
+        low, high = int(np.searchsorted(starts, start)), int(np.searchsorted(ends, stop, side="right"))
+        if low and starts[low - 1] < start < ends[low - 1] <= stop:
+            low -= int(not self._text[starts[low - 1] : start].strip(b" "))
+        return low, high
+
+    def _is_space_before(self, at: int, start: int) -> bool:
+        """Return whether a token is only the template's space before a part that starts at byte `start`.
+
+        In a metaspace vocabulary it belongs to the part: `▁` before `2` as the space in `▁It`.
+        """
+        vocabulary = self.tokenizer.vocabulary
+        is_space = vocabulary.alphabet == METASPACE and vocabulary.bytes_of(int(self.tokens.ids[at])) == b" "
+        return is_space and self.tokens.byte_ends[at] == start and self._text[self._starts[at] : start] == b" "
+
+    # Special tokens.
+
+    def _special_mark(self, number: int, part: MessagePart) -> int:
+        """Return the index of the special token that is a mark, the first one between its neighbors; or -1."""
+        low, high = self._gap_around(number)
+        ids = list(self.tokenizer.special_ids(_MARK_TOKENS[part.kind]))
+        found = np.flatnonzero(np.isin(self.tokens.ids[low:high], ids))
+        return low + int(found[0]) if len(found) else -1
+
+    def _gap_around(self, number: int) -> tuple[int, int]:
+        """Return the range of tokens between the parts around a mark; empty if the one it belongs to is omitted."""
+        places, kind = self.rendering.positions, self.conversation.parts[number].kind
+        if places[number - 1 if kind == REASONING_END else number + 1] is None:
+            return 0, 0
+        before = next((at for at in range(number - 1, -1, -1) if places[at] is not None), None)
+        low = 0 if before is None else self._token_after(places[before])
+        if before is not None and self._end_tokens[before] >= 0:
+            low = int(self._end_tokens[before]) + 1
+        following = next((one for one in places[number + 1 :] if one is not None), None)
+        return low, len(self._starts) if following is None else self._token_at(following.start)
+
+    def _token_after(self, place: PartPosition | None) -> int:
+        return 0 if place is None else self._token_at(place.stop)
+
+    def _find_turn_end(self, number: int, place: PartPosition | None) -> int:
+        """Return the index of the token that ends the message of this last part; -1 without one, or if unclear."""
+        segment, part = self.document.segments[number], self.conversation.parts[number]
+        if place is not None and part.kind == CONTENT and (end := self._special_after(place)) >= 0:
+            return end
+        if segment.train or (place is not None and part.kind != CONTENT):
+            return self._turn_end_after(number)
+        return -1
+
+    def _special_after(self, place: PartPosition) -> int:
+        """Return the index of the first special token after a content and white space; or -1."""
+        byte = int(self._byte_of[place.stop])
+        for at in range(int(np.searchsorted(self._starts, byte)), len(self._starts)):
+            token = self.tokens.ids[at]
+            if self._text[byte : self._starts[at]].strip():
+                return -1
+            if self.tokenizer.vocabulary.special_mask[token] or token == self.tokenizer.end_id:
+                return at
+        return -1
+
+    def _turn_end_after(self, number: int) -> int:
+        """Return the end token of a message from the template's text after its last part; -1 if it is unclear.
+
+        Messages of which the template writes no text (an empty content) are in the same range: there is one end token
+        for each of them, or only one for the message itself.
+        """
+        parts, places = self.conversation.parts, self.rendering.positions
+        message, low, first = parts[number].message, 0, 0
+        for at in range(number, -1, -1):
+            if self._end_tokens[at] >= 0:
+                low, first = int(self._end_tokens[at]) + 1, parts[at].message + 1
+                break
+            if (place := places[at]) is not None:
+                low, first = self._token_after(place), parts[at].message
+                break
+        following = range(number + 1, len(parts))
+        there = next((at for at in following if parts[at].message > message and places[at] is not None), None)
+        stop = len(self.conversation.messages) if there is None else parts[there].message
+        high = len(self._starts) if there is None else self._first_token(there)
+        found = low + np.flatnonzero(np.isin(self.tokens.ids[low:high], list(self.tokenizer.turn_end_ids)))
+        if len(found) == stop - first:
+            return int(found[message - first])
+        is_only_one = stop == message + 1 and all(places[at] is not None for at in self._numbers_of(first, message))
+        return int(found[0]) if len(found) == 1 and is_only_one else -1
+
+    def _numbers_of(self, first: int, stop: int) -> list[int]:
+        """Return the numbers of the parts of messages `[first, stop)`."""
+        return [at for at, part in enumerate(self.conversation.parts) if first <= part.message < stop]
+
+    # Text that the template writes into trained turns.
+
+    def _template_ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Yield ranges of tokens that the template writes into trained turns, with their region, in any order."""
+        parts, places = self.conversation.parts, self.rendering.positions
+        for message, start in self.rendering.reply_starts.items():
+            numbers = [at for at, part in enumerate(parts) if part.message == message and places[at] is not None]
+            if not numbers or not self.document.segments[numbers[0]].train:
+                continue
+            if start is not None:
+                yield (
+                    self._token_at(start),
+                    self._first_token(numbers[0]),
+                    self._region_between(None, parts[numbers[0]]),
+                )
+            for at, following in itertools.pairwise(numbers):
+                region = self._region_between(parts[at], parts[following])
+                yield self._token_after(places[at]), self._first_token(following), region
+            last = self._last_number(message)
+            end = int(self._end_tokens[last])
+            is_cut = not self.document.is_complete and message == len(self.conversation.messages) - 1
+            if end >= 0 and not is_cut:
+                yield self._token_after(places[numbers[-1]]), end, self._region_between(parts[numbers[-1]], None)
+
+    def _last_number(self, message: int) -> int:
+        return max(at for at, part in enumerate(self.conversation.parts) if part.message == message)
+
+    def _first_token(self, number: int) -> int:
+        place = self.rendering.positions[number]
+        assert place is not None
+        return self._token_at(place.start)
+
+    def _token_at(self, character: int) -> int:
+        return int(np.searchsorted(self._starts, self._byte_of[character]))
+
+    @staticmethod
+    def _region_between(before: MessagePart | None, following: MessagePart | None) -> int:
+        """Return the region of the template's text between two parts of a message."""
+        kinds = [None if part is None else part.kind for part in (before, following)]
+        if any(kind in TOOL_PARTS for kind in kinds):
+            return _TOOL_CALL
+        if kinds[0] in (REASONING, REASONING_END):
+            return REGIONS.index(REASONING_END)
+        return REGIONS.index(REASONING if kinds[1] == REASONING else MARKUP)
+
+
+def _byte_offsets(text: str) -> NDArray[np.int64]:
+    """Return [n + 1], the byte where each character begins, and the length in bytes."""
+    if text.isascii():
+        return np.arange(len(text) + 1)
+    return np.cumsum([0, *(len(character.encode()) for character in text)])
