@@ -279,6 +279,8 @@ CHAT = [
     {"role": "tool", "content": "17"},
     {"role": "assistant", "content": "It is 17."},
 ]
+OPENAI_CHAT = [dict(message) for message in CHAT]
+OPENAI_CHAT[1]["tool_calls"] = [{"type": "function", "function": CHAT[1]["tool_calls"][0]}]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
@@ -304,10 +306,16 @@ def chat_as_prompt_and_completion(folder):
 @pytest.mark.parametrize("write", [chat_as_jsonl, chat_as_parquet, chat_as_prompt_and_completion])
 def test_conversations_keep_their_messages_and_tools(tmp_path, write):
     (document,) = Corpus([str(write(tmp_path))])
-    assert [dict(message) for message in document.conversation.messages] == CHAT
+    assert [dict(message) for message in document.conversation.messages] == OPENAI_CHAT
     assert document.conversation.tools == tuple(TOOLS)
     trained = [False, write is not chat_as_prompt_and_completion, False, True]
-    assert [part.train for part in document.segments] == trained
+    pairs = zip(document.segments, document.conversation.parts, strict=True)
+    assert all(segment.train == trained[part.message] for segment, part in pairs)
+    assert [segment.text for segment in document.segments if segment.role.startswith("tool-")] == [
+        "<tool_call>",
+        "add",
+        '{"a": 12, "b": 5}',
+    ]
 
 
 def test_the_sharegpt_format_is_read_by_its_column(tmp_path):
@@ -351,7 +359,7 @@ def test_messages_and_tools_that_are_json_in_a_column_are_decoded(tmp_path):
     record = {"messages": json.dumps(CHAT), "tools": ""}
     (tmp_path / "c.jsonl").write_text(lines_of([record]))
     (document,) = Corpus([str(tmp_path / "c.jsonl")])
-    assert [dict(message) for message in document.conversation.messages] == CHAT
+    assert [dict(message) for message in document.conversation.messages] == OPENAI_CHAT
     assert document.conversation.tools is None
 
 
