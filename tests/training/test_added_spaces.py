@@ -122,7 +122,7 @@ def test_the_space_is_trained_as_the_token_after_it(tokenizer, models, cache, tm
         assert trained_bytes(plain, document) == expected
         (sequence,) = tokenize_documents(plain, [document])
         logprobs = cache.read_document(0).teacher_logprobs
-        assert _unaligned([make_loss_inputs(sequence, document, TeacherOutput(sequence, logprobs))]) == (0, 2)
+        assert _unaligned([make_loss_inputs(sequence, document, TeacherOutput(sequence, logprobs))], [sequence]) == (0, 2)
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -232,7 +232,7 @@ def test_another_tokenizer_is_compared_from_the_first_byte_on(tokenizer, pair, c
     space = int(mine.byte_ends[1] == 0)
     assert spans[0].tolist() == (plain[0] + [space * metaspace_student, 0, space * (not metaspace_student), 0]).tolist()
     assert spans[1:].tolist() == plain[1:].tolist()
-    assert _unaligned([inputs]) == (space * metaspace_student, int(student.train_mask.sum()))
+    assert _unaligned([inputs], [student]) == (space * metaspace_student, int(student.train_mask.sum()))
 
 
 def test_the_sampled_tokens_of_an_answer_do_not_replace_the_space_before_it(tokenizer, models):

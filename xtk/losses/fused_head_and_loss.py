@@ -14,6 +14,7 @@ entries: a confident, wrong student has a remainder of 1e-9, and fp32 cannot rep
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -314,13 +315,22 @@ def _loss_and_gradients(
                 if part.largest.excluded_tokens is None
                 else included / statistics.exp_sums[item_rows]
             )
+        weights = None
+        if with_gradient and cells.regions is not None and cells.num_items:
+            # A value is linear in the weights of its items, so that its gradient by them has the items' own values.
+            weights = torch.ones(cells.num_items, dtype=logits.dtype, device=logits.device)
+            weights = (weights if cells.weights is None else cells.weights.to(weights)).requires_grad_()
+            cells = dataclasses.replace(cells, weights=weights)
         with torch.enable_grad():
             value = cells.value(*[leaf.requires_grad_(with_gradient) for leaf in leaves])
             scaled = value * cells.scale
         values.append(value.detach().to(log_totals.dtype))
         if not with_gradient:
             continue
-        of_leaves = torch.autograd.grad(scaled, leaves)
+        of_leaves = torch.autograd.grad(scaled, leaves if weights is None else [*leaves, weights])
+        if weights is not None:
+            of_leaves, of_weights = of_leaves[:-1], of_leaves[-1]
+            cells.add_to_region_sums(of_weights * weights.detach() / (cells.scale or 1.0))
         one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, of_leaves, strict=False))
         gradients.entries.append(one)
         gradients.remainders.append(other)

@@ -11,7 +11,7 @@ reads of the softmax, and how its value follows.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -22,7 +22,12 @@ from torch import Tensor
 from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.divergences import FORWARD_KL, Divergence
 from xtk.models.host_to_device import to_device
+from xtk.tokens.conversation_tokens import REGIONS
 from xtk.tokens.teacher_logprobs import MIN_REMAINDER
+
+
+def _no_region_sums(device: torch.device | None = None) -> Tensor:
+    return torch.zeros(len(REGIONS) + 1, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,9 @@ class LossCells:
         counts: float64 [C], weight of each item in the denominator; None: 1.
         corrections: float64 [C], added to the value of each item, not to its gradient, so that values from sampled
             tokens estimate the divergence. None: none.
+        regions: uint8 [C], the region of each item; None: they are not counted.
+        region_sums: float64 [regions + 1], accumulated over all items whose gradient was computed: the weighted values
+            of each region, the last for items of none.
     """
 
     cell_offsets: Tensor
@@ -71,13 +79,16 @@ class LossCells:
     weights: Tensor | None = None
     counts: Tensor | None = None
     corrections: Tensor | None = None
+    regions: Tensor | None = None
+    region_sums: Tensor = field(default_factory=_no_region_sums)
 
     # The fields with a value per item, and those that `to` moves; subclasses add theirs.
     PER_ITEM: ClassVar[tuple[str, ...]] = (
-        "first_rows", "row_counts", "remainder_probs", "weights", "counts", "corrections",
+        "first_rows", "row_counts", "remainder_probs", "weights", "counts", "corrections", "regions",
     )  # fmt: skip
     ON_DEVICE: ClassVar[tuple[str, ...]] = (
         "entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "rows_averaged", "weights", "corrections",
+        "regions",
     )  # fmt: skip
     # Number of rows before the first row of an item that its value needs too.
     ROWS_BEFORE: ClassVar[int] = 0
@@ -157,6 +168,24 @@ class LossCells:
             return 0.0
         return (self.corrections if self.weights is None else self.corrections * self.weights).sum()
 
+    def add_to_region_sums(self, item_values: Tensor) -> None:
+        """Add weighted values [C] of items, and their corrections, to `region_sums`."""
+        if self.regions is None:
+            return
+        if self.corrections is not None:
+            item_values = item_values + (self.corrections if self.weights is None else self.corrections * self.weights)
+        regions = self.regions.long().clamp_max(len(REGIONS))
+        self.region_sums.index_add_(0, regions, item_values.to(self.region_sums.dtype))
+
+    def counts_by_region(self, of_items: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+        """Return float64 [regions], the weights in the denominator by region; those times `of_items` [C], if given."""
+        if self.regions is None:
+            return np.zeros(len(REGIONS))
+        values = np.ones(self.num_items) if self.counts is None else self.counts.numpy()
+        values = values if of_items is None else values * of_items
+        found = np.bincount(np.minimum(self.regions.numpy(), len(REGIONS)), values, len(REGIONS) + 1)
+        return found[: len(REGIONS)].astype(np.float64)
+
     @property
     def cell_items(self) -> Tensor:
         """int64 [cells], the item of each cell."""
@@ -210,7 +239,7 @@ class LossCells:
         """Return a copy on a device, with a scale."""
         there = {name: getattr(self, name) for name in self.ON_DEVICE if getattr(self, name) is not None}
         moved: dict[str, Any] = {name: to_device(tensor, device) for name, tensor in there.items()}
-        return dataclasses.replace(self, **moved, scale=scale)
+        return dataclasses.replace(self, **moved, scale=scale, region_sums=_no_region_sums(device))
 
     def pinned(self) -> Self:
         """Return a copy whose fields in `ON_DEVICE` are in pinned memory."""

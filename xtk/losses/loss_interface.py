@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from xtk.losses.loss_cells import LossCells
 from xtk.options.declaration import option
 from xtk.projection.projection import ProjectionColumns
 from xtk.projection.vocabulary_byte_partition import BytePartition
+from xtk.tokens.conversation_tokens import NO_REGION
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 # Values of the options `where` and `whitespace` of losses.
@@ -38,6 +40,9 @@ class LossInputs:
             tokens that were not sampled. None: no tokens were sampled.
         advantages: float32 [N], the advantage of each row's document; None: 0.
         is_whitespace: bool [N], whether each row's token is all spaces, tabs and newlines; None: no token is.
+        regions: uint8 [N], the region of each row's token; None: regions are not counted.
+        advantage_bounds: float32 [N], the largest size of the teacher's advantage at each row, in nats; None: none.
+        is_end: bool [C], whether each span is a special token that ends a segment, or is it; None: no span is.
     """
 
     student_ids: NDArray[np.int32]
@@ -48,6 +53,9 @@ class LossInputs:
     sampling_logprobs: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
     is_whitespace: NDArray[np.bool_] | None = None
+    regions: NDArray[np.uint8] | None = None
+    advantage_bounds: NDArray[np.float32] | None = None
+    is_end: NDArray[np.bool_] | None = None
 
 
 def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
@@ -71,31 +79,29 @@ def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
         teacher_logprobs=_join_teacher_logprobs(teacher_outputs, teachers)
         if len(teacher_outputs) == len(examples)
         else None,
-        sampling_logprobs=_concatenate_optional([one.sampling_logprobs for one in examples], examples, np.nan),
-        advantages=_concatenate_optional([one.advantages for one in examples], examples, 0.0),
-        is_whitespace=None
-        if all(one.is_whitespace is None for one in examples)
-        else _concatenate_as(
-            [
-                np.zeros(len(one.positions), np.bool_) if one.is_whitespace is None else one.is_whitespace
-                for one in examples
-            ],
-            np.bool_,
-        ),
+        **{name: _concatenate_optional(name, examples) for name in _MISSING_VALUES},
     )
 
 
-def _concatenate_optional(
-    parts: Sequence[NDArray[np.float32] | None], examples: Sequence[LossInputs], missing: float
-) -> NDArray[np.float32] | None:
-    """Return the concatenated values of rows, `missing` for documents without; None if no document has any."""
+# The optional fields of `LossInputs`, with the value of rows (or spans) of documents that do not have them.
+_MISSING_VALUES: dict[str, Any] = {
+    "sampling_logprobs": np.float32(np.nan),
+    "advantages": np.float32(0),
+    "is_whitespace": np.False_,
+    "regions": np.uint8(NO_REGION),
+    "advantage_bounds": np.float32(np.inf),
+    "is_end": np.False_,
+}
+
+
+def _concatenate_optional(name: str, examples: Sequence[LossInputs]) -> Any:
+    """Return the concatenated values of an optional field; None if no document has any."""
+    parts, missing = [getattr(example, name) for example in examples], _MISSING_VALUES[name]
     if all(part is None for part in parts):
         return None
-    filled = [
-        np.full(len(example.positions), missing, np.float32) if part is None else part
-        for part, example in zip(parts, examples, strict=True)
-    ]
-    return _concatenate_as(filled, np.float32)
+    sizes = [len(example.spans if name == "is_end" else example.positions) for example in examples]
+    filled = [np.full(size, missing) if part is None else part for part, size in zip(parts, sizes, strict=True)]
+    return _concatenate_as(filled, missing.dtype.type)
 
 
 def _join_teacher_logprobs(teacher_outputs: Sequence[TeacherLogprobs], shifts: NDArray[np.int64]) -> TeacherLogprobs:
@@ -168,8 +174,13 @@ class Loss:
         raise NotImplementedError
 
     def build_selected_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return the cells with a weight of 0 for items that the options `where` and `whitespace` leave out."""
+        """Return the cells with a weight of 0 for items that the options `where` and `whitespace` leave out.
+
+        Items have the region of their first row.
+        """
         cells = self.build_cells(example, comparison_space)
+        if example.regions is not None:
+            cells = replace(cells, regions=torch.from_numpy(example.regions[cells.first_rows.numpy()]))
         if self.where == ALL_POSITIONS and self.whitespace == KEEP:
             return cells
         selected = self._selected_rows(example)

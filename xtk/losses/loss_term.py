@@ -13,6 +13,7 @@ from xtk.losses import EXACT_REQUIREMENTS
 from xtk.losses.divergences import Divergence
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import MASK, ComparisonSpace, Loss, LossInputs
+from xtk.losses.paired_ends import with_paired_ends
 from xtk.tokens.alignment import align_sequences, separate_added_spaces
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
@@ -63,7 +64,8 @@ class LossTerm:
 
     def build_cells(self, inputs: LossInputs) -> LossCells:
         """Return the cells of an example on the CPU, with scale 1."""
-        return replace(self.loss.build_selected_cells(inputs, self.comparison_space), divergence=self.divergence)
+        paired = with_paired_ends(inputs, self.comparison_space)
+        return replace(self.loss.build_selected_cells(paired, self.comparison_space), divergence=self.divergence)
 
 
 def masks_whitespace(objectives: Iterable[LossTerm]) -> bool:
@@ -76,6 +78,8 @@ def make_loss_inputs(
     document: Document,
     teacher_output: TeacherOutput | None,
     whitespace_mask: NDArray[np.bool_] | None = None,
+    regions: NDArray[np.uint8] | None = None,
+    advantage_bounds: NDArray[np.float32] | None = None,
 ) -> LossInputs:
     """Return the inputs of losses for a document: student tokens, aligned spans and the teacher's log-probabilities.
 
@@ -84,9 +88,15 @@ def make_loss_inputs(
         document: the document, which may contain sampled tokens with advantages.
         teacher_output: the teacher's tokens and log-probabilities; None: no teacher.
         whitespace_mask: bool [T], from `student.whitespace_mask`; None: no loss needs it.
+        regions: uint8 [T], from `token_regions`; None: they are not needed.
+        advantage_bounds: float32 [regions], the largest size of the teacher's advantage in each; None: no bounds.
     """
-    rows = np.flatnonzero(student.train_mask).astype(np.int64) - 1
+    rows = np.flatnonzero(student.loss_mask).astype(np.int64) - 1
     own: dict[str, Any] = {} if whitespace_mask is None else {"is_whitespace": whitespace_mask[rows + 1]}
+    if regions is not None:
+        own["regions"] = regions[rows + 1]
+        if advantage_bounds is not None and np.isfinite(advantage_bounds).any():
+            own["advantage_bounds"] = advantage_bounds[own["regions"]]
     if (sampled := document.sampled_tokens) is not None and np.array_equal(student.ids, sampled.ids[: len(student)]):
         logprobs = np.where(sampled.sampled_mask[rows + 1], sampled.logprobs[rows + 1], np.float32(np.nan))
         own["sampling_logprobs"] = logprobs
@@ -96,4 +106,5 @@ def make_loss_inputs(
     spans = align_sequences(student, teacher_output.tokens)
     spans = separate_added_spaces(spans, student, teacher_output.tokens)
     spans = spans[student.train_mask[spans[:, 1] - 1]]
+    own["is_end"] = np.isin(spans[:, 0], student.segment_end_tokens)
     return LossInputs(student.ids, rows, spans, teacher_output.tokens.ids, teacher_output.logprobs, **own)

@@ -127,7 +127,10 @@ class PolicyGradient(Loss):
             rows, sizes = range_indices(ranges.row_start, ranges.row_stop), ranges.row_stop - ranges.row_start
             gains = _token_gains(gains, old_sums, sizes, logprobs[rows].astype(np.float64))
             old_sums, ranges = logprobs[rows].astype(np.float64), ItemRanges(rows, rows + 1, rows, rows + 1)
-        advantages = self.teacher_weight * np.clip(gains, -self.clip, self.clip)
+        bounds = np.full(len(gains), self.clip)
+        if example.advantage_bounds is not None:
+            bounds = np.minimum(bounds, example.advantage_bounds[ranges.row_start])
+        advantages = self.teacher_weight * np.clip(gains, -bounds, bounds)
         advantages += self.reward_weight * rewards[ranges.row_start].astype(np.float64)
         return ClippedSurrogateCells.from_observed_tokens(
             example,

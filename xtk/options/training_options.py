@@ -32,6 +32,32 @@ class SequenceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegionOptions:
+    """Which parts of conversations are trained."""
+
+    train_on: tuple[str, ...] = option(
+        ("answer", "reasoning", "reasoning-end", "tool-call", "end-of-turn"),
+        "Parts of assistant messages that are trained, separated by commas. markup (other text of the chat template) "
+        "is trained by --loss ce only.",
+        metavar="REGION,...",
+        comma_separated=True,
+        identity_if_set=True,
+    )
+    region_weights: str = option(
+        "",
+        "Weights of these regions in the loss, such as reasoning=0.5; 1 for others.",
+        metavar="REGION=W,...",
+        identity_if_set=True,
+    )
+    advantage_clip: str = option(
+        "",
+        "Bounds of the policy-gradient advantage in regions, in nats, such as reasoning-end=1.",
+        metavar="REGION=NATS,...",
+        identity_if_set=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TeacherUseOptions:
     """When teachers score, and how several are combined."""
 

@@ -89,6 +89,18 @@ class ProjectionColumns:
         partners[teachers[order]] = students[order]
         return TokenPairs(partners, np.sort(students[order]).astype(np.int32))
 
+    def paired_token(self, student: int, teacher: int) -> int:
+        """Return a teacher token that a student token maps to: the given one if possible, else that of most weight.
+
+        If the student token maps to none, it is the given one if nothing maps to that either; else -1.
+        """
+        entries = np.flatnonzero(self.student_ids == student)
+        teachers = np.searchsorted(self.offsets, entries, side="right") - 1
+        if not len(entries):
+            is_unmapped = teacher >= self.width or self.offsets[teacher] == self.offsets[teacher + 1]
+            return teacher if is_unmapped else -1
+        return teacher if teacher in teachers else int(teachers[self.log_weights[entries].argmax()])
+
 
 @dataclass(frozen=True)
 class SparseProjection:

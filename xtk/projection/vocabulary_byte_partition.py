@@ -17,7 +17,7 @@ from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.tokens.tokenizer import Tokenizer
 
 # Version of cached partitions; increase it when the algorithm changes.
-ALGORITHM_VERSION = 1
+ALGORITHM_VERSION = 2
 
 
 class SortedVocabulary(NamedTuple):
@@ -110,6 +110,20 @@ class BytePartition:
         sizes = np.bincount(student.token_cells[members], minlength=count)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         return cls(student, teacher, sort_continuations(student, count), offsets, members)
+
+    def paired_token(self, student: int, teacher: int) -> int:
+        """Return a teacher token of a student token's cell: the given one if possible, else the first.
+
+        If the student token has no cell, it is the given one if that has none either; else -1.
+        """
+        own, theirs = (
+            int(side.token_cells[token]) if token < len(side.token_cells) else -1
+            for side, token in ((self.student, student), (self.teacher, teacher))
+        )
+        if own == theirs:
+            return teacher
+        same = np.flatnonzero(self.teacher.token_cells == own) if own >= 0 else np.zeros(0, np.int64)
+        return int(same[0]) if len(same) else -1
 
     @cached_property
     def longest_prefixes(self) -> LongestPrefixes:

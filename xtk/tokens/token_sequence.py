@@ -71,6 +71,24 @@ class TokenSequence:
         return mask
 
     @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """The tokens on which a loss is computed, bool [T]: trained ones, and template text in trained turns."""
+        mask: NDArray[np.bool_] = self.train_mask | (self.template_regions != NO_REGION)
+        return mask
+
+    def with_training(self, train_mask: NDArray[np.bool_], template_regions: NDArray[np.uint8]) -> TokenSequence:
+        """Return a sequence with another train mask and other template regions."""
+        return TokenSequence(
+            self.ids,
+            self.byte_ends,
+            train_mask,
+            self.text_runs,
+            self.segment_end_tokens,
+            template_regions=template_regions,
+            exact=self.exact,
+        )
+
+    @property
     def undecodable_mask(self) -> NDArray[np.bool_]:
         """The trained tokens without text, bool [T]: sampled tokens from the first invalid UTF-8 byte on."""
         mask: NDArray[np.bool_] = self.train_mask & ~self.text_mask & (self.template_regions == NO_REGION)

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from xtk.losses.loss_term import LossTerm
 from xtk.losses.policy_gradient import PolicyGradient
+from xtk.tokens.conversation_tokens import REGIONS
 from xtk.training.combine_teachers import ScoreWeighting
 from xtk.training.metrics_file import metric_name
 from xtk.training.parallel_config import ParallelConfig
 
 # The largest factor of `--scale-kd-to ce`. Close to the teacher, distance and gradient are mostly noise.
 MAX_KD_SCALE = 100.0
+REGION_METRICS = "region_"  # how the names of metrics by region begin
 
 
 class CountedBatch(Protocol):
@@ -48,8 +50,9 @@ class StepReduction:
         step_counts: NDArray[np.float64],
     ) -> None:
         self._objectives, self._names, self.num_passes = objectives, teacher_names, 0
-        rows, *rest = step_counts.tolist()
-        counts, others = np.array(rest[: len(objectives)]), np.array(rest[len(objectives) :])
+        sizes = [1, len(objectives), (1 + 2 * len(objectives)) * len(REGIONS)]
+        (rows,), counts, region_counts, others = np.split(step_counts, np.cumsum(sizes))
+        self._region_counts = region_counts.reshape(-1, len(REGIONS))
         teachers = len(others) // 4
         shares, tallies = others[:teachers] / (rows or 1), others[teachers:].reshape(teachers, 3)
         per_step = score_weighting is not None and score_weighting.scope == "batch" and teachers > 0
@@ -148,6 +151,30 @@ class StepReduction:
                 f"teacher_weight/{name}": float(weight)
                 for name, weight in zip(self._names, self.teacher_weights, strict=True)
             }
+        return metrics
+
+    def region_metrics(self, region_sums: NDArray[np.float64], kd_scale: float = 1.0) -> dict[str, float]:
+        """Return metrics by region of conversations and rollouts: tokens, the mean loss, and the mean advantage.
+
+        The mean loss of a region is the weighted sum of the means of all losses over their items in it.
+
+        Args:
+            region_sums: [terms, regions + 1], from the `region_sums` of the losses.
+            kd_scale: result of `kd_scale` for this step.
+        """
+        tokens, items, advantages = np.split(self._region_counts, [1, 1 + len(self._objectives)])
+        weights = self._weights * np.where(self._distils, kd_scale, 1.0)
+        means = np.divide(region_sums[:, :-1], items, out=np.zeros(items.shape), where=items > 0)
+        metrics: dict[str, float] = {}
+        is_surrogate = np.array([isinstance(one.loss, PolicyGradient) for one in self._objectives], np.bool_)
+        for number, name in enumerate(REGIONS):
+            if not tokens[0, number]:
+                continue
+            metrics[f"{REGION_METRICS}tokens/{name}"] = float(tokens[0, number])
+            if items[:, number].any():
+                metrics[f"{REGION_METRICS}loss/{name}"] = float((means[:, number] * weights).sum())
+            if sampled := float(items[is_surrogate, number].sum()):
+                metrics[f"{REGION_METRICS}advantage/{name}"] = float(advantages[is_surrogate, number].sum()) / sampled
         return metrics
 
     def surrogate_metrics(self, surrogate_sums: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -104,7 +104,7 @@ def distill(
             wrapped_student=wrapped,
             parameters=parameters,
             tokenizer=inputs.tokenizer,
-            batch_builder=inputs.batch_builder(limit, packing_multiple),
+            batch_builder=inputs.batch_builder(limit, packing_multiple, recipe.regions),
             sampler=inputs.sampler(recipe, documents, sizes, per_step),
             recipe=recipe,
             logging_config=logging_config,

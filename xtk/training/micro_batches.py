@@ -11,11 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.evaluation.top1_agreement import TeacherTopTokens
+from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import LossInputs, join_inputs
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
+from xtk.tokens.conversation_tokens import REGIONS
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
+from xtk.tokens.token_regions import RegionWeights, token_regions
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
@@ -43,6 +46,8 @@ class MicroBatch:
         tallies: float64 [teachers, 3], sums of the teachers' scores, for teacher weights that are computed per step.
         teacher_weight_sums: float64 [teachers], sums over positions of the teacher weights, unless they are computed
             per step.
+        region_counts: float64 [1 + 2 * terms, regions], of documents with regions (conversations and rollouts): trained
+            tokens; the items of each term; the sum of each term's advantages. All are weighted.
         is_text: bool [N], whether the token that each position predicts is text (not a special token).
         teacher_top1: top-1 tokens of each teacher, if requested.
     """
@@ -57,6 +62,7 @@ class MicroBatch:
     nan_positions: int
     tallies: NDArray[np.float64]
     teacher_weight_sums: NDArray[np.float64]
+    region_counts: NDArray[np.float64]
     is_text: NDArray[np.bool_]
     teacher_top1: tuple[TeacherTopTokens, ...] = ()
 
@@ -67,9 +73,42 @@ class MicroBatch:
 
     @property
     def counts(self) -> NDArray[np.float64]:
-        """Counts to sum over the micro-batches of a step: tokens, denominators of losses, teacher weights, tallies."""
+        """Counts to sum over the micro-batches of a step, flat.
+
+        They are the tokens, the denominators of losses, the counts by region, teacher weights and tallies.
+        """
         denominators = [term.denominator for term in self.terms]
-        return np.concatenate([[self.trained_tokens], denominators, self.teacher_weight_sums, self.tallies.reshape(-1)])
+        return np.concatenate(
+            [
+                [self.trained_tokens],
+                denominators,
+                self.region_counts.reshape(-1),
+                self.teacher_weight_sums,
+                self.tallies.reshape(-1),
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class _StudentDocument:
+    """A document with the student's tokens.
+
+    Attributes:
+        document: the document.
+        student: its tokens; only those of trained regions are trained.
+        whitespace_mask: bool [T], the tokens of white space; None: no loss needs it.
+        regions: uint8 [T], the regions of the tokens.
+    """
+
+    document: Document
+    student: TokenSequence
+    whitespace_mask: NDArray[np.bool_] | None
+    regions: NDArray[np.uint8]
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether regions say something about it: not for plain text."""
+        return self.document.conversation is not None or self.document.sampled_tokens is not None
 
 
 class BatchBuilder:
@@ -85,6 +124,7 @@ class BatchBuilder:
         packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
         with_top1: whether to return the teachers' top-1 tokens too.
         ce_on_data_only: whether losses without a teacher ignore documents that the student generated.
+        region_weights: which regions of conversations are trained, and their weights.
     """
 
     def __init__(
@@ -99,7 +139,10 @@ class BatchBuilder:
         *,
         with_top1: bool = False,
         ce_on_data_only: bool = False,
+        region_weights: RegionWeights | None = None,
     ) -> None:
+        self._region_weights = region_weights or RegionWeights()
+        self._trains_template = not all(objective.uses_teacher for objective in objectives)
         self._with_top1, self._ce_on_data_only = with_top1, ce_on_data_only
         self._source, self._tokenizer, self.objectives = source, tokenizer, objectives
         self._limit, self.score_weighting, self._packing = max_length, score_weighting, packing_multiple
@@ -118,8 +161,7 @@ class BatchBuilder:
             numbers: indices of the documents.
             sample_set: index of the set of sampled tokens, modulo the number of sets in the cache.
         """
-        documents, students = self._tokenize(numbers)
-        return self._build(numbers, documents, students, sample_set)
+        return self._build(numbers, self._tokenize(numbers), sample_set)
 
     def build_within_tokens(self, numbers: Sequence[int], max_tokens: int, sample_set: int = 0) -> list[MicroBatch]:
         """Return micro-batches of at most `max_tokens` tokens, padding included, longest documents first.
@@ -131,34 +173,29 @@ class BatchBuilder:
             max_tokens: maximum number of tokens in a micro-batch.
             sample_set: as in `build`.
         """
-        documents, students = self._tokenize(numbers)
-        groups = group_by_tokens([len(student) for student in students], max_tokens, padded=not self._packing)
-        return [
-            self._build(
-                [numbers[at] for at in group],
-                [documents[at] for at in group],
-                [students[at] for at in group],
-                sample_set,
-            )
-            for group in groups
-        ]
+        read = self._tokenize(numbers)
+        groups = group_by_tokens([len(one.student) for one in read], max_tokens, padded=not self._packing)
+        return [self._build([numbers[at] for at in group], [read[at] for at in group], sample_set) for group in groups]
 
-    def _tokenize(self, numbers: Sequence[int]) -> tuple[list[Document], list[TokenSequence]]:
+    def _tokenize(self, numbers: Sequence[int]) -> list[_StudentDocument]:
         documents = [self._source.document(number) for number in numbers]
-        students = tokenize_documents(self._tokenizer, documents)
-        if self._limit is not None:
-            students = [sequence.truncate(self._limit) for sequence in students]
-        return documents, students
+        found = []
+        for document, sequence in zip(documents, tokenize_documents(self._tokenizer, documents), strict=True):
+            student = sequence if self._limit is None else sequence.truncate(self._limit)
+            regions = token_regions(document, student)
+            student = self._region_weights.select(student, regions, with_template=self._trains_template)
+            mask = student.whitespace_mask(document.text) if self._masks_whitespace else None
+            found.append(_StudentDocument(document, student, mask, regions))
+        return found
 
-    def _build(
-        self, numbers: Sequence[int], documents: list[Document], students: list[TokenSequence], sample_set: int
-    ) -> MicroBatch:
-        masks = [
-            student.whitespace_mask(document.text) if self._masks_whitespace else None
-            for student, document in zip(students, documents, strict=True)
-        ]
-        own_tokens = list(zip(students, documents, masks, strict=True))
-        without_teacher = [make_loss_inputs(student, document, None, mask) for student, document, mask in own_tokens]
+    def _loss_inputs(self, read: _StudentDocument, output: TeacherOutput | None) -> LossInputs:
+        regions = read.regions if read.has_regions else None
+        bounds = self._region_weights.advantage_bounds
+        return make_loss_inputs(read.student, read.document, output, read.whitespace_mask, regions, bounds)
+
+    def _build(self, numbers: Sequence[int], own_tokens: list[_StudentDocument], sample_set: int) -> MicroBatch:
+        documents, students = [one.document for one in own_tokens], [one.student for one in own_tokens]
+        without_teacher = [self._loss_inputs(one, None) for one in own_tokens]
         read = {
             with_samples: self._read(numbers, own_tokens, sample_set if with_samples else None)
             for with_samples in self._sampling_modes
@@ -174,34 +211,41 @@ class BatchBuilder:
         }  # fmt: skip
         lengths = np.array([len(example.positions) for example in without_teacher], np.int64)
         weights = np.repeat([document.weight for document in documents], lengths)
+        if (self._region_weights.weights != 1).any():
+            weights = weights * np.concatenate(
+                [np.zeros(0), *(self._region_weights.weights[one.regions[one.student.loss_mask]] for one in own_tokens)]
+            )
         text_weights = weights
         if self._ce_on_data_only:
-            on_data = [document.weight * (document.sampled_tokens is None) for document in documents]
-            text_weights = np.repeat(on_data, lengths)
+            text_weights = weights * np.repeat([document.sampled_tokens is None for document in documents], lengths)
         factors, tallies = self._weigh(list(zip(*inputs_of_teachers, strict=True)), students, documents)
+        terms = tuple(
+            self._term(
+                objective,
+                joined[objective.accepts_samples][objective.teacher_index]
+                if objective.uses_teacher
+                else join_inputs(without_teacher),
+                weights if objective.uses_teacher else text_weights,
+                factors,
+            )
+            for objective in self.objectives
+        )
         ids, starts, document_lengths = pad_or_pack([student.ids for student in students], self._packing)
         return MicroBatch(
             input_ids=ids,
             document_lengths=document_lengths,
             loss_positions=np.concatenate([np.zeros(0, np.int64), *(one.positions for one in without_teacher)])
             + np.repeat(starts, lengths),
-            terms=tuple(
-                self._term(
-                    objective,
-                    joined[objective.accepts_samples][objective.teacher_index]
-                    if objective.uses_teacher
-                    else join_inputs(without_teacher),
-                    weights if objective.uses_teacher else text_weights,
-                    factors,
-                )
-                for objective in self.objectives
-            ),
+            terms=terms,
             lengths=tuple(len(student) for student in students),
             trained_tokens=float(weights.sum()),
-            unaligned=np.array([_unaligned(of_teacher) for of_teacher in inputs_of_teachers], np.int64).reshape(-1, 2),
+            unaligned=np.array(
+                [_unaligned(of_teacher, students) for of_teacher in inputs_of_teachers], np.int64
+            ).reshape(-1, 2),
             nan_positions=num_nan,
             tallies=tallies,
             teacher_weight_sums=np.zeros(self._teachers) if factors is None else factors @ weights,
+            region_counts=_region_counts(join_inputs(without_teacher), weights, terms),
             is_text=np.concatenate(
                 [
                     np.zeros(0, np.bool_),
@@ -231,14 +275,14 @@ class BatchBuilder:
     def _read(
         self,
         numbers: Sequence[int],
-        own_tokens: Sequence[tuple[TokenSequence, Document, NDArray[np.bool_] | None]],
+        own_tokens: Sequence[_StudentDocument],
         sample_set: int | None,
     ) -> tuple[list[list[LossInputs | None]], int]:
         """Return the loss inputs of some documents with each teacher.
 
         Args:
             numbers: indices of the documents.
-            own_tokens: the student's tokens of each, the document, and the mask of white space if a loss needs it.
+            own_tokens: the documents with the student's tokens.
             sample_set: sample set of the teachers' log-probabilities; None: exact entries only.
 
         Returns:
@@ -249,8 +293,8 @@ class BatchBuilder:
         finite = [[_without_nan(of_document[teacher]) for of_document in outputs] for teacher in range(self._teachers)]
         examples = [
             [
-                None if output is None else make_loss_inputs(student, document, output, mask)
-                for (student, document, mask), (output, _) in zip(own_tokens, of_teacher, strict=True)
+                None if output is None else self._loss_inputs(one, output)
+                for one, (output, _) in zip(own_tokens, of_teacher, strict=True)
             ]
             for of_teacher in finite
         ]
@@ -268,7 +312,7 @@ class BatchBuilder:
             sizes = np.diff(student.byte_ends, prepend=0).astype(np.int64)
             found, parts = score_tallies(self.score_weighting, examples, sizes)
             tallies += document.weight * found.sum(axis=1)
-            factors.append(self.score_weighting.teacher_weights(found)[:, parts[np.flatnonzero(student.train_mask)]])
+            factors.append(self.score_weighting.teacher_weights(found)[:, parts[np.flatnonzero(student.loss_mask)]])
         return None if self.score_weighting.scope == "batch" else np.concatenate(factors, axis=1), tallies
 
 
@@ -280,13 +324,32 @@ def _without_nan(output: TeacherOutput | None) -> tuple[TeacherOutput | None, in
     return TeacherOutput(output.tokens, logprobs), len(output.logprobs) - len(logprobs)
 
 
-def _unaligned(examples: Sequence[LossInputs | None]) -> tuple[int, int]:
+def _region_counts(inputs: LossInputs, weights: NDArray[np.float64], terms: Sequence[LossCells]) -> NDArray[np.float64]:
+    """Return `region_counts` of a micro-batch.
+
+    Args:
+        inputs: inputs of all documents without a teacher.
+        weights: float64 [N].
+        terms: the cells of each loss.
+    """
+    counts = np.zeros((1 + 2 * len(terms), len(REGIONS)))
+    if inputs.regions is not None:
+        regions = np.minimum(inputs.regions, len(REGIONS))
+        counts[0] = np.bincount(regions, weights, len(REGIONS) + 1)[: len(REGIONS)]
+    for number, term in enumerate(terms):
+        counts[1 + number] = term.counts_by_region()
+        if isinstance(term, ClippedSurrogateCells):
+            counts[1 + len(terms) + number] = term.counts_by_region(term.advantages.double().numpy())
+    return counts
+
+
+def _unaligned(examples: Sequence[LossInputs | None], students: Sequence[TokenSequence]) -> tuple[int, int]:
     """Return the number of trained tokens that no span covers, and of all trained tokens."""
-    scored = [example for example in examples if example is not None]
-    tokens = sum(len(example.positions) for example in scored)
+    scored = [(example, one.train_mask) for example, one in zip(examples, students, strict=True) if example is not None]
+    tokens = sum(int(trained.sum()) for _, trained in scored)
     # A span may also contain tokens that are not trained: the first one without a start token, or one of a prompt.
-    trained_in_spans = [np.searchsorted(example.positions + 1, example.spans[:, :2]) for example in scored]
-    return tokens - sum(int(np.diff(bounds, axis=1).sum()) for bounds in trained_in_spans), tokens
+    trained_before = [(example.spans, np.append(0, np.cumsum(trained))) for example, trained in scored]
+    return tokens - sum(int(np.diff(before[spans[:, :2]], axis=1).sum()) for spans, before in trained_before), tokens
 
 
 def pad_or_pack(

@@ -20,18 +20,21 @@ from xtk.options.training_options import (
     LoggingOptions,
     OptimizationOptions,
     ParallelismOptions,
+    RegionOptions,
     SequenceOptions,
     TeacherUseOptions,
 )
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.document import Document
+from xtk.tokens.token_regions import RegionWeights
 from xtk.training.lr_schedules import SCHEDULES, lr_factor
 from xtk.training.on_policy_config import OnPolicyConfig
+from xtk.training.region_options import parse_region_options
 from xtk.training.task_evaluation import EvalTask
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SequenceOptions, TeacherUseOptions, OptimizationOptions, ParallelismOptions):
+class TrainConfig(SequenceOptions, RegionOptions, TeacherUseOptions, OptimizationOptions, ParallelismOptions):
     """Training options of `xtk distill`. Lengths are in optimizer steps, batch sizes in documents.
 
     Attributes:
@@ -58,6 +61,18 @@ class TrainConfig(SequenceOptions, TeacherUseOptions, OptimizationOptions, Paral
                 "--max-length is 1, but must be at least 2 tokens",
                 hint="use --max-length 0 for the student's context length",
             )
+
+        if self.advantage_clip and not any(loss.name == "policy-gradient" for loss in self.losses):
+            raise XtkError(
+                "--advantage-clip bounds advantages, but no loss has any",
+                hint="use it with --loss policy-gradient, or --region-weights",
+            )
+        parse_region_options(self)
+
+    @cached_property
+    def regions(self) -> RegionWeights:
+        """The weights of regions."""
+        return parse_region_options(self)
 
     def num_steps(self, documents: int, num_data_shards: int) -> int:
         """Return the number of optimizer steps; on-policy, each prompt counts once per completion and pass."""

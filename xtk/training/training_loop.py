@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,11 +22,12 @@ from xtk.models.host_to_device import read_together
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
+from xtk.tokens.conversation_tokens import REGIONS
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batch_copies import copied_ahead
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
 from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints
-from xtk.training.cross_process_reduction import StepReduction
+from xtk.training.cross_process_reduction import REGION_METRICS, StepReduction
 from xtk.training.graceful_stop import StopListener
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.metrics_file import MetricsFile, first_values, last_values
@@ -167,7 +169,9 @@ class _TrainingLoop:
                 if (_saves_at(run, steps) or stopped) and not is_last:
                     with self.meter.exclude_from_rate():
                         self._save(steps)
-                shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
+                shown = "  ".join(
+                    f"{name} {value:.4f}" for name, value in losses.items() if not name.startswith(REGION_METRICS)
+                )
                 progress.advance(1, f"{shown}  {self.meter.summary}")
                 if stopped and not is_last:
                     _raise_stopped(run, steps, stopped)
@@ -344,10 +348,13 @@ def _step(
     totals = _pass(run, micro_batches, reduction.term_scales(kd_scale), backward=True)
     clipping = GradientClipping(run.parameters)
     # All that the host needs of a step is read at once: on a GPU it waits here until the step is computed.
-    of_terms, *norms = read_together([totals, *clipping.norms])
+    flat_totals, *norms = read_together([totals, *clipping.norms])
     norm = clipping.clip([value for (value,) in norms], recipe.max_grad_norm)
-    sums, *ratios = zip(*(of_terms[start : start + 4] for start in range(0, len(of_terms), 4)), strict=True)
-    losses = reduction.loss_metrics(sums, kd_scale) | reduction.surrogate_metrics(list(zip(*ratios, strict=True)))
+    of_terms = np.array(flat_totals).reshape(len(builder.objectives), -1)
+    losses = reduction.loss_metrics(of_terms[:, 0].tolist(), kd_scale) | reduction.surrogate_metrics(
+        of_terms[:, 1:4].tolist()
+    )
+    losses |= reduction.region_metrics(of_terms[:, 4:], kd_scale)
     if step_is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and EMA would turn -0.0 into 0.0
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -355,14 +362,14 @@ def _step(
 
 
 def _pass(run: TrainingRun, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool) -> Tensor:
-    """Run forward (and backward) passes; return sums over all processes, float64 [terms, 4], on the device.
+    """Run forward (and backward) passes; return sums over all processes, float64 [terms, 5 + regions], on the device.
 
-    The first is the loss summed over tokens or spans, the others are the ratio statistics of policy-gradient losses
-    (zeros for others). Without `backward`, gradients and random states stay unchanged, so that the next pass has the
-    same dropout.
+    The first is the loss summed over tokens or spans, the next three are the ratio statistics of policy-gradient losses
+    (zeros for others), and the others are sums of the loss by region, with `backward` only. Without `backward`,
+    gradients and random states stay unchanged, so that the next pass has the same dropout.
     """
     accelerator, layout, device = run.accelerator, run.parallel, run.accelerator.device
-    totals = torch.zeros(len(scales), 4, device=device, dtype=torch.float64)
+    totals = torch.zeros(len(scales), 5 + len(REGIONS), device=device, dtype=torch.float64)
     devices = [device] if device.type == "cuda" else []
     with contextlib.nullcontext() if backward else torch.random.fork_rng(devices), torch.set_grad_enabled(backward):
         for number, (batch, terms) in enumerate(copied_ahead(micro_batches, scales, device)):
@@ -375,8 +382,9 @@ def _pass(run: TrainingRun, micro_batches: list[MicroBatch], scales: list[float]
                     torch.autograd.backward(total * layout.num_gradient_replicas)
             totals[:, 0] += parts.double()
             for term_totals, term in zip(totals, terms, strict=True):
+                term_totals[4:] += term.region_sums
                 if isinstance(term, ClippedSurrogateCells):
-                    term_totals[1:] += term.ratio_statistics
+                    term_totals[1:4] += term.ratio_statistics
     if not backward:
         reshard_weights(run.wrapped_student)
     return layout.all_reduce_sum(totals, "copies")

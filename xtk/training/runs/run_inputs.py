@@ -14,6 +14,7 @@ from xtk.errors import XtkError
 from xtk.losses.loss_term import LossTerm
 from xtk.tokens.document import Document
 from xtk.tokens.normalization_changes import count_normalization_loss
+from xtk.tokens.token_regions import RegionWeights
 from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.combine_teachers import ScoreWeighting
@@ -56,17 +57,20 @@ class RunInputs:
     provenance: Provenance = field(default_factory=Provenance)
     ce_on_data_only: bool = False
 
-    def batch_builder(self, max_length: int | None, packing_multiple: int = 0) -> BatchBuilder:
+    def batch_builder(
+        self, max_length: int | None, packing_multiple: int = 0, region_weights: RegionWeights | None = None
+    ) -> BatchBuilder:
         """Return the builder of micro-batches.
 
         Args:
             max_length: maximum number of tokens of a document.
             packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
+            region_weights: which regions of conversations are trained; None: the default.
         """
         return BatchBuilder(
             self.source, self.tokenizer, self.objectives, max_length, self.score_weighting, self.teachers,
                 packing_multiple,
-            ce_on_data_only=self.ce_on_data_only,
+            ce_on_data_only=self.ce_on_data_only, region_weights=region_weights,
         )  # fmt: skip
 
     def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
