@@ -122,7 +122,10 @@ def test_the_space_is_trained_as_the_token_after_it(tokenizer, models, cache, tm
         assert trained_bytes(plain, document) == expected
         (sequence,) = tokenize_documents(plain, [document])
         logprobs = cache.read_document(0).teacher_logprobs
-        assert _unaligned([make_loss_inputs(sequence, document, TeacherOutput(sequence, logprobs))], [sequence]) == (0, 2)
+        assert _unaligned([make_loss_inputs(sequence, document, TeacherOutput(sequence, logprobs))], [sequence]) == (
+            0,
+            2,
+        )
 
 
 @pytest.mark.parametrize("answer", ANSWERS)

@@ -188,11 +188,19 @@ class _ConversationTokens:
     def _find_turn_end(self, number: int, place: PartPosition | None) -> int:
         """Return the index of the token that ends the message of this last part; -1 without one, or if unclear."""
         segment, part = self.document.segments[number], self.conversation.parts[number]
+        if self._is_omitted(part.message):
+            return -1
         if place is not None and part.kind == CONTENT and (end := self._special_after(place)) >= 0:
             return end
         if segment.train or (place is not None and part.kind != CONTENT):
             return self._turn_end_after(number)
         return -1
+
+    def _is_omitted(self, message: int) -> bool:
+        """Return whether the template writes nothing of a message that has text: its end would end another text."""
+        numbers = self._numbers_of(message, message + 1)
+        has_text = any(self.conversation.parts[at].text for at in numbers)
+        return has_text and all(self.rendering.positions[at] is None for at in numbers)
 
     def _special_after(self, place: PartPosition) -> int:
         """Return the index of the first special token after a content and white space; or -1."""
