@@ -281,7 +281,12 @@ def _print_estimate(costs: dict[str, Any], *, as_json: bool) -> None:
         terminal.result_json(costs)
         return
     for name, value in costs.items():
-        terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")
+        if name != "regions":
+            terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")
+    for region, figures in costs["regions"].items():
+        unit = "tokens" if region == "end-of-turn" else "bytes"
+        shown = f"{figures['size']:,} {unit} in the sample, {100 * figures['scored_fraction']:.1f} % scored"
+        terminal.result_line(f"{region:24} {shown}")
 
 
 def _merge(options: CacheTeacherOptions) -> None:

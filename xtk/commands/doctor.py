@@ -11,20 +11,22 @@ from xtk import terminal
 from xtk.commands.cache_teacher import CacheTeacherOptions
 from xtk.commands.distill_options import DistillOptions
 from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of, redeclared
-from xtk.options.shared import ConfigOption, CorpusOptions, JsonOption, QuietOption
+from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
-    from xtk.doctor.doctor_inputs import Finding
+    from pathlib import Path
+
+    from xtk.doctor.doctor_inputs import DoctorInputs, Finding
 
 LEVEL_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(CorpusOptions, JsonOption, QuietOption, ConfigOption, CommandOptions):
+class DoctorOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
     """Options of `xtk doctor`."""
 
     HEADINGS = (
-        Heading("Data", (CorpusOptions, "long_documents", "max_length")),
+        Heading("Data", (CorpusOptions, "long_documents", "max_length", "html")),
         Heading("Planned cache", ("teacher_dtype", "top_k", "batch_tokens", "tokens_per_second")),
         Heading(
             "Planned training run",
@@ -43,6 +45,11 @@ class DoctorOptions(CorpusOptions, JsonOption, QuietOption, ConfigOption, Comman
         "Teacher cache, documents, or both. Without them, only the two models are checked.",
         metavar="[CACHE] [DATA...]",
         show_default=False,
+    )
+    html: str = option(
+        "",
+        "Write a page of the first documents as both models read them, colored by region, to this file.",
+        metavar="FILE",
     )
     long_documents: str = redeclared(CacheTeacherOptions, "long_documents")
     max_length: int = redeclared(DistillOptions, "max_length")
@@ -116,6 +123,8 @@ def doctor(options: DoctorOptions) -> None:
         TeacherCache(caches[0]) if caches else None,
         Corpus(others, parse_columns_option(options.columns), options.max_document_bytes) if others else None,
     )
+    if options.html:
+        _write_page(case, Path(options.html), force=options.force)
     findings = []
     for finding in run_checks(case):
         findings.append(finding)
@@ -126,6 +135,30 @@ def doctor(options: DoctorOptions) -> None:
     worst = max((LEVELS.index(finding.level) for finding in findings), default=0)
     if LEVELS[worst] == "error":
         raise typer.Exit(1)
+
+
+def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
+    """Write the page of the first documents.
+
+    Raises:
+        XtkError: there are no documents, or the file exists and is not such a page.
+    """
+    from itertools import islice
+
+    from xtk.artifacts.atomic_files import canonical_json, sha256
+    from xtk.artifacts.corpus_reader import CorpusFingerprint
+    from xtk.artifacts.output_claims import claim_output
+    from xtk.commands.html_page import PAGE, write_page
+    from xtk.commands.regions_html import SHOWN_DOCUMENTS, regions_page
+
+    documents = list(islice(inputs.documents(), SHOWN_DOCUMENTS))
+    if not documents:
+        raise typer.BadParameter("--html shows documents; add a cache or data")
+    names = [(side.name, side.tokenizer) for side in inputs.models]
+    parts = [(tokenizer.fingerprint, tokenizer.template_fingerprint) for _, tokenizer in names]
+    request = sha256(canonical_json([*parts, str(CorpusFingerprint.of(documents))]))
+    claim_output(path, PAGE, request, force=force)
+    write_page(path, "".join(regions_page(documents, names, request)))
 
 
 def _print_findings(findings: list[Finding]) -> None:

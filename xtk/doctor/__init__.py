@@ -10,6 +10,8 @@ CHECKS = (
     "xtk.doctor.vocabulary_checks:special_tokens",
     "xtk.doctor.chat_template_checks:duplicate_start_token",
     "xtk.doctor.chat_template_checks:template_content",
+    "xtk.doctor.region_checks:reasoning_and_tools",
+    "xtk.doctor.region_checks:regions",
     "xtk.doctor.weight_checks:weight_tensors",
     "xtk.doctor.weight_checks:attention",
     "xtk.doctor.weight_checks:dtypes",

@@ -184,10 +184,16 @@ class DoctorInputs:
         """Student and teacher."""
         return self.student, self.teacher
 
+    def documents(self) -> Iterable[Document]:
+        """Return the documents of the data, or of the cache."""
+        if self.corpus is not None:
+            return self.corpus
+        return () if self.cache is None else (stored.document for stored in self.cache)
+
     @cached_property
     def has_conversations(self) -> bool:
         """Whether one of the first documents is a conversation."""
-        return any(document.conversation is not None for document in islice(_documents(self), READ_BATCH_SIZE))
+        return any(document.conversation is not None for document in islice(self.documents(), READ_BATCH_SIZE))
 
     @cached_property
     def data_sample(self) -> DataSample:
@@ -223,7 +229,7 @@ class DataSample:
     def from_inputs(cls, inputs: DoctorInputs) -> DataSample:
         """Return the statistics of at most `MAX_DOCUMENTS_READ` documents."""
         reading, sample = cls(), EvenSample(SAMPLE_SIZE)
-        for group in _document_batches(_documents(inputs)):
+        for group in _document_batches(inputs.documents()):
             if reading.num_documents >= MAX_DOCUMENTS_READ:
                 reading.is_complete = False
                 break
@@ -248,12 +254,6 @@ def max_document_tokens(model: DoctorModel, plan: RunPlan) -> int | None:
     """Return the maximum number of tokens of a document for a model; None: no limit."""
     limits = [limit for limit in (model.context_length, plan.max_length) if limit]
     return min(limits) if limits else None
-
-
-def _documents(inputs: DoctorInputs) -> Iterable[Document]:
-    if inputs.corpus is not None:
-        return inputs.corpus
-    return () if inputs.cache is None else (stored.document for stored in inputs.cache)
 
 
 def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -23,7 +23,9 @@ from xtk.teachers.cache_build_config import (
     sharding_options,
 )
 from xtk.teachers.cache_shard_planning import make_shard_plan
+from xtk.tokens.conversation_tokens import MARKUP
 from xtk.tokens.document import Document
+from xtk.tokens.region_statistics import RegionStatistics
 from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -55,7 +57,8 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
     Returns:
         `documents`, `tokens`, `positions`, `shards`: exact. `bytes`, `bytes_per_position`, `seconds`,
         `tokens_per_second`: extrapolated from the sample, for one process on this machine. `memory_bytes`: peak memory
-        of this process; `device_memory_bytes`: of the accelerator. `sampled_documents`.
+        of this process; `device_memory_bytes`: of the accelerator. `sampled_documents`. `regions`: of the sample, as in
+        `RegionStatistics.to_json`; empty if it has no conversation.
 
     Raises:
         XtkError: as `cache_teacher`.
@@ -98,6 +101,21 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
         "memory_bytes": _peak_memory(),
         "device_memory_bytes": _peak_memory_of_device(),
         "sampled_documents": len(documents),
+        "regions": _regions(sample.documents),
+    }
+
+
+def _regions(documents: list[tuple[Document, TokenSequence]]) -> dict[str, Any]:
+    """Return the sizes of regions of conversations, and how much of each the teacher's chat template writes."""
+    found = RegionStatistics()
+    for document, tokens in documents:
+        if document.conversation is not None:
+            found.add(document, tokens)
+    without_alignment = found.to_json()
+    return {
+        name: {"size": one["size"], "scored_fraction": one["trained_fraction"]}
+        for name, one in without_alignment.items()
+        if name != MARKUP
     }
 
 

@@ -35,10 +35,10 @@ def token_regions(document: Document, sequence: TokenSequence) -> NDArray[np.uin
         sequence: a model's tokens of it.
     """
     regions, trained = sequence.template_regions.copy(), sequence.train_mask
-    byte_regions = _regions_of_bytes(document)
-    if len(byte_regions):
-        last_bytes = np.clip(sequence.byte_ends - 1, 0, len(byte_regions) - 1)
-        regions[trained] = byte_regions[last_bytes[trained]]
+    of_bytes = byte_regions(document)
+    if len(of_bytes):
+        last_bytes = np.clip(sequence.byte_ends - 1, 0, len(of_bytes) - 1)
+        regions[trained] = of_bytes[last_bytes[trained]]
     elif trained.any():
         regions[trained] = region_of_role(CONTENT)
     for end, segment in zip(sequence.segment_end_tokens.tolist(), document.segments, strict=False):
@@ -48,7 +48,7 @@ def token_regions(document: Document, sequence: TokenSequence) -> NDArray[np.uin
     return regions
 
 
-def _regions_of_bytes(document: Document) -> NDArray[np.uint8]:
+def byte_regions(document: Document) -> NDArray[np.uint8]:
     """Return the region of each byte of a document's text, uint8 [bytes]."""
     parts = []
     for segment in document.segments:
