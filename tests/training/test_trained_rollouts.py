@@ -18,7 +18,9 @@ from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
+from xtk.tokens.conversation_tokens import REGIONS
 from xtk.tokens.teacher_tokenization import teacher_views
+from xtk.tokens.token_regions import RegionWeights
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
 from xtk.training.losses_per_teacher import DistillationTeacher, assign_losses, open_teachers
@@ -145,3 +147,23 @@ def test_another_student_reads_the_text_and_has_no_part_in_the_policy_gradient(r
         objective = LossTerm(loss.make_loss(), loss.make_divergence(), None)
         (term,) = BatchBuilder(CacheSource(cache), other, [objective], 256).build([0, 1]).terms
         assert (term.num_items > 0) == items
+
+
+def test_advantages_are_counted_and_bounded_by_region(rollouts):
+    teacher = rollouts.teacher("alike")
+    ((taken,), _) = assign_losses(parse_losses(["policy-gradient:reward_weight=0"]), [teacher])
+    objective = LossTerm(taken.rule, taken.loss.make_divergence(), None)
+    source, found = CacheSource(teacher.source), {}
+    for bounds in ({}, {"answer": 0.25, "end-of-turn": 0.5}):
+        regions = RegionWeights(advantage_bounds=bounds)
+        batch = BatchBuilder(source, rollouts.student, [objective], 256, region_weights=regions).build([0, 1])
+        (term,) = batch.terms
+        number = {name: (term.regions == REGIONS.index(name)).numpy() for name in ("answer", "end-of-turn")}
+        found[bool(bounds)] = {name: term.advantages.numpy()[mask] for name, mask in number.items()}
+        for name, values in found[bool(bounds)].items():
+            assert batch.region_counts[2, REGIONS.index(name)] == pytest.approx(values.sum())
+            assert batch.region_counts[1, REGIONS.index(name)] == len(values) > 0
+    for name, bound in (("answer", 0.25), ("end-of-turn", 0.5)):
+        free, bounded = found[False][name], found[True][name]
+        assert (np.abs(free) > bound).any()
+        np.testing.assert_allclose(bounded, np.clip(free, -bound, bound))

@@ -22,6 +22,7 @@ from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs, mask
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import chunk_rows
 from xtk.tokens.document import Document
+from xtk.tokens.token_regions import RegionWeights, token_regions
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -132,9 +133,11 @@ def _prepare_documents(
     """Return prepared documents of a cache; those without a trained token are left out."""
     documents = [cache.read_document(number).document for number in numbers]
     sampled = sorted({objective.accepts_samples for objective in objectives}, reverse=True)
+    regions, with_template = RegionWeights(), not all(objective.uses_teacher for objective in objectives)
     found = []
     for number, document, sequence in zip(numbers, documents, tokenize_documents(tokenizer, documents), strict=True):
         student = sequence if limit is None else sequence.truncate(limit)
+        student = regions.select(student, token_regions(document, student), with_template=with_template)
         mask = student.whitespace_mask(document.text) if masks_whitespace(objectives) else None
         examples = {}
         for use_samples in sampled:

@@ -41,8 +41,18 @@ class TemplateConventions:
     short_call_ids: bool = False
 
     def apply(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return normalized messages in the form that the template reads."""
-        return [self._apply_to(message) for message in messages]
+        """Return normalized messages in the form that the template reads.
+
+        With short ids, a tool's message without one gets that of the call that it answers: they are in the same order.
+        """
+        found, unanswered = [self._apply_to(message) for message in messages], list[str]()
+        if self.short_call_ids:
+            for message in found:
+                unanswered += [str(call["id"]) for call in message.get("tool_calls") or ()]
+                if message["role"] == "tool":
+                    given = message.setdefault("tool_call_id", unanswered[0] if unanswered else _short_id(""))
+                    unanswered = [one for one in unanswered if one != given]
+        return found
 
     def _apply_to(self, message: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(message)
