@@ -1,0 +1,64 @@
+"""The end of a turn is one event, also where a template writes several tokens for it."""
+
+import numpy as np
+import pytest
+import torch
+from chat_families import write_family
+
+from xtk.losses import LOSSES
+from xtk.losses.divergences import FORWARD_KL
+from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
+from xtk.models.output_head import OutputHead
+from xtk.name_registry import load_registered
+from xtk.tokens.document import Document
+from xtk.tokens.teacher_logprobs import TeacherLogprobs
+from xtk.tokens.token_sequence import tokenize_documents
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.losses_per_teacher import PAIR_PROJECTION_METHOD, cached_next_bytes, cached_projection
+
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+CALLING = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+ANSWERING = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "Sunny."}]
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ends")
+    return Tokenizer(write_family("qwen2_5", folder)), Tokenizer(write_family("gptoss", folder))
+
+
+def certain_logprobs(sequence, share: float) -> TeacherLogprobs:
+    """The observed token has a share of the probability, and the rest is not stored."""
+    positions = np.flatnonzero(sequence.train_mask).astype(np.int32)
+    observed = np.full(len(positions), np.log(share), np.float32)
+    return TeacherLogprobs(
+        positions, np.arange(len(positions) + 1, dtype=np.int64), sequence.ids[positions].astype(np.int32), observed,
+        np.full(len(positions), 1 - share, np.float32), observed, np.zeros(len(positions), np.float32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", [CALLING, ANSWERING], ids=["after a call", "after an answer"])
+@pytest.mark.parametrize("name", ["byte-kl", "bpm", "p-kl", "strict", "boundary-kl", "escd", "simct", "gold"])
+def test_the_student_learns_to_stop_where_the_teacher_stops_with_any_token(sides, name, messages):
+    student, teacher = sides
+    document = Document.from_messages(messages)
+    (own,), (theirs,) = tokenize_documents(student, [document]), tokenize_documents(teacher, [document])
+    expected_end = "<|call|>" if messages is CALLING else "<|return|>"
+    assert teacher.special_token_names[int(theirs.ids[-1])] == expected_end
+    inputs = make_loss_inputs(own, document, TeacherOutput(theirs, certain_logprobs(theirs, 0.9)))
+    assert inputs.is_end.sum() == 1
+    loss = load_registered(LOSSES, name, "loss")()
+    if loss.comparison_space == "bytes":
+        space = cached_next_bytes(student, teacher)
+    else:
+        space = cached_projection(student, teacher, PAIR_PROJECTION_METHOD).columns.pad_columns(teacher.embedding_rows)
+    term = LossTerm(loss, FORWARD_KL, space).build_cells(inputs)
+    logits = torch.zeros(len(inputs.positions), student.embedding_rows, dtype=torch.float64, requires_grad=True)
+    fused_loss(logits, OutputHead(None), [term], 16)[0].backward()
+    row = int(np.flatnonzero(inputs.positions + 1 == own.segment_end_tokens[-1])[0])
+    end = student.end_id
+    # It moves towards the end token there, and towards no other special token.
+    assert logits.grad[row, end] < 0
+    others = [one for one in student.special_token_names if one != end]
+    assert (logits.grad[row, others] >= -1e-12).all()
