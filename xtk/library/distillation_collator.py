@@ -18,6 +18,7 @@ from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.losses.loss_term import TeacherOutput
 from xtk.projection.projection import SparseProjection
 from xtk.tokens.document import Document
+from xtk.tokens.token_regions import DEFAULT_REGIONS, RegionWeights
 from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.losses_per_teacher import as_cache, assign_losses, open_teachers
 from xtk.training.micro_batches import BatchBuilder
@@ -41,6 +42,8 @@ class DistillationCollator:
         packing: concatenate the documents of a batch into one sequence [1, T] with `position_ids` that restart, instead
             of padding. Call `enable_packing` for the model.
         sample_set: index of the set of sampled tokens, modulo the number of sets; change it every epoch.
+        train_on: the trained regions of conversations, as in `xtk distill --train-on`.
+        region_weights: {region: weight}; 1 for others.
 
     Raises:
         XtkError: a loss cannot be computed from this cache, or the projection is for other tokenizers.
@@ -56,11 +59,14 @@ class DistillationCollator:
         max_length: int | None = None,
         packing: bool = False,
         sample_set: int = 0,
+        train_on: Sequence[str] = DEFAULT_REGIONS,
+        region_weights: Mapping[str, float] | None = None,
     ) -> None:
         self._student, self.cache = to_tokenizer(tokenizer), as_cache(cache)
         # Trainer saves the tokenizer of its collator with each checkpoint.
         self.tokenizer = tokenizer if hasattr(tokenizer, "save_pretrained") else None
         self.max_length, self.packing, self.sample_set = max_length, packing, sample_set
+        self._regions = RegionWeights(train_on, region_weights)
         given = [] if projection is None else [Path(projection) if isinstance(projection, str) else projection]
         combination = parse_ensemble("sum", "", 1)
         teachers = open_teachers([self.cache], given, self._student)
@@ -93,6 +99,7 @@ class DistillationCollator:
             self.max_length,
             teacher_names=self._names,
             packing_multiple=1 if self.packing else 0,
+            region_weights=self._regions,
         )
         batch = builder.build(range(len(documents)), self.sample_set)
         return make_batch(batch, self._losses, len(self._student))
