@@ -17,7 +17,7 @@ import small_inputs
 import torch
 from safetensors.numpy import load_file, save_file
 
-from xtk.artifacts.gguf_models import GGUF_RECORD
+from xtk.artifacts.gguf_models import GGUF_RECORD, gguf_name
 from xtk.artifacts.model_resolver import resolve_model_folder, weights_fingerprint
 from xtk.errors import CorruptError, XtkError
 from xtk.models.causal_lm import load_causal_lm
@@ -60,22 +60,27 @@ def test_values_keep_their_type_where_it_holds_them_exactly(tmp_path, own_cache)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
 
 
-def test_the_conversion_is_found_again_by_the_checksum_under_any_name(original, own_cache, tmp_path):
+def test_the_conversion_is_found_again_by_the_checksum_and_has_the_name_of_the_file(original, own_cache, tmp_path):
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     folder = resolve_model_folder(str(file), with_weights=True)
     before = (folder / "model.safetensors").stat().st_mtime_ns
     other = tmp_path / "elsewhere"
     other.mkdir()
     file.rename(other / "renamed.gguf")
-    assert resolve_model_folder(str(other), with_weights=True) == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    renamed = resolve_model_folder(str(other), with_weights=True)
+    assert (gguf_name(folder), gguf_name(renamed)) == ("tiny", "renamed")
+    for place in (folder, renamed):
+        assert (place / "model.safetensors").stat().st_mtime_ns == before
+    assert (renamed / "model.safetensors").samefile(folder / "model.safetensors")
+    assert resolve_model_folder(str(other), with_weights=True) == renamed
+    folder = renamed
     checksum = json.loads((folder / GGUF_RECORD).read_text())["gguf"]
     assert weights_fingerprint(folder) == checksum
     (folder / "tokenizer.json").unlink()
     again = resolve_model_folder(str(other), with_weights=True)
     assert (again / "tokenizer.json").is_file()
     assert weights_fingerprint(again) == checksum
-    assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == [again]
+    assert gguf_name(again) == "renamed"
 
 
 def test_changed_weights_have_another_fingerprint(original, own_cache, tmp_path):

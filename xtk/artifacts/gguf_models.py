@@ -66,21 +66,23 @@ def gguf_model_folder(path: Path) -> Path:
             f"the cache folder for converted GGUF models cannot be found: {wrong}", hint="set XTK_CACHE=FOLDER"
         ) from None
     short = f"{key.removeprefix('sha256:')[:_KEY_LENGTH]}-{CONVERSION_VERSION}"
-    found = _find_converted(cache, short)
-    if found is not None:
+    folder = cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', path.stem)[:80]}-{short}"
+    found = _find_converted(cache, short, folder.name)
+    if found is not None and found.name == folder.name:
         return found
     cache.mkdir(parents=True, exist_ok=True)
     with _wait_for_lock(cache / f".{short}.lock"):
-        found = _find_converted(cache, short)  # another process may have converted it meanwhile
+        found = _find_converted(cache, short, folder.name)  # another process may have converted it meanwhile
         if found is not None:
-            return found
+            return found if found.name == folder.name else _copy_conversion(found, folder)
         for incomplete in cache.glob(f"[!.]*-{short}"):  # files were removed from it
             shutil.rmtree(incomplete, ignore_errors=True)
-        folder = cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', path.stem)[:80]}-{short}"
         try:
             return _convert(path, key, folder)
         except OSError as wrong:
-            found = _find_converted(cache, short)  # without locks, another process may have renamed its own
+            found = _find_converted(
+                cache, short, folder.name
+            )  # without locks, another process may have renamed its own
             if found is not None:
                 return found
             raise XtkError(
@@ -112,15 +114,27 @@ def _checksum(path: Path, size: int, modified: int) -> str:
     return sha256_of_file(path)
 
 
-def _find_converted(cache: Path, key: str) -> Path | None:
-    """Return a complete conversion of a GGUF file, under any name."""
-    for folder in sorted(cache.glob(f"[!.]*-{key}")):
+def _find_converted(cache: Path, key: str, name: str = "") -> Path | None:
+    """Return a complete conversion of a GGUF file, under any name; under its own if there is one."""
+    for folder in sorted(cache.glob(f"[!.]*-{key}"), key=lambda one: (one.name != name, one.name)):
         record = _read_record(folder)
         files = {} if record is None else record["files"]
         if files and all((folder / name).is_file() and (folder / name).stat().st_size == size
                          for name, size in files.items()):  # fmt: skip
             return folder
     return None
+
+
+def _copy_conversion(source: Path, folder: Path) -> Path:
+    """Give a conversion another name, as links to its files: the GGUF file is known under that name too."""
+    with replacing_folder(folder, None) as temporary:
+        for file in sorted(source.iterdir()):
+            try:
+                os.link(file, temporary / file.name)
+            except OSError:  # a file system without hard links
+                shutil.copy2(file, temporary / file.name)
+        fsync_folder(temporary)
+    return folder
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:

@@ -1,31 +1,41 @@
-"""Hash of the weights of a model folder, from blocks of its files."""
+"""Hash of the weights of a model: every byte of its files, or of the tensors of a loaded model."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from xtk.artifacts.atomic_files import read_json
+from xtk.artifacts.atomic_files import atomic_write, read_json
 from xtk.errors import CorruptError
 from xtk.tokens.model_config_json import read_model_config
+from xtk.writable_cache_folders import user_cache_folder
 
 ADAPTER_CONFIG = "adapter_config.json"
-_BLOCK_BYTES, _NUM_BLOCKS = 1 << 16, 64
+CHUNK_BYTES, _THREADS = 1 << 25, 8
+MIN_REMEMBERED_BYTES = 1 << 28  # hashed in less than a second
 
 
 def hash_weights(folder: Path) -> str:
     """Return "sha256:..." of the weights in a folder.
 
-    Hashes the configuration, the names and sizes of the weight files and 64 evenly spaced blocks of 64 KiB of each
-    (all of small files): training changes every block, and hashing hundreds of gigabytes would take minutes.
+    Hashes the configuration, the names of the weight files and all of their bytes, and the Python files of a model
+    with code of its own. The hash of a large file is stored in xtk's cache folder, with the file's inode, size and
+    times of change.
 
     Raises:
         CorruptError: a weight file is a pipe or a device.
     """
     digest = hashlib.sha256()
+    configuration = read_model_config(folder)
+    has_code = "auto_map" in configuration
     for content in (
-        read_model_config(folder),
+        configuration,
         read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {},
     ):
         if content:
@@ -33,17 +43,58 @@ def hash_weights(folder: Path) -> str:
                 content.pop(name, None)
             digest.update(json.dumps(content, sort_keys=True).encode())
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    for file in files:
+    for file in files + (sorted(folder.glob("*.py")) if has_code else []):
         if not file.is_file():  # reading a pipe would block
             raise CorruptError(
                 "a weight file of this model must be a regular file, not a pipe or a device",
                 where=str(file),
                 hint="replace it with a copy of the weight file",
             )
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as stream:
-            for offset in sorted({max(0, size - _BLOCK_BYTES) * at // (_NUM_BLOCKS - 1) for at in range(_NUM_BLOCKS)}):
-                stream.seek(offset)
-                digest.update(stream.read(_BLOCK_BYTES))
+        digest.update(f"{file.name} {_hash_of_file(file)}\n".encode())
     return "sha256:" + digest.hexdigest()
+
+
+def _hash_of_file(file: Path) -> str:
+    status = file.stat()
+    version = f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    return _hash_of_version(file.resolve(), version, status.st_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_of_version(file: Path, version: str, size: int) -> str:
+    if size < MIN_REMEMBERED_BYTES:
+        return _read_hash(file, size)
+    with contextlib.suppress(OSError, RuntimeError, UnicodeDecodeError):
+        stored = user_cache_folder() / "weight-hashes" / hashlib.sha256(os.fsencode(file)).hexdigest()[:32]
+        if stored.is_file():
+            known, _, found = stored.read_text().partition("\n")
+            if known == version and len(found) == hashlib.sha256().digest_size * 2:
+                return found
+    found = _read_hash(file, size)
+    with contextlib.suppress(OSError, RuntimeError):  # without a cache folder it is read again
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(stored) as temporary:
+            temporary.write_text(f"{version}\n{found}")
+    return found
+
+
+def _read_hash(file: Path, size: int) -> str:
+    def read(start: int) -> bytes:
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            return stream.read(CHUNK_BYTES)
+
+    return hash_chunks(read, range(0, size, CHUNK_BYTES))
+
+
+def hash_chunks(read: Callable[[int], bytes], starts: Iterable[int]) -> str:
+    """Return the hash of the hashes of chunks, which threads compute; at most `_THREADS` chunks are in memory.
+
+    Args:
+        read: returns the chunk that begins at a byte.
+        starts: the first bytes of the chunks.
+    """
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="xtk-hash") as pool:
+        return hashlib.sha256(
+            b"".join(pool.map(lambda start: hashlib.sha256(read(start)).digest(), starts))
+        ).hexdigest()

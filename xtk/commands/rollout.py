@@ -285,7 +285,12 @@ def _request_fingerprint(
 
     identities = [weights_fingerprint(place) if isinstance(place, Path) else place for place in weights]
     request = {
-        "student": [identities, tokenizer.fingerprint, tokenizer.template_fingerprint],
+        "student": [
+            identities,
+            tokenizer.fingerprint,
+            tokenizer.template_fingerprint,
+            dict(tokenizer.special_token_ids),
+        ],
         "prompts": _prompts_fingerprint(prompts),
         "sampling": dataclasses.asdict(options_of(SamplingConfig, options)),
         "num_generations": options.num_generations,

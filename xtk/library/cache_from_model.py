@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
 from xtk.artifacts.record_to_document import Record
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.artifacts.weight_hash import CHUNK_BYTES, hash_chunks
 from xtk.errors import XtkError
 from xtk.library.tokenizer_argument import store_files, to_tokenizer
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -25,7 +28,6 @@ from xtk.teachers.cache_building import cache_teacher as build_cache
 from xtk.tokens.teacher_logprobs import Support, make_support
 
 _UNHASHED_SETTINGS = ("transformers_version", "_name_or_path")
-_NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 16  # hashed of each tensor, evenly spaced
 
 
 class RecordCorpus(Corpus):
@@ -169,9 +171,8 @@ def _request_for_model(
 def loaded_weights_fingerprint(model: Any) -> str:
     """Return "loaded:sha256:...", which identifies the weights of a loaded model, its configuration and its adapters.
 
-    Hashes names, shapes and dtypes, and 64 evenly spaced blocks of 64 KiB of each tensor (all of small tensors):
-    training changes every block. The configuration has values that change the logits, such as the base of the rotary
-    embedding; of adapters, those that are active and their scaling are hashed.
+    Hashes names, shapes, dtypes and all bytes of the tensors. The configuration has values that change the logits, such
+    as the base of the rotary embedding; of adapters, those that are active and their scaling are hashed.
     """
     settings = {name: value for name, value in model.config.to_dict().items() if name not in _UNHASHED_SETTINGS}
     adapters = [  # layers of peft, which may not be installed
@@ -183,7 +184,11 @@ def loaded_weights_fingerprint(model: Any) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         flat = tensor.detach().reshape(-1).view(torch.uint8)
-        last = max(0, len(flat) - _BLOCK_BYTES)
-        for offset in sorted({last * at // (_NUM_BLOCKS - 1) for at in range(_NUM_BLOCKS)}):
-            digest.update(flat[offset : offset + _BLOCK_BYTES].cpu().numpy().tobytes())
+        starts = range(0, len(flat), CHUNK_BYTES)
+        digest.update(hash_chunks(partial(_chunk_bytes, flat), starts).encode())
     return "loaded:sha256:" + digest.hexdigest()
+
+
+def _chunk_bytes(flat: Tensor, start: int) -> bytes:
+    chunk: bytes = flat[start : start + CHUNK_BYTES].cpu().numpy().tobytes()
+    return chunk

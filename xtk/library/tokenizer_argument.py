@@ -14,7 +14,13 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.tokens.tokenizer_files import SPECIAL_TOKEN_ROLES
 from xtk.writable_cache_folders import user_cache_folder
 
-_PROBE = "Zoë paid $1,234.50  for 'π' in 2019?\n\tdef f(x): return x"
+# Texts that normalizers of all kinds change: composed and decomposed accents, case, compatibility forms, spaces.
+_PROBES = (
+    "Zoë paid $1,234.50  for 'π' in 2019?\n\tdef f(x): return x",
+    "e\u0301a\u0308 \u1e9b\u0323 \ufb01 \uff21\uff22 \u00bd \u2460",
+    "  HELLO Hello hello\u00a0\u3000 \u201cx\u201d\u2026 \u200b\u0000\r\n",
+    "",
+)
 
 
 def to_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -57,8 +63,8 @@ def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
     roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in SPECIAL_TOKEN_ROLES}
     if found.special_token_ids != {role: number for role, number in roles.items() if number is not None}:
         return None
-    ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-    same = found.encode([_PROBE])[0].ids.tolist() == list(ids)
+    expected = [list(tokenizer(probe, add_special_tokens=False)["input_ids"]) for probe in _PROBES]
+    same = [encoded.ids.tolist() for encoded in found.encode(list(_PROBES))] == expected
     return found if same and len(found) == len(tokenizer) else None
 
 

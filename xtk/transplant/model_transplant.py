@@ -187,6 +187,7 @@ def _request(config: TransplantConfig) -> dict[str, Any]:
     weights = [weights_fingerprint(config.model)]
     weights += [weights_fingerprint(config.adapter)] if config.adapter else []
     template = (config.old if config.keep_chat_template else config.new).template_fingerprint
+    generation = config.model / "generation_config.json"  # copied to the output
     return {
         "weights": " ".join(weights),
         "old_tokenizer": tokenizer_identity(config.old),
@@ -197,6 +198,7 @@ def _request(config: TransplantConfig) -> dict[str, Any]:
         "projection": sha256(config.projection.read_bytes()) if config.projection else None,
         "dtype": config.dtype,
         "seed": config.seed,
+        **({"generation_config": sha256(generation.read_bytes())} if generation.is_file() else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.cache_output import is_cache
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.losses import AUTO_LOSS
@@ -30,7 +31,12 @@ def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> R
     models = [paths.student, *(teacher.request.teacher_folder for teacher in paths.online_teachers)]
     models += [paths.adapter] if paths.adapter else []
     RUN_FOLDER.check_place(paths.output, (*models, *paths.data, *paths.projections))
-    student = {"weights": weights_fingerprint(paths.student), "tokenizer": tokenizer.fingerprint}
+    student = {
+        "weights": weights_fingerprint(paths.student),
+        "tokenizer": tokenizer.fingerprint,
+        "special_tokens": canonical_json(tokenizer.special_token_ids),
+        "template": tokenizer.template_fingerprint or "",
+    }
     if paths.adapter:
         student["adapter"] = weights_fingerprint(paths.adapter)
     if recipe.on_policy is not None:

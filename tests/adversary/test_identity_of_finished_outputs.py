@@ -1,0 +1,141 @@
+"""A finished output is found again only for the same inputs, also if a changed one has the same size and times."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import answer_lookup_model
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import xtk
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}\n{{ message.content }}<|end_of_text|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
+CHAT = {"messages": [{"role": "user", "content": "12 + 5?"}, {"role": "assistant", "content": "It is 17."}]}
+SHORT_RUN = ["--max-steps", "2", "--per-device-train-batch-size", "2"]
+
+
+def rewrite(path: Path, change) -> None:
+    """Change a file but not its times of modification."""
+    times = path.stat()
+    change(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def rewrite_json(path: Path, **changes: object) -> None:
+    rewrite(path, lambda one: one.write_text(json.dumps(json.loads(one.read_text()) | changes)))
+
+
+@pytest.fixture
+def student(pair, tmp_path):
+    folder = shutil.copytree(pair.student, tmp_path / "student")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def chat(tmp_path):
+    (tmp_path / "chat.jsonl").write_text((json.dumps(CHAT) + "\n") * 4)
+    return tmp_path / "chat.jsonl"
+
+
+def other_template(folder: Path) -> None:
+    rewrite(folder / "chat_template.jinja", lambda one: one.write_text(TEMPLATE.replace("role }}\n", "role }}: ")))
+
+
+def other_end(folder: Path) -> None:
+    rewrite_json(folder / "tokenizer_config.json", eos_token="<|pad|>")
+
+
+def other_start(folder: Path) -> None:
+    rewrite_json(folder / "tokenizer_config.json", bos_token=None)
+
+
+@pytest.mark.parametrize("change", [other_template, other_end, other_start])
+@pytest.mark.parametrize("kind", ["text", "cache", "rollout"])
+def test_a_students_template_and_special_tokens_are_inputs(run, pair, student, chat, tmp_path, kind, change):
+    if kind == "rollout":
+        arguments = ["rollout", student, chat, "--max-completion-length", "8", "--apply-chat-template"]
+        (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": CHAT["messages"][:1]}) + "\n")
+        arguments[2] = tmp_path / "prompts.jsonl"
+    elif kind == "text":
+        arguments = ["distill", student, chat, "--loss", "ce", *SHORT_RUN]
+    else:
+        teacher = shutil.copytree(pair.teacher, tmp_path / "teacher")
+        (teacher / "chat_template.jinja").write_text(TEMPLATE)
+        run("cache-teacher", teacher, chat, "-o", tmp_path / "cache")
+        arguments = ["distill", student, tmp_path / "cache", *SHORT_RUN]
+    output = tmp_path / ("out.jsonl" if kind == "rollout" else "out")
+    run(*arguments, "-o", output)
+    written = output.stat().st_mtime_ns
+    run(*arguments, "-o", output)
+    assert output.stat().st_mtime_ns == written
+    change(student)
+    assert "other" in run(*arguments, "-o", output, code=1).stderr
+
+
+def with_one_row_changed(path: Path) -> None:
+    tensors = load_file(path)
+    row = tensors["model.embed_tokens.weight"][223]
+    row *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def large(pair, tmp_path):
+    """A model of 40 MB, in which one row of the embedding is between the blocks that a sample would read."""
+    folder = shutil.copytree(pair.teacher, tmp_path / "large")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = type(model.config)(**{
+        **model.config.to_dict(), "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2, "tie_word_embeddings": False,
+    })  # fmt: skip
+    type(model)(config).save_pretrained(folder)
+    return folder
+
+
+def test_one_changed_row_is_another_model(run, large, corpus, tmp_path):
+    assert (large / "model.safetensors").stat().st_size > 16 << 20
+    arguments = ["cache-teacher", large, corpus, "--top-k", "4", "-o", tmp_path / "cache"]
+    run(*arguments)
+    assert "finished" in run(*arguments).stderr
+    rewrite(large / "model.safetensors", with_one_row_changed)
+    run(*arguments, code=1)
+
+
+def test_one_changed_row_is_another_loaded_model(large, tmp_path):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(large), AutoTokenizer.from_pretrained(large)
+    arguments = (["Anna has 12 apples."], tmp_path / "cache")
+    xtk.cache_teacher(model, *arguments, tokenizer=tokenizer)
+    xtk.cache_teacher(model, *arguments, tokenizer=tokenizer)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[223] *= 1.5
+    with pytest.raises(xtk.XtkError):
+        xtk.cache_teacher(model, *arguments, tokenizer=tokenizer)
+
+
+def test_the_code_of_a_model_is_an_input(run, corpus, tmp_path):
+    model = answer_lookup_model.make_oracle(tmp_path / "oracle", {"a": "b"})
+    arguments = ["cache-teacher", model, corpus, "--top-k", "4", "--trust-remote-code", "-o", tmp_path / "cache"]
+    run(*arguments)
+    assert "finished" in run(*arguments).stderr
+    (code,) = model.glob("*.py")
+    rewrite(code, lambda one: one.write_text(one.read_text().replace("1.0", "2.0", 1) + "\n# changed\n"))
+    run(*arguments, code=1)
+
+
+def test_a_normalizer_that_was_set_in_memory_is_used(pair):
+    changed = AutoTokenizer.from_pretrained(pair.student)
+    changed.backend_tokenizer.normalizer = normalizers.NFC()
+    text = "e\u0301 a\u0308 12"
+    expected = changed(text, add_special_tokens=False)["input_ids"]
+    assert expected != AutoTokenizer.from_pretrained(pair.student)(text, add_special_tokens=False)["input_ids"]
+    assert xtk.align(changed, pair.teacher, text).student_ids.tolist() == expected
