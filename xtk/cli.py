@@ -23,6 +23,8 @@ from xtk.commands.distill import distill
 from xtk.commands.doctor import doctor
 from xtk.commands.evaluate import evaluate
 from xtk.commands.export import export
+from xtk.commands.export_cache import export_cache
+from xtk.commands.import_cache import import_cache
 from xtk.commands.inspect import inspect
 from xtk.commands.prune_projection import prune_projection
 from xtk.commands.quickstart import quickstart
@@ -47,6 +49,8 @@ COMMANDS: dict[str, Command] = {
         prune_projection,
         transplant,
         cache_teacher,
+        import_cache,
+        export_cache,
         rollout,
         distill,
         sweep,

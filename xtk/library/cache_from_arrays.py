@@ -40,6 +40,8 @@ from xtk.tokens.token_sequence import TokenSequence
 EXACT_SUPPORTS = ("top-k", "candidates", "none")
 _EXACT_PRECISION = "float32"
 _SAMPLED_TOKENS = "sampled_tokens"
+# An option in the header of caches without the teacher's tokenizer: the vocabulary has the listed tokens only.
+LISTED_VOCABULARY = "listed tokens"
 _HINTS = {
     "arrays": "give token ids of the teacher's vocabulary, each at most once per position",
     "values": "give natural logarithms of probabilities that are normalized over the whole vocabulary",
@@ -67,6 +69,8 @@ class CacheWriter:
         precision: as `xtk cache-teacher --precision`.
         shard_tokens: teacher tokens per shard.
         force: replace an existing cache.
+        is_vocabulary_complete: whether the tokenizer has all tokens of the teacher; if not, losses that need the whole
+            vocabulary are refused.
 
     Raises:
         XtkError: the output has a cache and `force` is false, or has other files.
@@ -82,7 +86,9 @@ class CacheWriter:
         precision: str = DEFAULT_PRECISION,
         shard_tokens: int = 65536,
         force: bool = False,
+        is_vocabulary_complete: bool = True,
     ) -> None:
+        self._is_vocabulary_complete = is_vocabulary_complete
         if support not in EXACT_SUPPORTS:
             raise unknown_name_error("support of CacheWriter", support, EXACT_SUPPORTS)
         codec_for_precision(precision)
@@ -141,10 +147,34 @@ class CacheWriter:
         Raises:
             XtkError: a shape does not fit the tokens, or the values are not a distribution.
         """
+        self.add_tokenized(*self._view(document), top_ids, top_logprobs, observed_logprobs, entropy=entropy)
+
+    def add_tokenized(
+        self,
+        view: Document,
+        tokens: TokenSequence,
+        top_ids: ArrayLike,
+        top_logprobs: ArrayLike,
+        observed_logprobs: ArrayLike,
+        *,
+        entropy: ArrayLike | None = None,
+    ) -> None:
+        """Add a document whose tokens are known; see `add`.
+
+        Args:
+            view: the document.
+            tokens: the teacher's tokens of it.
+            top_ids: as in `add`.
+            top_logprobs: as in `add`.
+            observed_logprobs: as in `add`.
+            entropy: as in `add`.
+
+        Raises:
+            XtkError: as `add`.
+        """
         where = f"document {self._plan.num_documents}"
         if self._spool is None:
             raise XtkError("this CacheWriter is closed", where=str(self.output), hint="create another one")
-        view, tokens = self._view(document)
         arrays = _checked_arrays(tokens, top_ids, top_logprobs, observed_logprobs, entropy, where)
         scored = ScoredDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
         vocab_size = self.tokenizer.embedding_rows
@@ -192,6 +222,7 @@ class CacheWriter:
                 "backend": "external",
                 "dtype": _EXACT_PRECISION,
                 "shard_tokens": plan.shard_tokens,
+                **({} if self._is_vocabulary_complete else {"vocabulary": LISTED_VOCABULARY}),
             },
         )
         with self._folder.lock("cache", 0):

@@ -73,6 +73,11 @@ class DistillationTeacher:
         return str(self.source.header["options"].get("support"))
 
     @property
+    def has_listed_vocabulary(self) -> bool:
+        """Whether its vocabulary has only tokens that a service listed, because its tokenizer is not known."""
+        return "vocabulary" in self.source.header["options"]
+
+    @property
     def has_exact_top1(self) -> bool:
         """Whether its support always includes the exact top-1 token."""
         return self.support in SUPPORTS_WITH_TOP1
@@ -121,6 +126,13 @@ class DistillationTeacher:
                 f"the loss {loss.name} needs a teacher with the student's tokenizer",
                 where=f"{self.student.name} has the tokenizer {self.student.fingerprint[:15]}; {self.description}",
                 hint="use --loss byte-kl, p-kl or boundary-kl",
+            )
+        if self.has_listed_vocabulary and rule.comparison_space in ("projection", "pairs"):
+            return XtkError(
+                f"the loss {loss.name} needs the teacher's whole vocabulary, and this cache has only the tokens that "
+                "its service listed",
+                where=self.path,
+                hint="use --loss byte-kl, bpm, escd or alm; or import it again with --tokenizer",
             )
         if rule.requires == "ranks" and not self.has_exact_top1:
             return XtkError(
@@ -216,6 +228,8 @@ class DistillationTeacher:
             return AUTO_LOSSES["tokens"], f"{self.name} has the student's tokenizer"
         own, theirs = (set(side.vocabulary.bytes_by_id) for side in (self.student, self.tokenizer))
         common = len(own & theirs) / len(own)
+        if self.has_listed_vocabulary:
+            return AUTO_LOSSES["bytes"], f"the tokens of {self.name} are known by their bytes"
         return AUTO_LOSSES["bytes"], f"{self.name} has another tokenizer, with {common:.0%} of the student's tokens"
 
 

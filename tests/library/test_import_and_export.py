@@ -1,0 +1,270 @@
+"""Caches from files of other programs, and files of caches for other programs."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.tokens.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}\n{{ message.content }}<|end_of_text|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
+PROMPTS = ["Anna has 12", "The river — é", "def f(x):\n    return", "2019 and 2020"]
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+@pytest.mark.parametrize("support", ["top-k", "top-k+sample"])
+def test_a_cache_is_the_same_after_a_round_trip(run, pair, corpus, tmp_path, file_format, support):
+    run("cache-teacher", pair.teacher, corpus, "--support", support, "--top-k", "8", "--precision", "float32",
+        "-o", tmp_path / "cache")  # fmt: skip
+    file = tmp_path / f"file.{file_format}"
+    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
+    run("import-cache", file, "--tokenizer", pair.teacher, "--precision", "float32", "-o", tmp_path / "again")
+    one, other = TeacherCache(tmp_path / "cache"), TeacherCache(tmp_path / "again")
+    assert len(one) == len(other)
+    for number in range(len(one)):
+        left, right = one.read_document(number, None), other.read_document(number, None)
+        assert left.document == right.document
+        assert left.tokens.ids.tolist() == right.tokens.ids.tolist()
+        a, b = left.teacher_logprobs, right.teacher_logprobs
+        assert a.positions.tolist() == b.positions.tolist()
+        np.testing.assert_array_equal(a.observed_logprobs, b.observed_logprobs)
+        for at in range(len(a.positions)):
+            pairs = [dict(zip(c.ids[c.offsets[at] : c.offsets[at + 1]].tolist(),
+                c.logprobs[c.offsets[at] : c.offsets[at + 1]].tolist(), strict=True)) for c in (a, b)]  # fmt: skip
+            assert pairs[0] == pairs[1]
+        np.testing.assert_allclose(a.remainder_mass, b.remainder_mass, atol=2e-6)
+    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file, code=1)
+    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file, "--force")
+    (tmp_path / "notes.jsonl").write_text("mine")
+    run("export-cache", tmp_path / "cache", "--format", "jsonl", "-o", tmp_path / "notes.jsonl", "--force", code=1)
+    assert (tmp_path / "notes.jsonl").read_text() == "mine"
+
+
+def entry(tokenizer, token: int, logprob: float) -> dict:
+    spelling = tokenizer.vocabulary.bytes_of(token)
+    text = tokenizer.special_token_names.get(token, spelling.decode("utf-8", "replace"))
+    return {"token": text, "logprob": logprob, "bytes": list(spelling) if spelling else list(text.encode())}
+
+
+def text_of(content: list[dict]) -> str:
+    return b"".join(bytes(one["bytes"]) for one in content).decode(errors="replace")
+
+
+def answers(folder, *, top: int, sampled: int = 12) -> list[dict]:
+    """What an OpenAI-compatible service of a model would answer, computed here from its logits."""
+    tokenizer, model = Tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    spellings, rows = tokenizer.vocabulary.bytes_by_id, []
+    size = model.get_output_embeddings().out_features
+    is_ascii = torch.tensor([at < len(spellings) and spellings[at].isascii() for at in range(size)]).float()
+    for number, prompt in enumerate(PROMPTS):
+        torch.manual_seed(number)
+        ids = [tokenizer.start_id, *tokenizer.encode([prompt])[0].ids.tolist()]
+        content = []
+        for _ in range(sampled):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, -1]
+            logits[[*tokenizer.special_token_names]] = -30.0  # it does not end
+            logits[len(tokenizer) :] = -30.0
+            logprobs = logits.log_softmax(-1)
+            token = int(torch.multinomial(logprobs.exp() * is_ascii, 1))  # an untrained model writes broken UTF-8
+            best = logprobs.topk(top)
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            listed = [entry(tokenizer, *pair) for pair in pairs]
+            content.append(entry(tokenizer, token, float(logprobs[token])) | {"top_logprobs": listed})
+            ids.append(token)
+        text = text_of(content)
+        rows.append(
+            {
+                "messages": [{"role": "user", "content": prompt}],
+                "response": {
+                    "object": "chat.completion", "model": "tiny", "system_fingerprint": "fp_1",
+                    "choices": [{
+                        "index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": text},
+                        "logprobs": {"content": content},
+                    }],
+                },
+            }
+        )  # fmt: skip
+    return rows
+
+
+@pytest.fixture(scope="module")
+def answered(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("answers")
+    rows = answers(pair.teacher, top=8)
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "answers.jsonl", rows
+
+
+def distributions(cache: TeacherCache) -> list[dict[bytes, float]]:
+    spellings = cache.teacher_tokenizer.vocabulary.bytes_by_id
+    found = []
+    for number in range(len(cache)):
+        one = cache.read_document(number, None).teacher_logprobs
+        for at in range(len(one.positions)):
+            entries = slice(one.offsets[at], one.offsets[at + 1])
+            found.append({spellings[token]: value for token, value in
+                          zip(one.ids[entries].tolist(), one.logprobs[entries].tolist(), strict=True)})  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_answers_of_a_service_are_a_cache_with_and_without_its_tokenizer(run, pair, answered, tmp_path, with_tokenizer):
+    file, rows = answered
+    tokenizer = ["--tokenizer", pair.teacher] if with_tokenizer else []
+    run("import-cache", file, *tokenizer, "--precision", "float32", "-o", tmp_path / "cache")
+    cache = TeacherCache(tmp_path / "cache")
+    assert cache.header["teacher"]["name"] == "tiny"
+    found = distributions(cache)
+    listed = [one for row in rows for one in row["response"]["choices"][0]["logprobs"]["content"]]
+    assert len(found) == len(listed)
+    for own, expected in zip(found, listed, strict=True):
+        given = {bytes(one["bytes"]): one["logprob"] for one in [*expected["top_logprobs"], expected]}
+        assert own.keys() == given.keys()
+        assert all(own[name] == pytest.approx(given[name], abs=1e-6) for name in own)
+    for number, row in enumerate(rows):
+        document = cache.read_document(number, None).document
+        assert document.segments[-1].text == row["response"]["choices"][0]["message"]["content"]
+        assert [part.train for part in document.segments] == [False, True]
+        assert not document.is_complete
+
+
+def test_a_student_learns_from_answers_whose_tokens_are_known_by_bytes_as_from_ids(run, pair, answered, tmp_path):
+    file, _ = answered
+    student = tmp_path / "student"
+    shutil.copytree(pair.student, student)
+    (student / "chat_template.jinja").write_text(TEMPLATE)
+    losses = {}
+    for name, options in (("bytes", []), ("ids", ["--tokenizer", pair.teacher])):
+        run("import-cache", file, *options, "--precision", "float32", "-o", tmp_path / name)
+        for loss in ("byte-kl", "alm", "bpm", "escd"):
+            run("distill", student, tmp_path / name, "--loss", loss, "--max-steps", "3", "--logging-steps", "1",
+                "-o", tmp_path / f"{name}-{loss}")  # fmt: skip
+            lines = (tmp_path / f"{name}-{loss}" / "metrics.jsonl").read_text().splitlines()
+            losses[name, loss] = [json.loads(line)["loss"] for line in lines]
+    for loss in ("byte-kl", "alm", "bpm", "escd"):
+        # The cells of byte-kl depend on all tokens of the teacher, also those that no answer lists.
+        assert losses["bytes", loss] == pytest.approx(losses["ids", loss], rel=5e-2)
+        assert math.isfinite(losses["bytes", loss][-1])
+    for loss in ("p-kl", "boundary-kl", "simct", "strict", "gold"):
+        refused = run("distill", student, tmp_path / "bytes", "--loss", loss, "-o", tmp_path / "x", code=1)
+        assert f"the loss {loss} needs the teacher's whole vocabulary" in refused.stderr
+    said = run("distill", student, tmp_path / "bytes", "--max-steps", "1", "-o", tmp_path / "auto").stderr
+    assert "known by their bytes" in said
+
+
+def changed(rows: list[dict], change) -> list[dict]:
+    copied = json.loads(json.dumps(rows))
+    change(copied[1]["response"], copied[1]["response"]["choices"][0])
+    return copied
+
+
+def other_text(response, choice):
+    choice["message"]["content"] += "!"
+
+
+def positive(response, choice):
+    choice["logprobs"]["content"][2]["logprob"] = 0.5
+
+
+def missing(response, choice):
+    choice["logprobs"]["content"][2] |= {"bytes": None, "token": "\ufffd"}
+
+
+def nan(response, choice):
+    choice["logprobs"]["content"][2]["logprob"] = float("nan")
+
+
+def too_much(response, choice):
+    for one in choice["logprobs"]["content"][2]["top_logprobs"]:
+        one["logprob"] = -0.1
+
+
+def no_logprobs(response, choice):
+    choice["logprobs"] = None
+
+
+def other_model(response, choice):
+    response["model"] = "another"
+
+
+def other_fingerprint(response, choice):
+    response["system_fingerprint"] = "fp_2"
+
+
+def no_request(response, choice):
+    response["choices"].append(choice)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_text, "of another text than the answer"),
+        (positive, "must be a number of at most 0"),
+        (nan, "must be a number of at most 0"),
+        (missing, "bytes of a token are missing"),
+        (too_much, "sum"),
+        (no_logprobs, "no log-probabilities"),
+        (other_model, "of another model: another"),
+        (other_fingerprint, "of another model: tiny fp_2"),
+        (no_request, "2 choices"),
+    ],
+)
+def test_invalid_rows_are_refused_by_name_and_nothing_is_written(run, answered, tmp_path, change, message):
+    rows = changed(answered[1], change)
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = run("import-cache", tmp_path / "bad.jsonl", "-o", tmp_path / "cache", code=1)
+    assert message in refused.stderr
+    assert "document 1" in refused.stderr
+    assert not (tmp_path / "cache").exists()
+    said = run("import-cache", tmp_path / "bad.jsonl", "--skip-invalid", "-o", tmp_path / "cache").stderr
+    assert "1 invalid rows were skipped" in said
+    assert len(TeacherCache(tmp_path / "cache")) == len(rows) - 1
+
+
+def test_text_completions_are_read_too(run, pair, tmp_path):
+    row = {
+        "prompt": "Anna has", "response": {
+            "object": "text_completion", "model": "tiny", "choices": [{
+                "text": " 12 é", "finish_reason": "stop", "logprobs": {
+                    "tokens": [" 12", " ", "bytes:\\xc3", "bytes:\\xa9"], "token_logprobs": [-0.5, -1.0, -0.25, -0.125],
+                    "top_logprobs": [{" 12": -0.5, " 3": -2.0}, {" ": -1.0, "<|endoftext|>": -1.5}, {}, None],
+                },
+            }],
+        },
+    }  # fmt: skip
+    (tmp_path / "text.jsonl").write_text(json.dumps(row) + "\n")
+    run("import-cache", tmp_path / "text.jsonl", "--precision", "float32", "-o", tmp_path / "cache")
+    cache = TeacherCache(tmp_path / "cache")
+    assert [(part.text, part.train) for part in cache.read_document(0, None).document.segments] == [
+        ("Anna has", False),
+        (" 12 é", True),
+    ]
+    assert distributions(cache) == [{b" 12": -0.5, b" 3": -2.0}, {b" ": -1.0}, {b"\xc3": -0.25}, {b"\xa9": -0.125}]
+
+
+def test_columns_of_ids_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path):
+    tokenizer = Tokenizer(pair.teacher)
+    ids = [tokenizer.start_id, *tokenizer.encode(["Anna has 12"])[0].ids.tolist()]
+    count = len(ids) - 1
+    row = {
+        "token_ids": ids, "logprobs": [None, *[-1.0] * count], "top_ids": [None, *[[one] for one in ids[1:]]],
+        "top_logprobs": [None, *[[-1.0]] * count],
+    }  # fmt: skip
+    (tmp_path / "ids.jsonl").write_text(json.dumps(row) + "\n")
+    refused = run("import-cache", tmp_path / "ids.jsonl", "-o", tmp_path / "cache", code=1)
+    assert "--tokenizer" in refused.stderr
+    run("import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "cache")
+    assert TeacherCache(tmp_path / "cache").read_document(0, None).document.text == "Anna has 12"
+    row["top_ids"] = row["top_ids"][1:]
+    (tmp_path / "ids.jsonl").write_text(json.dumps(row) + "\n")
+    refused = run("import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "other", code=1)
+    assert "different lengths" in refused.stderr

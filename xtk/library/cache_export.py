@@ -1,0 +1,135 @@
+"""Teacher caches as files for other tools: token ids with log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xtk.artifacts.atomic_files import atomic_write
+from xtk.artifacts.cache_shard import StoredDocument
+from xtk.artifacts.output_claims import FileKind, claim_output
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.tokens.message_parts import CONTENT
+
+EXPORT_FORMATS = ("parquet", "jsonl")
+_ROWS_PER_GROUP, _MARK = 256, b"xtk-export"
+
+
+def _is_export(path: Path) -> bool:
+    with path.open("rb") as stream:
+        start = stream.read(4)
+        if start == b"PAR1":
+            import pyarrow.parquet as pq
+
+            return _MARK in (pq.read_schema(path).metadata or {})
+        return all(f'"{name}":'.encode() in start + stream.readline() for name in ("token_ids", "top_logprobs"))
+
+
+def _check_export(path: Path, request: str) -> None:
+    raise XtkError(
+        "the output file exists", where=str(path), hint="use another output path (-o), or --force to replace it"
+    )
+
+
+EXPORT = FileKind[None]("exported caches", _is_export, _check_export)
+
+
+def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bool = False) -> int:
+    """Write the documents of a cache as rows; return their number.
+
+    A row has `token_ids` [T], `logprobs` [T] (null where a token is not trained), `top_ids` and `top_logprobs` [T]
+    (the exact entries of each position, most likely first; samples are left out), `complete`, and `messages` and
+    `tools` or `segments`, as `import_cache` reads them.
+
+    Args:
+        cache: the cache.
+        path: a new file.
+        file_format: one of `EXPORT_FORMATS`.
+        force: replace a file that this function has written.
+
+    Raises:
+        XtkError: the cache has no exact entries, or the file exists.
+    """
+    claim_output(path, EXPORT, "", force=force)
+    if cache.header["options"].get("support") == "sample":
+        raise XtkError(
+            "this cache has only sampled tokens, whose probabilities are estimates",
+            where=str(cache.folder),
+            hint="run cache-teacher with --support top-k or top-k+sample",
+        )
+    with atomic_write(path) as temporary:
+        if file_format == "jsonl":
+            with temporary.open("w", encoding="utf-8") as stream:
+                for row in _rows(cache):
+                    stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        else:
+            _write_parquet(_rows(cache), temporary)
+    return len(cache)
+
+
+def _rows(cache: TeacherCache) -> Iterator[dict[str, Any]]:
+    for number in range(len(cache)):
+        yield export_row(cache.read_document(number, None))
+
+
+def export_row(stored: StoredDocument) -> dict[str, Any]:
+    """Return a stored document as a row."""
+    tokens, found = stored.tokens, stored.teacher_logprobs
+    size = len(tokens)
+    logprobs: list[float | None] = [None] * size
+    top_ids: list[list[int] | None] = [None] * size
+    top_logprobs: list[list[float] | None] = [None] * size
+    for at, position in enumerate(found.positions.tolist()):
+        entries = slice(int(found.offsets[at]), int(found.offsets[at + 1]))
+        order = np.argsort(-found.logprobs[entries], kind="stable")
+        logprobs[position] = float(found.observed_logprobs[at])
+        top_ids[position] = found.ids[entries][order].tolist()
+        top_logprobs[position] = found.logprobs[entries][order].astype(float).tolist()
+    document = stored.document
+    content: dict[str, Any] = {"messages": None, "tools": None, "segments": None}
+    if document.conversation is not None:
+        trained = {part.message: segment.train for part, segment in zip(document.conversation.parts, document.segments,
+            strict=True) if part.kind == CONTENT}  # fmt: skip
+        messages = [{**message, "train": trained[at]} for at, message in enumerate(document.conversation.messages)]
+        tools = document.conversation.tools
+        content |= {"messages": messages, "tools": None if tools is None else list(tools)}
+    else:
+        content["segments"] = [
+            {"role": part.role, "text": part.text, "train": part.train} for part in document.segments
+        ]
+    return {
+        **content, "complete": document.is_complete, "token_ids": tokens.ids.tolist(), "logprobs": logprobs,
+        "top_ids": top_ids, "top_logprobs": top_logprobs,
+    }  # fmt: skip
+
+
+def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema(
+        [
+            ("messages", pa.string()), ("tools", pa.string()), ("segments", pa.string()), ("complete", pa.bool_()),
+            ("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32())),
+            ("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
+        ],
+        metadata={_MARK: b"1"},
+    )  # fmt: skip
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        group: list[dict[str, Any]] = []
+        for row in rows:
+            as_text = {
+                name: None if row[name] is None else json.dumps(row[name], ensure_ascii=False)
+                for name in ("messages", "tools", "segments")
+            }
+            group.append(row | as_text)
+            if len(group) == _ROWS_PER_GROUP:
+                writer.write_table(pa.Table.from_pylist(group, schema))
+                group = []
+        if group:
+            writer.write_table(pa.Table.from_pylist(group, schema))

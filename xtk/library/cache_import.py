@@ -1,0 +1,192 @@
+"""Teacher caches from files of log-probabilities that services and other tools have written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xtk import terminal
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.library.byte_tokenizer import write_byte_tokenizer
+from xtk.library.cache_from_arrays import CacheWriter
+from xtk.library.completion_logprobs import ListedToken, ScoredAnswer, is_completion_record, read_answer
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.untrusted_json import parse_json
+
+ID_COLUMNS = ("token_ids", "logprobs", "top_ids", "top_logprobs")
+_CONTENT_COLUMNS = ("messages", "tools", "segments", "text", "prompt", "completion")
+MAX_NOTES = 3
+
+
+def import_cache(
+    sources: Sequence[str],
+    output: str | Path,
+    *,
+    tokenizer: str = "",
+    name: str = "",
+    precision: str = DEFAULT_PRECISION,
+    skip_invalid: bool = False,
+    force: bool = False,
+) -> tuple[TeacherCache, int]:
+    """Write a cache from files; return it, and the number of rows that were skipped.
+
+    Args:
+        sources: files of `Corpus`. A row is an answer of a service (see `read_answer`), or has `ID_COLUMNS`.
+        output: folder of the cache.
+        tokenizer: the teacher's; "": the tokens of answers are known by their bytes.
+        name: the teacher's name; "": that of the model in the first answer, or of the tokenizer.
+        precision: as in `CacheWriter`.
+        skip_invalid: skip rows that are invalid, with a note on the first ones.
+        force: replace an existing cache.
+
+    Raises:
+        XtkError: a row is invalid, the answers are of several models, or columns of ids have no tokenizer.
+    """
+    rows = _Rows(Corpus(sources), skip_invalid=skip_invalid)
+    known: set[bytes] = set()
+    model = ("", "")
+    for row in rows:
+        if isinstance(row, ScoredAnswer):
+            model = model if any(model) else row.model
+            if not tokenizer:
+                known.update(row.spellings)
+        elif not tokenizer:
+            raise XtkError(
+                "token ids need the teacher's tokenizer", where=", ".join(sources), hint="use --tokenizer FOLDER"
+            )
+    rows.expected_model = model if any(model) else None
+    place = tokenizer or write_byte_tokenizer(known)
+    with CacheWriter(
+        output, place, name=name or Path(model[0]).name or Path(tokenizer).name, precision=precision, force=force,
+        is_vocabulary_complete=bool(tokenizer),
+    ) as writer:  # fmt: skip
+        for row in rows:
+            rows.add(writer, row)
+    return TeacherCache(output), rows.num_skipped
+
+
+class _Rows:
+    """The rows of files, in two passes; an invalid one is an error, or skipped.
+
+    Args:
+        corpus: the files.
+        skip_invalid: skip invalid rows.
+    """
+
+    def __init__(self, corpus: Corpus, *, skip_invalid: bool) -> None:
+        self._corpus, self._skip, self.num_skipped = corpus, skip_invalid, 0
+        self.expected_model: tuple[str, str] | None = None
+        self._where = ""
+
+    def __iter__(self) -> Iterator[ScoredAnswer | Mapping[str, Any]]:
+        self.num_skipped = 0
+        for record, where in self._corpus.records():
+            self._where = where
+            try:
+                row = self._read(record)
+            except XtkError as wrong:
+                self._refuse(wrong)
+                continue
+            yield row
+
+    def _read(self, record: Mapping[str, Any]) -> ScoredAnswer | Mapping[str, Any]:
+        if is_completion_record(record):
+            answer = read_answer(record, self._where)
+            if self.expected_model is not None and answer.model != self.expected_model:
+                raise XtkError(
+                    f"the answer is of another model: {_named(answer.model)}, not {_named(self.expected_model)}",
+                    where=self._where,
+                    hint="import the answers of each model into a cache of its own",
+                )
+            return answer
+        missing = [column for column in ID_COLUMNS if record.get(column) is None]
+        if missing:
+            raise XtkError(
+                f"the row has neither an answer with choices nor the columns {', '.join(missing)}",
+                where=self._where,
+                hint="docs/how-to/import.md lists the formats",
+            )
+        return record
+
+    def add(self, writer: CacheWriter, row: ScoredAnswer | Mapping[str, Any]) -> None:
+        """Add a row to a cache."""
+        try:
+            if isinstance(row, ScoredAnswer):
+                _add_answer(writer, row, self._where)
+            else:
+                _add_columns(writer, row, self._where)
+        except XtkError as wrong:
+            self._refuse(XtkError(wrong.what, where=self._where, hint=wrong.hint))
+
+    def _refuse(self, wrong: XtkError) -> None:
+        if not self._skip:
+            raise wrong
+        self.num_skipped += 1
+        if self.num_skipped <= MAX_NOTES and self.expected_model is not None:
+            terminal.note(f"import-cache: skipping {wrong.where}: {wrong.what}")
+
+
+def _named(model: tuple[str, str]) -> str:
+    return " ".join(filter(None, model))
+
+
+def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
+    tokenizer = writer.tokenizer
+    known = tokenizer.vocabulary.token_of_bytes
+    start, end = tokenizer.start_id or 0, -1 if tokenizer.end_id is None else tokenizer.end_id
+    tokens = row.tokenized(lambda spelling: known.get(spelling, -1), start, end)
+    if (tokens.ids < 0).any():
+        raise XtkError(
+            "a token of the answer is not in the tokenizer", where=where, hint="use the teacher's own --tokenizer"
+        )
+    width = max((len(position) for position in row.top), default=0)
+    ids, logprobs = np.full((len(row.top), width), -1, np.int64), np.full((len(row.top), width), -np.inf, np.float32)
+    for number, position in enumerate(row.top):
+        for at, (token, logprob) in enumerate(_listed_ids(position, tokenizer).items()):
+            ids[number, at], logprobs[number, at] = token, logprob
+    writer.add_tokenized(row.document, tokens, ids, logprobs, [one.logprob for one in row.tokens])
+
+
+def _listed_ids(position: Sequence[ListedToken], tokenizer: Tokenizer) -> dict[int, float]:
+    """Return {id: log-probability} of listed tokens; those without bytes stay in the remainder."""
+    known = tokenizer.vocabulary.token_of_bytes
+    found: dict[int, float] = {}
+    for one in position:
+        token = -1 if one.spelling is None else known.get(one.spelling, -1)
+        if token >= 0:
+            found.setdefault(token, one.logprob)
+    return found
+
+
+def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str) -> None:
+    """Add a row with token ids: of its text or messages if these have the same tokens, else of the ids alone."""
+    ids = np.asarray(row["token_ids"], np.int64)
+    scored = np.array([value is not None for value in row["logprobs"]], np.bool_)
+    if len(scored) != len(ids) or any(len(row[name]) != len(ids) for name in ("top_ids", "top_logprobs")):
+        raise XtkError(
+            f"{', '.join(ID_COLUMNS)} have different lengths",
+            where=where,
+            hint="use one value per token; null: unknown",
+        )
+    scored[:1] = False
+    content = {name: row[name] for name in (*_CONTENT_COLUMNS, "complete") if row.get(name) is not None}
+    if isinstance(content.get("segments"), str):  # Parquet
+        content["segments"] = parse_json(content["segments"], what="segments", where=where)
+    document: Mapping[str, Any] = {"input_ids": ids.tolist(), "completion_mask": scored.astype(int).tolist()}
+    if content:
+        found, positions = writer.tokenize(content)
+        if np.array_equal(found, ids) and np.array_equal(positions, np.flatnonzero(scored)):
+            document = content
+    numbers = np.flatnonzero(scored)
+    width = max((len(row["top_ids"][at] or ()) for at in numbers), default=0)
+    top_ids, top = np.full((len(numbers), width), -1, np.int64), np.full((len(numbers), width), -np.inf, np.float32)
+    for number, at in enumerate(numbers):
+        listed = row["top_ids"][at] or ()
+        top_ids[number, : len(listed)], top[number, : len(listed)] = listed, row["top_logprobs"][at] or ()
+    writer.add(document, top_ids, top, [row["logprobs"][at] for at in numbers])

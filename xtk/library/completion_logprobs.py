@@ -1,0 +1,208 @@
+"""Answers of OpenAI-compatible services with log-probabilities, and their tokens by their bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xtk.errors import XtkError
+from xtk.tokens.document import Document
+from xtk.tokens.token_sequence import TokenSequence
+
+# Spellings of special tokens in answers: services name them, although they are no text.
+_SPECIAL = re.compile(
+    r"<\|[^|<>]{1,40}\|>|<\uff5c[^\uff5c<>]{1,60}\uff5c>|</?s>|<(eos|bos|pad|unk|end_of_turn|start_of_turn)>"
+)
+_LEGACY_BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
+MAX_LOGPROB = 1e-3  # rounding of services
+_ROW_HINT = "remove this row, or use --skip-invalid"
+
+
+@dataclass(frozen=True)
+class ListedToken:
+    """A token of an answer.
+
+    Attributes:
+        spelling: its bytes; None: it is special, or they are unknown.
+        logprob: its log-probability, nats.
+    """
+
+    spelling: bytes | None
+    logprob: float
+
+
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """An answer of a service, with log-probabilities.
+
+    Attributes:
+        document: the prompt and the answer, which is its last segment.
+        tokens: the tokens of the answer; the last may be the end token.
+        top: for each of them the most likely tokens.
+        model: the name and, if the service gives it, the fingerprint of the model.
+    """
+
+    document: Document
+    tokens: tuple[ListedToken, ...]
+    top: tuple[tuple[ListedToken, ...], ...]
+    model: tuple[str, str]
+
+    @property
+    def spellings(self) -> Iterator[bytes]:
+        """All bytes of tokens that it lists."""
+        listed = [*self.tokens, *(one for position in self.top for one in position)]
+        return (one.spelling for one in listed if one.spelling)
+
+    def tokenized(self, token_id: Callable[[bytes], int], start_id: int, end_id: int) -> TokenSequence:
+        """Return the answer as the teacher's tokens, after a start token.
+
+        Args:
+            token_id: the id of a token's bytes; -1: none.
+            start_id: of the token in front.
+            end_id: of the end token.
+        """
+        spellings = [one.spelling for one in self.tokens]
+        ids = [end_id if spelling is None else token_id(spelling) for spelling in spellings]
+        has_end = bool(spellings) and spellings[-1] is None
+        size = len(self.document.segments[-1].text.encode())
+        first = len(self.document.text.encode()) - size
+        ends = first + np.cumsum([0, *(len(spelling or b"") for spelling in spellings)])
+        closers = np.full(len(self.document.segments), -1, np.int32)
+        closers[-1] = len(ids) if has_end else -1
+        num_text = len(ids) - has_end
+        return TokenSequence(
+            ids=np.array([start_id, *ids], np.int32),
+            byte_ends=ends.astype(np.int32),
+            train_mask=np.arange(len(ids) + 1) > 0,
+            text_runs=np.array([[1, 1 + num_text, first]] if num_text else [], np.int32).reshape(-1, 3),
+            segment_end_tokens=closers,
+        )
+
+
+def is_completion_record(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is an answer of a service, alone or with its request."""
+    return _response_of(record) is not None
+
+
+def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
+    """Return the answer in a record.
+
+    Args:
+        record: a chat or text completion object with "messages" or "prompt" added, or {"request", "response"}, both
+            also as the body of a batch.
+        where: name of the record in errors.
+
+    Raises:
+        XtkError: it has no log-probabilities, they are invalid, or they are of another text than the answer.
+    """
+    response = _response_of(record)
+    assert response is not None
+    request = record.get("request") or record
+    request = request.get("body", request) if isinstance(request, Mapping) else record
+    choices = response.get("choices") or [{}]
+    if len(choices) != 1:
+        raise XtkError(f"the answer has {len(choices)} choices, but must have one", where=where, hint=_ROW_HINT)
+    choice = choices[0]
+    is_chat = "message" in choice
+    content = (choice["message"].get("content") or "") if is_chat else str(choice.get("text") or "")
+    logprobs = choice.get("logprobs") or {}
+    if logprobs.get("content"):
+        tokens, top = _read_chat_logprobs(logprobs["content"], where)
+    elif logprobs.get("tokens"):
+        tokens, top = _read_text_logprobs(logprobs, where)
+    else:
+        raise XtkError("the answer has no log-probabilities", where=where, hint="request them with logprobs and "
+                       "top_logprobs")  # fmt: skip
+    checked = _checked_tokens(content, tokens, top, where)
+    model = (str(response.get("model") or ""), str(response.get("system_fingerprint") or ""))
+    complete = choice.get("finish_reason") in (None, "stop")
+    return ScoredAnswer(_document(request, content, is_chat, complete, where), *checked, model)
+
+
+def _response_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found = record.get("response", record)
+    for key in ("body", "response"):
+        if isinstance(found, Mapping) and key in found and "choices" not in found:
+            found = found[key]
+    return found if isinstance(found, Mapping) and isinstance(found.get("choices"), list) else None
+
+
+def _document(request: Mapping[str, Any], content: str, is_chat: bool, complete: bool, where: str) -> Document:
+    messages, prompt = request.get("messages"), request.get("prompt")
+    try:
+        if messages:
+            answer = {"role": "assistant", "content": content}
+            document = Document.from_messages(
+                [*messages, answer], tools=request.get("tools"), num_prompt_messages=len(messages)
+            )
+        elif isinstance(prompt, str) and not is_chat:
+            document = Document.from_completion(prompt, content)
+        else:
+            raise ValueError("the row has no messages or prompt of its request")
+    except ValueError as wrong:
+        raise XtkError(str(wrong), where=where, hint="write the request's messages or prompt into each row") from None
+    return Document(document.segments, is_complete=complete, conversation=document.conversation)
+
+
+def _read_chat_logprobs(content: Any, where: str) -> tuple[list[ListedToken], list[list[ListedToken]]]:
+    if not isinstance(content, list) or not all(isinstance(one, Mapping) for one in content):
+        raise XtkError("logprobs.content is not a list of tokens", where=where, hint=_ROW_HINT)
+    tokens = [_listed(one, where) for one in content]
+    return tokens, [[_listed(other, where) for other in one.get("top_logprobs") or ()] for one in content]
+
+
+def _listed(entry: Mapping[str, Any], where: str) -> ListedToken:
+    text, given = entry.get("token"), entry.get("bytes")
+    spelling = bytes(given) if isinstance(given, list) and given else None
+    if spelling is None and isinstance(text, str) and "\ufffd" not in text:
+        spelling = _bytes_of_text(text)
+    if spelling is not None and _SPECIAL.fullmatch(spelling.decode("utf-8", "replace")):
+        spelling = None
+    return ListedToken(spelling, _checked_logprob(entry.get("logprob"), where))
+
+
+def _bytes_of_text(text: str) -> bytes | None:
+    if legacy := _LEGACY_BYTES.fullmatch(text):
+        return bytes.fromhex(legacy[1].replace("\\x", ""))
+    return text.encode("utf-8", "replace") or None
+
+
+def _read_text_logprobs(logprobs: Mapping[str, Any], where: str) -> tuple[list[ListedToken], list[list[ListedToken]]]:
+    names, values = logprobs["tokens"], logprobs.get("token_logprobs") or []
+    if len(names) != len(values):
+        raise XtkError("tokens and token_logprobs have different lengths", where=where, hint=_ROW_HINT)
+    listed = logprobs.get("top_logprobs") or [{}] * len(names)
+    tokens = [_listed({"token": name, "logprob": value}, where) for name, value in zip(names, values, strict=True)]
+    return tokens, [
+        [_listed({"token": name, "logprob": value}, where) for name, value in (one or {}).items()] for one in listed
+    ]
+
+
+def _checked_logprob(value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or value > MAX_LOGPROB:
+        raise XtkError(
+            f"a log-probability is {value!r}, but must be a number of at most 0", where=where, hint=_ROW_HINT
+        )
+    return min(float(value), 0.0)
+
+
+def _checked_tokens(
+    content: str, tokens: Sequence[ListedToken], top: Sequence[Sequence[ListedToken]], where: str
+) -> tuple[tuple[ListedToken, ...], tuple[tuple[ListedToken, ...], ...]]:
+    """Return the tokens, if their bytes are those of the content; the last one may be the end token."""
+    inner = tokens[:-1] if tokens and tokens[-1].spelling is None else tokens
+    if any(one.spelling is None for one in inner):
+        raise XtkError("the bytes of a token are missing", where=where, hint=_ROW_HINT)
+    written = b"".join(one.spelling or b"" for one in inner)
+    if written != content.encode():
+        raise XtkError(
+            f"the log-probabilities are of another text than the answer: {written[:40]!r} and {content[:40]!r}",
+            where=where,
+            hint=_ROW_HINT,
+        )
+    return tuple(tokens), tuple(map(tuple, top))
