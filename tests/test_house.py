@@ -23,7 +23,10 @@ FLOORS = {
     "quickstart": 6, "doctor": 6, "commands": 6, "library": 6,
     "cli": 7, "integrations": 7, "__main__": 8,
 }  # fmt: skip
-MAY_MEET = {("training", "evaluation"), ("commands", "quickstart"), ("commands", "doctor"), ("rollouts", "rewards")}
+MAY_MEET = {
+    ("training", "evaluation"), ("commands", "quickstart"), ("commands", "doctor"), ("commands", "library"),
+    ("rollouts", "rewards"),
+}  # fmt: skip
 HEAVY = {"torch", "transformers", "pyarrow", "numba", "accelerate", "datasets", "numpy", "safetensors", "matplotlib"}
 
 

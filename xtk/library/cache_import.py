@@ -102,7 +102,7 @@ class _Rows:
                 raise XtkError(
                     f"the answer is of another model: {_named(answer.model)}, not {_named(self.expected_model)}",
                     where=self._where,
-                    hint="import the answers of each model into a cache of its own",
+                    hint="import the answers of each model into a separate cache",
                 )
             return answer
         missing = [column for column in ID_COLUMNS if record.get(column) is None]
