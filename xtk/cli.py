@@ -27,6 +27,7 @@ from xtk.commands.export_cache import export_cache
 from xtk.commands.import_cache import import_cache
 from xtk.commands.inspect import inspect
 from xtk.commands.prune_projection import prune_projection
+from xtk.commands.query_teacher import query_teacher
 from xtk.commands.quickstart import quickstart
 from xtk.commands.report import report
 from xtk.commands.rollout import rollout
@@ -49,6 +50,7 @@ COMMANDS: dict[str, Command] = {
         prune_projection,
         transplant,
         cache_teacher,
+        query_teacher,
         import_cache,
         export_cache,
         rollout,

@@ -268,3 +268,24 @@ def test_columns_of_ids_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path
     (tmp_path / "ids.jsonl").write_text(json.dumps(row) + "\n")
     refused = run("import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "other", code=1)
     assert "different lengths" in refused.stderr
+
+
+def test_a_character_that_was_cut_is_left_out(run, tmp_path):
+    content = [
+        {"token": " é", "bytes": list(" é".encode()), "logprob": -0.5, "top_logprobs": []},
+        {"token": "bytes", "bytes": [0xE2, 0x82], "logprob": -0.25, "top_logprobs": []},
+    ]
+    for finish, text, code in (
+        ("length", " é\ufffd", 0),
+        ("length", " é", 0),
+        ("stop", " é\ufffd", 1),
+        ("length", "x", 1),
+    ):
+        choice = {"message": {"content": text}, "finish_reason": finish, "logprobs": {"content": content}}
+        row = {"messages": [{"role": "user", "content": "a"}], "response": {"model": "m", "choices": [choice]}}
+        (tmp_path / "cut.jsonl").write_text(json.dumps(row) + "\n")
+        run("import-cache", tmp_path / "cut.jsonl", "--force", "-o", tmp_path / "cache", code=code)
+        if not code:
+            stored = TeacherCache(tmp_path / "cache").read_document(0)
+            assert stored.document.segments[-1].text == " é"
+            assert len(stored.trained_positions) == 1

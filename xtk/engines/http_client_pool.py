@@ -146,6 +146,7 @@ class EndpointPool:
         concurrency: largest number of requests in flight.
         max_weight: largest total weight of requests in flight; a heavier request is sent alone.
         retry_policy: limits of retries.
+        api_key_variable: environment variable with the key; "": the first of `API_KEY_VARIABLES` that is set.
         on_recovered: awaited before the first request to a server that had failed and may have been restarted;
             NoResponseError: it failed again.
     """
@@ -158,8 +159,10 @@ class EndpointPool:
         max_weight: float,
         retry_policy: RetryPolicy,
         on_recovered: Callable[[Endpoint], Awaitable[None]] | None = None,
+        api_key_variable: str = "",
     ) -> None:
         self.endpoints = list(endpoints)
+        self._key_variables = (api_key_variable,) if api_key_variable else API_KEY_VARIABLES
         self._concurrency, self._max_weight, self._retry_policy, self._on_recovered = (
             concurrency,
             max_weight,
@@ -170,7 +173,7 @@ class EndpointPool:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Keep HTTP connections open within the context."""
-        key = next((os.environ[name] for name in API_KEY_VARIABLES if os.environ.get(name)), "")
+        key = next((os.environ[name] for name in self._key_variables if os.environ.get(name)), "")
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         # The timeout of an attempt is measured around it: a server that sends a byte now and then hangs as well.
         timeout = httpx.Timeout(None, connect=self._retry_policy.connect_seconds)

@@ -145,12 +145,13 @@ def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
         raise XtkError(
             "a token of the answer is not in the tokenizer", where=where, hint="use the teacher's own --tokenizer"
         )
-    width = max((len(position) for position in row.top), default=0)
-    ids, logprobs = np.full((len(row.top), width), -1, np.int64), np.full((len(row.top), width), -np.inf, np.float32)
-    for number, position in enumerate(row.top):
+    scored = [(one, listed) for one, listed in zip(row.tokens, row.top, strict=True) if one.logprob is not None]
+    width = max((len(position) for _, position in scored), default=0)
+    ids, logprobs = np.full((len(scored), width), -1, np.int64), np.full((len(scored), width), -np.inf, np.float32)
+    for number, (_, position) in enumerate(scored):
         for at, (token, logprob) in enumerate(_listed_ids(position, tokenizer).items()):
             ids[number, at], logprobs[number, at] = token, logprob
-    writer.add_tokenized(row.document, tokens, ids, logprobs, [one.logprob for one in row.tokens])
+    writer.add_tokenized(row.document, tokens, ids, logprobs, [one.logprob or 0.0 for one, _ in scored])
 
 
 def _listed_ids(position: Sequence[ListedToken], tokenizer: Tokenizer) -> dict[int, float]:
@@ -160,7 +161,7 @@ def _listed_ids(position: Sequence[ListedToken], tokenizer: Tokenizer) -> dict[i
     for one in position:
         token = -1 if one.spelling is None else known.get(one.spelling, -1)
         if token >= 0:
-            found.setdefault(token, one.logprob)
+            found.setdefault(token, -np.inf if one.logprob is None else one.logprob)
     return found
 
 

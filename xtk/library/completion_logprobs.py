@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ _SPECIAL = re.compile(
     r"<\|[^|<>]{1,40}\|>|<\uff5c[^\uff5c<>]{1,60}\uff5c>|</?s>|<(eos|bos|pad|unk|end_of_turn|start_of_turn)>"
 )
 _LEGACY_BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
+_UNKNOWN = "\ufffd".encode()
 MAX_LOGPROB = 1e-3  # rounding of services
 _ROW_HINT = "remove this row, or use --skip-invalid"
 
@@ -29,11 +30,11 @@ class ListedToken:
 
     Attributes:
         spelling: its bytes; None: it is special, or they are unknown.
-        logprob: its log-probability, nats.
+        logprob: its log-probability, nats; None: of the first token of a scored text.
     """
 
     spelling: bytes | None
-    logprob: float
+    logprob: float | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class ScoredAnswer:
 
     Attributes:
         document: the prompt and the answer, which is its last segment.
-        tokens: the tokens of the answer; the last may be the end token.
+        tokens: the tokens of the answer; the last may be the end token. Of a scored text, the first has no
+            log-probability, and may be the start token.
         top: for each of them the most likely tokens.
         model: the name and, if the service gives it, the fingerprint of the model.
     """
@@ -66,8 +68,10 @@ class ScoredAnswer:
             start_id: of the token in front.
             end_id: of the end token.
         """
-        spellings = [one.spelling for one in self.tokens]
+        first_is_start = bool(self.tokens) and self.tokens[0].logprob is None and self.tokens[0].spelling is None
+        spellings = [one.spelling for one in self.tokens[first_is_start:]]
         ids = [end_id if spelling is None else token_id(spelling) for spelling in spellings]
+        scored = [one.logprob is not None for one in self.tokens[first_is_start:]]
         has_end = bool(spellings) and spellings[-1] is None
         size = len(self.document.segments[-1].text.encode())
         first = len(self.document.text.encode()) - size
@@ -78,7 +82,7 @@ class ScoredAnswer:
         return TokenSequence(
             ids=np.array([start_id, *ids], np.int32),
             byte_ends=ends.astype(np.int32),
-            train_mask=np.arange(len(ids) + 1) > 0,
+            train_mask=np.array([False, *scored], np.bool_),
             text_runs=np.array([[1, 1 + num_text, first]] if num_text else [], np.int32).reshape(-1, 3),
             segment_end_tokens=closers,
         )
@@ -111,16 +115,25 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     is_chat = "message" in choice
     content = (choice["message"].get("content") or "") if is_chat else str(choice.get("text") or "")
     logprobs = choice.get("logprobs") or {}
+    is_echo = bool(request.get("echo"))
+    if is_echo:
+        content = str(request.get("prompt") or "")
     if logprobs.get("content"):
         tokens, top = _read_chat_logprobs(logprobs["content"], where)
     elif logprobs.get("tokens"):
-        tokens, top = _read_text_logprobs(logprobs, where)
+        tokens, top = _read_text_logprobs(logprobs, where, is_echo=is_echo)
+        if is_echo:
+            tokens, top = _without_generated(content, tokens, top)
     else:
         raise XtkError("the answer has no log-probabilities", where=where, hint="request them with logprobs and "
                        "top_logprobs")  # fmt: skip
+    complete = choice.get("finish_reason") in (None, "stop")
+    if not complete and not is_echo:
+        content, tokens, top = _without_cut_character(content, tokens, top)
     checked = _checked_tokens(content, tokens, top, where)
     model = (str(response.get("model") or ""), str(response.get("system_fingerprint") or ""))
-    complete = choice.get("finish_reason") in (None, "stop")
+    if is_echo:
+        return ScoredAnswer(Document.from_text(content), *checked, model)
     return ScoredAnswer(_document(request, content, is_chat, complete, where), *checked, model)
 
 
@@ -161,7 +174,8 @@ def _listed(entry: Mapping[str, Any], where: str) -> ListedToken:
     spelling = bytes(given) if isinstance(given, list) and given else None
     if spelling is None and isinstance(text, str) and "\ufffd" not in text:
         spelling = _bytes_of_text(text)
-    if spelling is not None and _SPECIAL.fullmatch(spelling.decode("utf-8", "replace")):
+    # vLLM states the bytes of U+FFFD for tokens that end inside of a character.
+    if spelling is not None and (_UNKNOWN in spelling or _SPECIAL.fullmatch(spelling.decode("utf-8", "replace"))):
         spelling = None
     return ListedToken(spelling, _checked_logprob(entry.get("logprob"), where))
 
@@ -172,15 +186,48 @@ def _bytes_of_text(text: str) -> bytes | None:
     return text.encode("utf-8", "replace") or None
 
 
-def _read_text_logprobs(logprobs: Mapping[str, Any], where: str) -> tuple[list[ListedToken], list[list[ListedToken]]]:
+def _read_text_logprobs(
+    logprobs: Mapping[str, Any], where: str, *, is_echo: bool
+) -> tuple[list[ListedToken], list[list[ListedToken]]]:
     names, values = logprobs["tokens"], logprobs.get("token_logprobs") or []
     if len(names) != len(values):
         raise XtkError("tokens and token_logprobs have different lengths", where=where, hint=_ROW_HINT)
     listed = logprobs.get("top_logprobs") or [{}] * len(names)
-    tokens = [_listed({"token": name, "logprob": value}, where) for name, value in zip(names, values, strict=True)]
+    pairs = [*zip(names, values, strict=True)]
+    first = pairs[: int(is_echo and bool(values) and values[0] is None)]
+    tokens = [replace(_listed({"token": name, "logprob": 0.0}, where), logprob=None) for name, _ in first]
+    tokens += [_listed({"token": name, "logprob": value}, where) for name, value in pairs[len(first) :]]
     return tokens, [
         [_listed({"token": name, "logprob": value}, where) for name, value in (one or {}).items()] for one in listed
     ]
+
+
+def _without_cut_character(
+    content: str, tokens: list[ListedToken], top: list[list[ListedToken]]
+) -> tuple[str, list[ListedToken], list[list[ListedToken]]]:
+    """Return a truncated answer without tokens of an incomplete character at its end."""
+    for dropped in range(min(4, len(tokens) + 1)):
+        kept = len(tokens) - dropped
+        written = b"".join(one.spelling or b"" for one in tokens[:kept])
+        try:
+            text = written.decode()
+        except UnicodeDecodeError:
+            continue
+        is_same = content == text or (dropped and content.startswith(text) and not content[len(text) :].strip("\ufffd"))
+        return (text, tokens[:kept], top[:kept]) if is_same else (content, tokens, top)
+    return content, tokens, top
+
+
+def _without_generated(
+    content: str, tokens: list[ListedToken], top: list[list[ListedToken]]
+) -> tuple[list[ListedToken], list[list[ListedToken]]]:
+    """Return the tokens of a scored text, without those that the service generated after it."""
+    left, size = len(content.encode()), 0
+    for count, one in enumerate(tokens):
+        if size >= left and count:
+            return tokens[:count], top[:count]
+        size += len(one.spelling or b"")
+    return tokens, top
 
 
 def _checked_logprob(value: Any, where: str) -> float:
@@ -196,6 +243,8 @@ def _checked_tokens(
 ) -> tuple[tuple[ListedToken, ...], tuple[tuple[ListedToken, ...], ...]]:
     """Return the tokens, if their bytes are those of the content; the last one may be the end token."""
     inner = tokens[:-1] if tokens and tokens[-1].spelling is None else tokens
+    if inner and inner[0].logprob is None and inner[0].spelling is None:  # the start token of a scored text
+        inner = inner[1:]
     if any(one.spelling is None for one in inner):
         raise XtkError("the bytes of a token are missing", where=where, hint=_ROW_HINT)
     written = b"".join(one.spelling or b"" for one in inner)

@@ -1,0 +1,63 @@
+"""`xtk query-teacher`: answers of a service, with log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xtk import terminal
+from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of
+from xtk.options.service_options import ECHO, ServiceOptions
+from xtk.options.shared import ConfigOption, CorpusOptions, JsonOption, QuietOption
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryTeacherOptions(CorpusOptions, ServiceOptions, JsonOption, QuietOption, ConfigOption, CommandOptions):
+    """Options of `xtk query-teacher`."""
+
+    HEADINGS = (Heading("Data", (CorpusOptions,)), Heading("Service", (ServiceOptions,)))
+
+    server: str = argument(REQUIRED, "URL of the service and name of the model.", metavar="URL#MODEL")
+    data: tuple[str, ...] = argument(
+        REQUIRED, "Prompts, or texts with --mode echo; - reads standard input.", metavar="DATA..."
+    )
+    output: str = option(
+        REQUIRED, "Output file (JSON lines); an unfinished one is continued.", flags=("--output", "-o"), metavar="FILE"
+    )
+    estimate: bool = option(False, "Print the number of requests, tokens and the largest cost, and send nothing.")
+
+
+def query_teacher(options: QueryTeacherOptions) -> None:
+    """Store answers of a service with their log-probabilities.
+
+    The service needs an OpenAI interface with log-probabilities. import-cache makes a teacher cache from the file.
+
+    Examples:
+        xtk query-teacher https://api.example.com/v1#model prompts.jsonl --api-key-env KEY -o answers.jsonl
+        xtk query-teacher http://localhost:8000/v1#model corpus.jsonl --mode echo -o scored.jsonl
+    """
+    from pathlib import Path
+
+    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
+    from xtk.artifacts.record_to_document import record_to_prompt
+    from xtk.teachers.service_answers import AnswerFile, ServiceClient, estimate, make_requests
+
+    terminal.set_quiet(options.quiet)
+    service = options_of(ServiceOptions, options)
+    corpus = Corpus(options.data, parse_columns_option(options.columns), options.max_document_bytes)
+    if service.mode == ECHO:
+        documents = [*corpus]
+    else:
+        documents = [record_to_prompt(record, corpus.columns, where) for record, where in corpus.records()]
+    requests = make_requests(documents, service)
+    if options.estimate:
+        figures = estimate(requests, service)
+        if options.as_json:
+            terminal.result_json({"path": options.output, "kind": "answers-estimate", **figures})
+        else:
+            for name, value in figures.items():
+                terminal.result_line(f"{name:24} {value:,}")
+        return
+    client = ServiceClient(options.server, service)
+    client.ask(requests, AnswerFile(Path(options.output), requests))
+    result = {"path": options.output, "kind": "answers", "answers": len(requests), "cost": round(client.cost, 6)}
+    terminal.result_artifact(result, as_json=options.as_json)

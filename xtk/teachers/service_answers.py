@@ -1,0 +1,347 @@
+"""Answers of a service with the OpenAI interface, with log-probabilities, in a file that grows and can be continued."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xtk import terminal
+from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
+from xtk.engines.http_client_pool import Endpoint, EndpointPool, RetryPolicy
+from xtk.engines.server_responses import PermanentError, RetryableError, max_response_bytes
+from xtk.engines.vllm_servers import gather_responses
+from xtk.errors import ResumableStop, XtkError
+from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
+from xtk.tokens.document import Document
+
+_PATHS = {CHAT: "/chat/completions", TEXT: "/completions", ECHO: "/completions"}
+BYTES_PER_TOKEN = 3.5  # for estimates before the first answer
+_BYTES_PER_ENTRY = 160  # of JSON: {"token": ..., "logprob": ..., "bytes": [...]}
+
+
+@dataclass(frozen=True)
+class ServiceRequest:
+    """One request, and an upper estimate of its tokens.
+
+    Attributes:
+        index: of its document.
+        body: JSON, without the model.
+        prompt_tokens: estimate.
+        answer_tokens: maximum.
+    """
+
+    index: int
+    body: dict[str, Any]
+    prompt_tokens: float
+    answer_tokens: int
+
+    @property
+    def key(self) -> str:
+        """Identifies the request in a file."""
+        return sha256(canonical_json(self.body))
+
+
+def make_requests(documents: Iterable[Document], options: ServiceOptions) -> list[ServiceRequest]:
+    """Return the requests of documents: prompts, or texts with `echo`.
+
+    Raises:
+        XtkError: a document does not fit the mode.
+    """
+    return [_make_request(number, document, options) for number, document in enumerate(documents)]
+
+
+def _make_request(number: int, document: Document, options: ServiceOptions) -> ServiceRequest:
+    body: dict[str, Any] = {}
+    conversation, where = document.conversation, f"document {number}"
+    if options.mode == CHAT:
+        if conversation is None:
+            body["messages"] = [{"role": "user", "content": document.text}]
+        else:
+            body["messages"] = [_service_message(message) for message in conversation.messages]
+            if conversation.tools:
+                body["tools"] = list(conversation.tools)
+        body |= {"logprobs": True, "top_logprobs": options.top_logprobs, "max_tokens": options.max_completion_length}
+    elif conversation is not None:
+        raise XtkError(
+            f"--mode {options.mode} needs texts, and this document has messages",
+            where=where,
+            hint="use --mode chat, or data with text",
+        )
+    else:
+        is_echo = options.mode == ECHO
+        body |= {"prompt": document.text, "logprobs": options.top_logprobs}
+        body |= {"echo": True, "max_tokens": 1} if is_echo else {"max_tokens": options.max_completion_length}
+    if options.mode != ECHO:
+        body["temperature"] = options.temperature
+    size = len(document.text.encode()) / BYTES_PER_TOKEN + 16
+    return ServiceRequest(number, body, size, 1 if options.mode == ECHO else options.max_completion_length)
+
+
+def _service_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in OpenAI's form: arguments of tool calls are text there."""
+    result = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if calls := result.get("tool_calls"):
+        result["tool_calls"] = [
+            {
+                "type": "function",
+                "id": f"call_{number}",
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": call["function"]["arguments"]
+                    if isinstance(call["function"]["arguments"], str)
+                    else json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
+    return result
+
+
+def estimate(requests: Sequence[ServiceRequest], options: ServiceOptions) -> dict[str, float]:
+    """Return `requests`, estimated `prompt_tokens`, the largest number of `answer_tokens`, and the largest `cost`."""
+    prompts, answers = sum(one.prompt_tokens for one in requests), sum(one.answer_tokens for one in requests)
+    return {
+        "requests": len(requests),
+        "prompt_tokens": round(prompts),
+        "max_answer_tokens": answers,
+        "max_cost": round(_cost(prompts, answers, options), 4),
+    }
+
+
+def _cost(prompt_tokens: float, answer_tokens: float, options: ServiceOptions) -> float:
+    return (prompt_tokens * options.input_price + answer_tokens * options.output_price) / 1e6
+
+
+class AnswerFile:
+    """A file with a line for each answer, in the order in which they arrive; sorted when it is complete.
+
+    Attributes:
+        answers: {request key: its line}.
+
+    Args:
+        path: of the file.
+        requests: the requests of this command.
+
+    Raises:
+        XtkError: it has answers to other requests, or is another file.
+    """
+
+    def __init__(self, path: Path, requests: Sequence[ServiceRequest]) -> None:
+        self.path, self._requests = path, requests
+        self.answers: dict[str, dict[str, Any]] = {}
+        keys = {one.key for one in requests}
+        if path.exists():
+            self._read(keys)
+
+    def _read(self, keys: set[str]) -> None:
+        raw = self.path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]  # a killed command leaves a part of a line
+        for number, line in enumerate(whole.splitlines()):
+            try:
+                row = json.loads(line)
+                key = row["key"]
+            except (ValueError, KeyError, TypeError):
+                raise XtkError(
+                    "the output file exists, and is not one of answers",
+                    where=f"{self.path}, line {number + 1}",
+                    hint="use another output path (-o)",
+                ) from None
+            if key not in keys:
+                raise XtkError(
+                    "the output file has answers to other requests",
+                    where=f"{self.path}, line {number + 1}",
+                    hint="use another output path (-o), or the options of the first command",
+                )
+            self.answers[key] = row
+        if len(whole) < len(raw):
+            with self.path.open("r+b") as stream:
+                stream.truncate(len(whole))
+
+    def add(self, request: ServiceRequest, response: dict[str, Any]) -> None:
+        """Append an answer; it is on disk when this returns."""
+        row = {"key": request.key, "index": request.index, "request": request.body, "response": response}
+        self.answers[request.key] = row
+        with self.path.open("ab") as stream:
+            stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def sort(self) -> None:
+        """Sort the file, in which all requests have an answer."""
+        rows = [{**self.answers[one.key], "index": one.index} for one in self._requests]
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8", "replace")
+        if self.path.read_bytes() != content:
+            with atomic_write(self.path, keep_others=True) as temporary:
+                temporary.write_bytes(content)
+
+
+@dataclass
+class _Usage:
+    """Tokens that answers have used, and the cost."""
+
+    options: ServiceOptions
+    prompt_tokens: float = 0
+    answer_tokens: float = 0
+    reserved: float = 0
+    num_inflight: int = 0
+
+    @property
+    def cost(self) -> float:
+        return _cost(self.prompt_tokens, self.answer_tokens, self.options)
+
+    def add(self, response: Mapping[str, Any], request: ServiceRequest) -> None:
+        """Count an answer; a service that reports no usage is counted by the estimate."""
+        used = response.get("usage")
+        used = used if isinstance(used, Mapping) else {}
+        self.prompt_tokens += float(used.get("prompt_tokens") or request.prompt_tokens)
+        self.answer_tokens += float(used.get("completion_tokens") or request.answer_tokens)
+
+
+class ServiceClient:
+    """Asks a service, within the limits of the options.
+
+    Args:
+        server: its URL, followed by `#MODEL`.
+        options: how it is asked.
+
+    Raises:
+        XtkError: the URL has no model, or the key's variable is not set.
+    """
+
+    def __init__(self, server: str, options: ServiceOptions) -> None:
+        self._options, self._endpoint = options, Endpoint.parse(server)
+        if not self._endpoint.requested_model:
+            raise XtkError(
+                "the URL of a service needs the name of a model",
+                where=str(self._endpoint),
+                hint="use for example https://api.example.com/v1#model-name",
+            )
+        if options.api_key_env and not os.environ.get(options.api_key_env):
+            raise XtkError(
+                f"the environment variable {options.api_key_env} of --api-key-env is not set",
+                hint=f"set it: export {options.api_key_env}=...",
+            )
+        self._endpoint.model = self._endpoint.requested_model
+        self._pool = EndpointPool(
+            [self._endpoint], concurrency=options.concurrency, max_weight=float("inf"), retry_policy=RetryPolicy(),
+            api_key_variable=options.api_key_env,
+        )  # fmt: skip
+        self._usage = _Usage(options)
+        self._next_request = 0.0
+        self._stopped = ""
+
+    @property
+    def cost(self) -> float:
+        """The cost of all answers, also of those that were in the file."""
+        return self._usage.cost
+
+    def ask(self, requests: Sequence[ServiceRequest], file: AnswerFile) -> None:
+        """Ask for all answers that the file does not have.
+
+        Raises:
+            ResumableStop: the limit of the cost is reached.
+            XtkError: the service refuses a request, or does not respond.
+        """
+        for one in requests:
+            if row := file.answers.get(one.key):
+                self._usage.add(row["response"], one)
+        left = {one.key: one for one in requests if one.key not in file.answers}
+        with terminal.Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
+            self._turn, self._slots = asyncio.Condition(), asyncio.Semaphore(self._options.concurrency)
+            gather_responses(self._pool, [self._ask_one(one, file, progress) for one in left.values()])
+        if self._stopped:
+            raise ResumableStop(self._stopped, where=str(file.path), hint="use a larger --max-cost to continue")
+        file.sort()
+
+    async def _ask_one(self, request: ServiceRequest, file: AnswerFile, progress: Any) -> None:
+        async with self._slots:
+            if not await self._wait_for_turn(request):
+                return
+            try:
+                response = await self._send(request)
+                self._usage.add(response, request)
+                file.add(request, response)
+                progress.advance(1, f"cost {self.cost:.4f}" if self.cost else "")
+            finally:
+                async with self._turn:
+                    self._usage.reserved -= self._max_cost_of(request)
+                    self._usage.num_inflight -= 1
+                    self._turn.notify_all()
+
+    async def _send(self, request: ServiceRequest) -> dict[str, Any]:
+        entries = (request.answer_tokens + request.prompt_tokens) * (self._options.top_logprobs + 1)
+        try:
+            return await self._pool.request(
+                _PATHS[self._options.mode],
+                lambda endpoint: {"model": endpoint.model, **request.body},
+                _checked_response,
+                what=f"document {request.index}",
+                weight=1.0,
+                max_bytes=max_response_bytes(0) + int(entries * _BYTES_PER_ENTRY * 4),
+            )
+        except PermanentError as wrong:
+            raise XtkError(
+                f"the service refuses a request: HTTP {wrong.status} {wrong.message}",
+                where=f"document {request.index}, {self._endpoint}",
+                hint=_refusal_hint(wrong, self._options),
+            ) from None
+
+    def _max_cost_of(self, request: ServiceRequest) -> float:
+        return _cost(request.prompt_tokens, request.answer_tokens, self._options)
+
+    async def _wait_for_turn(self, request: ServiceRequest) -> bool:
+        """Wait until the limits per minute and of the cost allow a request; return False if that of the cost does not.
+
+        A request counts with its largest cost until its answer is there.
+        """
+        options, usage, loop = self._options, self._usage, asyncio.get_running_loop()
+        own = self._max_cost_of(request)
+
+        def is_allowed() -> bool:
+            return not options.max_cost or self.cost + usage.reserved + own <= options.max_cost
+
+        async with self._turn:
+            await self._turn.wait_for(lambda: bool(self._stopped) or is_allowed() or not usage.num_inflight)
+            if self._stopped or not is_allowed():
+                self._stopped = self._stopped or (
+                    f"the cost is {self.cost:.4f}, and the next answer may exceed --max-cost {options.max_cost:g}"
+                )
+                self._turn.notify_all()
+                return False
+            usage.reserved += own
+            usage.num_inflight += 1
+            seconds = 60 / options.max_requests_per_minute if options.max_requests_per_minute else 0.0
+            if options.max_tokens_per_minute:
+                tokens = request.prompt_tokens + request.answer_tokens
+                seconds = max(seconds, 60 * tokens / options.max_tokens_per_minute)
+            start = max(loop.time(), self._next_request)
+            self._next_request = start + seconds
+        await asyncio.sleep(max(0.0, start - loop.time()))
+        return True
+
+
+def _checked_response(response: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = response if isinstance(response, dict) else {}
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise RetryableError("the service's response has no choice", "check that it has the OpenAI interface")
+    found = choices[0].get("logprobs")
+    if not isinstance(found, dict) or not (found.get("content") or found.get("tokens")):
+        text = choices[0].get("text") or (choices[0].get("message") or {}).get("content")
+        if text:
+            raise RetryableError("the service's answer has no log-probabilities", "use a model and a service with them")
+    return answer
+
+
+def _refusal_hint(wrong: PermanentError, options: ServiceOptions) -> str:
+    if wrong.status in (401, 403):
+        return "set the API key: --api-key-env NAME"
+    if "logprob" in wrong.message:
+        return f"use a smaller --top-logprobs (now {options.top_logprobs}); services allow 5 or 20"
+    return "check the data and the options; answers so far are kept"
