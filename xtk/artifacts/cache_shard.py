@@ -405,12 +405,17 @@ def _conversation_from_json(written: str, segments: Sequence[Segment], where: st
     content = json.loads(written)
     texts, messages = iter([segment.text for segment in segments]), list[dict[str, Any]]()
     for bare in content["messages"]:
-        message = dict(bare)
-        if REASONING_KEYS[0] in bare:
-            message[REASONING_KEYS[0]] = next(texts, None)
+        # In the order of `normalize_message`: a template may write a whole message.
+        message = {key: value for key, value in bare.items() if key not in (REASONING_KEYS[0], "tool_calls")}
+        reasoning = next(texts, None) if REASONING_KEYS[0] in bare else None
+        if reasoning is not None:
             next(texts, None)  # the mark that ends it
         message[CONTENT] = next(texts, None)
-        for _ in range(len(TOOL_PARTS) * len(bare.get("tool_calls") or ())):
+        if reasoning is not None:
+            message[REASONING_KEYS[0]] = reasoning
+        if calls := bare.get("tool_calls"):
+            message["tool_calls"] = calls
+        for _ in range(len(TOOL_PARTS) * len(calls or ())):
             next(texts, None)
         messages.append(message)
     tools = content["tools"]
