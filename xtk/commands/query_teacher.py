@@ -14,7 +14,7 @@ from xtk.options.shared import ConfigOption, CorpusOptions, JsonOption, QuietOpt
 class QueryTeacherOptions(CorpusOptions, ServiceOptions, JsonOption, QuietOption, ConfigOption, CommandOptions):
     """Options of `xtk query-teacher`."""
 
-    HEADINGS = (Heading("Data", (CorpusOptions,)), Heading("Service", (ServiceOptions,)))
+    HEADINGS = (Heading("Data", (CorpusOptions,)), Heading("Service", (ServiceOptions, "estimate")))
 
     server: str = argument(REQUIRED, "URL of the service and name of the model.", metavar="URL#MODEL")
     data: tuple[str, ...] = argument(

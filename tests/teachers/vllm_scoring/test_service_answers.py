@@ -23,7 +23,7 @@ from vllm_on_cpu import Server
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.tokens.tokenizer import Tokenizer
 
-TOP = 8
+TOP, KEY = 8, "secret-key-of-the-test"
 PROMPTS = [f"Anna has {number} apples and" for number in range(12)]
 
 
@@ -37,12 +37,18 @@ def folder(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(folder, tmp_path_factory.mktemp("log") / "server", "--served-model-name", "teacher")
+    log = tmp_path_factory.mktemp("log") / "server"
+    running = Server(folder, log, "--served-model-name", "teacher", "--api-key", KEY)
     try:
         running.wait()
         yield running
     finally:
         running.stop()
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XTK_API_KEY", KEY)
 
 
 @pytest.fixture
@@ -141,3 +147,54 @@ def test_chat_answers_have_the_bytes_of_their_tokens(run, folder, service, promp
     spellings = [tokenizer.vocabulary.bytes_of(token) for token in stored.tokens.ids[1:].tolist()]
     assert b"".join(spellings).decode() == content
     assert np.isfinite(stored.teacher_logprobs.observed_logprobs).all()
+
+
+def test_the_cost_has_a_limit_that_a_larger_one_continues(run, service, prompts, tmp_path):
+    options = [
+        "--mode",
+        "text",
+        "--max-completion-length",
+        "4",
+        "--input-price",
+        "1000000",
+        "--output-price",
+        "1000000",
+    ]
+    output = tmp_path / "answers.jsonl"
+    expected = json.loads(run("query-teacher", f"{service.url}#teacher", prompts, *options, "--estimate", "--json",
+        "-o", output).stdout)  # fmt: skip
+    assert expected["requests"] == len(PROMPTS)
+    assert not output.exists()
+    stopped = ask(run, service, prompts, output, *options, "--max-cost", "100", code=75)
+    assert "--max-cost" in stopped.stderr
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    used = sum(sum(row["response"]["usage"][name] for name in ("prompt_tokens", "completion_tokens")) for row in rows)
+    assert 0 < used <= 100
+    ask(run, service, prompts, output, *options, "--max-cost", str(expected["max_cost"]))
+    assert len(output.read_text().splitlines()) == len(PROMPTS)
+
+
+def test_requests_per_minute_have_a_limit(run, service, prompts, tmp_path):
+    start = time.monotonic()
+    ask(run, service, prompts, tmp_path / "answers.jsonl", "--mode", "text", "--max-completion-length", "2",
+        "--max-requests-per-minute", "240")  # fmt: skip
+    assert time.monotonic() - start > 0.25 * (len(PROMPTS) - 1)
+
+
+def test_a_key_is_read_from_its_variable_and_is_nowhere_else(run, service, prompts, tmp_path, monkeypatch):
+    output = tmp_path / "answers.jsonl"
+    options = ["--mode", "text", "--max-completion-length", "2"]
+    monkeypatch.delenv("XTK_API_KEY")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    refused = ask(run, service, prompts, output, *options, code=1)
+    assert "401" in refused.stderr
+    assert "--api-key-env" in refused.stderr
+    unset = ask(run, service, prompts, output, *options, "--api-key-env", "MY_KEY", code=1)
+    assert "MY_KEY" in unset.stderr
+    monkeypatch.setenv("MY_KEY", KEY)
+    done = ask(run, service, prompts, output, *options, "--api-key-env", "MY_KEY", "--json")
+    assert KEY not in done.stdout + done.stderr + output.read_text()
+    monkeypatch.setenv("MY_KEY", KEY + "-wrong")
+    output.unlink()
+    refused = ask(run, service, prompts, output, *options, "--api-key-env", "MY_KEY", code=1)
+    assert KEY not in refused.stdout + refused.stderr
