@@ -36,6 +36,7 @@ TABLES = {
         ["examples/arithmetic.py", "--output", ".nox/arithmetic", "--seeds", "3", "--ways", "ce",
          *(f"on-policy {name}" for name in ON_POLICY)],
     ],
+    "service": [[f"{BENCHES}/bench_service.py", ".nox/service"]],
     "other_cache_formats": [[f"{BENCHES}/other_cache_formats.py"]],
     "quickstart": [["-m", "xtk", "quickstart", "-o", ".nox/quickstart", "--seeds", "3"]],
     "arithmetic": [
@@ -168,6 +169,8 @@ def bench(session: nox.Session) -> None:
                 env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
                 session.run(str(python), *command, env={"HF_HUB_OFFLINE": "1", **env}, external=True)
             else:
+                if name == "service":  # of which only the server needs it
+                    environment_with_vllm(session, ROOT / ".nox" / "vllm")
                 run(session, "python", *command)
 
 

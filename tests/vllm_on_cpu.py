@@ -52,7 +52,9 @@ def make_llama(
 class Server:
     """`python -m vllm.entrypoints.openai.api_server`, as users start it."""
 
-    def __init__(self, folder: Path, log: Path, *flags: str, port: int = 0, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, log: Path, *flags: str, port: int = 0, python: str = sys.executable, **environment: str
+    ) -> None:
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("127.0.0.1", port))
@@ -61,7 +63,7 @@ class Server:
         self.host = f"http://127.0.0.1:{port}"
         self.url = self.host + "/v1"
         self.log = log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
         command += ["--kv-cache-memory-bytes", str(128 << 20), "--max-logprobs", str(MOST), *flags]
         with log.open("wb") as out:

