@@ -94,12 +94,21 @@ class ProjectionColumns:
 
         If the student token maps to none, it is the given one if nothing maps to that either; else -1.
         """
-        entries = np.flatnonzero(self.student_ids == student)
-        teachers = np.searchsorted(self.offsets, entries, side="right") - 1
-        if not len(entries):
+        if student not in self._teachers_of:
+            entries = np.flatnonzero(self.student_ids == student)
+            order = np.argsort(-self.log_weights[entries], kind="stable")
+            teachers = np.searchsorted(self.offsets, entries[order], side="right") - 1
+            self._teachers_of[student] = teachers.tolist()
+        found = self._teachers_of[student]
+        if not found:
             is_unmapped = teacher >= self.width or self.offsets[teacher] == self.offsets[teacher + 1]
             return teacher if is_unmapped else -1
-        return teacher if teacher in teachers else int(teachers[self.log_weights[entries].argmax()])
+        return teacher if teacher in found else found[0]
+
+    @cached_property
+    def _teachers_of(self) -> dict[int, list[int]]:
+        """Teacher tokens of student tokens, heaviest first; filled by `paired_token`."""
+        return {}
 
 
 @dataclass(frozen=True)
