@@ -290,6 +290,7 @@ def test_every_metric_is_documented(run_of_caches, run_on_policy):
         elif name.partition("/")[0].removeprefix("eval_") not in {*LOSSES} - {"ce"}:
             names.add(re.sub("/.*", "/TEACHER", name) if name.startswith(("teacher_", "eval_teacher_")) else name)
     names = {name if name in ("teacher_weight/TEACHER", "eval_teacher_weight/TEACHER") else
+             re.sub("/.*", "/REGION", name) if name.startswith("region_") else
              name if name.startswith("eval_NAME/") else name.partition("/")[0] for name in names}  # fmt: skip
     assert not undocumented({name.removesuffix("_error") for name in names}, "metrics.md")
 
