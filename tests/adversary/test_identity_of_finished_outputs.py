@@ -59,7 +59,7 @@ def other_start(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [other_template, other_end, other_start])
-@pytest.mark.parametrize("kind", ["text", "cache", "rollout"])
+@pytest.mark.parametrize("kind", ["text", pytest.param("cache", marks=pytest.mark.slow), "rollout"])
 def test_a_students_template_and_special_tokens_are_inputs(run, pair, student, chat, tmp_path, kind, change):
     if kind == "rollout":
         arguments = ["rollout", student, chat, "--max-completion-length", "8", "--apply-chat-template"]

@@ -69,6 +69,7 @@ def test_what_a_template_cannot_write_is_found(inputs_of):
     assert any("describe tools differently" in one.what for one in found)
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_documents_of_both_models(run, inputs_of, tmp_path):
     inputs = inputs_of("smollm3", "mistral")
     data = tmp_path / "data.jsonl"

@@ -137,6 +137,7 @@ def test_answers_of_a_service_are_a_cache_with_and_without_its_tokenizer(run, pa
         assert not document.is_complete
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_answers_whose_tokens_are_known_by_bytes_as_from_ids(run, pair, answered, tmp_path):
     file, _ = answered
     student = tmp_path / "student"

@@ -102,6 +102,18 @@ def test_a_pair_is_aligned_at_parts_and_ends_and_never_at_markup(family, one, ot
     if document.conversation.messages[1].get("tool_calls") and {"phi3", "phi4"} & {one, other}:
         expected -= without  # their templates write nothing of tool calls
     assert expected <= ended
+    if without <= ended:  # both write the call: its name, keys and values are compared, whatever is around them
+        covered = np.zeros(len(document.text.encode()), np.bool_)
+        for a, b, *_ in spans[spans[:, 1] - spans[:, 0] > 0].tolist():
+            covered[own.byte_ends[a - 1] if a else 0 : own.byte_ends[b - 1]] = True
+        first = 0
+        for segment in document.segments:
+            if segment.role in ("tool-name", "tool-arguments"):
+                for word in ("get_weather", "city", "Paris", "days", "3"):
+                    if (at := segment.text.find(word)) >= 0:
+                        start = first + len(segment.text[:at].encode())
+                        assert covered[start : start + len(word)].all(), word
+            first += len(segment.text.encode())
     # What a span compares is the same text on both sides, in the same region.
     own_regions, their_regions = token_regions(document, own), token_regions(document, theirs)
     own_ends, their_ends = (set(side.segment_end_tokens.tolist()) for side in (own, theirs))
