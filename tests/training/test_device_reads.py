@@ -76,6 +76,7 @@ def take_steps(
     return metrics, {name: on_host(one) for name, one in recorder.gradients.items()}, waits
 
 
+TAKES_MINUTES = {"items of several chunks"}  # a chunk of one row, with the operations of a simulated device
 # Losses, options, rows of a chunk, and device-to-host reads.
 DIVERGENCES = ["ce", "byte-kl:divergence=jsd,beta=0.3", "p-kl:divergence=reverse-kl,temperature=2"]
 CASES = {
@@ -94,7 +95,9 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name in TAKES_MINUTES)) for name in CASES]
+)
 def test_a_step_reads_the_device_once_for_any_number_of_passes(pair, cache, projection, monkeypatch, case):
     losses, options, rows, reads = CASES[case]
     monkeypatch.setattr(student_with_losses, "chunk_rows", lambda vocab_size: rows)
