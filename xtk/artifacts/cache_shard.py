@@ -27,7 +27,7 @@ from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, VocabularyOrde
 from xtk.errors import CorruptError, XtkError
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Conversation, Document, Segment
-from xtk.tokens.message_parts import CONTENT, REASONING_KEYS, TOOL_PARTS
+from xtk.tokens.message_parts import CONTENT, REASONING_KEY, TOOL_PARTS
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.tokens.token_sequence import TokenSequence
 
@@ -406,13 +406,13 @@ def _conversation_from_json(written: str, segments: Sequence[Segment], where: st
     texts, messages = iter([segment.text for segment in segments]), list[dict[str, Any]]()
     for bare in content["messages"]:
         # In the order of `normalize_message`: a template may write a whole message.
-        message = {key: value for key, value in bare.items() if key not in (REASONING_KEYS[0], "tool_calls")}
-        reasoning = next(texts, None) if REASONING_KEYS[0] in bare else None
+        message = {key: value for key, value in bare.items() if key not in (REASONING_KEY, "tool_calls")}
+        reasoning = next(texts, None) if REASONING_KEY in bare else None
         if reasoning is not None:
             next(texts, None)  # the mark that ends it
         message[CONTENT] = next(texts, None)
         if reasoning is not None:
-            message[REASONING_KEYS[0]] = reasoning
+            message[REASONING_KEY] = reasoning
         if calls := bare.get("tool_calls"):
             message["tool_calls"] = calls
         for _ in range(len(TOOL_PARTS) * len(calls or ())):

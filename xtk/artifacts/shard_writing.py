@@ -25,7 +25,7 @@ from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError, XtkError
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Document
-from xtk.tokens.message_parts import CONTENT, REASONING_KEYS
+from xtk.tokens.message_parts import CONTENT, REASONING_KEY
 from xtk.tokens.teacher_logprobs import StoredLogprobs, kl_on_stored_ids
 from xtk.tokens.token_sequence import TokenSequence
 
@@ -226,7 +226,7 @@ def _conversation_to_json(document: Document) -> str | None:
     if conversation is None:
         return None
     bare = [
-        {key: "" if key == REASONING_KEYS[0] else value for key, value in message.items() if key != CONTENT}
+        {key: "" if key == REASONING_KEY else value for key, value in message.items() if key != CONTENT}
         for message in conversation.messages
     ]
     # Keys keep the order of the data: templates print tools and calls in this order.

@@ -25,8 +25,8 @@ def hash_weights(folder: Path) -> str:
     """Return "sha256:..." of the weights in a folder.
 
     Hashes the configuration, the names of the weight files and all of their bytes, and the Python files of a model
-    with code of its own. The hash of a large file is stored in xtk's cache folder, with the file's inode, size and
-    times of change.
+    that has its own. The hash of a large file is stored in xtk's cache folder, with the file's inode, size and times of
+    change.
 
     Raises:
         CorruptError: a weight file is a pipe or a device.
@@ -64,14 +64,16 @@ def _hash_of_file(file: Path) -> str:
 def _hash_of_version(file: Path, version: str, size: int) -> str:
     if size < MIN_REMEMBERED_BYTES:
         return _read_hash(file, size)
-    with contextlib.suppress(OSError, RuntimeError, UnicodeDecodeError):
+    try:
         stored = user_cache_folder() / "weight-hashes" / hashlib.sha256(os.fsencode(file)).hexdigest()[:32]
-        if stored.is_file():
-            known, _, found = stored.read_text().partition("\n")
-            if known == version and len(found) == hashlib.sha256().digest_size * 2:
-                return found
+    except RuntimeError:  # there is no cache folder
+        return _read_hash(file, size)
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        known, _, found = stored.read_text().partition("\n")
+        if known == version and len(found) == hashlib.sha256().digest_size * 2:
+            return found
     found = _read_hash(file, size)
-    with contextlib.suppress(OSError, RuntimeError):  # without a cache folder it is read again
+    with contextlib.suppress(OSError):  # if it cannot be stored, it is computed again
         stored.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(stored) as temporary:
             temporary.write_text(f"{version}\n{found}")

@@ -38,8 +38,10 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     from pathlib import Path
 
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
+    from xtk.artifacts.output_claims import claim_output
     from xtk.artifacts.record_to_document import record_to_prompt
-    from xtk.teachers.service_answers import AnswerFile, ServiceClient, estimate, make_requests
+    from xtk.artifacts.write_locks import only_writer_of_path
+    from xtk.teachers.service_answers import ANSWERS, AnswerFile, ServiceClient, estimate, make_requests
 
     terminal.set_quiet(options.quiet)
     service = options_of(ServiceOptions, options)
@@ -48,7 +50,7 @@ def query_teacher(options: QueryTeacherOptions) -> None:
         documents = [*corpus]
     else:
         documents = [record_to_prompt(record, corpus.columns, where) for record, where in corpus.records()]
-    requests = make_requests(documents, service)
+    requests = make_requests(documents, options.server, service)
     if options.estimate:
         figures = estimate(requests, service)
         if options.as_json:
@@ -57,7 +59,9 @@ def query_teacher(options: QueryTeacherOptions) -> None:
             for name, value in figures.items():
                 terminal.result_line(f"{name:24} {value:,}")
         return
-    client = ServiceClient(options.server, service)
-    client.ask(requests, AnswerFile(Path(options.output), requests))
+    client, path = ServiceClient(options.server, service), Path(options.output)
+    claim_output(path, ANSWERS, inputs=options.data)
+    with only_writer_of_path(path, "file of answers"):
+        client.ask(requests, AnswerFile(path, requests))
     result = {"path": options.output, "kind": "answers", "answers": len(requests), "cost": round(client.cost, 6)}
     terminal.result_artifact(result, as_json=options.as_json)

@@ -21,7 +21,7 @@ def duplicate_start_token(inputs: DoctorInputs) -> Iterator[Finding]:
     for side in inputs.models:
         tokenizer = side.tokenizer
         bos = tokenizer.special_token_ids.get("bos")
-        if not _has_template(side) or bos is None:
+        if not side.has_chat_template or bos is None:
             continue
         added = _adds_start_token(side)
         try:
@@ -52,7 +52,7 @@ def template_content(inputs: DoctorInputs) -> Iterator[Finding]:
     """Find changes that a chat template makes to answers: removed thoughts or changed white space."""
     has_conversations = inputs.has_conversations
     for side in inputs.models:
-        if not _has_template(side):
+        if not side.has_chat_template:
             if not has_conversations:
                 yield Finding("template_content", "ok", "there is no chat template", side.name)
                 continue
@@ -95,7 +95,3 @@ def _try_template(side: DoctorModel) -> Iterator[Finding]:
         if lost:
             message = f"the chat template {what}: these bytes are not trained"
             yield Finding("template_content", "note", message, side.name, figures={"bytes": lost})
-
-
-def _has_template(side: DoctorModel) -> bool:
-    return side.tokenizer.template_fingerprint is not None

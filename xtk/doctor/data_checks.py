@@ -115,7 +115,7 @@ def conversations(inputs: DoctorInputs) -> Iterator[Finding]:
     """Count bytes of trained messages that the chat templates change."""
     conversations = [document for document, _ in inputs.data_sample.documents if document.conversation is not None]
     for side in inputs.models:
-        if not conversations or side.tokenizer.template_fingerprint is None:
+        if not conversations or not side.has_chat_template:
             continue
         counts = [
             count_lost_bytes(*pair)

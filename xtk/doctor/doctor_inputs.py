@@ -103,6 +103,11 @@ class DoctorModel:
         return f"{self.role} {self.tokenizer.name}"
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return self.tokenizer.template_fingerprint is not None
+
+    @property
     def text_config(self) -> dict[str, Any]:
         """The configuration of the language model, also for a multimodal one."""
         text = self.config.get("text_config")

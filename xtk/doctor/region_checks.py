@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from xtk.doctor.chat_template_checks import ANSWER, QUESTION
-from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
+from xtk.doctor.doctor_inputs import DoctorInputs, Finding
 from xtk.errors import XtkError
 from xtk.tokens.conversation_tokens import END_OF_TURN, MARKUP, REGIONS
 from xtk.tokens.document import Document
@@ -33,7 +33,7 @@ GUIDE = "see docs/how-to/conversations.md"
 def regions(inputs: DoctorInputs) -> Iterator[Finding]:
     """Print the size of each region of the data, and how much of it is trained and aligned."""
     documents = [document for document, _ in inputs.data_sample.documents if document.conversation is not None]
-    if not documents or not all(_has_template(side) for side in inputs.models):
+    if not documents or not all(side.has_chat_template for side in inputs.models):
         return
     found = RegionStatistics()
     tokens = [tokenize_documents(side.tokenizer, documents) for side in inputs.models]
@@ -48,19 +48,20 @@ def regions(inputs: DoctorInputs) -> Iterator[Finding]:
         if name == MARKUP:
             what = f"{name}: {figures['size']:,} {unit} of the student's chat template, not trained by default"
         yield Finding("regions", "ok", what, inputs.student.name, figures={"region": name, **figures})
-    if found.num_turns and not found.num_ends:
+    num_turns, num_ends = (int(sizes[REGIONS.index(END_OF_TURN)]) for sizes in (found.in_data, found.trained))
+    if num_turns and not num_ends:
         what = "no end of a turn is trained: the student does not learn to stop"
         hint = "use a chat template that writes an end token after the assistant's last message"
         yield Finding("regions", "warning", what, inputs.student.name, hint)
-    elif found.num_ends < found.num_turns:
-        missing = found.num_turns - found.num_ends
-        what = f"{missing:,} of {found.num_turns:,} ends of turns are not trained: the chat template writes none there"
+    elif num_ends < num_turns:
+        missing = num_turns - num_ends
+        what = f"{missing:,} of {num_turns:,} ends of turns are not trained: the chat template writes none there"
         yield Finding("regions", "note", what, inputs.student.name, GUIDE)
 
 
 def reasoning_and_tools(inputs: DoctorInputs) -> Iterator[Finding]:
     """Compare how both chat templates write reasoning, tools and tool calls."""
-    if not all(_has_template(side) for side in inputs.models):
+    if not all(side.has_chat_template for side in inputs.models):
         return
     abilities = [_Abilities(side.tokenizer) for side in inputs.models]
     found = list(_compare(inputs, *abilities))
@@ -145,8 +146,4 @@ def _schema(tokenizer: Tokenizer) -> str:
     for form, values in forms.items():
         if any(json.dumps(value, indent=indent) in text for value in values for indent in (None, 2, 4)):
             return form
-    return "text of its own"
-
-
-def _has_template(side: DoctorModel) -> bool:
-    return side.tokenizer.template_fingerprint is not None
+    return "another form"

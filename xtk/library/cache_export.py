@@ -14,9 +14,9 @@ from xtk.artifacts.cache_shard import StoredDocument
 from xtk.artifacts.output_claims import FileKind, claim_output
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.tokens.message_parts import CONTENT
+from xtk.rollouts.rollout_jsonl import document_fields
 
-EXPORT_FORMATS = ("parquet", "jsonl")
+CONTENT_COLUMNS = ("messages", "tools", "segments", "prompt", "completion")
 _ROWS_PER_GROUP, _MARK = 256, b"xtk-export"
 
 
@@ -43,13 +43,13 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
     """Write the documents of a cache as rows; return their number.
 
     A row has `token_ids` [T], `logprobs` [T] (null where a token is not trained), `top_ids` and `top_logprobs` [T]
-    (the exact entries of each position, most likely first; samples are left out), `complete`, and `messages` and
-    `tools` or `segments`, as `import_cache` reads them.
+    (the exact entries of each position, most likely first; samples are left out), `complete`, and the document in
+    `CONTENT_COLUMNS`, as `import_cache` reads it.
 
     Args:
         cache: the cache.
         path: a new file.
-        file_format: one of `EXPORT_FORMATS`.
+        file_format: "parquet" or "jsonl".
         force: replace a file that this function has written.
 
     Raises:
@@ -91,17 +91,8 @@ def export_row(stored: StoredDocument) -> dict[str, Any]:
         top_ids[position] = found.ids[entries][order].tolist()
         top_logprobs[position] = found.logprobs[entries][order].astype(float).tolist()
     document = stored.document
-    content: dict[str, Any] = {"messages": None, "tools": None, "segments": None}
-    if document.conversation is not None:
-        trained = {part.message: segment.train for part, segment in zip(document.conversation.parts, document.segments,
-            strict=True) if part.kind == CONTENT}  # fmt: skip
-        messages = [{**message, "train": trained[at]} for at, message in enumerate(document.conversation.messages)]
-        tools = document.conversation.tools
-        content |= {"messages": messages, "tools": None if tools is None else list(tools)}
-    else:
-        content["segments"] = [
-            {"role": part.role, "text": part.text, "train": part.train} for part in document.segments
-        ]
+    fields = document_fields(document)
+    content = {name: fields.get(name) for name in CONTENT_COLUMNS}
     return {
         **content, "complete": document.is_complete, "token_ids": tokens.ids.tolist(), "logprobs": logprobs,
         "top_ids": top_ids, "top_logprobs": top_logprobs,
@@ -114,7 +105,7 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> None:
 
     schema = pa.schema(
         [
-            ("messages", pa.string()), ("tools", pa.string()), ("segments", pa.string()), ("complete", pa.bool_()),
+            *((name, pa.string()) for name in CONTENT_COLUMNS), ("complete", pa.bool_()),
             ("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32())),
             ("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
         ],
@@ -124,8 +115,9 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> None:
         group: list[dict[str, Any]] = []
         for row in rows:
             as_text = {
-                name: None if row[name] is None else json.dumps(row[name], ensure_ascii=False)
-                for name in ("messages", "tools", "segments")
+                name: json.dumps(row[name], ensure_ascii=False)
+                for name in CONTENT_COLUMNS
+                if isinstance(row[name], list)
             }
             group.append(row | as_text)
             if len(group) == _ROWS_PER_GROUP:

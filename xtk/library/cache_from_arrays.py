@@ -302,10 +302,10 @@ def _checked_arrays(
     """
     positions = int(tokens.train_mask.sum())
     ids, logprobs = (
-        _to_array("top_ids", top_ids, np.int64, where),
-        _to_array("top_logprobs", top_logprobs, np.float32, where),
+        to_array("top_ids", top_ids, np.int64, where),
+        to_array("top_logprobs", top_logprobs, np.float32, where),
     )
-    observed = _to_array("observed_logprobs", observed_logprobs, np.float32, where)
+    observed = to_array("observed_logprobs", observed_logprobs, np.float32, where)
     if ids.ndim == 1 and not ids.size:
         ids, logprobs = ids.reshape(positions, 0), logprobs.reshape(positions, 0)
     if ids.ndim != 2 or ids.shape != logprobs.shape or len(ids) != positions or observed.shape != (positions,):
@@ -322,7 +322,7 @@ def _checked_arrays(
             of_listed = np.where(probs > 0, probs * logprobs, 0.0).sum(1)
             given = -of_listed - np.where(rest > 0, rest * np.log(np.where(rest > 0, rest, 1.0)), 0.0)
     else:
-        given = _to_array("entropy", entropy, np.float64, where)
+        given = to_array("entropy", entropy, np.float64, where)
         if given.shape != (positions,):
             raise XtkError(
                 f"entropy has the shape {given.shape}, but must be ({positions},)",
@@ -345,8 +345,14 @@ def _checked_arrays(
     )
 
 
-def _to_array(name: str, values: Any, dtype: Any, where: str) -> NDArray[Any]:
+def to_array(name: str, values: Any, dtype: Any, where: str) -> NDArray[Any]:
     """Return an argument as an array; a tensor of torch may be on any device and of any dtype.
+
+    Args:
+        name: of the argument, for errors.
+        values: numbers.
+        dtype: of the result.
+        where: what it belongs to, for errors.
 
     Raises:
         XtkError: it is not an array of numbers.

@@ -14,7 +14,7 @@ from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.library.byte_tokenizer import write_byte_tokenizer
-from xtk.library.cache_from_arrays import CacheWriter
+from xtk.library.cache_from_arrays import CacheWriter, to_array
 from xtk.library.completion_logprobs import ListedToken, ScoredAnswer, is_completion_record, read_answer
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.untrusted_json import parse_json
@@ -82,10 +82,11 @@ class _Rows:
     def __init__(self, corpus: Corpus, *, skip_invalid: bool) -> None:
         self._corpus, self._skip, self.num_skipped = corpus, skip_invalid, 0
         self.expected_model: tuple[str, str] | None = None
-        self._where = ""
+        self._where, self._num_passes = "", 0
 
     def __iter__(self) -> Iterator[ScoredAnswer | Mapping[str, Any]]:
         self.num_skipped = 0
+        self._num_passes += 1
         for record, where in self._corpus.records():
             self._where = where
             try:
@@ -128,7 +129,7 @@ class _Rows:
         if not self._skip:
             raise wrong
         self.num_skipped += 1
-        if self.num_skipped <= MAX_NOTES and self.expected_model is not None:
+        if self.num_skipped <= MAX_NOTES and self._num_passes == 2:
             terminal.note(f"import-cache: skipping {wrong.where}: {wrong.what}")
 
 
@@ -167,9 +168,12 @@ def _listed_ids(position: Sequence[ListedToken], tokenizer: Tokenizer) -> dict[i
 
 def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str) -> None:
     """Add a row with token ids: of its text or messages if these have the same tokens, else of the ids alone."""
-    ids = np.asarray(row["token_ids"], np.int64)
+    for name in ID_COLUMNS:
+        if not isinstance(row[name], list):
+            raise XtkError(f"the column {name} is not a list", where=where, hint="use one value per token")
+    ids = to_array("token_ids", row["token_ids"], np.int64, where)
     scored = np.array([value is not None for value in row["logprobs"]], np.bool_)
-    if len(scored) != len(ids) or any(len(row[name]) != len(ids) for name in ("top_ids", "top_logprobs")):
+    if len({len(row[name]) for name in ID_COLUMNS}) != 1:
         raise XtkError(
             f"{', '.join(ID_COLUMNS)} have different lengths",
             where=where,
@@ -185,9 +189,13 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str) -> Non
         if np.array_equal(found, ids) and np.array_equal(positions, np.flatnonzero(scored)):
             document = content
     numbers = np.flatnonzero(scored)
-    width = max((len(row["top_ids"][at] or ()) for at in numbers), default=0)
+    lists = [(row["top_ids"][at] or [], row["top_logprobs"][at] or []) for at in numbers]
+    if not all(isinstance(one, list) for pair in lists for one in pair) or any(len(a) != len(b) for a, b in lists):
+        what = "top_ids and top_logprobs must be lists of the same length at each position"
+        raise XtkError(what, where=where, hint="use null where nothing is listed")
+    width = max((len(listed) for listed, _ in lists), default=0)
     top_ids, top = np.full((len(numbers), width), -1, np.int64), np.full((len(numbers), width), -np.inf, np.float32)
-    for number, at in enumerate(numbers):
-        listed = row["top_ids"][at] or ()
-        top_ids[number, : len(listed)], top[number, : len(listed)] = listed, row["top_logprobs"][at] or ()
+    for number, (listed, logprobs) in enumerate(lists):
+        top_ids[number, : len(listed)] = to_array("top_ids", listed, np.int64, where)
+        top[number, : len(listed)] = to_array("top_logprobs", logprobs, np.float32, where)
     writer.add(document, top_ids, top, [row["logprobs"][at] for at in numbers])

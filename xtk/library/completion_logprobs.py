@@ -106,15 +106,16 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     """
     response = _response_of(record)
     assert response is not None
-    request = record.get("request") or record
-    request = request.get("body", request) if isinstance(request, Mapping) else record
-    choices = response.get("choices") or [{}]
+    request = _mapping(record.get("request") or record, "request", where)
+    request = _mapping(request.get("body", request), "body of the request", where)
+    choices = response["choices"]
     if len(choices) != 1:
         raise XtkError(f"the answer has {len(choices)} choices, but must have one", where=where, hint=_ROW_HINT)
-    choice = choices[0]
+    choice = _mapping(choices[0], "choice", where)
     is_chat = "message" in choice
-    content = (choice["message"].get("content") or "") if is_chat else str(choice.get("text") or "")
-    logprobs = choice.get("logprobs") or {}
+    message = _mapping(choice["message"], "message", where) if is_chat else choice
+    content = str(message.get("content" if is_chat else "text") or "")
+    logprobs = _mapping(choice.get("logprobs") or {}, "logprobs", where)
     is_echo = bool(request.get("echo"))
     if is_echo:
         content = str(request.get("prompt") or "")
@@ -135,6 +136,12 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     if is_echo:
         return ScoredAnswer(Document.from_text(content), *checked, model)
     return ScoredAnswer(_document(request, content, is_chat, complete, where), *checked, model)
+
+
+def _mapping(value: Any, name: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise XtkError(f"the {name} of the row is not an object", where=where, hint=_ROW_HINT)
+    return value
 
 
 def _response_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -163,15 +170,26 @@ def _document(request: Mapping[str, Any], content: str, is_chat: bool, complete:
 
 
 def _read_chat_logprobs(content: Any, where: str) -> tuple[list[ListedToken], list[list[ListedToken]]]:
-    if not isinstance(content, list) or not all(isinstance(one, Mapping) for one in content):
-        raise XtkError("logprobs.content is not a list of tokens", where=where, hint=_ROW_HINT)
-    tokens = [_listed(one, where) for one in content]
-    return tokens, [[_listed(other, where) for other in one.get("top_logprobs") or ()] for one in content]
+    entries = _list(content, "logprobs.content", where)
+    tokens = [_listed(one, where) for one in entries]
+    lists = [_list(one.get("top_logprobs") or [], "top_logprobs", where) for one in entries]
+    return tokens, [[_listed(one, where) for one in listed] for listed in lists]
 
 
-def _listed(entry: Mapping[str, Any], where: str) -> ListedToken:
+def _list(value: Any, name: str, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise XtkError(f"{name} of the row is not a list", where=where, hint=_ROW_HINT)
+    return value
+
+
+def _listed(given_entry: Any, where: str) -> ListedToken:
+    entry = _mapping(given_entry, "token", where)
     text, given = entry.get("token"), entry.get("bytes")
-    spelling = bytes(given) if isinstance(given, list) and given else None
+    spelling = None
+    if isinstance(given, list) and given:
+        if not all(isinstance(one, int) and 0 <= one < 256 for one in given):
+            raise XtkError("the bytes of a token are not numbers from 0 to 255", where=where, hint=_ROW_HINT)
+        spelling = bytes(given)
     if spelling is None and isinstance(text, str) and "\ufffd" not in text:
         spelling = _bytes_of_text(text)
     # vLLM states the bytes of U+FFFD for tokens that end inside of a character.
@@ -189,16 +207,22 @@ def _bytes_of_text(text: str) -> bytes | None:
 def _read_text_logprobs(
     logprobs: Mapping[str, Any], where: str, *, is_echo: bool
 ) -> tuple[list[ListedToken], list[list[ListedToken]]]:
-    names, values = logprobs["tokens"], logprobs.get("token_logprobs") or []
-    if len(names) != len(values):
-        raise XtkError("tokens and token_logprobs have different lengths", where=where, hint=_ROW_HINT)
-    listed = logprobs.get("top_logprobs") or [{}] * len(names)
+    names = _list(logprobs["tokens"], "tokens", where)
+    values = _list(logprobs.get("token_logprobs") or [], "token_logprobs", where)
+    listed = _list(logprobs.get("top_logprobs") or [{}] * len(names), "top_logprobs", where)
+    if not len(names) == len(values) == len(listed):
+        what = "tokens, token_logprobs and top_logprobs have different lengths"
+        raise XtkError(what, where=where, hint=_ROW_HINT)
     pairs = [*zip(names, values, strict=True)]
     first = pairs[: int(is_echo and bool(values) and values[0] is None)]
     tokens = [replace(_listed({"token": name, "logprob": 0.0}, where), logprob=None) for name, _ in first]
     tokens += [_listed({"token": name, "logprob": value}, where) for name, value in pairs[len(first) :]]
     return tokens, [
-        [_listed({"token": name, "logprob": value}, where) for name, value in (one or {}).items()] for one in listed
+        [
+            _listed({"token": name, "logprob": value}, where)
+            for name, value in _mapping(one or {}, "top_logprobs", where).items()
+        ]
+        for one in listed
     ]
 
 

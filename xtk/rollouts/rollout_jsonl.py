@@ -76,12 +76,9 @@ def document_fields(document: Document) -> dict[str, Any]:
         prompt = document.teacher_prompt
         found["teacher_prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     if document.conversation is not None:
-        trained = {
-            part.message: segment.train
-            for part, segment in zip(document.conversation.parts, document.segments, strict=True)
-        }
         found["messages"] = [
-            {**message, "train": trained[number]} for number, message in enumerate(document.conversation.messages)
+            {**message, "train": train}
+            for message, train in zip(document.conversation.messages, document.trained_messages, strict=True)
         ]
         return {
             **found,

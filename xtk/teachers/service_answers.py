@@ -12,6 +12,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
+from xtk.artifacts.output_claims import FileKind
 from xtk.engines.http_client_pool import Endpoint, EndpointPool, RetryPolicy
 from xtk.engines.server_responses import PermanentError, RetryableError, max_response_bytes
 from xtk.engines.vllm_servers import gather_responses
@@ -30,7 +31,7 @@ class ServiceRequest:
 
     Attributes:
         index: of its document.
-        body: JSON, without the model.
+        body: JSON.
         prompt_tokens: estimate.
         answer_tokens: maximum.
     """
@@ -46,17 +47,29 @@ class ServiceRequest:
         return sha256(canonical_json(self.body))
 
 
-def make_requests(documents: Iterable[Document], options: ServiceOptions) -> list[ServiceRequest]:
+def make_requests(documents: Iterable[Document], server: str, options: ServiceOptions) -> list[ServiceRequest]:
     """Return the requests of documents: prompts, or texts with `echo`.
 
+    Args:
+        documents: the documents.
+        server: URL of the service, followed by `#MODEL`.
+        options: how it is asked.
+
     Raises:
-        XtkError: a document does not fit the mode.
+        XtkError: the URL has no model, or a document does not fit the mode.
     """
-    return [_make_request(number, document, options) for number, document in enumerate(documents)]
+    endpoint = Endpoint.parse(server)
+    if not endpoint.requested_model:
+        raise XtkError(
+            "the URL of a service needs the name of a model",
+            where=str(endpoint),
+            hint="use for example https://api.example.com/v1#model-name",
+        )
+    return [_make_request(*one, endpoint.requested_model, options) for one in enumerate(documents)]
 
 
-def _make_request(number: int, document: Document, options: ServiceOptions) -> ServiceRequest:
-    body: dict[str, Any] = {}
+def _make_request(number: int, document: Document, model: str, options: ServiceOptions) -> ServiceRequest:
+    body: dict[str, Any] = {"model": model}
     conversation, where = document.conversation, f"document {number}"
     if options.mode == CHAT:
         if conversation is None:
@@ -118,6 +131,17 @@ def _cost(prompt_tokens: float, answer_tokens: float, options: ServiceOptions) -
     return (prompt_tokens * options.input_price + answer_tokens * options.output_price) / 1e6
 
 
+_START = b'{"key": "sha256:'
+
+
+def _is_answer_file(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return _START.startswith(stream.read(len(_START)))  # a killed command may leave a part of it
+
+
+ANSWERS = FileKind[None]("files of answers", _is_answer_file)
+
+
 class AnswerFile:
     """A file with a line for each answer, in the order in which they arrive; sorted when it is complete.
 
@@ -129,7 +153,7 @@ class AnswerFile:
         requests: the requests of this command.
 
     Raises:
-        XtkError: it has answers to other requests, or is another file.
+        XtkError: it has answers to other requests, or a line is damaged.
     """
 
     def __init__(self, path: Path, requests: Sequence[ServiceRequest]) -> None:
@@ -148,9 +172,9 @@ class AnswerFile:
                 key = row["key"]
             except (ValueError, KeyError, TypeError):
                 raise XtkError(
-                    "the output file exists, and is not one of answers",
+                    "a line of the output file is not an answer",
                     where=f"{self.path}, line {number + 1}",
-                    hint="use another output path (-o)",
+                    hint="use another output path (-o), or remove this line: its request is sent again",
                 ) from None
             if key not in keys:
                 raise XtkError(
@@ -207,27 +231,20 @@ class ServiceClient:
     """Asks a service, within the limits of the options.
 
     Args:
-        server: its URL, followed by `#MODEL`.
+        server: its URL.
         options: how it is asked.
 
     Raises:
-        XtkError: the URL has no model, or the key's variable is not set.
+        XtkError: it is no URL, or the key's variable is not set.
     """
 
     def __init__(self, server: str, options: ServiceOptions) -> None:
         self._options, self._endpoint = options, Endpoint.parse(server)
-        if not self._endpoint.requested_model:
-            raise XtkError(
-                "the URL of a service needs the name of a model",
-                where=str(self._endpoint),
-                hint="use for example https://api.example.com/v1#model-name",
-            )
         if options.api_key_env and not os.environ.get(options.api_key_env):
             raise XtkError(
                 f"the environment variable {options.api_key_env} of --api-key-env is not set",
                 hint=f"set it: export {options.api_key_env}=...",
             )
-        self._endpoint.model = self._endpoint.requested_model
         self._pool = EndpointPool(
             [self._endpoint], concurrency=options.concurrency, max_weight=float("inf"), retry_policy=RetryPolicy(),
             api_key_variable=options.api_key_env,
@@ -235,6 +252,7 @@ class ServiceClient:
         self._usage = _Usage(options)
         self._next_request = 0.0
         self._stopped = ""
+        self._turn, self._slots = asyncio.Condition(), asyncio.Semaphore(options.concurrency)
 
     @property
     def cost(self) -> float:
@@ -253,7 +271,6 @@ class ServiceClient:
                 self._usage.add(row["response"], one)
         left = {one.key: one for one in requests if one.key not in file.answers}
         with terminal.Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
-            self._turn, self._slots = asyncio.Condition(), asyncio.Semaphore(self._options.concurrency)
             gather_responses(self._pool, [self._ask_one(one, file, progress) for one in left.values()])
         if self._stopped:
             raise ResumableStop(self._stopped, where=str(file.path), hint="use a larger --max-cost to continue")
@@ -279,7 +296,7 @@ class ServiceClient:
         try:
             return await self._pool.request(
                 _PATHS[self._options.mode],
-                lambda endpoint: {"model": endpoint.model, **request.body},
+                lambda endpoint: request.body,
                 _checked_response,
                 what=f"document {request.index}",
                 weight=1.0,

@@ -10,7 +10,7 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.tokens.document import Conversation
 from xtk.tokens.jinja_subprocess import CHAT_TEMPLATE, SandboxedTemplate
-from xtk.tokens.message_parts import CONTENT, REASONING, REASONING_KEYS, MessagePart
+from xtk.tokens.message_parts import CONTENT, REASONING, REASONING_KEY, MessagePart
 from xtk.tokens.part_positions import (
     PartPosition,
     insert_placeholders,
@@ -132,8 +132,8 @@ class ChatTemplate:
         """Return where each reply of the assistant begins: after the generation prompt."""
         result, before = dict[int, int | None](), 0
         for number, message in enumerate(conversation.messages):
-            pairs = zip(conversation.parts, positions, strict=True)
-            there = [(part, place) for part, place in pairs if part.message == number and place is not None]
+            pairs = ((conversation.parts[at], positions[at]) for at in conversation.part_ranges[number])
+            there = [(part, place) for part, place in pairs if place is not None]
             if there and message["role"] == "assistant":
                 first, start = there[0][0], there[0][1].start
                 result[number] = self._prompt_end(text, before, start)
@@ -214,7 +214,7 @@ class ChatTemplate:
         if part.kind not in (CONTENT, REASONING) or not part.text:
             return None
         mark = unused_character(one.text for one in conversation.parts)
-        key = CONTENT if part.kind == CONTENT else REASONING_KEYS[0]
+        key = CONTENT if part.kind == CONTENT else REASONING_KEY
         messages = [dict(message) for message in conversation.messages]
         messages[part.message][key] = mark
         before, found, after = self.render(messages, conversation.tools, **arguments).partition(mark)

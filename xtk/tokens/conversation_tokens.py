@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -77,15 +76,16 @@ class _ConversationTokens:
                 self._end_tokens[number] = special
             elif place is not None:
                 self._add_runs(segment.text, place, first_byte, train=segment.train)
-            if self._is_last(part):
+            if number + 1 == self.conversation.part_ranges[part.message].stop:
                 self._end_tokens[number] = self._find_turn_end(number, place)
             if (end := self._end_tokens[number]) >= 0:  # templates also close a truncated last message
-                self._trained[end] = segment.train and (self.document.is_complete or not self._is_last(part, True))
+                is_cut = number + 1 == len(self._end_tokens) and not self.document.is_complete
+                self._trained[end] = segment.train and not is_cut
             first_byte += len(segment.text.encode())
         regions = np.full(len(self._trained), NO_REGION, np.uint8)
         for start, stop, region in self._template_ranges():
             regions[start:stop] = region
-        regions[self._trained | (self._ends_of_runs > 0)] = NO_REGION
+        regions[self._trained | self._run_mask()] = NO_REGION
         self._trained[:1], regions[:1] = False, NO_REGION  # the first token has no prediction
         ends = self._ends
         return {
@@ -98,23 +98,12 @@ class _ConversationTokens:
             "exact": self.tokens.exact,
         }
 
-    @cached_property
-    def _ends_of_runs(self) -> NDArray[np.int8]:
-        """int8 [T], 1 for tokens of a run."""
-        inside = np.zeros(len(self._trained), np.int8)
+    def _run_mask(self) -> NDArray[np.bool_]:
+        """Return bool [T], the tokens of runs."""
+        mask = np.zeros(len(self._trained), np.bool_)
         for start, stop, _ in self._runs:
-            inside[start:stop] = 1
-        return inside
-
-    def _is_last(self, part: MessagePart, of_all: bool = False) -> bool:
-        """Return whether a part is the last one of its message, or of all."""
-        return self._last_parts[part.message] is part and (
-            not of_all or part.message == len(self.conversation.messages) - 1
-        )
-
-    @cached_property
-    def _last_parts(self) -> dict[int, MessagePart]:
-        return {part.message: part for part in self.conversation.parts}
+            mask[start:stop] = True
+        return mask
 
     def _add_runs(self, text: str, place: PartPosition, first_byte: int, *, train: bool) -> None:
         """Add the tokens of a part's text.
@@ -198,7 +187,7 @@ class _ConversationTokens:
 
     def _is_omitted(self, message: int) -> bool:
         """Return whether the template writes nothing of a message that has text: its end would end another text."""
-        numbers = self._numbers_of(message, message + 1)
+        numbers = self.conversation.part_ranges[message]
         has_text = any(self.conversation.parts[at].text for at in numbers)
         return has_text and all(self.rendering.positions[at] is None for at in numbers)
 
@@ -235,12 +224,9 @@ class _ConversationTokens:
         found = low + np.flatnonzero(np.isin(self.tokens.ids[low:high], list(self.tokenizer.turn_end_ids)))
         if len(found) == stop - first:
             return int(found[message - first])
-        is_only_one = stop == message + 1 and all(places[at] is not None for at in self._numbers_of(first, message))
+        ranges = self.conversation.part_ranges[first:message]
+        is_only_one = stop == message + 1 and all(places[at] is not None for parts in ranges for at in parts)
         return int(found[0]) if len(found) == 1 and is_only_one else -1
-
-    def _numbers_of(self, first: int, stop: int) -> list[int]:
-        """Return the numbers of the parts of messages `[first, stop)`."""
-        return [at for at, part in enumerate(self.conversation.parts) if first <= part.message < stop]
 
     # Text that the template writes into trained turns.
 
@@ -248,7 +234,7 @@ class _ConversationTokens:
         """Yield ranges of tokens that the template writes into trained turns, with their region, in any order."""
         parts, places = self.conversation.parts, self.rendering.positions
         for message, start in self.rendering.reply_starts.items():
-            numbers = [at for at, part in enumerate(parts) if part.message == message and places[at] is not None]
+            numbers = [at for at in self.conversation.part_ranges[message] if places[at] is not None]
             if not numbers or not self.document.segments[numbers[0]].train:
                 continue
             if start is not None:
@@ -260,14 +246,10 @@ class _ConversationTokens:
             for at, following in itertools.pairwise(numbers):
                 region = self._region_between(parts[at], parts[following])
                 yield self._token_after(places[at]), self._first_token(following), region
-            last = self._last_number(message)
-            end = int(self._end_tokens[last])
+            end = int(self._end_tokens[self.conversation.part_ranges[message].stop - 1])
             is_cut = not self.document.is_complete and message == len(self.conversation.messages) - 1
             if end >= 0 and not is_cut:
                 yield self._token_after(places[numbers[-1]]), end, self._region_between(parts[numbers[-1]], None)
-
-    def _last_number(self, message: int) -> int:
-        return max(at for at, part in enumerate(self.conversation.parts) if part.message == message)
 
     def _first_token(self, number: int) -> int:
         place = self.rendering.positions[number]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,9 +53,16 @@ class Conversation:
         """The parts of the messages; a document has a segment for each."""
         return message_parts(self.messages)
 
+    @cached_property
+    def part_ranges(self) -> tuple[range, ...]:
+        """The indices of the parts of each message."""
+        counts = Counter(part.message for part in self.parts)
+        stops = itertools.accumulate(counts[number] for number in range(len(self.messages)))
+        return tuple(range(stop - counts[number], stop) for number, stop in enumerate(stops))
+
     def num_parts(self, num_messages: int) -> int:
         """Return the number of parts of the first `num_messages` messages."""
-        return sum(part.message < num_messages for part in self.parts)
+        return self.part_ranges[num_messages - 1].stop if num_messages else 0
 
     def segment_roles(self) -> tuple[str, ...]:
         """Return the role of the segment of each part."""
@@ -203,6 +212,12 @@ class Document:
         if self.teacher_prompt is not None:
             return "a teacher_prompt belongs to all of the text after it"
         return None if self.candidate_ids is None else "candidate_ids belong to the tokens of the whole document"
+
+    @property
+    def trained_messages(self) -> list[bool]:
+        """Whether each message of a conversation is trained; all of its parts are alike."""
+        assert self.conversation is not None
+        return [self.segments[parts.start].train for parts in self.conversation.part_ranges]
 
     @property
     def is_end_trained(self) -> bool:

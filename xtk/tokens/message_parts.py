@@ -22,7 +22,8 @@ MARKS = {REASONING_END: "</think>", TOOL_START: "<tool_call>"}  # the text of ma
 TOOL_PARTS = (TOOL_START, TOOL_NAME, TOOL_ARGUMENTS)
 
 # Keys of a message's reasoning: DeepSeek, Qwen and vLLM; gpt-oss; OpenAI's Responses and OpenRouter; Cohere.
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning", "thought")
+REASONING_KEY = "reasoning_content"  # that of normalized messages
+REASONING_KEYS = (REASONING_KEY, "thinking", "reasoning", "thought")
 _TEXT_PART, _REASONING_PARTS = "text", ("thinking", "reasoning")  # types of the parts of a content
 
 Path = tuple[str | int, ...]
@@ -71,7 +72,7 @@ def message_parts(messages: Sequence[Mapping[str, Any]]) -> tuple[MessagePart, .
 
 
 def _parts_of(number: int, message: Mapping[str, Any]) -> Iterator[MessagePart]:
-    if thought := message.get(REASONING_KEYS[0]):
+    if thought := message.get(REASONING_KEY):
         yield MessagePart(number, REASONING, -1, thought)
         yield MessagePart(number, REASONING_END, -1, MARKS[REASONING_END])
     yield MessagePart(number, CONTENT, -1, message["content"])
@@ -183,7 +184,7 @@ def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
     result = {key: value for key, value in message.items() if key not in taken}
     result["content"] = replace_surrogates(content)
     if thought:
-        result[REASONING_KEYS[0]] = replace_surrogates(thought)
+        result[REASONING_KEY] = replace_surrogates(thought)
     calls = _read_calls(message)
     if calls:
         result["tool_calls"] = calls

@@ -23,7 +23,7 @@ from xtk.tokens.message_parts import (
     MARKS,
     REASONING,
     REASONING_END,
-    REASONING_KEYS,
+    REASONING_KEY,
     TOOL_ARGUMENTS,
     TOOL_NAME,
     MessagePart,
@@ -83,7 +83,7 @@ def insert_placeholders(messages: Sequence[Mapping[str, Any]], parts: Sequence[M
     for count, part in enumerate(parts):
         message, found = result.messages[part.message], list[tuple[str, str | int | float]]()
         if part.kind in (CONTENT, REASONING) and part.text:
-            message[CONTENT if part.kind == CONTENT else REASONING_KEYS[0]] = f"{mark}{count}{mark}"
+            message[CONTENT if part.kind == CONTENT else REASONING_KEY] = f"{mark}{count}{mark}"
             found = [(f"{mark}{count}{mark}", part.text)]
         elif part.kind in (TOOL_NAME, TOOL_ARGUMENTS):
             calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]

@@ -17,19 +17,16 @@ _END, _MARKUP = REGIONS.index(END_OF_TURN), REGIONS.index(MARKUP)
 class RegionStatistics:
     """Sizes of the regions of documents: bytes, or tokens where a region has no bytes of the documents' text.
 
-    An end of a turn is one token, which has no bytes of the text; so has markup.
+    An end of a turn is one token, which has no bytes of the text; so has markup. Documents are conversations.
 
     Attributes:
         in_data: int64 [regions], of trained messages.
         trained: int64 [regions], of these, those that the model trains.
         aligned: int64 [regions], of these, those that are in a span with the other model's text.
-        num_turns: trained messages of the assistant.
-        num_ends: those with an end that the model trains.
     """
 
     def __init__(self) -> None:
         self.in_data, self.trained, self.aligned = (np.zeros(len(REGIONS), np.int64) for _ in range(3))
-        self.num_turns = self.num_ends = 0
 
     def add(self, document: Document, sequence: TokenSequence, other: TokenSequence | None = None) -> None:
         """Count a document.
@@ -43,17 +40,13 @@ class RegionStatistics:
         self.in_data += np.bincount(of_bytes[is_trained], minlength=len(REGIONS))
         covered = _covered_bytes(document, sequence.byte_ranges()) & is_trained
         self.trained += np.bincount(of_bytes[covered], minlength=len(REGIONS))
-        ends = [segment.train for segment, last in zip(document.segments, _is_last(document), strict=True) if last]
+        ends = document.trained_messages
         if not document.is_complete and ends:
             ends[-1] = False
         self.in_data[_END] += sum(ends)
-        self.num_turns += sum(ends)
         regions = token_regions(document, sequence)
-        num_ends = int((regions[sequence.train_mask] == _END).sum())
-        self.trained[_END] += num_ends
-        self.num_ends += num_ends
-        markup = int((sequence.template_regions == _MARKUP).sum())
-        self.in_data[_MARKUP] += markup
+        self.trained[_END] += int((regions[sequence.train_mask] == _END).sum())
+        self.in_data[_MARKUP] += int((sequence.template_regions == _MARKUP).sum())
         marks = self._special_marks(document, sequence, regions)
         for _, region, size in marks:
             self.trained[region] += size
@@ -93,14 +86,6 @@ class RegionStatistics:
             for name, size, trained, aligned in zip(REGIONS, self.in_data, self.trained, self.aligned, strict=True)
             if size
         }
-
-
-def _is_last(document: Document) -> list[bool]:
-    """Return for each segment whether it is the last one of its message."""
-    if document.conversation is None:
-        return [number + 1 == len(document.segments) for number in range(len(document.segments))]
-    messages = [part.message for part in document.conversation.parts]
-    return [following != message for message, following in zip(messages, [*messages[1:], -1], strict=True)]
 
 
 def _trained_bytes(document: Document) -> NDArray[np.bool_]:

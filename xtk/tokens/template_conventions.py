@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.tokens.message_parts import REASONING_KEYS, write_arguments
+from xtk.tokens.message_parts import REASONING_KEY, REASONING_KEYS, write_arguments
 
 # Mistral's templates refuse ids of calls that have another length.
 _CALL_ID_LENGTH = re.compile(r"length\s*!=\s*9\b")
@@ -56,7 +56,7 @@ class TemplateConventions:
 
     def _apply_to(self, message: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(message)
-        thought = result.pop(REASONING_KEYS[0], None)
+        thought = result.pop(REASONING_KEY, None)
         if thought and self.reasoning_key:
             result[self.reasoning_key] = thought
         if calls := result.get("tool_calls"):
