@@ -13,6 +13,7 @@ from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtk
+from xtk.artifacts import weight_hash
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}\n{{ message.content }}<|end_of_text|>{% endfor %}"
@@ -139,3 +140,33 @@ def test_a_normalizer_that_was_set_in_memory_is_used(pair):
     expected = changed(text, add_special_tokens=False)["input_ids"]
     assert expected != AutoTokenizer.from_pretrained(pair.student)(text, add_special_tokens=False)["input_ids"]
     assert xtk.align(changed, pair.teacher, text).student_ids.tolist() == expected
+
+
+def test_the_hash_of_a_large_file_is_stored_until_the_file_changes_and_needs_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_hash, "MIN_REMEMBERED_BYTES", 100)
+    reads, read = [], weight_hash._read_hash
+    monkeypatch.setattr(weight_hash, "_read_hash", lambda file, size: reads.append(file) or read(file, size))
+    monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"a" * 1000)
+
+    def hashed() -> str:
+        weight_hash._hash_of_version.cache_clear()  # as another process
+        return weight_hash.hash_weights(tmp_path)
+
+    first = hashed()
+    assert hashed() == first
+    assert len(reads) == 1
+    times = file.stat()
+    file.write_bytes(b"a" * 999 + b"b")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    changed = hashed()
+    assert changed != first
+    assert len(reads) == 2
+
+    def no_folder():
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(weight_hash, "user_cache_folder", no_folder)
+    assert hashed() == changed
+    assert len(reads) == 3

@@ -205,9 +205,44 @@ def no_request(response, choice):
     response["choices"].append(choice)
 
 
+def set_message(response, choice):
+    choice["message"] = None
+
+
+def set_choice(response, choice):
+    response["choices"] = ["text"]
+
+
+def set_logprobs(response, choice):
+    choice["logprobs"] = "none"
+
+
+def set_tokens(response, choice):
+    choice["logprobs"]["content"] = {"a": 1}
+
+
+def set_token(response, choice):
+    choice["logprobs"]["content"][2] = "a"
+
+
+def set_bytes(response, choice):
+    choice["logprobs"]["content"][2]["bytes"] = [300]
+
+
+def set_top(response, choice):
+    choice["logprobs"]["content"][2]["top_logprobs"] = {"a": -1}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (set_message, "message of the row is not an object"),
+        (set_choice, "choice of the row is not an object"),
+        (set_logprobs, "logprobs of the row is not an object"),
+        (set_tokens, "logprobs.content of the row is not a list"),
+        (set_token, "token of the row is not an object"),
+        (set_bytes, "not numbers from 0 to 255"),
+        (set_top, "top_logprobs of the row is not a list"),
         (other_text, "of another text than the answer"),
         (positive, "must be a number of at most 0"),
         (nan, "must be a number of at most 0"),
@@ -290,3 +325,30 @@ def test_a_character_that_was_cut_is_left_out(run, tmp_path):
             stored = TeacherCache(tmp_path / "cache").read_document(0)
             assert stored.document.segments[-1].text == " é"
             assert len(stored.trained_positions) == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("token_ids", "abc", "the column token_ids is not a list"),
+        ("token_ids", ["a", "b"], "token_ids is not an array of numbers"),
+        ("top_ids", [None, 3], "lists of the same length"),
+        ("top_ids", [None, [1, 2]], "lists of the same length"),
+        ("top_logprobs", [None, ["x"]], "top_logprobs is not an array of numbers"),
+        ("logprobs", [None, "x"], "observed_logprobs is not an array of numbers"),
+    ],
+)
+def test_invalid_columns_are_refused_by_row(run, pair, tmp_path, column, value, message):
+    tokenizer = Tokenizer(pair.teacher)
+    ids = [tokenizer.start_id, tokenizer.encode(["a"])[0].ids.tolist()[0]]
+    good = {"token_ids": ids, "logprobs": [None, -1.0], "top_ids": [None, ids[1:]], "top_logprobs": [None, [-1.0]]}
+    rows = [good, good | {column: value}]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "cache"]
+    refused = run(*arguments, code=1)
+    assert message in refused.stderr
+    assert "document 1" in refused.stderr
+    assert not (tmp_path / "cache").exists()
+    skipped = run(*arguments, "--skip-invalid").stderr
+    assert message in skipped  # a note says which row and why
+    assert "1 invalid rows were skipped" in skipped

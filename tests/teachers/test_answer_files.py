@@ -1,0 +1,71 @@
+"""Files of answers of a service: whose they are, and that nothing of a user is changed. Nothing is sent here."""
+
+import json
+
+import pytest
+
+from xtk.options.service_options import ServiceOptions
+from xtk.teachers.service_answers import AnswerFile, make_requests
+from xtk.tokens.document import Document
+
+URL = "http://127.0.0.1:9/v1"  # nothing listens there
+RESPONSE = {"model": "m", "choices": [{"message": {"content": "b"}, "finish_reason": "stop"}]}
+
+
+def requests_of(model: str = "m", **options):
+    documents = [Document.from_text(text) for text in ("a", "b", "c")]
+    return make_requests(documents, f"{URL}#{model}", ServiceOptions(**options))
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"key": 3}\n', b'{"text": "a"}\n{"te'])
+def test_a_file_of_a_user_is_refused_and_stays(run, tmp_path, content):
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "notes").write_bytes(content)
+    refused = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "-o", tmp_path / "notes", code=1)
+    assert "not one of xtk's files of answers" in refused.stderr
+    assert (tmp_path / "notes").read_bytes() == content
+    run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "-o", tmp_path / "data.jsonl", code=1)
+    assert (tmp_path / "data.jsonl").read_text() == '{"text": "a"}\n'
+    run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "-o", tmp_path, code=1)
+
+
+def test_answers_of_another_model_or_of_other_options_are_other_answers(run, tmp_path):
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in "abc"))
+    file = AnswerFile(tmp_path / "answers.jsonl", requests_of())
+    for one in requests_of():
+        file.add(one, RESPONSE)
+    before = (tmp_path / "answers.jsonl").read_bytes()
+    arguments = [tmp_path / "data.jsonl", "-o", tmp_path / "answers.jsonl"]
+    assert run("query-teacher", f"{URL}#m", *arguments, "--json").returncode == 0  # all answers are there
+    for changed in ([f"{URL}#n"], [f"{URL}#m", "--top-logprobs", 3], [f"{URL}#m", "--temperature", 0.5]):
+        refused = run("query-teacher", *changed, *arguments, code=1)
+        assert "answers to other requests" in refused.stderr
+        assert (tmp_path / "answers.jsonl").read_bytes() == before
+    refused = run("query-teacher", URL, *arguments, code=1)
+    assert "name of a model" in refused.stderr
+
+
+def test_a_part_of_a_line_is_dropped_and_its_request_is_open(tmp_path):
+    requests, path = requests_of(), tmp_path / "answers.jsonl"
+    file = AnswerFile(path, requests)
+    for one in requests[:2]:
+        file.add(one, RESPONSE)
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        found = AnswerFile(path, requests)
+        kept = whole[:size].count(b"\n")
+        assert len(found.answers) == kept
+        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:kept])
+
+
+def test_equal_requests_have_one_answer_and_the_file_is_in_the_order_of_the_data(tmp_path):
+    documents = [Document.from_text(text) for text in ("a", "b", "a")]
+    requests = make_requests(documents, f"{URL}#m", ServiceOptions())
+    file = AnswerFile(tmp_path / "answers.jsonl", requests)
+    for one in (requests[1], requests[0]):
+        file.add(one, RESPONSE)
+    file.sort()
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    assert [row["request"]["messages"][0]["content"] for row in rows] == ["a", "b", "a"]
