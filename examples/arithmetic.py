@@ -115,9 +115,9 @@ def say(line: str) -> None:
 
 def accuracy(student: Path, questions: Path, output: Path) -> float:
     """Return the share of sums that a model answers right, taking its likeliest tokens."""
-    told = xtk("rollout", student, questions, "--temperature", 0, "--max-completion-length", 6, "--quiet",
-               "--reward", JUDGE, "-o", output, "--force", "--json", unless="no rollout can be used")  # fmt: skip
-    return float(json.loads(told)["mean_reward"]) if told else 0.0  # all answers are empty
+    printed = xtk("rollout", student, questions, "--temperature", 0, "--max-completion-length", 6, "--quiet",
+                  "--reward", JUDGE, "-o", output, "--force", "--json", unless="no rollout can be used")  # fmt: skip
+    return float(json.loads(printed)["mean_reward"]) if printed else 0.0  # all completions are empty
 
 
 WAYS = ("ce", "byte-kl", "on-policy byte-kl", "on-policy policy-gradient")

@@ -160,6 +160,7 @@ def test_markup_is_trained_when_asked_and_only_without_a_teacher(taught):
         (["--region-weights", "answer=x"], "'x'"),
         (["--region-weights", "answer=0"], "above 0"),
         (["--advantage-clip", "answer=1"], "no loss has any"),
+        (["--train-on", "answer,markup", "--loss", "byte-kl"], "add --loss ce"),
     ],
 )
 def test_options_of_regions_that_mean_nothing_are_refused(run, taught, tmp_path, options, message):

@@ -11,6 +11,7 @@ from typing import Any
 
 from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
+from xtk.losses import AUTO_LOSS
 from xtk.losses.loss_spec import LossSpec
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.name_registry import unknown_name_error
@@ -25,6 +26,7 @@ from xtk.options.training_options import (
     TeacherUseOptions,
 )
 from xtk.teachers.online_teacher import OnlineTeacher
+from xtk.tokens.conversation_tokens import MARKUP
 from xtk.tokens.document import Document
 from xtk.tokens.token_regions import RegionWeights
 from xtk.training.lr_schedules import SCHEDULES, lr_factor
@@ -67,7 +69,12 @@ class TrainConfig(SequenceOptions, RegionOptions, TeacherUseOptions, Optimizatio
                 "--advantage-clip bounds advantages, but no loss has any",
                 hint="use it with --loss policy-gradient, or --region-weights",
             )
-        parse_region_options(self)
+        _ = self.regions  # refuses invalid values
+        if MARKUP in self.train_on and not any(loss.name in ("ce", AUTO_LOSS) for loss in self.losses):
+            raise XtkError(
+                "--train-on markup has no effect without --loss ce: a teacher has other text there",
+                hint="add --loss ce, or remove markup",
+            )
 
     @cached_property
     def regions(self) -> RegionWeights:
