@@ -69,3 +69,14 @@ def test_equal_requests_have_one_answer_and_the_file_is_in_the_order_of_the_data
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == [0, 1, 2]
     assert [row["request"]["messages"][0]["content"] for row in rows] == ["a", "b", "a"]
+
+
+def test_the_command_itself_sorts_a_complete_file(run, tmp_path):
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in "abc"))
+    file = AnswerFile(tmp_path / "answers.jsonl", requests_of())
+    for one in reversed(requests_of()):
+        file.add(one, RESPONSE)
+    run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "-o", tmp_path / "answers.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    assert not (tmp_path / "answers.jsonl.1").exists()

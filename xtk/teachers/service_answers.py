@@ -201,7 +201,7 @@ class AnswerFile:
         rows = [{**self.answers[one.key], "index": one.index} for one in self._requests]
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8", "replace")
         if self.path.read_bytes() != content:
-            with atomic_write(self.path, keep_others=True) as temporary:
+            with atomic_write(self.path) as temporary:  # which this process has locked
                 temporary.write_bytes(content)
 
 
