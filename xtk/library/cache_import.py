@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.corpus_reader import Corpus
@@ -16,12 +18,17 @@ from xtk.errors import XtkError
 from xtk.library.byte_tokenizer import write_byte_tokenizer
 from xtk.library.cache_from_arrays import CacheWriter, to_array
 from xtk.library.completion_logprobs import ListedToken, ScoredAnswer, is_completion_record, read_answer
+from xtk.library.distillkit_codec import CONFIG, DistillKitCodec
+from xtk.library.foreign_logprobs import Listed, ListedRow, fitted_row, listed_row
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.untrusted_json import parse_json
 
 ID_COLUMNS = ("token_ids", "logprobs", "top_ids", "top_logprobs")
 _CONTENT_COLUMNS = ("messages", "tools", "segments", "text", "prompt", "completion")
 MAX_NOTES = 3
+MIN_REMAINDER = 1e-5  # a smaller one is a rounding error: the log-probabilities were normalized over the listed tokens
+
+Row = ScoredAnswer | ListedRow | Mapping[str, Any]
 
 
 def import_cache(
@@ -37,7 +44,8 @@ def import_cache(
     """Write a cache from files; return it, and the number of rows that were skipped.
 
     Args:
-        sources: files of `Corpus`. A row is an answer of a service (see `read_answer`), or has `ID_COLUMNS`.
+        sources: files of `Corpus`. A row is an answer of a service (see `read_answer`), has `ID_COLUMNS`, or is of
+            another tool (see `listed_row`).
         output: folder of the cache.
         tokenizer: the teacher's; "": the tokens of answers are known by their bytes.
         name: the teacher's name; "": that of the model in the first answer, or of the tokenizer.
@@ -48,7 +56,7 @@ def import_cache(
     Raises:
         XtkError: a row is invalid, the answers are of several models, or columns of ids have no tokenizer.
     """
-    rows = _Rows(Corpus(sources), skip_invalid=skip_invalid)
+    rows = _Rows(Corpus(sources), _find_codec(sources), skip_invalid=skip_invalid)
     known: set[bytes] = set()
     model = ("", "")
     for row in rows:
@@ -68,7 +76,54 @@ def import_cache(
     ) as writer:  # fmt: skip
         for row in rows:
             rows.add(writer, row)
+    rows.counts.print_notes()
     return TeacherCache(output), rows.num_skipped
+
+
+def _find_codec(sources: Sequence[str]) -> DistillKitCodec | None:
+    """Return the codec of DistillKit that is described beside the files; None: none is."""
+    folders = {path if path.is_dir() else path.parent for path in map(Path, sources)}
+    codecs = {DistillKitCodec.load(path) for folder in sorted(folders) if (path := folder / CONFIG).is_file()}
+    if len(codecs) > 1:
+        raise XtkError(
+            f"the folders have different {CONFIG}", where=", ".join(sources), hint="import each folder into a cache"
+        )
+    return next(iter(codecs), None)
+
+
+@dataclass
+class _Counts:
+    """Positions of lists of other tools.
+
+    Attributes:
+        listed: all.
+        bounded: the token of the text is not listed, and an upper bound of its log-probability is stored.
+        unknown: it is not listed, and the listed tokens have all probability: the position is not trained.
+        normalized: the listed tokens have all probability.
+    """
+
+    listed: int = 0
+    bounded: int = 0
+    unknown: int = 0
+    normalized: int = 0
+
+    def print_notes(self) -> None:
+        """Print what the cache lacks."""
+        if self.bounded:
+            terminal.note(
+                f"import-cache: at {self.bounded:,} of {self.listed:,} positions the token of the text is not listed; "
+                "an upper bound of its log-probability is stored"
+            )
+        if self.unknown:
+            terminal.note(
+                f"import-cache: {self.unknown:,} of {self.listed:,} positions are not trained: the token of the text "
+                "is not listed, and the listed probabilities have the sum 1"
+            )
+        if self.listed and self.normalized == self.listed:
+            terminal.note(
+                "import-cache: the listed probabilities have the sum 1 at all positions: another tool normalized them, "
+                "and the remainder is lost"
+            )
 
 
 class _Rows:
@@ -76,15 +131,17 @@ class _Rows:
 
     Args:
         corpus: the files.
+        codec: of DistillKit's columns; None: there is none.
         skip_invalid: skip invalid rows.
     """
 
-    def __init__(self, corpus: Corpus, *, skip_invalid: bool) -> None:
-        self._corpus, self._skip, self.num_skipped = corpus, skip_invalid, 0
+    def __init__(self, corpus: Corpus, codec: DistillKitCodec | None, *, skip_invalid: bool) -> None:
+        self._corpus, self._codec, self._skip, self.num_skipped = corpus, codec, skip_invalid, 0
+        self.counts = _Counts()
         self.expected_model: tuple[str, str] | None = None
         self._where, self._num_passes = "", 0
 
-    def __iter__(self) -> Iterator[ScoredAnswer | Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Row]:
         self.num_skipped = 0
         self._num_passes += 1
         for record, where in self._corpus.records():
@@ -96,7 +153,7 @@ class _Rows:
                 continue
             yield row
 
-    def _read(self, record: Mapping[str, Any]) -> ScoredAnswer | Mapping[str, Any]:
+    def _read(self, record: Mapping[str, Any]) -> Row:
         if is_completion_record(record):
             answer = read_answer(record, self._where)
             if self.expected_model is not None and answer.model != self.expected_model:
@@ -108,6 +165,8 @@ class _Rows:
             return answer
         missing = [column for column in ID_COLUMNS if record.get(column) is None]
         if missing:
+            if (row := listed_row(record, self._codec, self._where)) is not None:
+                return row
             raise XtkError(
                 f"the row has neither an answer with choices nor the columns {', '.join(missing)}",
                 where=self._where,
@@ -115,11 +174,13 @@ class _Rows:
             )
         return record
 
-    def add(self, writer: CacheWriter, row: ScoredAnswer | Mapping[str, Any]) -> None:
+    def add(self, writer: CacheWriter, row: Row) -> None:
         """Add a row to a cache."""
         try:
             if isinstance(row, ScoredAnswer):
                 _add_answer(writer, row, self._where)
+            elif isinstance(row, ListedRow):
+                _add_listed(writer, row, self._where, self.counts)
             else:
                 _add_columns(writer, row, self._where)
         except XtkError as wrong:
@@ -164,6 +225,51 @@ def _listed_ids(position: Sequence[ListedToken], tokenizer: Tokenizer) -> dict[i
         if token >= 0:
             found.setdefault(token, -np.inf if one.logprob is None else one.logprob)
     return found
+
+
+def _add_listed(writer: CacheWriter, row: ListedRow, where: str, counts: _Counts) -> None:
+    """Add a row of another tool."""
+    content: dict[str, Any] = {}
+    if row.token_ids is None:
+        content = {"messages": row.messages, "tools": row.tools}
+        token_ids = writer.tokenize(content)[0].astype(np.int64)
+    else:
+        token_ids = _without_padding(row.token_ids, writer.tokenizer)
+    lists, trained = fitted_row(row, token_ids, where)
+    columns: dict[str, list[Any]] = {name: [None] * len(token_ids) for name in ID_COLUMNS}
+    columns["token_ids"] = token_ids.tolist()
+    for at in np.flatnonzero(trained).tolist():
+        listed = lists[at]
+        assert listed is not None
+        columns["logprobs"][at] = _observed_logprob(int(token_ids[at]), listed, counts)
+        columns["top_ids"][at], columns["top_logprobs"][at] = listed[0].tolist(), listed[1].tolist()
+    _add_columns(writer, {**content, **columns}, where)
+
+
+def _without_padding(token_ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """Return tokens without padding at the end; an end token is none."""
+    pad = tokenizer.special_token_ids.get("pad")
+    if pad is None or pad == tokenizer.end_id:
+        return token_ids
+    others = np.flatnonzero(token_ids != pad)
+    return token_ids[: others[-1] + 1] if len(others) else token_ids[:0]
+
+
+def _observed_logprob(token: int, listed: Listed, counts: _Counts) -> float | None:
+    """Return the log-probability of a text's token, or its upper bound; None: it is unknown."""
+    assert listed is not None
+    ids, logprobs = listed
+    counts.listed += 1
+    remainder = 1 - float(np.exp(logprobs).sum())
+    counts.normalized += remainder < MIN_REMAINDER
+    found = np.flatnonzero(ids == token)
+    if len(found):
+        return float(logprobs[found[0]])
+    if remainder < MIN_REMAINDER:
+        counts.unknown += 1
+        return None
+    counts.bounded += 1
+    return float(min(logprobs.min(), np.log(remainder)))
 
 
 def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str) -> None:
