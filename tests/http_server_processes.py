@@ -140,6 +140,52 @@ def answer_as_vllm(told: Connection, folder: str, names: list[str], options: dic
     _serve(Handler, told)
 
 
+def answer_as_sglang(told: Connection, folder: str, options: dict[str, Any]) -> None:
+    """Serve a model with transformers, in the form of SGLang's `/generate`, as far as xtk uses it.
+
+    SGLang itself does not install without a GPU. Its form is that of its documentation and of clients of it.
+    Options: `starts` (id of a token that it puts before texts), `change` (of the answer's meta_info).
+    """
+    import torch
+
+    from xtk.models.causal_lm import load_causal_lm
+
+    torch.set_num_threads(1)
+    model = load_causal_lm(Path(folder))
+    context = model.config.max_position_embeddings
+    answers = _Answers(model, Path(folder), ["teacher"], {}, context)
+
+    class Handler(_Handler):
+        def do_GET(self) -> None:
+            card = {"id": "teacher", "object": "model", "owned_by": "sglang", "root": folder, "max_model_len": context}
+            self.answer(200, {"object": "list", "data": [card]})
+
+        def do_POST(self) -> None:
+            question = self.body()
+            if self.path != "/generate":
+                return self.answer(404, {"detail": "Not Found"})
+            ids = question.get("input_ids")
+            if ids is None:
+                ids = [*options.get("starts", []), *answers.tokenizer.encode([question["text"]])[0].ids.tolist()]
+            if len(ids) >= context:
+                return self.answer(
+                    400, {"error": {"message": f"The input is longer than the context length {context}."}}
+                )
+            assert question["return_logprob"]
+            assert question["logprob_start_len"] == question["sampling_params"]["max_new_tokens"] == 0
+            with answers.lock:
+                logprobs = answers.logprobs(ids)
+            own: list[Any] = [[None, ids[0], None]]
+            own += [[float(row[token]), token, None] for row, token in zip(logprobs[:-1], ids[1:], strict=True)]
+            best = [row.topk(question["top_logprobs_num"]) for row in logprobs[:-1]]
+            top = [None, *([[value, token, None] for value, token in zip(*map(list, (one.values.tolist(),
+                   one.indices.tolist())), strict=True)] for one in best)]  # fmt: skip
+            meta = {"input_token_logprobs": own, "input_top_logprobs": top, "prompt_tokens": len(ids)}
+            return self.answer(200, {"text": "", "meta_info": meta})
+
+    _serve(Handler, told)
+
+
 class _Answers:
     def __init__(self, model: Any, folder: Path, names: list[str], options: dict[str, Any], context: int) -> None:
         from xtk.tokens.tokenizer import Tokenizer

@@ -322,8 +322,8 @@ def test_lists_of_distillkit_without_compression(run, teacher, scored, tmp_path)
         (lambda config: config | {"polynomial_terms": ["sin"]}, "unknown term"),
         (lambda config: config | {"exact_dtype": "float16"}, "bytes, but compression_config.yaml describes"),
         (lambda config: config | {"d": 70000}, "bytes, but compression_config.yaml describes"),
-        (lambda config: ["a"], "no compression configuration"),
-        (lambda config: {"k": 3}, "no compression configuration"),
+        (lambda config: ["a"], "not a compression configuration"),
+        (lambda config: {"k": 3}, "not a compression configuration"),
     ],
 )
 def test_a_wrong_configuration_is_named_and_nothing_is_written(run, teacher, scored, tmp_path, change, message):

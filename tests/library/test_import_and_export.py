@@ -287,6 +287,53 @@ def test_text_completions_are_read_too(run, pair, tmp_path):
     assert distributions(cache) == [{b" 12": -0.5, b" 3": -2.0}, {b" ": -1.0}, {b"\xc3": -0.25}, {b"\xa9": -0.125}]
 
 
+# What llama.cpp's server (xllamacpp 2026.10.11549, SmolLM2) answered: eight tokens, of which an emoji has four.
+LLAMA_CPP_ANSWER = {
+    "choices": [{"finish_reason": "length", "index": 0, "message": {"content": "🔶🔶"}, "logprobs": {
+        "content": [
+            {"id": 131, "token": "🔶", "bytes": [240, 159, 148, 182], "logprob": -3.3992953300476074, "top_logprobs": [
+                {"id": 115, "token": "\ufffd", "bytes": [165], "logprob": -1.9704431295394897},
+                {"id": 231, "token": "\ufffd", "bytes": [141], "logprob": -2.098445415496826},
+                {"id": 122, "token": "\ufffd", "bytes": [172], "logprob": -2.5644752979278564}]},
+            {"id": 131, "token": "🔶", "bytes": [240, 159, 148, 182], "logprob": -0.8707250356674194, "top_logprobs": [
+                {"id": 131, "token": "\ufffd", "bytes": [182], "logprob": -0.8707250356674194},
+                {"id": 122, "token": "\ufffd", "bytes": [172], "logprob": -1.8546003103256226},
+                {"id": 132, "token": "\ufffd", "bytes": [183], "logprob": -2.2529349327087402}]}]}}],
+    "model": "smollm2", "system_fingerprint": "b0-unknown", "object": "chat.completion",
+    "usage": {"completion_tokens": 8, "prompt_tokens": 47, "total_tokens": 55},
+}  # fmt: skip
+
+
+def test_a_character_of_several_tokens_has_no_log_probability(run, tmp_path):
+    """llama.cpp states that of its last token as if it were of the character."""
+    letters = [
+        {"id": 5, "token": one, "bytes": [ord(one)], "logprob": -0.5, "top_logprobs": [
+            {"id": 5, "token": one, "bytes": [ord(one)], "logprob": -0.5}]} for one in "ab"
+    ]  # fmt: skip
+    whole = {"id": 9, "token": " é", "bytes": list(" é".encode()), "logprob": -0.25, "top_logprobs": [
+        {"id": 9, "token": " é", "bytes": list(" é".encode()), "logprob": -0.25}]}  # fmt: skip
+    answer = json.loads(json.dumps(LLAMA_CPP_ANSWER))
+    choice = answer["choices"][0]
+    choice["message"]["content"] = "a🔶 éb🔶"
+    joined = choice["logprobs"]["content"]
+    choice["logprobs"]["content"] = [letters[0], joined[0], whole, letters[1], joined[1]]
+    answer["usage"]["completion_tokens"] = 11
+    row = {"messages": [{"role": "user", "content": "x"}], "response": answer}
+    (tmp_path / "answer.jsonl").write_text(json.dumps(row) + "\n")
+    said = run("import-cache", tmp_path / "answer.jsonl", "--precision", "float32", "-o", tmp_path / "cache").stderr
+    assert "2 characters are not trained" in said
+    cache = TeacherCache(tmp_path / "cache")
+    assert cache.read_document(0).document.segments[-1].text == "a🔶 éb🔶"
+    assert distributions(cache) == [{b"a": -0.5}, {" é".encode(): -0.25}, {b"b": -0.5}]
+    # Without the service's count of tokens, the list with the same id shows it: here for the second emoji alone.
+    del answer["usage"]
+    choice["logprobs"]["content"] = choice["logprobs"]["content"][3:]
+    choice["message"]["content"] = "b🔶"
+    (tmp_path / "answer.jsonl").write_text(json.dumps(row) + "\n")
+    run("import-cache", tmp_path / "answer.jsonl", "--precision", "float32", "--force", "-o", tmp_path / "cache")
+    assert distributions(TeacherCache(tmp_path / "cache")) == [{b"b": -0.5}]
+
+
 def test_columns_of_ids_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path):
     tokenizer = Tokenizer(pair.teacher)
     ids = [tokenizer.start_id, *tokenizer.encode(["Anna has 12"])[0].ids.tolist()]

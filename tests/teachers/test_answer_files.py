@@ -80,3 +80,27 @@ def test_the_command_itself_sorts_a_complete_file(run, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == [0, 1, 2]
     assert not (tmp_path / "answers.jsonl.1").exists()
+
+
+def test_fewer_listed_tokens_than_requested_are_reported(run, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    chat = {"content": [{"token": "b", "logprob": -1.0, "top_logprobs": [{"token": "b", "logprob": -1.0}] * 5}]}
+    text = {"tokens": ["b"], "token_logprobs": [-1.0], "top_logprobs": [{"b": -1.0, "c": -2.0}]}
+    for mode, logprobs, count in (("chat", chat, 5), ("text", text, 2)):
+        path = tmp_path / f"{mode}.jsonl"
+        (request,) = make_requests([Document.from_text("a")], f"{URL}#m", ServiceOptions(mode=mode))
+        choice = {**RESPONSE["choices"][0], "logprobs": logprobs}
+        AnswerFile(path, [request]).add(request, {**RESPONSE, "choices": [choice]})
+        said = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "--mode", mode, "-o", path).stderr
+        assert f"lists at most {count} tokens per position, of --top-logprobs 20" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("mode", "count", "limit"), [("chat", 20, 0), ("chat", 21, 20), ("echo", 6, 5), ("text", 5, 0)]
+)
+def test_the_estimate_names_the_usual_limit_of_services(run, tmp_path, mode, count, limit):
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    said = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "--mode", mode, "--top-logprobs", count,
+               "--estimate", "-o", tmp_path / "answers.jsonl").stderr  # fmt: skip
+    assert ("many services list at most" in said) == bool(limit)
+    assert not limit or f"at most {limit} tokens" in said

@@ -12,15 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_inputs
-from http_server_processes import SPOIL, Served, answer_as_vllm, get_in_the_way, served
+from http_server_processes import SPOIL, Served, answer_as_sglang, answer_as_vllm, get_in_the_way, served
 from reference_logprobs import assert_is_the_truth, documents_of, said_plainly
 from small_inputs import Pair
 
 from xtk.engines.http_client_pool import RetryPolicy
+from xtk.engines.server_responses import RetryableError
 from xtk.errors import MismatchError, XtkError
 from xtk.teachers import vllm_server_client
 from xtk.teachers.backend_interface import TeacherConfig
+from xtk.teachers.sglang_responses import parse_response
 from xtk.teachers.vllm_server_client import ServerTeacher
+from xtk.teachers.vllm_top_logprobs import num_tokens_to_read
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
@@ -90,6 +93,69 @@ def test_a_server_says_what_the_model_says(pair, model, documents, support):
     truth = said_plainly(pair.teacher, documents)
     for document, scores, expected in zip(documents, teacher.score(documents), truth, strict=True):
         assert_is_the_truth(scores, document, expected, support, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("support", [HEAD, Support("top-p", top_k=20, top_p=0.3), Support("none")])
+@pytest.mark.parametrize("starts", [[], [0]])
+def test_a_server_that_answers_as_sglang_says_what_the_model_says(pair, documents, support, starts, capsys):
+    """Not SGLang itself, which needs a GPU."""
+    with served(answer_as_sglang, str(pair.teacher), {"starts": starts}) as running:
+        teacher = ServerTeacher(request_of(pair.teacher, [running.url], support))
+        assert (teacher.max_document_tokens, teacher.model) == (255, "teacher")
+        some = [document for document in documents if len(document) < 256]
+        truth = said_plainly(pair.teacher, some)
+        for document, scores, expected in zip(some, teacher.score(some), truth, strict=True):
+            assert_is_the_truth(scores, document, expected, support, tolerance=1e-5)
+
+
+def test_servers_of_two_kinds_are_refused(pair, model):
+    with (
+        served(answer_as_sglang, str(pair.teacher), {}) as running,
+        pytest.raises(XtkError, match="some servers are of SGLang"),
+    ):
+        ServerTeacher(request_of(pair.teacher, [running.url, model.url]))
+
+
+def short(own, top):
+    own.pop()
+    top.pop()
+
+
+def other_token(own, top):
+    own[3][1] += 1
+
+
+def no_number(own, top):
+    own[3][0] = None
+
+
+def positive(own, top):
+    top[3][0][0] = 0.5
+
+
+def fewer(own, top):
+    top[3].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (short, "tokens instead of"),
+        (other_token, "other tokens than those in the request"),
+        (no_number, "not a number"),
+        (positive, "above 0"),
+        (fewer, "does not have 8 log-probabilities"),
+    ],
+)
+def test_broken_answers_of_sglang_are_refused(pair, documents, change, message):
+    document = next(one for one in documents if 8 < len(one) < 200 and one.train_mask[3:6].all())
+    size = num_tokens_to_read(document)
+    own = [[None if at == 0 else -3.0, int(document.ids[at]), None] for at in range(size)]
+    top = [None, *([[-3.5, 400 + one, None] for one in range(8)] for _ in range(size - 1))]
+    parse_response({"meta_info": {"input_token_logprobs": own, "input_top_logprobs": top}}, document, 8)
+    change(own, top)
+    with pytest.raises(RetryableError, match=message):
+        parse_response({"meta_info": {"input_token_logprobs": own, "input_top_logprobs": top}}, document, 8)
 
 
 @pytest.mark.parametrize("kind", ["500", "503", "429", "408", "cut", "close", "html", *SPOIL])
@@ -328,7 +394,7 @@ def test_a_password_in_an_address_is_not_told(pair, model):
 def test_a_server_that_tells_nothing_of_prompts_is_refused(pair):
     with (
         served(answer_as_vllm, str(pair.teacher), ["teacher"], {"plain": True}) as plain,
-        pytest.raises(XtkError, match="only vLLM servers return them"),
+        pytest.raises(XtkError, match="only servers of vLLM and SGLang"),
     ):
         ServerTeacher(request_of(pair.teacher, [plain.url]))
 

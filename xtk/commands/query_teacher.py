@@ -41,7 +41,14 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     from xtk.artifacts.output_claims import claim_output
     from xtk.artifacts.record_to_document import record_to_prompt
     from xtk.artifacts.write_locks import only_writer_of_path
-    from xtk.teachers.service_answers import ANSWERS, AnswerFile, ServiceClient, estimate, make_requests
+    from xtk.teachers.service_answers import (
+        ANSWERS,
+        AnswerFile,
+        ServiceClient,
+        estimate,
+        make_requests,
+        note_usual_limit,
+    )
 
     terminal.set_quiet(options.quiet)
     service = options_of(ServiceOptions, options)
@@ -53,6 +60,7 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     requests = make_requests(documents, options.server, service)
     if options.estimate:
         figures = estimate(requests, service)
+        note_usual_limit(service)
         if options.as_json:
             terminal.result_json({"path": options.output, "kind": "answers-estimate", **figures})
         else:

@@ -86,6 +86,7 @@ class Endpoint:
         url: address up to and including `/v1`.
         requested_model: the text after `#` in the user's address; "" if there is none.
         model: the server's name of the model, once known.
+        owner: the kind of server that its list of models states, such as "vllm" or "sglang"; "": none.
         num_inflight: requests in flight.
         consecutive_failures: number of failures since the last response.
         backoff_until: time before which no request is sent.
@@ -99,6 +100,7 @@ class Endpoint:
     url: str
     requested_model: str = ""
     model: str = ""
+    owner: str = ""
     num_inflight: int = 0
     consecutive_failures: int = 0
     backoff_until: float = field(default=0.0, repr=False)
@@ -260,6 +262,7 @@ class EndpointPool:
         what: str,
         weight: float,
         max_bytes: int,
+        at_root: bool = False,
     ) -> T:
         """Return the parsed response of the least busy server; on failure retry on others within the retry policy.
 
@@ -270,6 +273,7 @@ class EndpointPool:
             what: subject of the request, for errors.
             weight: weight of the request.
             max_bytes: largest size of a response.
+            at_root: whether the path follows the address without `/v1`.
 
         Raises:
             PermanentError: a server refuses the request.
@@ -292,7 +296,8 @@ class EndpointPool:
                     if endpoint.may_have_restarted and self._on_recovered is not None:
                         await self._on_recovered(endpoint)
                     endpoint.may_have_restarted = False
-                    return await self._attempt(endpoint, endpoint.url + path, body_for(endpoint), parse, max_bytes)
+                    address = (endpoint.root_url if at_root else endpoint.url) + path
+                    return await self._attempt(endpoint, address, body_for(endpoint), parse, max_bytes)
                 except (RetryableError, _NoResponse, NoResponseError) as wrong:
                     failed, last = (
                         endpoint,

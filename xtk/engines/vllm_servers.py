@@ -96,7 +96,7 @@ def connect_servers(
                         endpoint, "/models", None, parse_models, max_attempts=STARTUP_ATTEMPTS
                     )
                     model = select_model(models, endpoint, name)
-                    endpoint.model = model["id"]
+                    endpoint.model, endpoint.owner = model["id"], str(model.get("owned_by") or "")
                     lengths.append(model.get("max_model_len"))
                     found.append(await probe(endpoint, lengths[-1]))
                 except PermanentError as error:

@@ -92,16 +92,18 @@ def _find_codec(sources: Sequence[str]) -> DistillKitCodec | None:
 
 
 @dataclass
-class _Counts:
-    """Positions of lists of other tools.
+class _ImportCounts:
+    """What the log-probabilities of files lack.
 
     Attributes:
+        joined: characters of several tokens, whose log-probabilities a service did not write.
         listed: all.
         bounded: the token of the text is not listed, and an upper bound of its log-probability is stored.
         unknown: it is not listed, and the listed tokens have all probability: the position is not trained.
         normalized: the listed tokens have all probability.
     """
 
+    joined: int = 0
     listed: int = 0
     bounded: int = 0
     unknown: int = 0
@@ -109,6 +111,11 @@ class _Counts:
 
     def print_notes(self) -> None:
         """Print what the cache lacks."""
+        if self.joined:
+            terminal.note(
+                f"import-cache: {self.joined:,} characters are not trained: the service wrote each of them for several "
+                "tokens, without the log-probabilities of these"
+            )
         if self.bounded:
             terminal.note(
                 f"import-cache: at {self.bounded:,} of {self.listed:,} positions the token of the text is not listed; "
@@ -137,7 +144,7 @@ class _Rows:
 
     def __init__(self, corpus: Corpus, codec: DistillKitCodec | None, *, skip_invalid: bool) -> None:
         self._corpus, self._codec, self._skip, self.num_skipped = corpus, codec, skip_invalid, 0
-        self.counts = _Counts()
+        self.counts = _ImportCounts()
         self.expected_model: tuple[str, str] | None = None
         self._where, self._num_passes = "", 0
 
@@ -179,6 +186,7 @@ class _Rows:
         try:
             if isinstance(row, ScoredAnswer):
                 _add_answer(writer, row, self._where)
+                self.counts.joined += row.num_joined
             elif isinstance(row, ListedRow):
                 _add_listed(writer, row, self._where, self.counts)
             else:
@@ -227,7 +235,7 @@ def _listed_ids(position: Sequence[ListedToken], tokenizer: Tokenizer) -> dict[i
     return found
 
 
-def _add_listed(writer: CacheWriter, row: ListedRow, where: str, counts: _Counts) -> None:
+def _add_listed(writer: CacheWriter, row: ListedRow, where: str, counts: _ImportCounts) -> None:
     """Add a row of another tool."""
     content: dict[str, Any] = {}
     if row.token_ids is None:
@@ -255,7 +263,7 @@ def _without_padding(token_ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDAr
     return token_ids[: others[-1] + 1] if len(others) else token_ids[:0]
 
 
-def _observed_logprob(token: int, listed: Listed, counts: _Counts) -> float | None:
+def _observed_logprob(token: int, listed: Listed, counts: _ImportCounts) -> float | None:
     """Return the log-probability of a text's token, or its upper bound; None: it is unknown."""
     assert listed is not None
     ids, logprobs = listed

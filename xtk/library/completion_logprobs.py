@@ -47,12 +47,14 @@ class ScoredAnswer:
             log-probability, and may be the start token.
         top: for each of them the most likely tokens.
         model: the name and, if the service gives it, the fingerprint of the model.
+        num_joined: number of characters that the service wrote for several tokens, without their log-probabilities.
     """
 
     document: Document
     tokens: tuple[ListedToken, ...]
     top: tuple[tuple[ListedToken, ...], ...]
     model: tuple[str, str]
+    num_joined: int = 0
 
     @property
     def spellings(self) -> Iterator[bytes]:
@@ -128,6 +130,11 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     else:
         raise XtkError("the answer has no log-probabilities", where=where, hint="request them with logprobs and "
                        "top_logprobs")  # fmt: skip
+    num_joined = 0
+    if logprobs.get("content"):
+        usage = response.get("usage")
+        num_tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+        tokens, top, num_joined = _without_joined(logprobs["content"], tokens, top, num_tokens)
     complete = choice.get("finish_reason") in (None, "stop")
     if not complete and not is_echo:
         content, tokens, top = _without_cut_character(content, tokens, top)
@@ -135,7 +142,7 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     model = (str(response.get("model") or ""), str(response.get("system_fingerprint") or ""))
     if is_echo:
         return ScoredAnswer(Document.from_text(content), *checked, model)
-    return ScoredAnswer(_document(request, content, is_chat, complete, where), *checked, model)
+    return ScoredAnswer(_document(request, content, is_chat, complete, where), *checked, model, num_joined)
 
 
 def _mapping(value: Any, name: str, where: str) -> Mapping[str, Any]:
@@ -174,6 +181,41 @@ def _read_chat_logprobs(content: Any, where: str) -> tuple[list[ListedToken], li
     tokens = [_listed(one, where) for one in entries]
     lists = [_list(one.get("top_logprobs") or [], "top_logprobs", where) for one in entries]
     return tokens, [[_listed(one, where) for one in listed] for listed in lists]
+
+
+def _without_joined(
+    entries: Sequence[Mapping[str, Any]],
+    tokens: Sequence[ListedToken],
+    top: Sequence[Sequence[ListedToken]],
+    num_tokens: Any,
+) -> tuple[list[ListedToken], list[list[ListedToken]], int]:
+    """Return the tokens without the log-probabilities of characters that are several tokens, and their number.
+
+    llama.cpp holds tokens back until a character is complete, and writes one entry with the bytes of the character and
+    the log-probability and list of its last token. Such an entry becomes tokens of one byte that are not scored.
+
+    Args:
+        entries: as the service wrote them.
+        tokens: of each entry.
+        top: of each entry.
+        num_tokens: that the service counted; None: it did not.
+    """
+    is_short = isinstance(num_tokens, int) and num_tokens > len(tokens)
+    kept: list[ListedToken] = []
+    lists: list[list[ListedToken]] = []
+    num_joined = 0
+    for entry, one, listed in zip(entries, tokens, top, strict=True):
+        others = entry.get("top_logprobs") or []
+        same = [other.get("bytes") for other in others if "id" in entry and other.get("id") == entry["id"]]
+        is_listed = any(other.spelling == one.spelling for other in listed)
+        is_joined = one.spelling is not None and not one.spelling.isascii() and (
+            any(given != entry.get("bytes") for given in same) or (is_short and not is_listed)
+        )  # fmt: skip
+        num_joined += is_joined
+        bytes_alone = [ListedToken(bytes([byte]), None) for byte in one.spelling or b""] if is_joined else []
+        kept += bytes_alone or [one]
+        lists += [[] for _ in bytes_alone] or [list(listed)]
+    return kept, lists, num_joined
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:
@@ -237,7 +279,8 @@ def _without_cut_character(
             text = written.decode()
         except UnicodeDecodeError:
             continue
-        is_same = content == text or (dropped and content.startswith(text) and not content[len(text) :].strip("\ufffd"))
+        # Services write U+FFFD for what is left of the character; llama.cpp has no entry for it.
+        is_same = content.startswith(text) and not content[len(text) :].strip("\ufffd")
         return (text, tokens[:kept], top[:kept]) if is_same else (content, tokens, top)
     return content, tokens, top
 

@@ -76,7 +76,7 @@ class DistillKitCodec:
                 is_normalized=bool(given.get("normalize_t", False)),
             )
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as wrong:
-            what = f"this is no compression configuration of DistillKit: {type(wrong).__name__}: {wrong}"
+            what = f"this is not a compression configuration of DistillKit: {type(wrong).__name__}: {wrong}"
             raise XtkError(what, where=str(path), hint="use the file that DistillKit wrote with the data") from None
         if problem := codec._problem():
             raise XtkError(problem, where=str(path), hint="use the file that DistillKit wrote with the data")
@@ -143,7 +143,7 @@ class DistillKitCodec:
             logprobs = np.minimum(self._values(values_of), 0.0)
             excess = np.log(np.exp(logprobs).sum(1, keepdims=True))
         if not np.isfinite(excess).all() or (excess > math.log1p(_MAX_EXCESS)).any():
-            what = "the decoded log-probabilities are no distribution"
+            what = "the decoded log-probabilities do not sum to 1"
             raise XtkError(what, where=where, hint="remove this row, or use --skip-invalid")
         return ids, logprobs - np.maximum(excess, 0.0)
 

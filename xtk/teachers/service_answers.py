@@ -21,6 +21,8 @@ from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
 from xtk.tokens.document import Document
 
 _PATHS = {CHAT: "/chat/completions", TEXT: "/completions", ECHO: "/completions"}
+# What OpenAI and most services with its interface list at most; servers of vLLM and llama.cpp list more.
+USUAL_LIMITS = {CHAT: 20, TEXT: 5, ECHO: 5}
 BYTES_PER_TOKEN = 3.5  # for estimates before the first answer
 _BYTES_PER_ENTRY = 160  # of JSON: {"token": ..., "logprob": ..., "bytes": [...]}
 
@@ -125,6 +127,23 @@ def estimate(requests: Sequence[ServiceRequest], options: ServiceOptions) -> dic
         "max_answer_tokens": answers,
         "max_cost": round(_cost(prompts, answers, options), 4),
     }
+
+
+def note_usual_limit(options: ServiceOptions) -> None:
+    """Print a note if a service may list fewer tokens than requested."""
+    if options.top_logprobs > (limit := USUAL_LIMITS[options.mode]):
+        terminal.note(
+            f"query-teacher: many services list at most {limit} tokens in this mode, and refuse --top-logprobs "
+            f"{options.top_logprobs}"
+        )
+
+
+def _num_listed(response: Mapping[str, Any]) -> int:
+    """Return the largest number of tokens that an answer lists at a position."""
+    logprobs = response["choices"][0].get("logprobs") or {}
+    content = logprobs.get("content") or []
+    lists = [one.get("top_logprobs") for one in content if isinstance(one, Mapping)] or logprobs.get("top_logprobs")
+    return max((len(one) for one in lists or () if isinstance(one, list | Mapping)), default=0)
 
 
 def _cost(prompt_tokens: float, answer_tokens: float, options: ServiceOptions) -> float:
@@ -275,6 +294,12 @@ class ServiceClient:
         if self._stopped:
             raise ResumableStop(self._stopped, where=str(file.path), hint="use a larger --max-cost to continue")
         file.sort()
+        most = max((_num_listed(row["response"]) for row in file.answers.values()), default=0)
+        if most < self._options.top_logprobs:
+            terminal.note(
+                f"query-teacher: the service lists at most {most} tokens per position, of --top-logprobs "
+                f"{self._options.top_logprobs}; the rest is in the remainder"
+            )
 
     async def _ask_one(self, request: ServiceRequest, file: AnswerFile, progress: Any) -> None:
         async with self._slots:

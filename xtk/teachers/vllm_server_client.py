@@ -1,7 +1,6 @@
-"""Teacher backend `server`: vLLM servers with the completions API and `prompt_logprobs`.
+"""Teacher backend `server`: servers of vLLM, with `prompt_logprobs` of the completions API, and of SGLang.
 
-Other OpenAI-compatible servers (SGLang, TGI, llama.cpp) do not return `prompt_logprobs` and are refused at the first
-response.
+Others (TGI, llama.cpp) do not return log-probabilities of prompts and are refused at the first response.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ from xtk.engines.vllm_servers import (
     tokenizer_probe,
 )
 from xtk.errors import MismatchError, XtkError
+from xtk.teachers import sglang_responses
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.vllm_top_logprobs import (
+    CLAMPED_LOGPROB,
     SUPPORTED_KINDS,
     TopLogprobs,
     check_document_lengths,
@@ -47,6 +48,7 @@ from xtk.teachers.vllm_top_logprobs import (
     empty_top_logprobs,
     num_tokens_to_read,
     num_top_ids,
+    separate_observed,
     top_logprobs_to_stored,
 )
 from xtk.tokens.model_config_json import read_model_config
@@ -55,12 +57,11 @@ from xtk.tokens.token_sequence import TokenSequence
 
 DEFAULT_CONCURRENCY = 32
 MAX_BYTES_IN_FLIGHT = 1 << 29
-CLAMPED_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON does not have
 SAME_MODEL_TOLERANCE = 0.1  # mean difference in nats: five times that of bfloat16 on other GPUs or in other batches
 
 
 class ServerTeacher(TeacherBackend):
-    """Scores documents with vLLM servers, with many concurrent requests.
+    """Scores documents with servers of vLLM or SGLang, with many concurrent requests.
 
     Args:
         request: model and options; its folder needs only tokenizer and configuration. In `options`, `servers`
@@ -94,6 +95,15 @@ class ServerTeacher(TeacherBackend):
         )
         self._limit, logprobs = connect_servers(self._endpoints, self._name, self._probe_logprobs, self._refusal_error)
         _check_same_model(self._endpoints.endpoints, logprobs)
+        if len(kinds := {endpoint.owner == sglang_responses.OWNER for endpoint in servers}) > 1:
+            raise XtkError(
+                "some servers are of SGLang, and others are not",
+                where=", ".join(map(str, servers)),
+                hint="use servers of one kind; the caches of two commands can be merged (--merge)",
+            )
+        (self._is_sglang,) = kinds
+        if self._is_sglang and self._limit is not None:
+            self._limit -= 1  # its context must have space for a token after the prompt
         self.model = servers[0].model
 
     @classmethod
@@ -137,12 +147,18 @@ class ServerTeacher(TeacherBackend):
         length = num_tokens_to_read(document)
         if not length:
             return self._to_stored_logprobs(document, empty_top_logprobs(self._top_k))
-        body = _request_body(document.ids[:length].tolist(), self._top_k, self._limit)
+        ids = document.ids[:length].tolist()
+        sglang = self._is_sglang
+        body = (
+            sglang_responses.request_body(ids, self._top_k) if sglang else _request_body(ids, self._top_k, self._limit)
+        )
+        parse = sglang_responses.parse_response if sglang else _parse_response
         try:
             return await self._endpoints.request(
-                COMPLETIONS_PATH,
-                lambda endpoint: {"model": endpoint.model, **body},
-                lambda response: self._to_stored_logprobs(document, _parse_response(response, document, self._top_k)),
+                sglang_responses.GENERATE_PATH if sglang else COMPLETIONS_PATH,
+                lambda endpoint: body if sglang else {"model": endpoint.model, **body},
+                lambda response: self._to_stored_logprobs(document, parse(response, document, self._top_k)),
+                at_root=sglang,
                 what=self._describe_document(document),
                 weight=length * (self._top_k + 1) * BYTES_PER_ENTRY,
                 max_bytes=max_response_bytes(length * (self._top_k + 1)),
@@ -180,6 +196,8 @@ class ServerTeacher(TeacherBackend):
         probe = tokenizer_probe(self._tokenizer, context_length)
         (ours,) = self._tokenizer.encode([probe])
         ids = ours.ids.tolist()
+        if endpoint.owner == sglang_responses.OWNER:
+            return await self._probe_sglang(endpoint, probe, ids)
         body = {"model": endpoint.model, "prompt": probe, "add_special_tokens": False, "return_token_ids": True}
         choice = await self._endpoints.request_one(
             endpoint,
@@ -199,6 +217,25 @@ class ServerTeacher(TeacherBackend):
             check_same_tokenizer(ids, theirs, self._tokenizer, endpoint, "cache-teacher")
             return None
         return np.array([_entry_logprob(entry, token) for entry, token in zip(entries[1:], ids[1:], strict=False)])
+
+    async def _probe_sglang(self, endpoint: Endpoint, probe: str, ids: list[int]) -> NDArray[np.float64] | None:
+        """Do the same with a server of SGLang, which may put a start token before the text."""
+        own, _ = await self._endpoints.request_one(
+            endpoint,
+            sglang_responses.GENERATE_PATH,
+            sglang_responses.request_body(probe, self._top_k),
+            sglang_responses.prompt_entries,
+            at_root=True,
+            max_attempts=STARTUP_ATTEMPTS,
+            max_bytes=max_response_bytes(MAX_TOKEN_RATIO * len(ids) * (self._top_k + 1), MAX_TOKEN_RATIO * len(ids)),
+        )
+        if own and own[0][1] == self._tokenizer.start_id != ids[0]:
+            own = own[1:]
+        theirs = [one[1] for one in own]
+        if theirs != ids:
+            check_same_tokenizer(ids, theirs, self._tokenizer, endpoint, "cache-teacher")
+            return None
+        return np.array([np.nan if one[0] is None else float(one[0]) for one in own[1:]])
 
 
 def _sampling_parameters(top_k: int) -> dict[str, Any]:
@@ -226,7 +263,7 @@ def _response_choice(answer: Any) -> dict[str, Any]:
     choice = only_choice(answer)
     if not isinstance(choice.get("prompt_logprobs"), list):
         raise RetryableError(
-            "the server's response has no prompt_logprobs; only vLLM servers return them",
+            "the server's response has no prompt_logprobs; only servers of vLLM and SGLang return them",
             "serve the teacher with vLLM (vllm serve MODEL), or use --backend transformers",
         )
     return choice
@@ -261,39 +298,7 @@ def _parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogp
         raise RetryableError("the server's response has a token without a log-probability", VLLM_SERVER_HINT) from None
     logprobs = checked_logprobs(values)
     lengths = np.array([len(entry) for entry in entries])
-    return _separate_observed(ids, logprobs, lengths, document.ids[at], top_k)
-
-
-def _separate_observed(
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    lengths: NDArray[np.int64],
-    observed_ids: NDArray[np.int32],
-    top_k: int,
-) -> TopLogprobs:
-    """Return the top K ids of each position and the observed token, which may be one of them.
-
-    Args:
-        ids: of all positions, concatenated.
-        logprobs: of these ids.
-        lengths: [P], K, or K + 1 if the observed token is not among the top K.
-        observed_ids: [P], the observed tokens.
-        top_k: K.
-    """
-    filled = np.arange(top_k + 1) < lengths[:, None]
-    table = np.full(filled.shape, -1, np.int32)
-    values = np.full(filled.shape, -np.inf, np.float32)
-    table[filled] = ids
-    values[filled] = np.where(logprobs <= CLAMPED_LOGPROB, -np.inf, logprobs)
-    own = table == observed_ids[:, None]
-    if not (own.sum(1) == 1).all():
-        raise RetryableError(
-            "the server's response has log-probabilities of other tokens than those in the request", VLLM_SERVER_HINT
-        )
-    # An observed token outside of the top K is sorted after them, even with equal log-probabilities.
-    last = (~filled | (own & (lengths == top_k + 1)[:, None])).astype(np.int8)
-    order = np.lexsort((-values, last), axis=1)[:, :top_k]
-    return TopLogprobs(np.take_along_axis(table, order, 1), np.take_along_axis(values, order, 1), values[own])
+    return separate_observed(ids, logprobs, lengths, document.ids[at], top_k)
 
 
 def _last_token_logprobs(choice: dict[str, Any], top_k: int) -> dict[str, dict[str, float]]:

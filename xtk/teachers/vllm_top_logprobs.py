@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.engines.server_responses import VLLM_SERVER_HINT, RetryableError
 from xtk.errors import XtkError
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, trained_positions
@@ -15,6 +16,7 @@ from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 from xtk.tokens.token_sequence import TokenSequence
 
 SUPPORTED_KINDS = frozenset({"top-k", "top-p", "none"})
+CLAMPED_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON does not have
 # Sums of softmax in float32 are off by 1e-5. A larger excess is not rounding: these are logits, or another model's ids.
 MAX_EXCESS_MASS = 1e-3
 
@@ -177,3 +179,38 @@ def _check_top_logprobs(heads: TopLogprobs, observed_ids: NDArray[np.int32], wid
             where=where,
             hint="start vLLM's server with --logprobs-mode raw_logprobs",
         )
+
+
+def separate_observed(
+    ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    lengths: NDArray[np.int64],
+    observed_ids: NDArray[np.int32],
+    top_k: int,
+) -> TopLogprobs:
+    """Return the top K ids of each position and the observed token, which may be one of them.
+
+    Args:
+        ids: of all positions, concatenated.
+        logprobs: of these ids.
+        lengths: [P], K, or K + 1 if the observed token is not among the top K.
+        observed_ids: [P], the observed tokens.
+        top_k: K.
+
+    Raises:
+        RetryableError: an observed token is missing.
+    """
+    filled = np.arange(top_k + 1) < lengths[:, None]
+    table = np.full(filled.shape, -1, np.int32)
+    values = np.full(filled.shape, -np.inf, np.float32)
+    table[filled] = ids
+    values[filled] = np.where(logprobs <= CLAMPED_LOGPROB, -np.inf, logprobs)
+    own = table == observed_ids[:, None]
+    if not (own.sum(1) == 1).all():
+        raise RetryableError(
+            "the server's response has log-probabilities of other tokens than those in the request", VLLM_SERVER_HINT
+        )
+    # An observed token outside of the top K is sorted after them, even with equal log-probabilities.
+    last = (~filled | (own & (lengths == top_k + 1)[:, None])).astype(np.int8)
+    order = np.lexsort((-values, last), axis=1)[:, :top_k]
+    return TopLogprobs(np.take_along_axis(table, order, 1), np.take_along_axis(values, order, 1), values[own])

@@ -1,0 +1,82 @@
+"""llama.cpp's server, of the package xllamacpp, and a GGUF file in single precision for it.
+
+    python tests/pretrained/llama_cpp_server.py MODEL.gguf [--exact]
+
+It prints its address, and runs until it is ended. With `--exact` keys, values and attention are in single precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_single_precision(source: Path, target: Path) -> Path:
+    """Write a GGUF file whose tensors are those of another, in single precision."""
+    import gguf
+    import numpy as np
+
+    reader = gguf.GGUFReader(str(source))
+    writer = gguf.GGUFWriter(str(target), reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        kind = field.types[0]
+        item = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        value = 0 if field.name == "general.file_type" else field.contents()
+        writer.add_key_value(field.name, value, kind, sub_type=item)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@contextlib.contextmanager
+def served(model: Path, log: Path, *flags: str) -> Iterator[str]:
+    """Run the server of a model; yield its URL."""
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, __file__, str(model), *flags], stdout=out, stderr=out)
+    try:
+        for _ in range(600):
+            lines = log.read_text(errors="replace").splitlines()
+            if found := [line for line in lines if line.startswith("http://")]:
+                yield found[0] + "/v1"
+                return
+            assert process.poll() is None, log.read_text(errors="replace")
+            time.sleep(0.1)
+        raise AssertionError(log.read_text(errors="replace"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    import xllamacpp
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--exact", action="store_true")
+    options = parser.parse_args()
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path, parameters.model_alias = options.model, ["teacher"]
+    parameters.port, parameters.n_ctx, parameters.n_parallel, parameters.warmup = 0, 2048, 2, False
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
+    if options.exact:
+        parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(parameters)
+    print(server.listening_address, flush=True)
+    while True:
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()
