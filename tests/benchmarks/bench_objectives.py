@@ -12,7 +12,8 @@
 | code-reversed | trained here, one token per space | merges spaces | Python functions |
 
 Every student trains with `xtk distill` on 15 % of the documents, from the teacher's default cache. Two further rows
-limit what can be expected: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer.
+limit what can be expected: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer. With
+`--peer`, TRL's own GOLD trainer takes the same steps, with its teacher in each (`trl_gold_trainer.py`).
 Results are kept in FOLDER/results.jsonl; a second run continues. `--supports` compares caches instead of objectives.
 The on-policy setting is `examples/arithmetic.py`.
 """
@@ -36,6 +37,7 @@ from typing import Any
 
 from measurement import report
 
+from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.models.causal_lm import silence_transformers
 from xtk.quickstart.demo_pipeline import (
     SHARED_TRAINING_OPTIONS,
@@ -62,6 +64,9 @@ LINES = (
 )
 ALL_DOCUMENTS, SAME_TOKENIZER = "ce, all documents", "ce:weight=0.3+forward-kl, teacher's tokenizer"
 STUDENT_SPECIALS, TEACHER_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"], ["<|endoftext|>"]
+# TRL's trainer: {line: weight of its cross-entropy}.
+PEERS = {"TRL's GOLD": 0.0, "TRL's GOLD with ce": 1.0}
+SHORT = ("ce", RECOMMENDED, "ce+p-kl:weight=2", "ce+gold")
 CODE_PROMPTS = 40
 # Caches of the same documents, from the most bytes to the fewest.
 SUPPORTS = (
@@ -230,6 +235,24 @@ def support_table(folder: Path, name: str, seeds: int) -> None:
     report(__file__, rows, columns)
 
 
+def train_with_trl(folder: Path, teacher: Path, line: str, seed: int) -> Path:
+    """Train a student with TRL's GOLD trainer; return its folder."""
+    output = folder / "runs" / f"{letters(line)}-{seed}"
+    if not (output / "config.json").is_file():
+        script = Path(__file__).parent / "trl_gold_trainer.py"
+        given = [
+            folder / f"student-{seed}",
+            resolve_model_folder(str(teacher), with_weights=True),
+            folder / "part.jsonl",
+        ]
+        options = ["--seed", seed, "--ce", PEERS[line]]
+        done = subprocess.run([sys.executable, *map(str, [script, *given, output, *options])], capture_output=True,
+                              text=True, check=False)  # fmt: skip
+        if done.returncode:
+            raise SystemExit(done.stderr)
+    return output
+
+
 def train(folder: Path, line: str, seed: int, cache: Path | None = None) -> Path:
     """Train a student with a line of losses; return its folder."""
     student, source, losses = folder / f"student-{seed}", cache or folder / "cache", line
@@ -283,7 +306,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lines", nargs="*", default=LINES, help="losses of a run, joined by +")
     parser.add_argument("--supports", action="store_true", help="compare caches of other supports, with one objective")
+    parser.add_argument("--peer", action="store_true", help="also TRL's GOLD trainer")
+    parser.add_argument("--short", action="store_true", help="few losses, one seed, the quickstart's pair")
     given = parser.parse_args()
+    if given.short:
+        given.settings, given.lines, given.seeds = ["quickstart"], SHORT, 1
     silence_transformers()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.supports:
@@ -300,10 +327,13 @@ def main() -> None:
             setting, folder = SETTINGS[name], given.folder / name
             teacher = prepare(folder, setting, given.seeds)
             ceilings = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if setting.teacher_digits is not None else [])
-            for line in ["teacher", *given.lines, *ceilings]:
+            for line in ["teacher", *given.lines, *ceilings, *(PEERS if given.peer else ())]:
                 if (name, line, 0 if line == "teacher" else seed) in results:
                     continue
-                model = teacher if line == "teacher" else train(folder, line, seed)
+                if line in PEERS:
+                    model = train_with_trl(folder, teacher, line, seed)
+                else:
+                    model = teacher if line == "teacher" else train(folder, line, seed)
                 figures = measure(model, folder, code=setting.text == "code")
                 results[name, line, seed] = figures
                 with kept.open("a") as file:

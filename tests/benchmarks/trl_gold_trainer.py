@@ -1,0 +1,63 @@
+"""Train a student with TRL's own GOLD trainer on the steps of `bench_objectives.py`, with its teacher at every step.
+
+    python tests/benchmarks/trl_gold_trainer.py STUDENT TEACHER DATA OUTPUT --steps 800 --seed 0 [--ce 1]
+
+Defaults of TRL but for: texts instead of generated completions (lmbda 0; the first word is the prompt), the hybrid loss
+for two tokenizers, and the learning rate, schedule and batch of the other students. `--ce` is the weight of
+cross-entropy (0 in TRL).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
+
+
+def split(text: str) -> dict[str, str]:
+    """Return a text's first word as a prompt, which TRL needs, and the rest as its completion."""
+    at = max(text.find(" ", 1), 1)
+    return {"prompt": text[:at], "completion": text[at:]}
+
+
+def main() -> None:
+    """Train, and save the student."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("student", "teacher", "data", "output"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ce", type=float, default=0.0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(given.student)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
+    config = GOLDConfig(
+        output_dir=str(given.output / "trainer"), max_steps=given.steps, per_device_train_batch_size=given.batch,
+        gradient_accumulation_steps=1, learning_rate=given.learning_rate, warmup_steps=given.steps // 10,
+        weight_decay=0.1, seed=given.seed, lmbda=0.0, use_uld_loss=True, uld_use_hybrid_loss=True,
+        uld_crossentropy_weight=given.ce, teacher_tokenizer_name_or_path=str(given.teacher), use_cpu=True, bf16=False,
+        report_to="none", save_strategy="no", logging_steps=50, max_length=2048, gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = GOLDTrainer(
+        model=AutoModelForCausalLM.from_pretrained(given.student, dtype=torch.float32),
+        teacher_model=AutoModelForCausalLM.from_pretrained(given.teacher, dtype=torch.float32),
+        args=config, train_dataset=Dataset.from_list([split(row["text"]) for row in rows]),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    trainer.model.save_pretrained(given.output)
+    AutoTokenizer.from_pretrained(given.student).save_pretrained(given.output)
+
+
+if __name__ == "__main__":
+    main()
