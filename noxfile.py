@@ -133,6 +133,7 @@ def slow_tests(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Manual: the reference equals the code, links are valid, the site in build/site builds."""
     run(session, "python", "docs/generate.py", "--check")
+    run(session, "python", "docs/figures.py", "--check")
     run(session, "python", "docs/links.py")
     source = ROOT / "build" / "site-source"
     shutil.rmtree(source, ignore_errors=True)

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/trl_gold_trainer.py STUDENT TEACHER DATA OUTPUT --steps 800 --seed 0 [--ce 1]
 
-Defaults of TRL but for: texts instead of generated completions (lmbda 0; the first word is the prompt), the hybrid loss
-for two tokenizers, and the learning rate, schedule and batch of the other students. `--ce` is the weight of
+Defaults of TRL but for: texts instead of generated completions (lmbda 0; the first token is the prompt), the hybrid
+loss for two tokenizers, and the learning rate, schedule and batch of the other students. `--ce` is the weight of
 cross-entropy (0 in TRL).
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -19,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 
-def split(text: str) -> dict[str, str]:
-    """Return a text's first word as a prompt, which TRL needs, and the rest as its completion."""
-    at = max(text.find(" ", 1), 1)
+def split(text: str, tokenizer: Any) -> dict[str, str]:
+    """Return a text's first token as a prompt, which TRL needs, and the rest as its completion."""
+    at = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][0][1]
     return {"prompt": text[:at], "completion": text[at:]}
 
 
@@ -51,7 +52,7 @@ def main() -> None:
     trainer = GOLDTrainer(
         model=AutoModelForCausalLM.from_pretrained(given.student, dtype=torch.float32),
         teacher_model=AutoModelForCausalLM.from_pretrained(given.teacher, dtype=torch.float32),
-        args=config, train_dataset=Dataset.from_list([split(row["text"]) for row in rows]),
+        args=config, train_dataset=Dataset.from_list([split(row["text"], tokenizer) for row in rows]),
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()

@@ -28,7 +28,6 @@ TEACHER_SEED = 1234
 TEACHER_TRAINING_OPTIONS = "--max-steps 1500 --per-device-train-batch-size 2 --learning-rate 3e-3"
 STUDENT_TRAINING_OPTIONS = "--max-steps 800 --per-device-train-batch-size 2 --learning-rate 3e-3"
 SHARED_TRAINING_OPTIONS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 200 --save-total-limit 1"
-DISTILL_LOSS_OPTIONS = "--loss ce --loss p-kl:weight=2"
 GENERATION_OPTIONS = "--max-completion-length 48 --temperature 0.7"
 NUM_PROMPTS, PROMPT_CHARACTERS = 5, 120  # held-out documents whose beginnings are prompts
 MARKER_FILE = "quickstart.json"  # written first; identifies the folder of a quickstart
@@ -60,13 +59,8 @@ def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[
     at = shlex.quote(str(folder))
     if pretrained:
         teacher, result = shlex.quote(str(pretrained)), _evaluate_teacher(folder, pretrained)
-        distill_options = ""  # the default loss
     else:
         teacher, result = f"{at}/teacher", _train_teacher(at)
-        _print_note("Map the student's tokens to the teacher's:")
-        _run_printed_command(f"xtk build-projection {at}/student-0 {teacher} -o {at}/projection")
-        _run_printed_command(f"xtk prune-projection {at}/projection --top-k 4 -o {at}/projection-4")
-        distill_options = f"--projection {at}/projection-4 {DISTILL_LOSS_OPTIONS} "
     _print_note("Store the teacher's log-probabilities for the student's documents:")
     _run_printed_command(f"xtk cache-teacher {teacher} {at}/part.jsonl -o {at}/cache")
     figures: dict[str, Any] = {"teacher": result, "ce": [], "distilled": []}
@@ -76,7 +70,7 @@ def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[
         start = f"xtk distill {at}/student-{seed} {at}/cache"
         _print_note(f"Train student {seed} with cross-entropy only, then with the teacher:")
         alone = _run_printed_command(f"{start} --loss ce {training} -o {at}/ce-{seed}")
-        taught = _run_printed_command(f"{start} {distill_options}{training} -o {at}/distilled-{seed}")
+        taught = _run_printed_command(f"{start} {training} -o {at}/distilled-{seed}")
         figures["ce"].append(_bits(alone))
         figures["distilled"].append(_bits(taught))
     write_json(folder / RESULTS_FILE, {"bits_per_byte": figures, "seeds": num_seeds})
