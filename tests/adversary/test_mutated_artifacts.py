@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from forged_artifacts import sealed
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,18 @@ def check(found: list[dict]) -> None:
 
 def test_a_few_mutated_artifacts_end_in_sentences(pristine):
     check(cases(pristine, 0, 24))
+
+
+@pytest.mark.parametrize("value", ["x" * 70000, None, [], 10**400, float("nan")])
+@pytest.mark.parametrize("name", ["entropy", "quantization_kl"])
+def test_a_sum_of_a_shard_that_is_no_number_is_named(run, cache, tmp_path, name, value):
+    folder = Path(shutil.copytree(cache, tmp_path / "cache"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0][name] = value
+    (folder / "manifest.json").write_bytes(sealed(manifest))
+    refused = run("inspect", folder, code=1)
+    assert f"shards[0].{name} is" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.long

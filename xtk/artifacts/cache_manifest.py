@@ -122,7 +122,12 @@ _SHARD_SCHEMA = json_object(
         "payload_ranges": _check_byte_ranges,
         "checksum": _CHECKSUM,
     },
-    {"entries": integer(), "source_header": integer(0, MAX_TOKEN_ID)},
+    {
+        "entries": integer(),
+        "source_header": integer(0, MAX_TOKEN_ID),
+        "entropy": number(),
+        "quantization_kl": number(),
+    },
     any_json(2),
 )
 _MANIFEST_SCHEMA = json_object(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -71,11 +72,15 @@ def integer(minimum: int = 0, maximum: int = MAX_SAFE_INTEGER) -> Validator:
     return checked
 
 
+_LARGEST = sys.float_info.max
+
+
 def number(minimum: float = -math.inf, maximum: float = math.inf) -> Validator:
     """Accept finite numbers from `minimum` to `maximum`."""
 
     def checked(value: Any, place: str) -> None:
-        if type(value) not in (int, float) or not math.isfinite(value) or not minimum <= value <= maximum:
+        is_finite = abs(value) <= _LARGEST if type(value) in (int, float) else False  # NaN is not
+        if not is_finite or not minimum <= value <= maximum:
             raise SchemaViolation(place, value, f"a finite number from {minimum:g} to {maximum:g}")
 
     return checked
