@@ -343,7 +343,7 @@ def test_lists_of_other_tokens_and_broken_columns_are_refused(run, teacher, scor
         "other tokens": good | {"input_ids": ids[::-1]},
         "same length": good | {"top_values": good["top_values"][:-1]},
         "different shapes": good | {"top_values": [one[:-1] for one in good["top_values"]]},
-        "not an array of numbers": good | {"token_ids": [["a"] for _ in lists]},
+        "not an array of numbers": good | {"token_ids": [["a"] * TOP for _ in lists]},
         "sum": good | {"top_values": [[-0.1 for _ in values] for _, values in lists]},
         "no conversation": {"target_token_ids": good["token_ids"], "logprobs": good["top_values"]},
     }

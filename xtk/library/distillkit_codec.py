@@ -75,7 +75,7 @@ class DistillKitCodec:
                 is_delta=bool(given.get("delta_encoding", True)),
                 is_normalized=bool(given.get("normalize_t", False)),
             )
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as wrong:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ArithmeticError, ValueError) as wrong:
             what = f"this is not a compression configuration of DistillKit: {type(wrong).__name__}: {wrong}"
             raise XtkError(what, where=str(path), hint="use the file that DistillKit wrote with the data") from None
         if problem := codec._problem():
@@ -88,7 +88,7 @@ class DistillKitCodec:
             return f"the type {min(unknown)!r} is unknown"
         if not (0 < self.k <= _MAX_K and 0 <= self.exact_k <= self.k and 1 < self.vocab_size <= _MAX_VOCABULARY):
             return f"k {self.k}, exact_k {self.exact_k} and d {self.vocab_size} do not fit"
-        if any(not (0 < bits <= 64 and count > 0) for _, bits, count in self.bins):
+        if any(not (0 < bits <= 32 and count > 0) for _, bits, count in self.bins):
             return "a residual bin has an invalid size"
         if sum(count for _, _, count in self.bins) > self.k - self.exact_k:
             return "the residual bins have more elements than there are values"

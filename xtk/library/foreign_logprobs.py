@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.library.cache_from_arrays import to_array
+from xtk.library.completion_logprobs import MAX_LOGPROB
 from xtk.library.distillkit_codec import DistillKitCodec
 
 MESSAGE_COLUMNS = ("messages", "messages_combined")
 _VLLM_TOKEN = "token_id:"
 # Lists of which at least this share has the token of the text are taken as belonging to the tokens.
 MIN_LISTED_SHARE = 0.3
+LOWEST_LOGPROB = -1e8
 _MAX_TOKENS_AFTER = 8  # of the template, after the last token with log-probabilities
 _HINT = "docs/how-to/import.md lists the formats"
+_ROW_HINT = "remove this row, or use --skip-invalid"
 
 
 # Ids and log-probabilities that are listed at a position; None: nothing is listed.
@@ -85,6 +88,8 @@ def fitted_row(row: ListedRow, token_ids: NDArray[np.int64], where: str) -> tupl
     Raises:
         XtkError: the lists are of other tokens.
     """
+    if token_ids.ndim != 1 or not len(token_ids) or (row.trained is not None and row.trained.ndim != 1):
+        raise XtkError("the token ids or labels of the row are not a list of integers", where=where, hint=_ROW_HINT)
     size, count = len(token_ids), len(row.lists)
     if row.first is not None:
         firsts: Sequence[int] = (row.first,)
@@ -125,12 +130,16 @@ def _pairs(ids: Any, logprobs: Any, names: tuple[str, str], where: str) -> list[
         if some is None or values is None:
             found.append(None)
             continue
-        numbers = to_array(names[0], some, np.int64, where)
-        # TRL writes None for NaN.
-        amounts = to_array(names[1], [np.nan if one is None else one for one in values], np.float64, where)
-        if numbers.shape != amounts.shape or numbers.ndim != 1:
+        if not isinstance(some, list) or not isinstance(values, list) or len(some) != len(values):
             raise XtkError(f"{names[0]} and {names[1]} have different shapes", where=where, hint=_HINT)
-        kept = amounts > -1e8  # -inf and -1e9 fill up; NaN too is no log-probability
+        # TRL writes None for NaN of its server; -inf and -1e9 fill up.
+        pairs = [(token, value) for token, value in zip(some, values, strict=True) if value is not None]
+        numbers = to_array(names[0], [token for token, _ in pairs], np.int64, where)
+        amounts = to_array(names[1], [value for _, value in pairs], np.float64, where)
+        kept = ~(amounts <= LOWEST_LOGPROB)
+        if not (amounts <= MAX_LOGPROB).all() or (numbers[kept] < 0).any():
+            what = f"{names[0]} has an id below 0, or {names[1]} a value that is not a log-probability"
+            raise XtkError(what, where=where, hint=_ROW_HINT)
         found.append((numbers[kept], amounts[kept]) if kept.any() else None)
     return found
 
@@ -169,8 +178,9 @@ def _read_axolotl_prepared(record: Mapping[str, Any], where: str) -> ListedRow:
     labels = record.get("labels")
     trained = None if labels is None else to_array("labels", labels, np.int64, where) != -100
     masks = record.get("target_mask")
-    if masks is not None and len(masks) == len(lists):
-        lists = [one if mask is None or any(mask) else None for one, mask in zip(lists, masks, strict=True)]
+    if isinstance(masks, list) and len(masks) == len(lists):
+        is_used = [not isinstance(mask, list) or any(mask) for mask in masks]
+        lists = [one if used else None for one, used in zip(lists, is_used, strict=True)]
     return ListedRow("axolotl", lists, token_ids=ids, trained=trained)
 
 
@@ -188,8 +198,12 @@ def _read_vllm_lists(record: Mapping[str, Any], where: str) -> ListedRow | None:
             continue
         if not str(first[0].get("token", "")).startswith(_VLLM_TOKEN):
             continue
-        ids = [[str(entry["token"]).removeprefix(_VLLM_TOKEN) for entry in one] if one else None for one in value]
-        logprobs = [[entry.get("logprob") for entry in one] if one else None for one in value]
+        try:
+            ids = [[str(entry["token"]).removeprefix(_VLLM_TOKEN) for entry in one] if one else None for one in value]
+            logprobs = [[entry["logprob"] for entry in one] if one else None for one in value]
+        except (KeyError, TypeError):
+            what = f"{name} has an entry that is not a token with its log-probability"
+            raise XtkError(what, where=where, hint=_ROW_HINT) from None
         return _of_conversation(record, _pairs(ids, logprobs, (name, name), where), where)
     return None
 
@@ -220,7 +234,7 @@ def _read_compressed(record: Mapping[str, Any], codec: DistillKitCodec | None, w
             hint="keep the file in the folder of the Parquet files, as DistillKit writes it",
         )
     ids, logprobs = codec.decode(record["bytepacked_indices"], record["compressed_logprobs"], where)
-    lists: list[Listed] = [(one, values) for one, values in zip(ids, logprobs, strict=True)]
+    lists: list[Listed] = list(zip(ids, logprobs, strict=True))
     tokens = to_array("input_ids", record["input_ids"], np.int64, where)
     return ListedRow("DistillKit", lists, token_ids=tokens, first=1)
 

@@ -1,0 +1,109 @@
+"""Rows with mutated values: a sentence that names the row, or a cache that can be read; never a traceback."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.library.cache_import import import_cache
+from xtk.tokens.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "adversary"))
+from json_mutations import dumped, mutated
+
+
+def rows(folder: Path) -> dict[str, dict]:
+    """A row of each format."""
+    tokenizer = Tokenizer(folder)
+    ids = [tokenizer.start_id or 1, *tokenizer.encode(["Anna has 12 apples."])[0].ids.tolist()]
+    top = [[token, 40 + at] for at, token in enumerate(ids[1:])]
+    logprobs = [[-0.25, -2.0] for _ in top]
+    spelled = [tokenizer.vocabulary.bytes_of(token) for token in ids[1:]]
+    entries = [{"id": 5, "token": one.decode(), "bytes": list(one), "logprob": -0.25, "top_logprobs": [
+               {"id": 5, "token": one.decode(), "bytes": list(one), "logprob": -0.25}]} for one in spelled]  # fmt: skip
+    text = b"".join(spelled).decode()
+    message = {"role": "user", "content": "x"}
+    choice = {"finish_reason": "stop", "message": {"content": text}, "logprobs": {"content": entries}}
+    legacy = {"tokens": [one.decode() for one in spelled], "token_logprobs": [-0.25] * len(spelled),
+              "top_logprobs": [{one.decode(): -0.25} for one in spelled]}  # fmt: skip
+    exact = np.array(logprobs, "<f4").view(np.uint8).tolist()
+    packed = [list(int(f"{one:09b}{other:09b}000000", 2).to_bytes(3, "big")) for one, other in top]
+    vllm = [[{"token": f"token_id:{token}", "logprob": value} for token, value in zip(*one, strict=True)]
+            for one in zip(top, logprobs, strict=True)]  # fmt: skip
+    return {
+        "chat": {"messages": [message], "response": {"model": "m", "choices": [choice], "usage": {
+            "completion_tokens": len(entries)}}},
+        "text": {"prompt": "x", "response": {"model": "m", "choices": [{"text": text, "logprobs": legacy}]}},
+        "ids": {"token_ids": ids, "logprobs": [None, *[-0.25] * len(top)], "top_ids": [None, *top],
+                "top_logprobs": [None, *logprobs]},
+        "TRL": {"prompt_ids": ids[:1], "completion_ids": ids[1:], "logprobs": logprobs, "logprob_token_ids": top,
+                "actual_logprobs": [[-0.25] for _ in top]},
+        "axolotl": {"input_ids": ids, "labels": ids, "target_token_ids": [*top, [0, 1]],
+                    "target_logprobs": [*logprobs, [-1e9, -1e9]], "target_mask": [*[[1, 1]] * len(top), [0, 0]]},
+        "vllm": {"messages": [message, {"role": "assistant", "content": text}], "some_logprobs": vllm},
+        "kit": {"input_ids": ids, "bytepacked_indices": packed, "compressed_logprobs": exact},
+        "raw kit": {"input_ids": ids, "token_ids": top, "top_values": logprobs},
+    }  # fmt: skip
+
+
+CONFIG = {"d": 496, "k": 2, "exact_k": 2, "exact_dtype": "float32", "polynomial_terms": None, "residual_bins": [],
+          "delta_encoding": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def teacher(pair, tmp_path_factory):
+    import shutil
+
+    folder = Path(shutil.copytree(pair.teacher, tmp_path_factory.mktemp("teacher") / "teacher"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return folder
+
+
+def outcomes(teacher: Path, folder: Path, name: str, seeds: range) -> dict[str, int]:
+    """Import mutated rows; return how many are caches."""
+    row, counts = rows(teacher)[name], {"cache": 0, "error": 0}
+    (folder / "compression_config.yaml").write_text(yaml.safe_dump(CONFIG))
+    file = folder / "rows.jsonl"
+    for seed in seeds:
+        config = mutated(CONFIG, seed) if name == "kit" and seed % 4 == 0 else CONFIG
+        changed = row if config is not CONFIG else mutated(row, seed)
+        (folder / "compression_config.yaml").write_text(yaml.safe_dump(config))
+        file.write_bytes(dumped(changed).encode("utf-8", "replace") + b"\n")
+        try:
+            import_cache([str(file)], folder / "cache", tokenizer=str(teacher), force=True)
+        except XtkError:
+            counts["error"] += 1
+        else:
+            stored = TeacherCache(folder / "cache").read_document(0, None)
+            scores = stored.teacher_logprobs
+            assert np.isfinite(scores.observed_logprobs).all()
+            assert (scores.observed_logprobs <= 0).all()
+            for at in range(len(scores.positions)):
+                some = slice(scores.offsets[at], scores.offsets[at + 1])
+                assert np.exp(scores.logprobs[some]).sum() < 1.02
+            counts["cache"] += 1
+    return counts
+
+
+NAMES = ["chat", "text", "ids", "TRL", "axolotl", "vllm", "kit", "raw kit"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_as_they_are_and_a_few_mutated_ones(teacher, tmp_path, name):
+    (tmp_path / "compression_config.yaml").write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows(teacher)[name]) + "\n")
+    import_cache([str(tmp_path / "rows.jsonl")], tmp_path / "whole", tokenizer=str(teacher))
+    found = outcomes(teacher, tmp_path, name, range(25))
+    assert found["error"] > 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_hundreds_of_mutated_rows(teacher, tmp_path, name):
+    found = outcomes(teacher, tmp_path, name, range(1000, 1400))
+    assert found["error"] > 100
