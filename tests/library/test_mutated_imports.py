@@ -72,7 +72,7 @@ def outcomes(teacher: Path, folder: Path, name: str, seeds: range) -> dict[str, 
     for seed in seeds:
         config = mutated(CONFIG, seed) if name == "kit" and seed % 4 == 0 else CONFIG
         changed = row if config is not CONFIG else mutated(row, seed)
-        (folder / "compression_config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "compression_config.yaml").write_bytes(dumped(config).encode("utf-8", "replace"))
         file.write_bytes(dumped(changed).encode("utf-8", "replace") + b"\n")
         try:
             import_cache([str(file)], folder / "cache", tokenizer=str(teacher), force=True)

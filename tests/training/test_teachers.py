@@ -298,7 +298,10 @@ def teachers(pair, folder):
 
 def test_the_pair_and_the_cache_decide_what_auto_takes(teachers):
     chosen = {name: teachers(name)[0].auto_losses() for name in ("teacher", "alike", "none")}
-    assert chosen["teacher"][0] == AUTO_LOSSES["bytes"]
+    assert chosen["teacher"][0] == AUTO_LOSSES["bytes"] == ["ce:weight=0.3", "byte-kl"]
+    assert teachers("teacher")[0].auto_losses(on_policy=True)[0] == ["ce:weight=0.3", "bpm"]
+    assert teachers("alike")[0].auto_losses(on_policy=True)[0] == AUTO_LOSSES["tokens"]
+    assert teachers("none")[0].auto_losses(on_policy=True)[0] == AUTO_LOSSES["observed"]
     assert chosen["teacher"][1].startswith("teacher has another tokenizer, with ")
     assert chosen["alike"] == (AUTO_LOSSES["tokens"], "alike has the student's tokenizer")
     assert chosen["none"][0] == AUTO_LOSSES["observed"] == ["alm"]

@@ -360,7 +360,8 @@ def to_array(name: str, values: Any, dtype: Any, where: str) -> NDArray[Any]:
     try:
         if isinstance(values, torch.Tensor):
             values = (values.float() if values.is_floating_point() else values).detach().cpu().numpy()
-        return np.asarray(values, dtype)
+        with np.errstate(over="ignore"):
+            return np.asarray(values, dtype)
     except (TypeError, ValueError, OverflowError) as wrong:
         raise XtkError(
             f"{name} is not an array of numbers: {wrong}",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ _SPECIAL = re.compile(
 )
 _LEGACY_BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
 _UNKNOWN = "\ufffd".encode()
+_LOWEST = -sys.float_info.max
 MAX_LOGPROB = 1e-3  # rounding of services
 _ROW_HINT = "remove this row, or use --skip-invalid"
 
@@ -161,6 +162,8 @@ def _response_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _document(request: Mapping[str, Any], content: str, is_chat: bool, complete: bool, where: str) -> Document:
     messages, prompt = request.get("messages"), request.get("prompt")
+    if messages is not None and not isinstance(messages, list):
+        raise XtkError("the messages of the row are not a list", where=where, hint=_ROW_HINT)
     try:
         if messages:
             answer = {"role": "assistant", "content": content}
@@ -298,9 +301,10 @@ def _without_generated(
 
 
 def _checked_logprob(value: Any, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or value > MAX_LOGPROB:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not _LOWEST <= value <= MAX_LOGPROB:  # NaN is neither
         raise XtkError(
-            f"a log-probability is {value!r}, but must be a number of at most 0", where=where, hint=_ROW_HINT
+            f"a log-probability is {value!r:.40}, but must be a number of at most 0", where=where, hint=_ROW_HINT
         )
     return min(float(value), 0.0)
 

@@ -75,7 +75,16 @@ class DistillKitCodec:
                 is_delta=bool(given.get("delta_encoding", True)),
                 is_normalized=bool(given.get("normalize_t", False)),
             )
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ArithmeticError, ValueError) as wrong:
+        except (
+            OSError,
+            UnicodeDecodeError,
+            yaml.YAMLError,
+            KeyError,
+            TypeError,
+            ArithmeticError,
+            ValueError,
+            RecursionError,
+        ) as wrong:
             what = f"this is not a compression configuration of DistillKit: {type(wrong).__name__}: {wrong}"
             raise XtkError(what, where=str(path), hint="use the file that DistillKit wrote with the data") from None
         if problem := codec._problem():

@@ -33,6 +33,7 @@ PAIR_PROJECTION_METHOD = "exact"  # pairs of tokens with equal bytes
 AUTO_LOSSES = {
     "tokens": ["ce", "forward-kl"],
     "bytes": ["ce:weight=0.3", "byte-kl"],
+    "bytes, on-policy": ["ce:weight=0.3", "bpm"],  # the student's completions have no cross-entropy
     "projection": ["ce", "p-kl"],
     "observed": ["alm"],
 }
@@ -218,8 +219,12 @@ class DistillationTeacher:
             return ByProjection.from_projection(self.projection)
         return BySpelling.from_tokenizers(self.student, self.tokenizer)
 
-    def auto_losses(self) -> tuple[list[str], str]:
-        """Return the losses that `--loss auto` chooses, and why."""
+    def auto_losses(self, *, on_policy: bool = False) -> tuple[list[str], str]:
+        """Return the losses that `--loss auto` chooses, and why.
+
+        Args:
+            on_policy: whether the teacher scores the student's completions.
+        """
         if self.support == "none":
             return AUTO_LOSSES["observed"], f"{self.name} has log-probabilities of the observed tokens only"
         if self.named_projection is not None:
@@ -230,7 +235,10 @@ class DistillationTeacher:
         common = len(own & theirs) / len(own)
         if self.has_listed_vocabulary:
             return AUTO_LOSSES["bytes"], f"the tokens of {self.name} are known by their bytes"
-        return AUTO_LOSSES["bytes"], f"{self.name} has another tokenizer, with {common:.0%} of the student's tokens"
+        losses = AUTO_LOSSES["bytes, on-policy" if on_policy else "bytes"]
+        if any(self.refusal(loss) for loss in parse_losses(losses)[1:]):
+            losses = AUTO_LOSSES["bytes"]
+        return losses, f"{self.name} has another tokenizer, with {common:.0%} of the student's tokens"
 
 
 def open_teachers(
@@ -371,7 +379,7 @@ def assign_losses(
                 hint="use --loss auto, or add --loss alm, which works for any teacher",
             )
         return assigned, ""
-    reasons = [teacher.auto_losses() for teacher in teachers]
+    reasons = [teacher.auto_losses(on_policy=on_policy) for teacher in teachers]
     for number, (names, _) in enumerate(reasons):
         for loss in parse_losses(names):
             teacher = None if load_registered(LOSSES, loss.name, "loss").comparison_space == "text" else number
