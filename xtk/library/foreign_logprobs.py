@@ -136,6 +136,8 @@ def _pairs(ids: Any, logprobs: Any, names: tuple[str, str], where: str) -> list[
         pairs = [(token, value) for token, value in zip(some, values, strict=True) if value is not None]
         numbers = to_array(names[0], [token for token, _ in pairs], np.int64, where)
         amounts = to_array(names[1], [value for _, value in pairs], np.float64, where)
+        if numbers.ndim != 1 or amounts.ndim != 1:
+            raise XtkError(f"{names[0]} and {names[1]} have different shapes", where=where, hint=_HINT)
         kept = ~(amounts <= LOWEST_LOGPROB)
         if not (amounts <= MAX_LOGPROB).all() or (numbers[kept] < 0).any():
             what = f"{names[0]} has an id below 0, or {names[1]} a value that is not a log-probability"
