@@ -83,7 +83,7 @@ def test_more_ids_than_the_server_gives_are_refused(teacher, server):
 
 
 def test_another_tokenizer_is_refused_by_its_ids(pair, server):
-    with pytest.raises(XtkError, match="another tokenizer"):
+    with pytest.raises(XtkError, match="tokenizer differs from the tokenizer"):
         ServerTeacher(request_of(pair.student, [server.url], Support("top-k", top_k=4)))
 
 
