@@ -26,6 +26,8 @@ from xtk.training.training_loop import TrainingRun, _step, _step_batch_builder
 
 DOCUMENTS, STEPS = 6, 2
 ACROSS = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
+FEW = ["ce", "byte-kl", "gold"]
+CHUNK = 48  # rows: several chunks a pass
 
 
 def take_steps(
@@ -80,17 +82,17 @@ TAKES_MINUTES = {"items of several chunks"}  # a chunk of one row, with the oper
 # Losses, options, rows of a chunk, and device-to-host reads.
 DIVERGENCES = ["ce", "byte-kl:divergence=jsd,beta=0.3", "p-kl:divergence=reverse-kl,temperature=2"]
 CASES = {
-    "one pass": (ACROSS, {"batch": DOCUMENTS}, 24, 1),
-    "three passes": (ACROSS, {"batch": 2}, 24, 1),
+    "one pass": (FEW, {"batch": DOCUMENTS}, CHUNK, 1),
+    "three passes": (ACROSS, {"batch": 2}, CHUNK, 1),
     "one chunk": (ACROSS, {"batch": 2}, 1000, 1),
     "items of several chunks": (ACROSS, {"batch": 2}, 1, 1),
-    "divergences": (DIVERGENCES, {"batch": 3}, 24, 1),
-    "clipped": (["ce", "alm"], {"batch": 2, "max_norm": 0.01}, 24, 1),
-    "gradient checkpointing": (["ce", "byte-kl"], {"batch": 2, "gradient_checkpointing": True}, 24, 1),
+    "divergences": (DIVERGENCES, {"batch": 3}, CHUNK, 1),
+    "clipped": (["ce", "alm"], {"batch": 2, "max_norm": 0.01}, CHUNK, 1),
+    "gradient checkpointing": (["ce", "byte-kl"], {"batch": 2, "gradient_checkpointing": True}, CHUNK, 1),
     # The losses of the first passes, from which the factor follows, are read before the second ones.
-    "scaled": (["ce", "byte-kl"], {"batch": 2, "scale_kd_to": "ce"}, 24, 2),
+    "scaled": (["ce", "byte-kl"], {"batch": 2, "scale_kd_to": "ce"}, CHUNK, 2),
     # Without packing, transformers itself reads once a forward pass, to see whether documents are packed.
-    "padded": (ACROSS, {"batch": 2, "packing": False}, 24, 1 + DOCUMENTS // 2),
+    "padded": (FEW, {"batch": 2, "packing": False}, CHUNK, 1 + DOCUMENTS // 2),
 }
 
 
