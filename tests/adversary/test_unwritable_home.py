@@ -92,6 +92,7 @@ def test_a_command_runs_where_home_and_package_cannot_be_written(package, place,
     assert list((place / "tmp").iterdir()) == [folder]
 
 
+@pytest.mark.long  # a user without a cache of compiled functions compiles them all: a minute
 def test_a_run_with_loader_processes_needs_no_shared_memory(package, place):
     assert run_as(NOBODY, package, place, "cache-teacher", "teacher", "corpus.jsonl", "-o", "cache").returncode == 0
     done = run_as(NOBODY, package, place, "distill", "student", "cache", "--max-steps", "2",

@@ -78,6 +78,7 @@ def test_an_array_with_data_for_each_task_ends_as_their_merge(run, pair, corpus,
     assert found == cache_writer_processes.contents(tmp_path / "by-hand")
 
 
+@pytest.mark.long  # a minute of three jobs; the test after this one has two
 def test_a_run_without_time_is_queued_again_and_ends_as_the_undisturbed_one(pair, corpus, slurm, tmp_path):
     def train(output: str, seconds: int) -> dict[tuple[int, int | None, int], int]:
         start({**slurm, "MAX_SECONDS": str(seconds)}, tmp_path, "sbatch", DISTILL, output, pair.student, corpus,

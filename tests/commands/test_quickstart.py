@@ -1,4 +1,4 @@
-"""xtk quickstart: what it refuses. `nox -s examples` and `nox -s real` run it."""
+"""xtk quickstart: what it refuses. `nox -s minimal` and `nox -s real` run it."""
 
 from __future__ import annotations
 

@@ -164,6 +164,7 @@ def test_so_it_is_with_a_student_that_writes_and_code_of_the_user(pair, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.long  # two runs of two processes
 def test_so_it_is_with_live_teachers_and_two_processes(pair, corpus, tmp_path):
     run_xtk(
         "distill", pair.student, corpus, "--teacher", f"{pair.teacher}:top_k=8", "--loss", "byte-kl", *STEPS,

@@ -98,7 +98,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name in TAKES_MINUTES)) for name in CASES]
+    "case", [pytest.param(name, marks=[pytest.mark.long] * (name in TAKES_MINUTES)) for name in CASES]
 )
 def test_a_step_reads_the_device_once_for_any_number_of_passes(pair, cache, projection, monkeypatch, case):
     losses, options, rows, reads = CASES[case]
