@@ -109,6 +109,16 @@ def attack(told: Connection) -> None:
         def error(self) -> None:
             self.answer(500, b"x" * (1 << 24))
 
+        def key(self) -> None:
+            header = self.headers["Authorization"]
+            if self.path.endswith("models"):
+                self.answer(401, {"error": {"message": f"invalid header Authorization: {header}"}})
+            else:
+                listed = {"token": "17", "bytes": [49, 55], "logprob": -1.0, "top_logprobs": []}
+                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "17"},
+                          "logprobs": {"content": [listed]}}  # fmt: skip
+                self.answer(200, {"model": "m", "choices": [choice], "request": {"Authorization": header}})
+
         def escapes(self) -> None:
             self.answer(404, {"error": {"message": "\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J"}})
 
@@ -202,6 +212,21 @@ def test_escape_codes_of_an_answer_do_not_reach_the_terminal(server, pair, corpu
     assert "Traceback" not in done.stderr
     assert r"\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J" in done.stderr
     assert not any(mark in done.stderr for mark in "\x1b\x07\x9b\u202e")
+
+
+def test_a_key_that_a_service_repeats_is_in_no_error_and_no_file(server, corpus, tmp_path, monkeypatch):
+    secret = "sk-0123456789abcdef"
+    monkeypatch.setenv("XTK_API_KEY", secret)
+    with pytest.raises(PermanentError) as refused:
+        ask(server, "key")
+    assert "Bearer ***" in str(refused.value)
+    assert secret not in str(refused.value)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "12 + 5?"}]}) + "\n")
+    done = run_xtk(
+        "query-teacher", f"{server.host}/key/v1#m", tmp_path / "prompts.jsonl", "-o", tmp_path / "answers.jsonl"
+    )
+    assert "Bearer ***" in (tmp_path / "answers.jsonl").read_text()
+    assert secret not in (tmp_path / "answers.jsonl").read_text() + done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["1_2_3", " 3", "3 ", "+3", "-1", "٣", "0x1", "", "03", "9" * 30, "3000000000", "1.0"])

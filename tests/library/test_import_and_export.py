@@ -197,8 +197,12 @@ def other_model(response, choice):
     response["model"] = "another"
 
 
-def other_fingerprint(response, choice):
-    response["system_fingerprint"] = "fp_2"
+def tool_call(response, choice):
+    choice["message"]["tool_calls"] = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
+def reasoning(response, choice):
+    choice["message"]["reasoning_content"] = "12 is twelve."
 
 
 def no_request(response, choice):
@@ -250,7 +254,8 @@ def set_top(response, choice):
         (too_much, "sum"),
         (no_logprobs, "no log-probabilities"),
         (other_model, "of another model: another"),
-        (other_fingerprint, "of another model: tiny fp_2"),
+        (tool_call, "the answer has a tool call apart from its content"),
+        (reasoning, "the answer has reasoning apart from its content"),
         (no_request, "2 choices"),
     ],
 )
@@ -264,6 +269,14 @@ def test_invalid_rows_are_refused_by_name_and_nothing_is_written(run, answered, 
     said = run("import-cache", tmp_path / "bad.jsonl", "--skip-invalid", "-o", tmp_path / "cache").stderr
     assert "1 invalid rows were skipped" in said
     assert len(TeacherCache(tmp_path / "cache")) == len(rows) - 1
+
+
+def test_another_configuration_of_the_service_is_a_note(run, answered, tmp_path):
+    rows = changed(answered[1], lambda response, choice: response.update(system_fingerprint="fp_2"))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = run("import-cache", tmp_path / "a.jsonl", "-o", tmp_path / "cache").stderr
+    assert "2 values of system_fingerprint" in told
+    assert len(TeacherCache(tmp_path / "cache")) == len(rows)
 
 
 def test_text_completions_are_read_too(run, pair, tmp_path):
@@ -374,11 +387,28 @@ def test_a_character_that_was_cut_is_left_out(run, tmp_path):
             assert len(stored.trained_positions) == 1
 
 
+def test_ids_alone_end_where_their_end_token_is_and_need_a_log_probability(run, pair, tmp_path):
+    tokenizer = Tokenizer(pair.teacher)
+    ids = [tokenizer.start_id, *tokenizer.encode(["Anna has"])[0].ids.tolist()]
+    unknown = [None] * len(ids)
+    row = {"token_ids": ids, "logprobs": [*unknown[1:], -1.0], "top_ids": unknown, "top_logprobs": unknown}
+    arguments = ["import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher]
+    (tmp_path / "ids.jsonl").write_text(json.dumps(row | {"complete": True}) + "\n")
+    run(*arguments, "-o", tmp_path / "cache")
+    assert not TeacherCache(tmp_path / "cache").read_document(0, None).document.is_complete
+    (tmp_path / "ids.jsonl").write_text(json.dumps(row | {"logprobs": unknown}) + "\n")
+    refused = run(*arguments, "-o", tmp_path / "nothing", code=1)
+    assert "no document has a log-probability" in refused.stderr
+    assert not (tmp_path / "nothing").exists()
+
+
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
         ("token_ids", "abc", "the column token_ids is not a list"),
         ("token_ids", ["a", "b"], "token_ids is not an array of numbers"),
+        ("token_ids", [1, 2.5], "token_ids is not an array of numbers: it has a number that is not an integer"),
+        ("token_ids", [True, False], "token_ids is not an array of numbers: it has a number that is not an integer"),
         ("top_ids", [None, 3], "lists of the same length"),
         ("top_ids", [None, [1, 2]], "lists of the same length"),
         ("top_logprobs", [None, ["x"]], "top_logprobs is not an array of numbers"),

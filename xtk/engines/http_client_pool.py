@@ -31,6 +31,7 @@ from xtk.engines.server_responses import (
 from xtk.errors import XtkError
 
 API_KEY_VARIABLES = ("XTK_API_KEY", "OPENAI_API_KEY")  # the environment variables that may hold a key
+MIN_SECRET_LENGTH = 16
 BUSY_STATUS_CODES = frozenset({408, 425, 429})
 REPORT_INTERVAL_SECONDS = 30.0
 T = TypeVar("T")
@@ -164,6 +165,7 @@ class EndpointPool:
         api_key_variable: str = "",
     ) -> None:
         self.endpoints = list(endpoints)
+        self._key = ""
         self._key_variables = (api_key_variable,) if api_key_variable else API_KEY_VARIABLES
         self._concurrency, self._max_weight, self._retry_policy, self._on_recovered = (
             concurrency,
@@ -175,7 +177,7 @@ class EndpointPool:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Keep HTTP connections open within the context."""
-        key = next((os.environ[name] for name in self._key_variables if os.environ.get(name)), "")
+        self._key = key = next((os.environ[name] for name in self._key_variables if os.environ.get(name)), "")
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         # The timeout of an attempt is measured around it: a server that sends a byte now and then hangs as well.
         timeout = httpx.Timeout(None, connect=self._retry_policy.connect_seconds)
@@ -388,13 +390,18 @@ class EndpointPool:
                         f"the server's response is larger than {most:,} bytes, the limit for this request",
                         hint=VLLM_SERVER_HINT,
                     )
-                return raw
-            message = error_message(answer, (await read_body(answer, MAX_ERROR_BYTES))[0])
+                # A short key may be a word of an answer.
+                return self._without_key(raw) if len(self._key) >= MIN_SECRET_LENGTH else raw
+            message = error_message(answer, self._without_key((await read_body(answer, MAX_ERROR_BYTES))[0]))
             if answer.status_code >= 500 or answer.status_code in BUSY_STATUS_CODES:
                 retry_after = answer.headers.get("retry-after", "")
                 pause = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
                 raise _NoResponse(f"HTTP {answer.status_code} {message}", pause)
             raise PermanentError(answer.status_code, message)
+
+    def _without_key(self, raw: bytes) -> bytes:
+        """Return a response without the API key: a service or a proxy may repeat the header of a request."""
+        return raw.replace(self._key.encode(), b"***") if self._key else raw
 
     def _back_off(self, endpoint: Endpoint, retry_after: float, why: str) -> None:
         now = asyncio.get_running_loop().time()

@@ -100,7 +100,7 @@ class CacheWriter:
         self._plan = ShardPlan(shard_tokens, np.zeros(self.tokenizer.embedding_rows, np.int64))
         self._fingerprint, self._values = CorpusFingerprint(), hashlib.sha256()
         self._pending: list[ScoredDocument] = []
-        self._top_k = 0
+        self._top_k = self._num_positions = 0
         self._has_exact_entropy = True
         self._spool: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(prefix="xtk-cache-")
 
@@ -189,6 +189,7 @@ class CacheWriter:
         self._pending.append(scored)
         self._plan.num_documents += 1
         self._top_k = max(self._top_k, arrays.ids.shape[1])
+        self._num_positions += len(arrays.ids)
         self._fingerprint.add(view)
         stored = scored.stored_logprobs
         for values in (stored.ids, stored.logprobs, stored.observed_logprobs, stored.entropy):
@@ -198,13 +199,20 @@ class CacheWriter:
         """Write the cache and open it.
 
         Raises:
-            XtkError: no documents were added, or another program wrote to the output.
+            XtkError: no documents or no positions were added, or another program wrote to the output.
         """
         if self._spool is None:
             return TeacherCache(self.output)
         if not self._plan.num_documents:
             self._discard()
             raise XtkError("no documents were added", where=str(self.output), hint="call add for each document")
+        if not self._num_positions:
+            self._discard()
+            raise XtkError(
+                "no document has a log-probability: a cache without positions trains nothing",
+                where=str(self.output),
+                hint="add documents with at least one trained token",
+            )
         self._spool_shard(len(self._plan.shards) - 1)
         plan, self._plan.fingerprint = self._plan, str(self._fingerprint)
         order = vocabulary_order_for(self._precision, self.tokenizer, plan)
@@ -360,8 +368,16 @@ def to_array(name: str, values: Any, dtype: Any, where: str) -> NDArray[Any]:
     try:
         if isinstance(values, torch.Tensor):
             values = (values.float() if values.is_floating_point() else values).detach().cpu().numpy()
-        with np.errstate(over="ignore"):
-            return np.asarray(values, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            result = np.asarray(values, dtype)
+            given = np.asarray(values)
+            if (
+                np.issubdtype(dtype, np.integer)
+                and given.dtype.kind in "bf"
+                and not (given.dtype.kind == "f" and np.array_equal(result, given))
+            ):
+                raise ValueError("it has a number that is not an integer")
+            return result
     except (TypeError, ValueError, OverflowError) as wrong:
         raise XtkError(
             f"{name} is not an array of numbers: {wrong}",

@@ -58,20 +58,26 @@ def import_cache(
     """
     rows = _Rows(Corpus(sources), _find_codec(sources), skip_invalid=skip_invalid)
     known: set[bytes] = set()
-    model = ("", "")
+    model, fingerprints = "", set[str]()
     for row in rows:
         if isinstance(row, ScoredAnswer):
-            model = model if any(model) else row.model
+            model = model or row.model
+            fingerprints.add(row.fingerprint)
             if not tokenizer:
                 known.update(row.spellings)
         elif not tokenizer:
             raise XtkError(
                 "token ids need the teacher's tokenizer", where=", ".join(sources), hint="use --tokenizer FOLDER"
             )
-    rows.expected_model = model if any(model) else None
+    rows.expected_model = model
+    if len(fingerprints) > 1:
+        terminal.note(
+            f"import-cache: the answers have {len(fingerprints)} values of system_fingerprint: the service changed its "
+            "configuration between them"
+        )
     place = tokenizer or write_byte_tokenizer(known)
     with CacheWriter(
-        output, place, name=name or Path(model[0]).name or Path(tokenizer).name, precision=precision, force=force,
+        output, place, name=name or Path(model).name or Path(tokenizer).name, precision=precision, force=force,
         is_vocabulary_complete=bool(tokenizer),
     ) as writer:  # fmt: skip
         for row in rows:
@@ -145,7 +151,7 @@ class _Rows:
     def __init__(self, corpus: Corpus, codec: DistillKitCodec | None, *, skip_invalid: bool) -> None:
         self._corpus, self._codec, self._skip, self.num_skipped = corpus, codec, skip_invalid, 0
         self.counts = _ImportCounts()
-        self.expected_model: tuple[str, str] | None = None
+        self.expected_model = ""
         self._where, self._num_passes = "", 0
 
     def __iter__(self) -> Iterator[Row]:
@@ -163,9 +169,9 @@ class _Rows:
     def _read(self, record: Mapping[str, Any]) -> Row:
         if is_completion_record(record):
             answer = read_answer(record, self._where)
-            if self.expected_model is not None and answer.model != self.expected_model:
+            if self.expected_model and answer.model != self.expected_model:
                 raise XtkError(
-                    f"the answer is of another model: {_named(answer.model)}, not {_named(self.expected_model)}",
+                    f"the answer is of another model: {answer.model}, not {self.expected_model}",
                     where=self._where,
                     hint="import the answers of each model into a separate cache",
                 )
@@ -200,10 +206,6 @@ class _Rows:
         self.num_skipped += 1
         if self.num_skipped <= MAX_NOTES and self._num_passes == 2:
             terminal.note(f"import-cache: skipping {wrong.where}: {wrong.what}")
-
-
-def _named(model: tuple[str, str]) -> str:
-    return " ".join(filter(None, model))
 
 
 def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
@@ -298,7 +300,7 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str) -> Non
     if isinstance(content.get("segments"), str):  # Parquet
         content["segments"] = parse_json(content["segments"], what="segments", where=where)
     document: Mapping[str, Any] = {"input_ids": ids.tolist(), "completion_mask": scored.astype(int).tolist()}
-    if content:
+    if content.keys() - {"complete"}:
         found, positions = writer.tokenize(content)
         if np.array_equal(found, ids) and np.array_equal(positions, np.flatnonzero(scored)):
             document = content

@@ -12,6 +12,7 @@ import numpy as np
 
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
+from xtk.tokens.message_parts import REASONING_KEYS
 from xtk.tokens.token_sequence import TokenSequence
 
 # Spellings of special tokens in answers: services name them, although they are no text.
@@ -47,14 +48,16 @@ class ScoredAnswer:
         tokens: the tokens of the answer; the last may be the end token. Of a scored text, the first has no
             log-probability, and may be the start token.
         top: for each of them the most likely tokens.
-        model: the name and, if the service gives it, the fingerprint of the model.
+        model: the name of the model; "": unknown.
+        fingerprint: of the service's configuration; "": unknown. Services change it without another model.
         num_joined: number of characters that the service wrote for several tokens, without their log-probabilities.
     """
 
     document: Document
     tokens: tuple[ListedToken, ...]
     top: tuple[tuple[ListedToken, ...], ...]
-    model: tuple[str, str]
+    model: str
+    fingerprint: str = ""
     num_joined: int = 0
 
     @property
@@ -118,6 +121,7 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     is_chat = "message" in choice
     message = _mapping(choice["message"], "message", where) if is_chat else choice
     content = str(message.get("content" if is_chat else "text") or "")
+    _refuse_parts_apart(message, where)
     logprobs = _mapping(choice.get("logprobs") or {}, "logprobs", where)
     is_echo = bool(request.get("echo"))
     if is_echo:
@@ -140,10 +144,18 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     if not complete and not is_echo:
         content, tokens, top = _without_cut_character(content, tokens, top)
     checked = _checked_tokens(content, tokens, top, where)
-    model = (str(response.get("model") or ""), str(response.get("system_fingerprint") or ""))
+    model, fingerprint = str(response.get("model") or ""), str(response.get("system_fingerprint") or "")
     if is_echo:
-        return ScoredAnswer(Document.from_text(content), *checked, model)
-    return ScoredAnswer(_document(request, content, is_chat, complete, where), *checked, model, num_joined)
+        return ScoredAnswer(Document.from_text(content), *checked, model, fingerprint)
+    return ScoredAnswer(_document(request, content, is_chat, complete, where), *checked, model, fingerprint, num_joined)
+
+
+def _refuse_parts_apart(message: Mapping[str, Any], where: str) -> None:
+    """Refuse an answer with more than its content: the log-probabilities of the content follow from the other parts."""
+    parts = {"a tool call": ("tool_calls", "function_call"), "reasoning": REASONING_KEYS}
+    for part, keys in parts.items():
+        if any(message.get(key) for key in keys):
+            raise XtkError(f"the answer has {part} apart from its content", where=where, hint=_ROW_HINT)
 
 
 def _mapping(value: Any, name: str, where: str) -> Mapping[str, Any]:
