@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -81,3 +82,29 @@ def test_a_row_is_dealt_from_both_ends_and_each_token_looks_at_its_document(rank
         assert looked == expected
         assert len(own) == sum(lengths) // ranks
     assert sorted(held) == list(range(sum(lengths)))
+
+
+class ElementsWritten(TorchDispatchMode):
+    """Counts the elements of all tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **options or {})
+        for one in result if isinstance(result, tuple | list) else [result]:
+            self.count += one.numel() if isinstance(one, torch.Tensor) else 0
+        return result
+
+
+def test_the_gradient_of_a_row_of_many_documents_writes_no_more_than_that_of_few():
+    cut = BackboneWithHead(model_of("LlamaConfig"))
+    assert cut.enable_packing()
+    ids, written = torch.randint(0, V, (1, 400)), {}
+    for count in (4, 50):
+        states = cut(ids, PackedSequence((400 // count,) * count))
+        with ElementsWritten() as elements:
+            states.sum().backward()
+        written[count] = elements.count
+    assert written[50] < 1.1 * written[4]

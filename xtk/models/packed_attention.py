@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,12 +138,28 @@ def packed_attention(
     if packed is None:
         return _attend_segment(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
     packed.seen_windows.add(sliding_window)
-    outputs = [
-        _attend_segment(query[:, :, first:past], key[:, :, start:stop], value[:, :, start:stop], dropout, scaling,
-                sliding_window)
-        for first, past, start, stop in packed.attention_segments()
-    ]  # fmt: skip
+    parts = _segments_of(query, key, value, packed)
+    outputs = [_attend_segment(*part, dropout, scaling, sliding_window) for part in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _segments_of(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequence
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Return queries, keys and values of each segment.
+
+    The gradient of a split is one concatenation; that of a slice is a whole tensor, for each segment.
+    """
+    segments = packed.attention_segments()
+    queries = torch.split(query, [past - first for first, past, _, _ in segments], dim=2)
+    if packed.num_ranks == 1:
+        lengths = [stop - start for _, _, start, stop in segments]
+        return zip(queries, torch.split(key, lengths, dim=2), torch.split(value, lengths, dim=2), strict=True)
+    ranges = [(start, stop) for _, _, start, stop in segments]
+    return (
+        (one, key[:, :, start:stop], value[:, :, start:stop])
+        for one, (start, stop) in zip(queries, ranges, strict=True)
+    )
 
 
 def _attend_segment(
