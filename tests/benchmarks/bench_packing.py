@@ -5,7 +5,7 @@
 A Llama of 8 layers, H = 512, V = 4,096, that learns cross-entropy; Llama 3's tokens, folded into so many. Batches of
 documents as they come, as a collator pads them; and the same documents in order of their length, cut into passes of 8,
 as `distill --no-packing` takes them. In turns, medians of ratios of one round each; on a CPU seconds of the processor,
-one thread.
+one thread. And one layer's attention, forward and backward, with the documents as splits and as slices of the row.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from collections.abc import Callable
 
 import torch
 from measurement import gsm8k, real_data, report
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.losses import LOSSES
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.packed_attention import PackedSequence
+from xtk.models.packed_attention import PackedSequence, packed_attention
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
@@ -61,6 +62,34 @@ def step_of(student: StudentWithLoss, batches: list[MicroBatch]) -> Callable[[],
     return step
 
 
+def split_over_slices(count: int, length: int) -> float:
+    """Return how many times longer a layer's attention takes if documents are slices of the row."""
+    query, key, value = (torch.randn(1, 9, count * length, 64, device=DEVICE, requires_grad=True) for _ in range(3))
+    row = PackedSequence((length,) * count)
+    layer = torch.nn.Module()
+    layer.is_causal = True  # type: ignore[assignment]
+
+    def split() -> None:
+        packed_attention(layer, query, key, value, None, packed=row)[0].sum().backward()
+
+    def sliced() -> None:
+        parts = [slice(at, at + length) for at in range(0, count * length, length)]
+        each = [
+            scaled_dot_product_attention(*(one[:, :, part] for one in (query, key, value)), is_causal=True)
+            for part in parts
+        ]
+        torch.cat(each, dim=2).transpose(1, 2).contiguous().sum().backward()
+
+    ratios = []
+    for _ in range(6):
+        started = clock()
+        split()
+        middle = clock()
+        sliced()
+        ratios.append((clock() - middle) / (middle - started))
+    return statistics.median(ratios[1:])
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
@@ -79,7 +108,11 @@ def main() -> None:
     student = StudentWithLoss(cut)
     rule = load_registered(LOSSES, "ce", "loss")()
     objective = LossTerm(rule, parse_losses(["ce"])[0].make_divergence(), None, "ce")
-    rows = []
+    rows = [
+        (f"a layer's attention, {count} documents of {length} tokens: slices over splits",
+         f"{split_over_slices(count, length):.1f} x the time", "")
+        for count, length in ((4, 150), (40, 100), (100, 40))
+    ]  # fmt: skip
     for count in chosen.documents:
         source = TextSource([Document.from_text(text) for text in gsm8k(count)])
         numbers = list(range(count))
