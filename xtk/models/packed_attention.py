@@ -152,14 +152,20 @@ def _segments_of(
     """
     segments = packed.attention_segments()
     queries = torch.split(query, [past - first for first, past, _, _ in segments], dim=2)
-    if packed.num_ranks == 1:
-        lengths = [stop - start for _, _, start, stop in segments]
-        return zip(queries, torch.split(key, lengths, dim=2), torch.split(value, lengths, dim=2), strict=True)
-    ranges = [(start, stop) for _, _, start, stop in segments]
-    return (
-        (one, key[:, :, start:stop], value[:, :, start:stop])
-        for one, (start, stop) in zip(queries, ranges, strict=True)
-    )
+    keys, values = (_split_ranges(some, [(start, stop) for *_, start, stop in segments]) for some in (key, value))
+    return zip(queries, keys, values, strict=True)
+
+
+def _split_ranges(some: Tensor, ranges: list[tuple[int, int]]) -> list[Tensor]:
+    """Return ranges of dimension 2; those that follow each other are splits of one slice."""
+    breaks = [at for at in range(1, len(ranges)) if ranges[at][0] != ranges[at - 1][1]]
+    found: list[Tensor] = []
+    for first, last in itertools.pairwise([0, *breaks, len(ranges)]):
+        together = ranges[first:last]
+        start, stop = together[0][0], together[-1][1]
+        whole = some if (start, stop) == (0, some.shape[2]) else some[:, :, start:stop]
+        found += torch.split(whole, [high - low for low, high in together], dim=2)
+    return found
 
 
 def _attend_segment(
