@@ -11,6 +11,9 @@ from pathlib import Path
 
 import nox
 
+# Without bytecode, each of a thousand processes would compile torch, transformers and xtk again: 10 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 nox.needs_version = ">=2025.2"
 nox.options.sessions = ["lint", "types", "tests", "docs"]
 nox.options.error_on_external_run = False
