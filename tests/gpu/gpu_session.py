@@ -4,7 +4,8 @@
 
 A step is a process with a time limit. After each step, lines of JSON are added to the output: one for each number that
 it printed, and one with how it ended; a run that is cut keeps what it had. `--dry-run` takes all steps on the CPU at
-toy size. This file needs only Python; what a step needs that is not installed is recorded, and the step is skipped.
+toy size, with six times the limits. This file needs only Python; what a step needs that is not installed is recorded,
+and the step is skipped.
 """
 
 from __future__ import annotations

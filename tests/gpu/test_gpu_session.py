@@ -69,6 +69,12 @@ def test_a_step_over_its_limit_is_cut_with_its_children_and_the_next_one_runs(tm
         raise AssertionError("a child of the step is still running")
 
 
+def test_a_dry_run_allows_more_time_than_a_gpu_takes(tmp_path):
+    step = Step("slow", 1, 1, ("-c", "import time; time.sleep(2)"))
+    assert run_parts([1], [step], Results(tmp_path / "r"), dry_run=True) == 0
+    assert run_parts([1], [step], Results(tmp_path / "r"), dry_run=False) == 1
+
+
 def test_a_step_is_skipped_with_its_reason(tmp_path, monkeypatch):
     results = Results(tmp_path / "r")
     assert (
