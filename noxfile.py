@@ -192,11 +192,11 @@ def long_tests(session: nox.Session) -> None:
 
 @nox.session(name="vllm", venv_backend="none")
 def vllm_tests(session: nox.Session) -> None:
-    """Compare vLLM itself with transformers, on a CPU, in an environment of its own (several gigabytes)."""
+    """Compare vLLM itself with transformers, and Triton kernels with torch, on a CPU, in an environment of its own."""
     programs = environment_with_vllm(session, ROOT / ".nox" / "vllm")
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    folders = ("tests/teachers/vllm_scoring", "tests/rollouts/vllm_generation")
-    command = [str(programs / "python"), "-m", "pytest", "-m", "vllm", *folders]
+    tests = ("tests/teachers/vllm_scoring", "tests/rollouts/vllm_generation", "tests/losses/test_triton_kernels.py")
+    command = [str(programs / "python"), "-m", "pytest", "-m", "vllm", *tests]
     session.run(*command, *session.posargs, env=env, external=True)
 
 

@@ -47,6 +47,7 @@ class Step:
         command: arguments of Python.
         dry_command: the same at toy size; (): `command`.
         needs: modules, or paths below the repository, without which the step is skipped.
+        variables: additional environment variables.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Step:
     command: tuple[str, ...]
     dry_command: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 def _tests(pattern: str) -> tuple[str, ...]:
@@ -72,11 +74,14 @@ STEPS = (
     # What must be right.
     Step("losses against fp64", 1, 120, _tests("losses")),
     Step("gradients of passes", 1, 90, _tests("gradients")),
-    Step("host waits of a step", 1, 60, _tests("waits")),
-    Step("teacher's log-probabilities", 1, 60, _tests("teacher")),
-    Step("bf16", 1, 60, _tests("bf16")),
+    Step("host waits of a step", 1, 50, _tests("waits")),
+    Step("teacher's log-probabilities", 1, 50, _tests("teacher")),
+    Step("bf16", 1, 50, _tests("bf16")),
     Step("exact resume", 1, 90, _tests("resume")),
-    Step("offloading", 1, 60, _tests("offload")),
+    Step("offloading", 1, 50, _tests("offload")),
+    Step("Triton kernels", 1, 40,
+         ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/losses/test_triton_kernels.py"),
+         needs=("triton",)),
     # What it costs.
     Step("time of losses, H = 4,096", 2, 240, _bench("losses", "time", "--hidden", "4096", *_SPARSE),
          _bench("losses", "time", *_TOY_LOSSES)),
@@ -84,16 +89,19 @@ STEPS = (
          _bench("losses", "memory", "--memory-rows", "64", *_TOY_LOSSES)),
     Step("memory against the forecast of doctor", 2, 180, _bench("doctor", "--only", "distill, 600 MiB"),
          _bench("doctor", "--only", "distill, 11 MiB, --max-batch-tokens 2048")),
-    Step("time of losses, H = 2,048", 3, 120, _bench("losses", "time", "--hidden", "2048", "--rounds", "3"),
+    Step("time of losses, H = 2,048", 3, 100, _bench("losses", "time", "--hidden", "2048", "--rounds", "3"),
          _bench("losses", "time", *_TOY_LOSSES)),
+    Step("the same with Triton kernels", 3, 60,
+         _bench("losses", "time", "--hidden", "2048", "--rounds", "3", "--losses", "ce", "p-kl", "byte-kl"),
+         _bench("losses", "time", *_TOY_LOSSES), needs=("triton",), variables=(("XTK_TRITON", "1"),)),
     Step("cache-teacher over the forward pass", 3, 80, _bench("cache"),
          _bench("cache", "--documents", "2", "--layers", "1")),
-    Step("distill over a bare loop, idle time", 3, 120, _bench("training_loop", "--only", "large", "--steps", "12"),
+    Step("distill over a bare loop, idle time", 3, 100, _bench("training_loop", "--only", "large", "--steps", "12"),
          _bench("training_loop", "--only", "small", "--steps", "3")),
     Step("losses of TRL", 3, 60, _bench("losses", "trl", "--rows", "2048", "--rounds", "3"),
          _bench("losses", "trl", "--rows", "64", "--hidden", "32", "--rounds", "1")),
     Step("packing", 3, 40, _bench("packing"), _bench("packing", "--documents", "4", "--rounds", "1")),
-    Step("vLLM teacher", 3, 120, ("-m", "pytest", "-q", "-m", "vllm", "tests/teachers/vllm_scoring"), needs=("vllm",)),
+    Step("vLLM teacher", 3, 100, ("-m", "pytest", "-q", "-m", "vllm", "tests/teachers/vllm_scoring"), needs=("vllm",)),
 )  # fmt: skip
 
 
@@ -141,7 +149,7 @@ def take_step(step: Step, seconds: float, results: Results, *, dry_run: bool) ->
         return "skipped"
     command = [sys.executable, *((step.dry_command or step.command) if dry_run else step.command)]
     path = os.pathsep.join([str(ROOT), str(ROOT / BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **dict(step.variables)}
     if dry_run:
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     results.add(step=step.name, part=step.part, status="started", command=" ".join(command[1:]))

@@ -6,17 +6,37 @@ rows than a chunk is computed in several windows. Sums are accumulated over wind
 
 from __future__ import annotations
 
+import importlib
+import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from xtk.errors import XtkError
 from xtk.losses import chunked_softmax_numba
 from xtk.losses.largest_tokens import LargestLogits, LargestTokens, scale_rows
 from xtk.models.host_to_device import to_device
 from xtk.models.output_head import HeadShard
 
 MIN_SUM = 1e-37
+
+
+def _load_triton_kernels() -> Any:
+    """Return the module of kernels that no GPU has tested yet; None without XTK_TRITON=1 (docs/explanation/gpu.md)."""
+    if os.environ.get("XTK_TRITON") != "1":
+        return None
+    try:
+        return importlib.import_module("xtk.losses.chunked_softmax_triton")
+    except ImportError:
+        raise XtkError(
+            "XTK_TRITON=1 needs the package triton, which is not installed",
+            hint="unset XTK_TRITON, or install torch for CUDA, which brings triton",
+        ) from None
+
+
+TRITON = _load_triton_kernels()
 
 
 @dataclass(frozen=True)
@@ -198,8 +218,7 @@ def read_window(
     highest = logits.amax(1)
     if shard is not None:
         shard.all_reduce_max(highest)
-    exponentials = logits.sub_(highest[:, None]).exp_()
-    normalizer = exponentials.sum(1)
+    exponentials, normalizer = _exponentials_and_sums(logits, highest)
     masses = [ranks.included_sums(exponentials, window.first_row, window.first_token) for ranks in of_ranks]
     covered: list[Tensor | None] = []
     left = []
@@ -217,6 +236,14 @@ def read_window(
         covered.append(own)
     statistics = ChunkStatistics(highest, normalizer, left, taken, taken_before, largest, masses)
     return WindowStatistics(window, exponentials, removed, entries, before, remainders, covered, statistics)
+
+
+def _exponentials_and_sums(logits: Tensor, row_max: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `exp(logit - row_max)`, which overwrites the logits, and its sum for each row."""
+    if TRITON is not None and TRITON.can_run(logits):
+        return logits, TRITON.subtract_exp_and_sum_(logits, row_max)
+    exponentials = logits.sub_(row_max[:, None]).exp_()
+    return exponentials, exponentials.sum(1)
 
 
 def combine_windows(
@@ -301,8 +328,9 @@ def logits_gradient(
     statistics: ChunkStatistics,
     gradients: ChunkGradients,
     chunks: list[SoftmaxReads],
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Turn the exponentials of a window into the gradient of its logits, in place.
+    """Turn the exponentials of a window into the gradient of its logits, in place, or in `out` where that is faster.
 
     The gradient is `exponentials * factors`, plus the gradient of each entry at its index, plus that of each remainder
     distributed over the tokens outside of the entries; included tokens of sorted probabilities have more factors.
@@ -313,6 +341,7 @@ def logits_gradient(
         statistics: of the whole chunk.
         gradients: of the chunk's log-probabilities.
         chunks: what each loss reads.
+        out: [n, V] of the dtype in which the gradient is used next; None: it must not be rounded.
     """
     window, exponentials = window_statistics.window, window_statistics.exponentials
     flat = exponentials.view(-1)
@@ -372,6 +401,10 @@ def logits_gradient(
             scatter_add_(copy.view(-1), window_statistics.entry_indices[window_statistics.removed_chunk].local, last)
             scatter_add_(copy.view(-1), places.local, -own)
             more.append(copy.mul_(of_left[:, None]))
+    if TRITON is not None and out is not None and not bands and not more and TRITON.can_run(exponentials):
+        indices, increments = (torch.cat(some) for some in zip(*sparse, strict=True))
+        rounded: Tensor = TRITON.scale_add_and_cast(exponentials, in_place, indices, increments, out)
+        return rounded
     scale_rows(exponentials, in_place, bands)
     for tensor in more:
         exponentials.add_(tensor)

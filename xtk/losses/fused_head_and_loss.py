@@ -193,7 +193,7 @@ def _loss_of_chunk(
         return values
     for window, first in zip(windows, by_window, strict=True):
         current = first if len(windows) == 1 else compute_window(window)  # the logits buffer was reused
-        d_logits = logits_gradient(current, statistics, of_parts, parts)
+        d_logits = logits_gradient(current, statistics, of_parts, parts, gradients.buffer(logits_of))
         gradients.add(slice(base + window.first_row, base + window.stop_row), d_logits, inputs, window.rows, logits_of)
     return values
 
@@ -230,6 +230,12 @@ class _GradientAccumulator:
         count = max(1, len(tensors) // 2)
         self._inputs, self._matrices = self._all[1 : 1 + count], self._all[1 + count :]
         self._bias = None if self._all[0] is None else self._all[0].to(accumulation_dtype(compute))
+
+    def buffer(self, logits_of: ChunkedLogits) -> Tensor | None:
+        """Return where `logits_gradient` may write a rounded gradient; None if it is needed in full precision."""
+        rounded = bool(self._matrices) and accumulation_dtype(self.compute) != self.compute
+        exact = self._bias is not None or logits_of.softcap_gradient is not None
+        return logits_of.scratch if rounded and not exact else None
 
     def add(
         self, rows: slice, d_logits: Tensor, inputs: Sequence[Tensor], among: slice, logits_of: ChunkedLogits
