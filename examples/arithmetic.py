@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import string
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -98,8 +100,9 @@ def _question(one: int, two: int) -> dict[str, str]:
 def xtk(*arguments: object, unless: str = "") -> str:
     """Run a command; return what it printed, or "" if it failed with the message `unless`."""
     done = subprocess.run(
-        [sys.executable, "-m", "xtk", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-m", "xtk", *map(str, arguments)], capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     if done.returncode and unless and unless in done.stderr:
         return ""
     if done.returncode:
@@ -140,6 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="students that learn at a time")
     parser.add_argument("--ways", nargs="*", default=WAYS, help="ce, LOSS or 'on-policy LOSS'")
     given = parser.parse_args()
     logging.set_verbosity_error()
@@ -161,27 +165,33 @@ def main() -> None:
                "--json")  # fmt: skip
     say(f"teacher, as it writes: {json.loads(told)['mean_reward']:.3f}")
     xtk("cache-teacher", teacher, written, "--top-k", 64, "--batch-tokens", 65536, "--quiet", "-o", cache)
-    curves: dict[str, list[list[float]]] = {}
     steps = [*range(0, given.steps, given.steps // POINTS), given.steps]
-    for seed in range(given.seeds):
-        place = folder / str(seed)
-        place.mkdir(exist_ok=True)
-        make_model(
-            place / "blank", make_tokenizer(numbers, r"\d+|[a-zA-Z]|\+|="), LlamaForCausalLM, LlamaConfig, 2, seed
-        )
-        student = place / "student"
-        xtk("distill", place / "blank", written, "--loss", "ce", *TRAINING, "--max-steps", 10, "--seed", seed,
-            "-o", student)  # fmt: skip
-        start = accuracy(student, prompts, place / "told.jsonl")
-        for name in given.ways:
-            arguments = arguments_of(name, teacher, written, cache, prompts)
-            output = place / "".join(letter if letter.isalnum() else "-" for letter in name)
-            xtk("distill", student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
-                "--save-steps", given.steps // POINTS, "-o", output)  # fmt: skip
-            stops = [*(output / f"checkpoint-{step}" for step in steps[1:-1]), output]
-            curve = [start, *(accuracy(stop, prompts, place / "told.jsonl") for stop in stops)]
-            curves.setdefault(name, []).append(curve)
-            say(f"{seed} {name}: {' '.join(f'{value:.3f}' for value in curve)}")
+
+    def learn(student: Path, name: str, seed: int, start: float) -> list[float]:
+        """Train a student in one way; return its accuracy at the start and four times on its way."""
+        arguments = arguments_of(name, teacher, written, cache, prompts)
+        output = student.parent / "".join(letter if letter.isalnum() else "-" for letter in name)
+        xtk("distill", student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
+            "--save-steps", given.steps // POINTS, "-o", output)  # fmt: skip
+        stops = [*(output / f"checkpoint-{step}" for step in steps[1:-1]), output]
+        curve = [start, *(accuracy(stop, prompts, Path(f"{output}-told.jsonl")) for stop in stops)]
+        say(f"{seed} {name}: {' '.join(f'{value:.3f}' for value in curve)}")
+        return curve
+
+    learned: dict[str, list[Future[list[float]]]] = {name: [] for name in given.ways}
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for seed in range(given.seeds):
+            place = folder / str(seed)
+            place.mkdir(exist_ok=True)
+            tokenizer = make_tokenizer(numbers, r"\d+|[a-zA-Z]|\+|=")
+            make_model(place / "blank", tokenizer, LlamaForCausalLM, LlamaConfig, 2, seed)
+            student = place / "student"
+            xtk("distill", place / "blank", written, "--loss", "ce", *TRAINING, "--max-steps", 10, "--seed", seed,
+                "-o", student)  # fmt: skip
+            start = accuracy(student, prompts, place / "told.jsonl")
+            for name in given.ways:
+                learned[name].append(pool.submit(learn, student, name, seed, start))
+    curves = {name: [one.result() for one in of_seeds] for name, of_seeds in learned.items()}
     for name, of_seeds in curves.items():
         last = [curve[-1] for curve in of_seeds]
         say(f"{name}: {statistics.mean(last):.3f} ({', '.join(f'{value:.3f}' for value in last)})")

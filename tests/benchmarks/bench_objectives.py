@@ -14,7 +14,8 @@
 Every student trains with `xtk distill` on 15 % of the documents, from the teacher's default cache. Two further rows
 limit what can be expected: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer. With
 `--peer`, TRL's own GOLD trainer takes the same steps, with its teacher in each (`trl_gold_trainer.py`).
-Results are kept in FOLDER/results.jsonl; a second run continues. `--supports` compares caches instead of objectives.
+Results are kept in FOLDER/results.jsonl; a second run continues. Two processes run at a time, with one thread each
+(`--jobs`). `--supports` compares caches instead of objectives.
 The on-policy setting is `examples/arithmetic.py`.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import math
 import os
@@ -31,6 +33,8 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +72,7 @@ STUDENT_SPECIALS, TEACHER_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"], [
 PEERS = {"TRL's GOLD": 0.0, "TRL's GOLD with ce": 1.0}
 SHORT = ("ce", RECOMMENDED, "ce+p-kl:weight=2", "ce+gold")
 CODE_PROMPTS = 40
+ONE_AT_A_TIME = threading.Lock()  # models are written with torch's global seed
 # Caches of the same documents, from the most bytes to the fewest.
 SUPPORTS = (
     "--support top-k --top-k 64",
@@ -109,7 +114,7 @@ def run(*arguments: object) -> str:
         [sys.executable, "-m", "xtk", *map(str, arguments), "--quiet"],
         capture_output=True,
         text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         check=False,
     )
     if done.returncode:
@@ -148,6 +153,17 @@ def write_texts(path: Path, texts: list[str]) -> None:
 
 def prepare(folder: Path, setting: Setting, seeds: int) -> Path:
     """Make data, teacher, students and cache, where they are not there yet; return the teacher."""
+    with ONE_AT_A_TIME:
+        teacher = write_models(folder, setting, seeds)
+    if setting.teacher_digits is not None:
+        options = f"{TEACHER_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS}".split()
+        run("distill", folder / "teacher-untrained", folder / "train.jsonl", "--loss", "ce", *options, "-o", teacher)
+    run("cache-teacher", teacher, folder / "part.jsonl", "-o", folder / "cache")
+    return teacher
+
+
+def write_models(folder: Path, setting: Setting, seeds: int) -> Path:
+    """Write data and untrained models, where they are not there yet; return where the trained teacher is."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = documents(setting.text)
     if not (folder / "test.jsonl").is_file():
@@ -164,25 +180,20 @@ def prepare(folder: Path, setting: Setting, seeds: int) -> Path:
         if not (folder / f"student-{seed}").is_dir():
             write_llama(folder / f"student-{seed}", tokenizer, seed)
     if setting.teacher_digits is None:
-        teacher = find_pretrained_teacher()
-    else:
-        teacher = folder / "teacher"
-        tokenizer = train_tokenizer(
-            setting.teacher_digits,
-            setting.teacher_tokens,
-            TEACHER_SPECIALS,
-            train,
-            merge_spaces=setting.teacher_merges_spaces,
-        )
-        if not (folder / "teacher-untrained").is_dir():
-            write_qwen3(folder / "teacher-untrained", tokenizer, TEACHER_SEED)
-        options = f"{TEACHER_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS}".split()
-        run("distill", folder / "teacher-untrained", folder / "train.jsonl", "--loss", "ce", *options, "-o", teacher)
-        for seed in range(seeds):
-            if not (folder / f"same-tokenizer-{seed}").is_dir():
-                write_llama(folder / f"same-tokenizer-{seed}", tokenizer, seed)
-    run("cache-teacher", teacher, folder / "part.jsonl", "-o", folder / "cache")
-    return teacher
+        return find_pretrained_teacher()
+    tokenizer = train_tokenizer(
+        setting.teacher_digits,
+        setting.teacher_tokens,
+        TEACHER_SPECIALS,
+        train,
+        merge_spaces=setting.teacher_merges_spaces,
+    )
+    if not (folder / "teacher-untrained").is_dir():
+        write_qwen3(folder / "teacher-untrained", tokenizer, TEACHER_SEED)
+    for seed in range(seeds):
+        if not (folder / f"same-tokenizer-{seed}").is_dir():
+            write_llama(folder / f"same-tokenizer-{seed}", tokenizer, seed)
+    return folder / "teacher"
 
 
 def measure(model: Path | str, folder: Path, *, code: bool) -> dict[str, float]:
@@ -192,7 +203,7 @@ def measure(model: Path | str, folder: Path, *, code: bool) -> dict[str, float]:
     for name, category in result["categories"].items():
         figures[name] = category["bits_per_byte"]
     if code:
-        samples = folder / "samples.jsonl"
+        samples = folder / f"samples-{Path(model).name}.jsonl"
         generation = ["--temperature", 0.5, "--max-completion-length", 96, "--force", "-o", samples]
         run("rollout", model, folder / "prompts.jsonl", *generation)
         figures["parse"] = statistics.mean(map(parses, samples.read_text(encoding="utf-8").splitlines()))
@@ -214,19 +225,22 @@ def letters(text: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in text)
 
 
-def support_table(folder: Path, name: str, seeds: int) -> None:
+def support_table(folder: Path, name: str, seeds: int, pool: ThreadPoolExecutor) -> None:
     """Print what students learn from caches of other supports, and what the caches take."""
     setting, folder = SETTINGS[name], folder / name
     teacher = prepare(folder, setting, seeds)
     rows, reference = [], list[float]()
-    for options in SUPPORTS:
-        cache = folder / f"cache{letters(options)}"
+
+    def learn(cache: Path, seed: int) -> float:
+        return measure(train(folder, RECOMMENDED, seed, cache), folder, code=False)["bits_per_byte"]
+
+    caches = {options: folder / f"cache{letters(options)}" for options in SUPPORTS}
+    for options, cache in caches.items():
         run("cache-teacher", teacher, folder / "part.jsonl", *options.split(), "-o", cache)
+    learned = {options: [pool.submit(learn, cache, seed) for seed in range(seeds)] for options, cache in caches.items()}
+    for options, cache in caches.items():
         size = json.loads(run("inspect", cache, "--json"))["statistics"]
-        bits = []
-        for seed in range(seeds):
-            student = train(folder, RECOMMENDED, seed, cache)
-            bits.append(measure(student, folder, code=False)["bits_per_byte"])
+        bits = [one.result() for one in learned[options]]
         reference = reference or bits
         signal = size["bytes_by_section"]["teacher_logprobs"] / size["positions"]
         told = (f"{size['bytes_per_position']:.1f}", f"{signal:.1f}", ", ".join(f"{one:.3f}" for one in bits))
@@ -265,6 +279,16 @@ def train(folder: Path, line: str, seed: int, cache: Path | None = None) -> Path
     output = folder / "runs" / f"{letters(line)}{letters(cache.name) if cache else ''}-{seed}"
     run("distill", student, source, *words, *options, "-o", output)
     return output
+
+
+def learn(folder: Path, teacher: Path, key: tuple[str, str, int]) -> dict[str, float]:
+    """Return the figures of a setting's teacher, or of a student that learned with a line of losses and a seed."""
+    name, line, seed = key
+    if line in PEERS:
+        model = train_with_trl(folder, teacher, line, seed)
+    else:
+        model = teacher if line == "teacher" else train(folder, line, seed)
+    return measure(model, folder, code=SETTINGS[name].text == "code")
 
 
 def differences(own: list[float], other: list[float]) -> str:
@@ -306,6 +330,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lines", nargs="*", default=LINES, help="losses of a run, joined by +")
     parser.add_argument("--supports", action="store_true", help="compare caches of other supports, with one objective")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--peer", action="store_true", help="also TRL's GOLD trainer")
     parser.add_argument("--short", action="store_true", help="few losses, one seed, the quickstart's pair")
     given = parser.parse_args()
@@ -313,31 +338,38 @@ def main() -> None:
         given.settings, given.lines, given.seeds = ["quickstart"], SHORT, 1
     silence_transformers()
     given.folder.mkdir(parents=True, exist_ok=True)
-    if given.supports:
-        for name in given.settings:
-            support_table(given.folder, name, given.seeds)
-        return
     kept = given.folder / "results.jsonl"
     results: dict[tuple[str, str, int], dict[str, Any]] = {}
     for text in kept.read_text().splitlines() if kept.is_file() else []:
         row = json.loads(text)
         results[row["setting"], row["line"], row["seed"]] = row["figures"]
-    for seed in range(given.seeds):
-        for name in given.settings:
-            setting, folder = SETTINGS[name], given.folder / name
-            teacher = prepare(folder, setting, given.seeds)
-            ceilings = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if setting.teacher_digits is not None else [])
+    with ThreadPoolExecutor(given.jobs) as pool:
+        if given.supports:
+            for name in given.settings:
+                support_table(given.folder, name, given.seeds, pool)
+            return
+        prepared = {
+            name: pool.submit(prepare, given.folder / name, SETTINGS[name], given.seeds) for name in given.settings
+        }
+        teachers = {name: one.result() for name, one in prepared.items()}
+        running = {}
+        for seed, name in itertools.product(range(given.seeds), given.settings):
+            ceilings = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if SETTINGS[name].teacher_digits is not None else [])
             for line in ["teacher", *given.lines, *ceilings, *(PEERS if given.peer else ())]:
-                if (name, line, 0 if line == "teacher" else seed) in results:
-                    continue
-                if line in PEERS:
-                    model = train_with_trl(folder, teacher, line, seed)
-                else:
-                    model = teacher if line == "teacher" else train(folder, line, seed)
-                figures = measure(model, folder, code=setting.text == "code")
-                results[name, line, seed] = figures
+                key = name, line, 0 if line == "teacher" else seed
+                if key not in results and key not in running.values():
+                    running[pool.submit(learn, given.folder / name, teachers[name], key)] = key
+        try:
+            for future in as_completed(running):
+                setting, line, seed = key = running[future]
+                results[key] = future.result()
                 with kept.open("a") as file:
-                    file.write(json.dumps({"setting": name, "line": line, "seed": seed, "figures": figures}) + "\n")
+                    file.write(
+                        json.dumps({"setting": setting, "line": line, "seed": seed, "figures": results[key]}) + "\n"
+                    )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for name in given.settings:
         table(name, results, given.seeds)
 

@@ -31,7 +31,7 @@ from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.models.causal_lm import silence_transformers
 from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 
-LINES = (RECOMMENDED, "ce", "byte-kl", "ce+p-kl:weight=2", "ce+gold", "gold", "alm", "p-kl")
+LINES = (RECOMMENDED, "ce", "ce+p-kl:weight=2", "alm", "gold", "p-kl")
 KINDS = ("maths", "Wikipedia", "documentation", "code")
 HELD_OUT = 20  # documents of each kind
 TRAINING = "--per-device-train-batch-size 2 --learning-rate 1e-4 --warmup-ratio 0.1"
@@ -146,7 +146,7 @@ def main() -> None:
     silence_transformers()
     original = resolve_model_folder(str(find_pretrained_teacher()), with_weights=True)
     maths, wiki = gsm8k(LONG_STEPS), articles("valid")
-    folder, texts = given.folder, alternating(maths, wiki)
+    folder, texts = given.folder, alternating(maths, wiki)[: 6 * given.steps]  # seeds see other documents
     if given.long:
         folder, given.lines, given.seeds, given.steps = folder / "long", [RECOMMENDED], 1, LONG_STEPS
         texts = alternating(maths, itertools.cycle(wiki), documents("docs")[0], documents("code")[0])
