@@ -39,6 +39,7 @@ def take_steps(
     batch: int,
     simulated: bool,
     max_norm: float = 1e9,
+    parallel: ParallelConfig | None = None,
     **options: Any,
 ) -> Any:
     """Take steps on the CPU or on the simulated device; return metrics, gradients, and the waits of each step."""
@@ -56,7 +57,7 @@ def take_steps(
             moved(model)
     run = TrainingRun(
         accelerator=SimpleNamespace(device=device, no_sync=lambda model: contextlib.nullcontext()),
-        parallel=ParallelConfig(),
+        parallel=parallel or ParallelConfig(),
         student=student,
         wrapped_student=wrapped,
         parameters=[one for one in wrapped.parameters() if one.requires_grad],
@@ -114,6 +115,34 @@ def test_a_step_reads_the_device_once_for_any_number_of_passes(pair, cache, proj
         assert norm_here == pytest.approx(norm_there, rel=1e-4)
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+
+
+class OneOfTwoProcesses:
+    """The device mesh of process 0 of two with equal documents; what they sum is twice the own value."""
+
+    def get_local_rank(self, dimension: str) -> int:
+        return 0
+
+    def get_group(self, name: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_kd_to": "ce"}], ids=["default", "scaled"])
+def test_with_several_processes_a_step_reads_the_sum_of_their_counts_too(pair, cache, projection, monkeypatch, options):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, group: values.mul_(2))
+    expected, gradients, _ = take_steps(pair, cache, projection, FEW[:2], batch=2, simulated=False, **options)
+    layout = ParallelConfig(dp=2, mesh=OneOfTwoProcesses())
+    metrics, found, waits = take_steps(
+        pair, cache, projection, FEW[:2], batch=2, simulated=True, parallel=layout, **options
+    )
+    for counted in waits:
+        places = "\n".join(f"{number} {place}" for place, number in counted.places.most_common())
+        assert counted.waits[READ] == 2 + len(options), places
+        assert counted.waits[SHAPE] == counted.waits[UPLOAD] == 0, places
+    for (one, norm), (other, other_norm) in zip(metrics, expected, strict=True):
+        assert (one, norm) == (pytest.approx(other, rel=1e-5), pytest.approx(other_norm, rel=1e-4))
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
 
 
 def test_all_memory_of_the_copy_stream_is_kept_until_the_step_has_used_it(monkeypatch):

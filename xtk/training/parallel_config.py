@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from xtk.errors import XtkError
+from xtk.models.host_to_device import to_device
 from xtk.options.declaration import Option
 from xtk.options.spec_parsing import parse_number, parse_pairs
 from xtk.training import process_group
@@ -99,7 +100,7 @@ class ParallelConfig:
     def all_reduce_sum_of_host(self, values: NDArray[np.float64], group_name: str, device: torch.device) -> list[float]:
         """Return the sums of values of the host over a group, as in `all_reduce_sum`; one process uses no device."""
         here = torch.from_numpy(values)
-        there = self.all_reduce_sum(here.to(device), group_name) if self._is_reduced(group_name) else here
+        there = self.all_reduce_sum(to_device(here, device), group_name) if self._is_reduced(group_name) else here
         return there.tolist()
 
     def with_mesh(self, device: torch.device) -> ParallelConfig:
