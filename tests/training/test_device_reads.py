@@ -118,7 +118,7 @@ def test_a_step_reads_the_device_once_for_any_number_of_passes(pair, cache, proj
 
 
 class OneOfTwoProcesses:
-    """The device mesh of process 0 of two with equal documents; what they sum is twice the own value."""
+    """The device mesh of process 0 of two that have equal values, so that a sum is twice the own value."""
 
     def get_local_rank(self, dimension: str) -> int:
         return 0
@@ -127,17 +127,15 @@ class OneOfTwoProcesses:
         return None
 
 
-@pytest.mark.parametrize("options", [{}, {"scale_kd_to": "ce"}], ids=["default", "scaled"])
-def test_with_several_processes_a_step_reads_the_sum_of_their_counts_too(pair, cache, projection, monkeypatch, options):
+@pytest.mark.parametrize(("options", "reads"), [({}, 2), ({"scale_kd_to": "ce"}, 3)], ids=["default", "scaled"])
+def test_with_several_processes_a_step_also_reads_their_counts(pair, cache, projection, monkeypatch, options, reads):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, group: values.mul_(2))
-    expected, gradients, _ = take_steps(pair, cache, projection, FEW[:2], batch=2, simulated=False, **options)
-    layout = ParallelConfig(dp=2, mesh=OneOfTwoProcesses())
-    metrics, found, waits = take_steps(
-        pair, cache, projection, FEW[:2], batch=2, simulated=True, parallel=layout, **options
-    )
+    options = {**options, "batch": 2, "parallel": ParallelConfig(dp=2, mesh=OneOfTwoProcesses())}
+    expected, gradients, _ = take_steps(pair, cache, projection, FEW[:2], simulated=False, **options)
+    metrics, found, waits = take_steps(pair, cache, projection, FEW[:2], simulated=True, **options)
     for counted in waits:
         places = "\n".join(f"{number} {place}" for place, number in counted.places.most_common())
-        assert counted.waits[READ] == 2 + len(options), places
+        assert counted.waits[READ] == reads, places
         assert counted.waits[SHAPE] == counted.waits[UPLOAD] == 0, places
     for (one, norm), (other, other_norm) in zip(metrics, expected, strict=True):
         assert (one, norm) == (pytest.approx(other, rel=1e-5), pytest.approx(other_norm, rel=1e-4))
