@@ -33,7 +33,7 @@ from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 
 LINES = (RECOMMENDED, "ce", "ce+p-kl:weight=2", "alm", "gold", "p-kl")
 KINDS = ("maths", "Wikipedia", "documentation", "code")
-HELD_OUT = 20  # documents of each kind
+HELD_OUT = 10  # documents of each kind
 TRAINING = "--per-device-train-batch-size 2 --learning-rate 1e-4 --warmup-ratio 0.1"
 LONG_STEPS = 1500  # of two documents: 0.5 million tokens
 

@@ -17,7 +17,6 @@ from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import (
     AnswerScores,
-    check_rewards_apply,
     evaluate_answers,
     pass_at_k,
     powers_of_two_up_to,
@@ -26,7 +25,7 @@ from xtk.evaluation.standard_errors import Estimate
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rewards.sandbox import Sandbox
 from xtk.rollouts.generator_interface import SamplingConfig
-from xtk.rollouts.prompts import read_prompts
+from xtk.rollouts.prompts import check_rewards_apply, read_prompts
 from xtk.tokens.tokenizer import Tokenizer
 
 

@@ -498,6 +498,21 @@ def test_turns_with_an_environment_train_what_the_student_said_alone(pair, tmp_p
     assert lines[-1]["reward"] == 1
 
 
+def test_a_reward_that_cannot_score_any_row_is_refused_and_one_that_scores_nothing_is_reported(pair, prompts, tmp_path):
+    output = tmp_path / "out"
+    done = run(pair, prompts, output, "--max-steps", 1, "--reward", "exact:column=answr", code=1)
+    assert "--reward exact:column=answr cannot score any row of the data" in done.stderr
+    assert "prompt, completion, answer" in done.stderr
+    assert not output.exists()
+    done = run_xtk(
+        "rollout", pair.student, prompts, "--reward", "exact:column=answr", "-o", tmp_path / "out.jsonl", code=1
+    )
+    assert "cannot score any row of the data" in done.stderr
+    (tmp_path / "own.py").write_text("def nothing(completion, prompt, row):\n    return None\n")
+    done = run(pair, prompts, output, "--max-steps", 2, "--reward", f"{tmp_path / 'own.py'}:nothing")
+    assert done.stderr.count("warning: none of 4 completions was scored by --reward") == 2
+
+
 def test_refusals(pair, prompts, tmp_path):
     output = tmp_path / "out"
     done = run_xtk("distill", pair.student, prompts, "--on-policy", "-o", output, code=1)

@@ -246,12 +246,18 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
     from xtk.commands.evaluate_tasks import answers_path
     from xtk.engines.backend import BackendConfig, backend_options
     from xtk.errors import XtkError
-    from xtk.evaluation.generated_answers import check_rewards_apply, evaluate_answers
+    from xtk.evaluation.generated_answers import evaluate_answers
     from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts import GENERATORS
     from xtk.rollouts.generator_interface import SamplingConfig
-    from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
+    from xtk.rollouts.prompts import (
+        PromptFormat,
+        check_rewards_apply,
+        read_prompt_template,
+        read_prompts,
+        read_template_arguments,
+    )
     from xtk.rollouts.rollout_record import Prompt, Rollout
     from xtk.tokens.tokenizer import Tokenizer
 

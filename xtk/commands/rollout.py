@@ -144,7 +144,13 @@ def rollout(options: RolloutOptions) -> None:
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts.environments import load_environment
     from xtk.rollouts.generator_interface import SamplingConfig
-    from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
+    from xtk.rollouts.prompts import (
+        PromptFormat,
+        check_rewards_apply,
+        read_prompt_template,
+        read_prompts,
+        read_template_arguments,
+    )
     from xtk.rollouts.rollout_generation import generate_rollouts
     from xtk.rollouts.rollout_jsonl import ROLLOUTS
     from xtk.tokens.tokenizer import Tokenizer
@@ -165,6 +171,8 @@ def rollout(options: RolloutOptions) -> None:
     tokenizer = Tokenizer(folder, name=student)
     form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
     prompts = read_prompts(corpus, options.max_prompts or None, form)
+    if rewards.specs:
+        check_rewards_apply(rewards, prompts)
     weights = options.server if backend.uses_servers else [place for place in (folder, adapter) if place]
     request = _request_fingerprint(options, weights, tokenizer, prompts, template_arguments)
 

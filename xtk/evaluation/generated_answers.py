@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.evaluation.standard_errors import Estimate
-from xtk.rewards.reward_spec import WeightedRewards, name_row_in_errors
+from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts.generator_interface import Generator, SamplingConfig
+from xtk.rollouts.prompts import unscored_error
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.tokenizer import Tokenizer
@@ -142,30 +143,6 @@ def pass_at_k(k: int, num_samples: int, num_correct: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def check_rewards_apply(rewards: WeightedRewards, prompts: Sequence[Prompt]) -> None:
-    """Refuse problems that no reward can score, before anything is generated.
-
-    Raises:
-        XtkError: names the columns that the problems have.
-    """
-    can_score = False
-    for prompt in prompts:
-        with name_row_in_errors(prompt.number):
-            can_score = rewards.can_score(prompt.record) or can_score
-    if not can_score:
-        columns = list(dict.fromkeys(str(name) for prompt in prompts for name in prompt.record))
-        raise _unscored_error(rewards, f"the problems have the columns {', '.join(columns)}")
-
-
-def _unscored_error(rewards: WeightedRewards, where: str | None = None) -> XtkError:
-    return XtkError(
-        f"--reward {', '.join(map(str, rewards.specs))} cannot score any row of the data",
-        where=where,
-        hint="give the data the columns that this reward needs (docs/reference/rewards.md lists them), or name the "
-        "column of the expected answer with --reward NAME:column=COLUMN",
-    )
-
-
 def evaluate_answers(
     prompts: Sequence[Prompt],
     generator: Generator,
@@ -231,7 +208,7 @@ def evaluate_answers(
     num_answers = max(int(answered.sum()) * num_generations, 1)
     result = AnswerScores(scores, best, lengths, float(truncated.sum()) / num_answers, int((answered == 0).sum()))
     if not result.is_scored.any():
-        raise _unscored_error(rewards)
+        raise unscored_error(rewards)
     return result
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
-from xtk.evaluation.generated_answers import AnswerScores, ProcessShare, check_rewards_apply, evaluate_answers
+from xtk.evaluation.generated_answers import AnswerScores, ProcessShare, evaluate_answers
 from xtk.name_registry import unknown_name_error
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
-from xtk.rollouts.prompts import PromptFormat, read_prompts
+from xtk.rollouts.prompts import PromptFormat, check_rewards_apply, read_prompts
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.record_to_document import Record, record_to_document, record_to_prompt
 from xtk.errors import XtkError
+from xtk.rewards.reward_spec import WeightedRewards, name_row_in_errors
 from xtk.rollouts.rollout_record import Prompt
 from xtk.tokens.document import Conversation, Document
 from xtk.tokens.jinja_subprocess import PROMPT_TEMPLATE, SandboxedTemplate
@@ -250,3 +251,28 @@ def tokenize_continuation(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
     ids = encoded.ids
     own_space = tokenizer.adds_prefix_space and len(ids) and tokenizer.vocabulary.bytes_of(int(ids[0])) == b" "
     return ids[1:] if own_space and not text.startswith(" ") else ids
+
+
+def check_rewards_apply(rewards: WeightedRewards, prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that no reward can score, before anything is generated.
+
+    Raises:
+        XtkError: names the columns of the data.
+    """
+    can_score = False
+    for prompt in prompts:
+        with name_row_in_errors(prompt.number):
+            can_score = rewards.can_score(prompt.record) or can_score
+    if not can_score:
+        columns = list(dict.fromkeys(str(name) for prompt in prompts for name in prompt.record))
+        raise unscored_error(rewards, f"it has the columns {', '.join(columns)}")
+
+
+def unscored_error(rewards: WeightedRewards, where: str | None = None) -> XtkError:
+    """Return the error for rewards that score nothing."""
+    return XtkError(
+        f"--reward {', '.join(map(str, rewards.specs))} cannot score any row of the data",
+        where=where,
+        hint="give the data the columns that this reward needs (docs/reference/rewards.md lists them), or name the "
+        "column of the expected answer with --reward NAME:column=COLUMN",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.engines.backend import BackendConfig, backends_with
 from xtk.errors import XtkError
@@ -95,7 +97,7 @@ class StudentGenerator:
             if self.main_process_only and not process_group.is_main_process()
             else self._open_generator(config, student)
         )
-        self._asleep = False
+        self._asleep = self._has_scored = False
 
     def _open_generator(self, config: BackendConfig, student: BackboneWithHead) -> Generator:
         if self.uses_training_model:
@@ -139,7 +141,7 @@ class StudentGenerator:
         if self._generator is None:
             raise RuntimeError("only the main process has a generator; call generate there")
         with autocast(self._precision, self._device):
-            return generate_rollouts(
+            rollouts = generate_rollouts(
                 prompts,
                 self._generator,
                 self._tokenizer,
@@ -152,6 +154,12 @@ class StudentGenerator:
                 scale_rewards=self._on_policy.scale_rewards,
                 template_arguments=self._on_policy.chat_template_kwargs,
             )
+        if self._rewards is not None and not self._has_scored and rollouts:
+            self._has_scored = any(math.isfinite(one.reward) for one in rollouts)
+            if not self._has_scored:
+                names = ", ".join(map(str, self._rewards.specs))
+                terminal.note(f"distill: warning: none of {len(rollouts):,} completions was scored by --reward {names}")
+        return rollouts
 
     def _remove_weights(self) -> None:
         if process_group.is_main_process():

@@ -14,7 +14,7 @@ import torch
 from xtk.artifacts.atomic_files import canonical_json, sha256, sha256_of_file
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
-from xtk.evaluation.generated_answers import ProcessShare, check_rewards_apply, evaluate_answers
+from xtk.evaluation.generated_answers import ProcessShare, evaluate_answers
 from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states
 from xtk.evaluation.local_task_data import parse_tasks
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -23,7 +23,13 @@ from xtk.options.declaration import options_of
 from xtk.options.spec_parsing import from_pairs, option_names, parse_pairs
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward, paths_as_checksums
 from xtk.rollouts.generator_interface import SamplingConfig
-from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
+from xtk.rollouts.prompts import (
+    PromptFormat,
+    check_rewards_apply,
+    read_prompt_template,
+    read_prompts,
+    read_template_arguments,
+)
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training import process_group

@@ -15,7 +15,8 @@ from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.run_folders import run_fingerprint
 from xtk.engines.backend import BackendConfig
 from xtk.errors import XtkError
-from xtk.rollouts.prompts import tokenize_prompts
+from xtk.rewards.reward_spec import WeightedRewards
+from xtk.rollouts.prompts import check_rewards_apply, tokenize_prompts
 from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.document import Document
@@ -112,13 +113,16 @@ def open_on_policy_inputs(
         config: options of on-policy training.
 
     Raises:
-        XtkError: there is no teacher, data or a teacher cannot be read, or they do not match.
+        XtkError: there is no teacher, data or a teacher cannot be read, they do not match, or no reward can score a
+            prompt.
     """
     if not paths.online_teachers:
         raise XtkError("--on-policy needs --teacher", hint="add --teacher MODEL to score the student's completions")
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.online_teachers))
     corpus = plain_corpus(paths, recipe)
     prompts = read_training_prompts(paths.online_teachers, corpus, config.prompt_format)
+    if config.rewards:
+        check_rewards_apply(WeightedRewards(config.rewards), prompts)
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
     source = _on_policy_source(config, prompts, corpus, setup)
     fields = setup.input_fields(student, prompts=source.fingerprint())
