@@ -27,6 +27,11 @@ def test_a_cache_is_the_same_after_a_round_trip(run, pair, corpus, tmp_path, fil
     file = tmp_path / f"file.{file_format}"
     run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
     run("import-cache", file, "--tokenizer", pair.teacher, "--precision", "float32", "-o", tmp_path / "again")
+    repeated = ("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
+    files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").iterdir()}
+    assert "already finished" in run(*repeated, "--precision", "float32").stderr
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").iterdir()} == files
+    assert "options.precision" in run(*repeated, code=1).stderr or "codec.precision" in run(*repeated, code=1).stderr
     one, other = TeacherCache(tmp_path / "cache"), TeacherCache(tmp_path / "again")
     assert len(one) == len(other)
     for number in range(len(one)):

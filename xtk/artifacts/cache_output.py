@@ -128,8 +128,7 @@ class CacheKind:
             return None
         remove_writer_files(place)
         terminal.note(
-            "cache-teacher: this cache is already finished; checked file sizes, not checksums "
-            "(xtk inspect --verify checks them)"
+            "this cache is already finished; checked file sizes, not checksums (xtk inspect --verify checks them)"
         )
         return manifest
 

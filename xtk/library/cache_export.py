@@ -53,7 +53,7 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
         force: replace a file that this function has written.
 
     Raises:
-        XtkError: the cache has no exact entries, or the file exists.
+        XtkError: the cache has no exact entries, the file exists, or another program wrote it meanwhile.
     """
     claim_output(path, EXPORT, "", force=force)
     if cache.header["options"].get("support") == "sample":
@@ -62,7 +62,7 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
             where=str(cache.folder),
             hint="run cache-teacher with --support top-k or top-k+sample",
         )
-    with atomic_write(path) as temporary:
+    with atomic_write(path, keep_others=True) as temporary:
         if file_format == "jsonl":
             with temporary.open("w", encoding="utf-8") as stream:
                 for row in _rows(cache):

@@ -24,6 +24,7 @@ from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION, codec_for_prec
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import XtkError
 from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.name_registry import unknown_name_error
@@ -69,11 +70,12 @@ class CacheWriter:
         precision: as `xtk cache-teacher --precision`.
         shard_tokens: teacher tokens per shard.
         force: replace an existing cache.
+        exist_ok: keep an existing cache if it has the same content; if not, it is refused at the end.
         is_vocabulary_complete: whether the tokenizer has all tokens of the teacher; if not, losses that need the whole
             vocabulary are refused.
 
     Raises:
-        XtkError: the output has a cache and `force` is false, or has other files.
+        XtkError: the output has a cache, and `force` and `exist_ok` are false, or has other files.
     """
 
     def __init__(
@@ -86,9 +88,10 @@ class CacheWriter:
         precision: str = DEFAULT_PRECISION,
         shard_tokens: int = 65536,
         force: bool = False,
+        exist_ok: bool = False,
         is_vocabulary_complete: bool = True,
     ) -> None:
-        self._is_vocabulary_complete = is_vocabulary_complete
+        self._exist_ok, self._is_vocabulary_complete = exist_ok, is_vocabulary_complete
         if support not in EXACT_SUPPORTS:
             raise unknown_name_error("support of CacheWriter", support, EXACT_SUPPORTS)
         codec_for_precision(precision)
@@ -106,11 +109,11 @@ class CacheWriter:
 
     def _claim(self) -> None:
         claim_output(self._folder, CACHE, force=self._force)
-        if not self._force and MANIFEST in self._folder.file_sizes():
+        if not self._force and not self._exist_ok and MANIFEST in self._folder.file_sizes():
             raise XtkError(
                 "the output folder already contains a teacher cache",
                 where=str(self.output),
-                hint="use another output, or force=True to replace it",
+                hint="use another output, force=True to replace it, or exist_ok=True to keep an equal one",
             )
 
     def tokenize(self, document: str | Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -237,18 +240,22 @@ class CacheWriter:
             self._claim()
             if self._force:
                 remove_cache(self._folder)
-            writer = ShardedCacheWriter(self._folder, header, plan.chunks_per_shard())
-            writer.write_shared_files(
-                self.tokenizer.to_files() | ({} if order is None else {order.file_name: order.file_content})
-            )
-            for number in writer.missing_shards():
-                entry = store_shard(
-                    self._folder, header, writer.shard_position(number), list(self._read_spooled(number)), order
-                )
-                writer.add_manifest_entry(number, entry)
-            writer.finish()
+            if not CACHE.find_finished(self._folder, header):
+                self._write(header, order)
         self._discard()
         return TeacherCache(self.output)
+
+    def _write(self, header: dict[str, Any], order: VocabularyOrder | None) -> None:
+        writer = ShardedCacheWriter(self._folder, header, self._plan.chunks_per_shard())
+        writer.write_shared_files(
+            self.tokenizer.to_files() | ({} if order is None else {order.file_name: order.file_content})
+        )
+        for number in writer.missing_shards():
+            entry = store_shard(
+                self._folder, header, writer.shard_position(number), list(self._read_spooled(number)), order
+            )
+            writer.add_manifest_entry(number, entry)
+        writer.finish()
 
     def __enter__(self) -> Self:
         return self

@@ -51,10 +51,11 @@ def import_cache(
         name: the teacher's name; "": that of the model in the first answer, or of the tokenizer.
         precision: as in `CacheWriter`.
         skip_invalid: skip rows that are invalid, with a note on the first ones.
-        force: replace an existing cache.
+        force: replace an existing cache; without it, the cache of an equal import is kept.
 
     Raises:
-        XtkError: a row is invalid, the answers are of several models, or columns of ids have no tokenizer.
+        XtkError: the output has another cache, a row is invalid, the answers are of several models, or columns of ids
+            have no tokenizer.
     """
     rows = _Rows(Corpus(sources), _find_codec(sources), skip_invalid=skip_invalid)
     known: set[bytes] = set()
@@ -78,7 +79,7 @@ def import_cache(
     place = tokenizer or write_byte_tokenizer(known)
     with CacheWriter(
         output, place, name=name or Path(model).name or Path(tokenizer).name, precision=precision, force=force,
-        is_vocabulary_complete=bool(tokenizer),
+        exist_ok=True, is_vocabulary_complete=bool(tokenizer),
     ) as writer:  # fmt: skip
         for row in rows:
             rows.add(writer, row)
