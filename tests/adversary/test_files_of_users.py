@@ -270,6 +270,12 @@ def test_a_file_that_appears_between_the_check_and_the_end_of_a_command_stays(
     assert (tmp_path / "out.1").stat().st_size > 100
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_and_not_waited_for(pair, cache):
+    done = run_xtk("distill", pair.student, cache, "--max-steps", 1, "-o", "/proc/nothing", code=1, timeout=60)
+    assert "/proc/nothing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_file_with_the_name_of_a_shard_that_appears_meanwhile_stays(tmp_path):
     folder = LocalFolder(tmp_path)
     for name in ("shard-00005.arrow", "manifest.json"):

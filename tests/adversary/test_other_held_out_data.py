@@ -115,22 +115,28 @@ def test_steps_on_rollouts_log_no_cross_entropy(pair, tmp_path):
     assert content["metrics"]["ce"] == [line["ce"] for line in lines if "ce" in line][-1]
 
 
-@pytest.mark.parametrize("kind", ["users only", "other role", "empty completions"])
+@pytest.mark.parametrize("kind", ["users only", "other role", "empty completions", "no tool calls", "plain text"])
 def test_data_without_anything_to_train_is_refused(pair, tmp_path, kind):
     question = {"role": "user", "content": "12 + 5?"}
     row = {
         "users only": {"messages": [question]},
         "other role": {"messages": [question, {"role": "gpt", "content": "17"}]},
         "empty completions": {"prompt": "Anna has", "completion": ""},
+        "no tool calls": {"messages": [question, {"role": "assistant", "content": "17"}]},
+        "plain text": {"text": "Anna has 3 apples"},
     }[kind]
     shutil.copytree(pair.student, tmp_path / "student")
     template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"
     (tmp_path / "student" / "chat_template.jinja").write_text(template)
     (tmp_path / "d.jsonl").write_text((json.dumps(row) + "\n") * 4)
     command = ["distill", tmp_path / "student", tmp_path / "d.jsonl", "--loss", "ce", "--max-steps", 2]
+    command += ["--train-on", "tool-call"] if kind in ("no tool calls", "plain text") else []
     assert "none of the 4 documents has text to train" in run_xtk(*command, "-o", tmp_path / "o", code=1).stderr
     assert not (tmp_path / "o" / "model.safetensors").exists()
     good = {"prompt": "Anna has", "completion": " 3 apples"}
     if kind == "empty completions":
         (tmp_path / "d.jsonl").write_text((json.dumps(row) + "\n") * 3 + json.dumps(good) + "\n")
         assert "3 of 4 checked documents have no text to train" in run_xtk(*command, "-o", tmp_path / "p").stderr
+    elif "--train-on" in command:
+        for regions in ("answer", "end-of-turn", "answer,tool-call"):
+            run_xtk(*command[:-1], regions, "-o", tmp_path / regions)

@@ -315,5 +315,9 @@ def test_tensors_of_any_dtype_are_arrays_and_others_are_refused(pair, teacher, t
     assert len(made) == 1
     with pytest.raises(xtk.XtkError, match="top_ids is not an array of numbers"):
         write(lambda ids, logs, seen: ([[1], *ids[1:].tolist()], logs, seen))
-    with pytest.raises(xtk.XtkError, match="not a token id"):
-        write(lambda ids, logs, seen: (ids.astype(np.int64) + 2**32, logs, seen))
+    for wrong in (lambda ids: ids.astype(np.int64) + 2**32, lambda ids: np.where(ids == ids[0, 0], -2, ids)):
+        with pytest.raises(xtk.XtkError, match="not a token id"):
+            write(lambda ids, logs, seen, wrong=wrong: (wrong(ids), logs, seen))
+    with pytest.raises(xtk.XtkError, match="a token id twice at one position"):
+        write(lambda ids, logs, seen: (ids[:, [0, 0, 2, 3]], logs, seen))
+    assert len(write(lambda ids, logs, seen: (np.where([True, True, False, False], ids, -1), logs, seen))) == 1

@@ -16,6 +16,7 @@ from xtk.errors import XtkError
 
 LOCK_PREFIX = ".xtk-lock-"
 MAX_HOLDER_BYTES = 200
+MAX_ATTEMPTS = 1000  # to create a folder that other processes remove
 LONGEST_NAME = 255  # bytes
 # File systems without locks, and paths that cannot be written, for which the writer raises a better error.
 LOCKS_UNAVAILABLE_ERRNOS = {
@@ -101,12 +102,17 @@ def _acquire(path: Path) -> int:
 
     Raises:
         BlockingIOError: another process holds the lock.
+        FileNotFoundError: the folder cannot be created (in /proc).
     """
+    attempts = 0
     while True:
+        attempts += 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # another process has just removed the empty folder
+            if attempts == MAX_ATTEMPTS:
+                raise
             continue
         except FileExistsError:  # a file is there, or another process removes the folder while `mkdir` looks at it
             if _blocked_by_file(path.parent):

@@ -344,13 +344,13 @@ def _checked_arrays(
                 where=where,
                 hint="give one value per position of tokenize(document), or None",
             )
-    limits = np.iinfo(np.int32)
-    if ids.size and (ids.min() < limits.min or ids.max() > limits.max):
-        raise XtkError(
-            f"top_ids contains {int(ids.max() if ids.max() > limits.max else ids.min())}, which is not a token id",
-            where=where,
-            hint=_HINTS["arrays"],
-        )
+    if ids.size and (ids.min() < -1 or ids.max() > np.iinfo(np.int32).max):
+        wrong_id = int(ids.min() if ids.min() < -1 else ids.max())
+        raise XtkError(f"top_ids contains {wrong_id}, which is not a token id", where=where, hint=_HINTS["arrays"])
+    ordered = np.sort(ids, axis=1)
+    repeated = (np.diff(ordered, axis=1) == 0) & (ordered[:, 1:] >= 0)
+    if repeated.any():
+        raise XtkError("top_ids contains a token id twice at one position", where=where, hint=_HINTS["arrays"])
     return LogprobArrays(
         ids.astype(np.int32),
         logprobs,

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.losses.loss_term import LossTerm
+from xtk.tokens.conversation_tokens import END_OF_TURN, NO_REGION, REGIONS
 from xtk.tokens.document import Document
 from xtk.tokens.normalization_changes import count_normalization_loss
-from xtk.tokens.token_regions import RegionWeights
+from xtk.tokens.token_regions import RegionWeights, byte_regions, token_regions
 from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.combine_teachers import ScoreWeighting
@@ -94,7 +95,7 @@ class RunInputs:
         sample = documents[:: -(-len(documents) // DOCUMENTS_PER_CHECK) or 1]
         read = self._read(sample)
         self._report_changed_text(read)
-        self._report_untrained(documents, sample, read)
+        self._report_untrained(documents, sample, read, recipe.regions)
         too_long = [] if limit is None else self._longer_than(limit, sizes)
         if too_long:
             longest, number = max(too_long)
@@ -153,22 +154,28 @@ class RunInputs:
         documents: NDArray[np.int64],
         sample: NDArray[np.int64],
         read: Sequence[tuple[Document, TokenSequence | None]],
+        regions: RegionWeights,
     ) -> None:
         """Print how many documents have nothing to train, in a sample of the documents that was read.
 
         Raises:
             XtkError: no document has anything to train.
         """
-        untrained = len(sample) - _count_trained(read)
+        with_template = not all(objective.uses_teacher for objective in self.objectives)
+
+        def count_trained(read: Sequence[tuple[Document, TokenSequence | None]]) -> int:
+            return sum(_is_trained(*one, regions, with_template=with_template) for one in read)
+
+        untrained = len(sample) - count_trained(read)
         if untrained == len(sample) and len(sample):
             others = np.setdiff1d(documents, sample)
             parts = (others[at : at + DOCUMENTS_PER_CHECK] for at in range(0, len(others), DOCUMENTS_PER_CHECK))
-            if not any(_count_trained(self._read(part)) for part in parts):
+            if not any(count_trained(self._read(part)) for part in parts):
                 raise XtkError(
                     f"none of the {len(documents):,} documents has text to train",
                     where=f"document {documents[0]}; {self.tokenizer.name}",
-                    hint="check the roles of messages (only assistant messages are trained), completions that are "
-                    "empty, and that the student's chat template prints the assistant's messages",
+                    hint="check --train-on, the roles of messages (only assistant messages are trained), completions "
+                    "that are empty, and that the student's chat template prints the assistant's messages",
                 )
         if untrained:
             terminal.note(
@@ -193,10 +200,16 @@ class RunInputs:
         return found
 
 
-def _count_trained(read: Sequence[tuple[Document, TokenSequence | None]]) -> int:
-    """Return how many documents have trained text."""
-    return sum(
-        any(part.train and part.text for part in document.segments)
-        and (tokens is None or bool(tokens.train_mask.any()))
-        for document, tokens in read
-    )
+def _is_trained(
+    document: Document, tokens: TokenSequence | None, regions: RegionWeights, *, with_template: bool
+) -> bool:
+    """Return whether a document has trained text in a trained region, or trained text of the chat template."""
+    trained = [part.train for part in document.segments]
+    if not any(part.text for part in document.segments if part.train):
+        return False
+    if tokens is not None:
+        selected = regions.select(tokens, token_regions(document, tokens), with_template=with_template)
+        return bool(selected.train_mask.any() or (selected.template_regions != NO_REGION).any())
+    in_trained_part = np.repeat(trained, [len(part.text.encode()) for part in document.segments])
+    weights = regions.weights[byte_regions(document)[in_trained_part]]
+    return bool(weights.any() or regions.weights[REGIONS.index(END_OF_TURN)])
