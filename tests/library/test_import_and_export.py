@@ -53,6 +53,25 @@ def test_a_cache_is_the_same_after_a_round_trip(run, pair, corpus, tmp_path, fil
     assert (tmp_path / "notes.jsonl").read_text() == "mine"
 
 
+def test_what_a_file_cannot_keep_is_reported(run, pair, tmp_path):
+    rows = [
+        {"prompt": "12 + 5 =", "completion": " 17", "w": 5, "teacher_prompt": "The sum is 17.\n12 + 5 ="},
+        {"prompt": "The cat", "completion": " sat.", "w": 1},
+        {"prompt": "The dog", "completion": " sat.", "w": 0},
+    ]
+    for name, columns in (
+        ("all", ("prompt", "completion", "w", "teacher_prompt")),
+        ("plain", ("prompt", "completion")),
+    ):
+        lines = (json.dumps({column: row[column] for column in columns if column in row}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        weights = ("--weight-column", "w") if name == "all" else ()
+        run("cache-teacher", pair.teacher, tmp_path / f"{name}.jsonl", *weights, "-o", tmp_path / name)
+        told = run("export-cache", tmp_path / name, "-o", tmp_path / f"{name}.parquet").stderr
+        assert ("warning: 2 of 3 documents have a weight or a route" in told) == (name == "all")
+        assert ("warning: 1 of 3 documents have teacher tokens that are not" in told) == (name == "all")
+
+
 def entry(tokenizer, token: int, logprob: float) -> dict:
     spelling = tokenizer.vocabulary.bytes_of(token)
     text = tokenizer.special_token_names.get(token, spelling.decode("utf-8", "replace"))

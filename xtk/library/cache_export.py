@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from xtk import terminal
 from xtk.artifacts.atomic_files import atomic_write
 from xtk.artifacts.cache_shard import StoredDocument
 from xtk.artifacts.output_claims import FileKind, claim_output
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.rollouts.rollout_jsonl import document_fields
+from xtk.tokens.teacher_tokenization import teacher_views
 
 CONTENT_COLUMNS = ("messages", "tools", "segments", "prompt", "completion")
 _ROWS_PER_GROUP, _MARK = 256, b"xtk-export"
@@ -62,19 +64,40 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
             where=str(cache.folder),
             hint="run cache-teacher with --support top-k or top-k+sample",
         )
+    weights, routes = cache.document_weights(), cache.routes()
+    has_weight = [weight != 1 or bool(route) for weight, route in zip(weights, routes, strict=True)]
+    has_other_tokens: list[bool] = []  # of `teacher_prompt`, and of given or sampled tokens
     with atomic_write(path, keep_others=True) as temporary:
+        rows = _rows(cache, has_other_tokens)
         if file_format == "jsonl":
             with temporary.open("w", encoding="utf-8") as stream:
-                for row in _rows(cache):
+                for row in rows:
                     stream.write(json.dumps(row, ensure_ascii=False) + "\n")
         else:
-            _write_parquet(_rows(cache), temporary)
+            _write_parquet(rows, temporary)
+    for what, documents in (
+        ("have a weight or a route, which the file lacks", has_weight),
+        (
+            "have teacher tokens that are not those of their text; import-cache reads the tokens as text",
+            has_other_tokens,
+        ),
+    ):
+        if any(documents):
+            terminal.note(f"export-cache: warning: {sum(documents):,} of {len(cache):,} documents {what}")
     return len(cache)
 
 
-def _rows(cache: TeacherCache) -> Iterator[dict[str, Any]]:
+def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[str, Any]]:
+    """Yield the rows, and append whether a document's teacher tokens are not those of its text."""
+    tokenizer = cache.teacher_tokenizer
     for number in range(len(cache)):
-        yield export_row(cache.read_document(number, None))
+        stored = cache.read_document(number, None)
+        try:
+            ((_, tokens),) = teacher_views(tokenizer, [stored.document])
+            has_other_tokens.append(not np.array_equal(tokens.ids, stored.tokens.ids))
+        except XtkError:
+            has_other_tokens.append(True)
+        yield export_row(stored)
 
 
 def export_row(stored: StoredDocument) -> dict[str, Any]:
