@@ -195,9 +195,11 @@ def vllm_tests(session: nox.Session) -> None:
     """Compare vLLM itself with transformers, and Triton kernels with torch, on a CPU, in an environment of its own."""
     programs = environment_with_vllm(session, ROOT / ".nox" / "vllm")
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    tests = ("tests/teachers/vllm_scoring", "tests/rollouts/vllm_generation", "tests/losses/test_triton_kernels.py")
-    command = [str(programs / "python"), "-m", "pytest", "-m", "vllm", *tests]
-    session.run(*command, *session.posargs, env=env, external=True)
+    command = [str(programs / "python"), "-m", "pytest", "-m", "vllm"]
+    # In a process of its own: Triton's interpreter is chosen when Triton is imported.
+    session.run(*command, "tests/losses/test_triton_kernels.py", env=env, external=True)
+    folders = ("tests/teachers/vllm_scoring", "tests/rollouts/vllm_generation")
+    session.run(*command, *folders, *session.posargs, env=env, external=True)
 
 
 @nox.session(name="gpu", venv_backend="none")
