@@ -156,14 +156,14 @@ def main() -> None:
     teacher, prompts = folder / "teacher", folder / "prompts.jsonl"
     xtk("distill", folder / "blank", folder / "texts.jsonl", "--loss", "ce", *TRAINING,
         "--max-steps", given.teacher_steps, "-o", teacher)  # fmt: skip
-    say(f"teacher, its likeliest answer: {accuracy(teacher, prompts, folder / 'told.jsonl'):.3f}")
+    say(f"teacher, its likeliest answer: {accuracy(teacher, prompts, folder / 'answers.jsonl'):.3f}")
     count = given.steps * BATCH
     written, cache = folder / "written.jsonl", folder / "cache"
     generations = -(-count // NUMBERS**2)
-    told = xtk("rollout", teacher, prompts, "--num-generations", generations, "--max-completion-length", 6,
+    printed = xtk("rollout", teacher, prompts, "--num-generations", generations, "--max-completion-length", 6,
                "--seed", 1, "--reward", JUDGE, "--batch-tokens", 65536, "--quiet", "-o", written,
                "--json")  # fmt: skip
-    say(f"teacher, as it writes: {json.loads(told)['mean_reward']:.3f}")
+    say(f"teacher, as it writes: {json.loads(printed)['mean_reward']:.3f}")
     xtk("cache-teacher", teacher, written, "--top-k", 64, "--batch-tokens", 65536, "--quiet", "-o", cache)
     steps = [*range(0, given.steps, given.steps // POINTS), given.steps]
 
@@ -174,7 +174,7 @@ def main() -> None:
         xtk("distill", student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
             "--save-steps", given.steps // POINTS, "-o", output)  # fmt: skip
         stops = [*(output / f"checkpoint-{step}" for step in steps[1:-1]), output]
-        curve = [start, *(accuracy(stop, prompts, Path(f"{output}-told.jsonl")) for stop in stops)]
+        curve = [start, *(accuracy(stop, prompts, Path(f"{output}-answers.jsonl")) for stop in stops)]
         say(f"{seed} {name}: {' '.join(f'{value:.3f}' for value in curve)}")
         return curve
 
@@ -188,7 +188,7 @@ def main() -> None:
             student = place / "student"
             xtk("distill", place / "blank", written, "--loss", "ce", *TRAINING, "--max-steps", 10, "--seed", seed,
                 "-o", student)  # fmt: skip
-            start = accuracy(student, prompts, place / "told.jsonl")
+            start = accuracy(student, prompts, place / "answers.jsonl")
             for name in given.ways:
                 learned[name].append(pool.submit(learn, student, name, seed, start))
     curves = {name: [one.result() for one in of_seeds] for name, of_seeds in learned.items()}

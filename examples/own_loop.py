@@ -1,6 +1,6 @@
 """Distill a student in a training loop of your own, from a teacher cache.
 
-python examples/own_loop.py STUDENT CACHE OUTPUT [--steps 8] [--loss "ce:weight=0.3" byte-kl]
+    python examples/own_loop.py STUDENT CACHE OUTPUT [--steps 8] [--loss "ce:weight=0.3" byte-kl]
 """
 
 import argparse

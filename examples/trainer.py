@@ -1,6 +1,6 @@
 """Distill a student with the Trainer of transformers, from a teacher cache.
 
-python examples/trainer.py STUDENT CACHE OUTPUT [--steps 8] [--loss "ce:weight=0.3" byte-kl]
+    python examples/trainer.py STUDENT CACHE OUTPUT [--steps 8] [--loss "ce:weight=0.3" byte-kl]
 """
 
 import argparse

@@ -81,7 +81,7 @@ def measure(model: Path, folder: Path) -> dict[str, float]:
     return figures
 
 
-class Results:
+class HealingResults:
     """Figures of models in a file of JSON lines, measured once.
 
     Args:
@@ -111,7 +111,7 @@ def heal(folder: Path, tokenizer: str, line: str, seed: int, steps: int) -> Path
     return output
 
 
-def table(tokenizer: str, results: Results, lines: Sequence[str], seeds: int) -> None:
+def table(tokenizer: str, results: HealingResults, lines: Sequence[str], seeds: int) -> None:
     """Print the means of all lines of a tokenizer, and their paired differences from the default."""
 
     def values(line: str, column: str) -> list[float]:
@@ -151,7 +151,7 @@ def main() -> None:
         folder, given.lines, given.seeds, given.steps = folder / "long", [RECOMMENDED], 1, LONG_STEPS
         texts = alternating(maths, itertools.cycle(wiki), documents("docs")[0], documents("code")[0])
     prepare(folder, original, texts)
-    results = Results(folder / "healing.jsonl")
+    results = HealingResults(folder / "healing.jsonl")
     for tokenizer in given.tokenizers:
         if not (folder / tokenizer).is_dir():
             target = real_data() / "tokenizers" / tokenizer

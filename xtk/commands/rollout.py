@@ -171,8 +171,7 @@ def rollout(options: RolloutOptions) -> None:
     tokenizer = Tokenizer(folder, name=student)
     form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
     prompts = read_prompts(corpus, options.max_prompts or None, form)
-    if rewards.specs:
-        check_rewards_apply(rewards, prompts)
+    check_rewards_apply(rewards, prompts)
     weights = options.server if backend.uses_servers else [place for place in (folder, adapter) if place]
     request = _request_fingerprint(options, weights, tokenizer, prompts, template_arguments)
 

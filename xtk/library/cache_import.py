@@ -108,6 +108,7 @@ class _ImportCounts:
         bounded: the token of the text is not listed, and an upper bound of its log-probability is stored.
         unknown: it is not listed, and the listed tokens have all probability: the position is not trained.
         normalized: the listed tokens have all probability.
+        other_text: rows with a text or messages that have other tokens than the row.
     """
 
     joined: int = 0
@@ -115,9 +116,15 @@ class _ImportCounts:
     bounded: int = 0
     unknown: int = 0
     normalized: int = 0
+    other_text: int = 0
 
     def print_notes(self) -> None:
         """Print what the cache lacks."""
+        if self.other_text:
+            terminal.note(
+                f"import-cache: warning: {self.other_text:,} rows have token ids that are not those of their text or "
+                "messages; the tokens are read as text"
+            )
         if self.joined:
             terminal.note(
                 f"import-cache: {self.joined:,} characters are not trained: the service wrote each of them for several "
@@ -197,7 +204,7 @@ class _Rows:
             elif isinstance(row, ListedRow):
                 _add_listed(writer, row, self._where, self.counts)
             else:
-                _add_columns(writer, row, self._where)
+                _add_columns(writer, row, self._where, self.counts)
         except XtkError as wrong:
             self._refuse(XtkError(wrong.what, where=self._where, hint=wrong.hint))
 
@@ -254,7 +261,7 @@ def _add_listed(writer: CacheWriter, row: ListedRow, where: str, counts: _Import
         assert listed is not None
         columns["logprobs"][at] = _observed_logprob(int(token_ids[at]), listed, counts)
         columns["top_ids"][at], columns["top_logprobs"][at] = listed[0].tolist(), listed[1].tolist()
-    _add_columns(writer, {**content, **columns}, where)
+    _add_columns(writer, {**content, **columns}, where, counts)
 
 
 def _without_padding(token_ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
@@ -283,7 +290,7 @@ def _observed_logprob(token: int, listed: Listed, counts: _ImportCounts) -> floa
     return float(min(logprobs.min(), np.log(remainder)))
 
 
-def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str) -> None:
+def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts: _ImportCounts) -> None:
     """Add a row with token ids: of its text or messages if these have the same tokens, else of the ids alone."""
     for name in ID_COLUMNS:
         if not isinstance(row[name], list):
@@ -305,6 +312,8 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str) -> Non
         found, positions = writer.tokenize(content)
         if np.array_equal(found, ids) and np.array_equal(positions, np.flatnonzero(scored)):
             document = content
+        else:
+            counts.other_text += 1
     numbers = np.flatnonzero(scored)
     lists = [(row["top_ids"][at] or [], row["top_logprobs"][at] or []) for at in numbers]
     if not all(isinstance(one, list) for pair in lists for one in pair) or any(len(a) != len(b) for a, b in lists):

@@ -254,12 +254,12 @@ def tokenize_continuation(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
 
 
 def check_rewards_apply(rewards: WeightedRewards, prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that no reward can score, before anything is generated.
+    """Refuse prompts that no reward can score, before anything is generated; without rewards, do nothing.
 
     Raises:
         XtkError: names the columns of the data.
     """
-    can_score = False
+    can_score = not rewards.specs
     for prompt in prompts:
         with name_row_in_errors(prompt.number):
             can_score = rewards.can_score(prompt.record) or can_score

@@ -121,8 +121,7 @@ def open_on_policy_inputs(
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.online_teachers))
     corpus = plain_corpus(paths, recipe)
     prompts = read_training_prompts(paths.online_teachers, corpus, config.prompt_format)
-    if config.rewards:
-        check_rewards_apply(WeightedRewards(config.rewards), prompts)
+    check_rewards_apply(WeightedRewards(config.rewards), prompts)
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
     source = _on_policy_source(config, prompts, corpus, setup)
     fields = setup.input_fields(student, prompts=source.fingerprint())
