@@ -335,6 +335,15 @@ def test_a_long_curve_keeps_its_ends_and_its_spikes(values):
     assert {min(value for _, value in kept), max(value for _, value in kept)} == {min(values), max(values)}
 
 
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5))
+def test_any_finite_values_are_drawn_inside_of_the_plot(values):
+    figure = svg_curves.curves_figure("loss", "", [svg_curves.MetricCurve("run", 0, list(enumerate(values)))])
+    places = re.search(r'polyline points="([^"]+)"', figure)[1].split()
+    assert len(places) == len(values)
+    for place in places:
+        assert svg_curves.MARGIN_TOP <= float(place.split(",")[1]) <= svg_curves.MARGIN_TOP + svg_curves.PLOT_HEIGHT
+
+
 @given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6))
 def test_ticks_are_round_numbers_inside_of_their_range(low, size):
     found = svg_curves.round_ticks(low, low + size)

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.library.cache_from_arrays import CacheWriter
 from xtk.tokens.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -69,10 +71,37 @@ def test_what_a_file_cannot_keep_is_reported(run, pair, tmp_path):
         run("cache-teacher", pair.teacher, tmp_path / f"{name}.jsonl", *weights, "-o", tmp_path / name)
         file = tmp_path / f"{name}.parquet"
         printed = run("export-cache", tmp_path / name, "-o", file).stderr
-        assert ("warning: 2 of 3 documents have a weight or a route" in printed) == (name == "all")
         assert ("warning: 1 of 3 documents have teacher tokens that are not" in printed) == (name == "all")
         printed = run("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / f"{name}-imported").stderr
         assert ("1 rows have token ids that are not those of their text or messages" in printed) == (name == "all")
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
+    rows = [
+        {"prompt": "12 + 5 =", "completion": " 17", "w": 5, "r": "maths"},
+        {"text": "The cat", "w": 0.25, "r": "other"},
+        {"prompt": "The dog", "completion": " sat.", "w": 0, "r": "other", "teacher_prompt": "A dog sat.\nThe dog"},
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("--weight-column", "w", "--route-column", "r", "--long-documents", "truncate")
+    run("cache-teacher", pair.teacher, tmp_path / "data.jsonl", *columns, "-o", tmp_path / "cache")
+    file = tmp_path / f"file.{file_format}"
+    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
+    run("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
+    again = TeacherCache(tmp_path / "again")
+    again.verify()
+    assert again.document_weights().tolist() == [5, 0.25, 0]
+    assert again.routes() == ["maths", "other", "other"]
+    with CacheWriter(tmp_path / "written", pair.teacher, support="none") as writer:
+        for row in ({"text": "ab"}, {"text": "cd", "weight": 2.0}, {"text": "ef", "route": "other"}):
+            positions = len(writer.tokenize(row)[1])
+            writer.add(row, np.zeros((positions, 0)), np.zeros((positions, 0)), -np.ones(positions))
+        with pytest.raises(XtkError, match="the column weight is -1"):
+            writer.tokenize({"text": "gh", "weight": -1})
+    written = TeacherCache(tmp_path / "written")
+    assert written.document_weights().tolist() == [1, 2, 1]
+    assert written.routes() == ["", "", "other"]
 
 
 def entry(tokenizer, token: int, logprob: float) -> dict:

@@ -19,7 +19,7 @@ from xtk.errors import CorruptError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult
 from xtk.training.model_card import add_evaluation_table
 from xtk.training.sharded_state import ShardedStateReader
-from xtk.training.student_export import ExportConfig, export_student
+from xtk.training.student_export import ExportConfig, export_student, size_in_bytes
 
 IDS = torch.arange(3, 40)[None]
 TEMPLATE = (
@@ -35,6 +35,14 @@ def sign(run: Path) -> None:
     stated = json.loads((run / "xtk.json").read_text())
     content = {key: value for key, value in stated.items() if key not in ("files", "folders", "checksum")}
     write_run_manifest(run, content, file_entries(run, stated["files"]))
+
+
+def test_sizes_are_read_as_bytes():
+    for text, size in (("1B", 1), ("60KB", 60_000), ("60kib", 61_440), ("1.5GiB", 3 << 29), ("2TB", 2 * 10**12)):
+        assert size_in_bytes(text) == size
+    for text in ("huge", "iB", "0GB", "5", "-1GB", "1e3KB", "5PB"):
+        with pytest.raises(XtkError, match="is not a size"):
+            size_in_bytes(text)
 
 
 def logits_of(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,6 +109,8 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
     refused = run_xtk("export", tied, "-o", out, "--dtype", "bfloat16", code=1).stderr
     assert "an export with other options or weights" in refused
     assert "dtype, max_shard_size, evaluation" in refused
+    run_xtk("export", tied, "-o", tmp_path / "small", "--max-shard-size", "60KiB")
+    assert torch.equal(logits_of(tmp_path / "small"), logits_of(tied))
     assert run_xtk("export", "-", "-o", out, "--dtype", "bfloat16", "--force", stdin=f"{tied}\n").stdout == f"{out}\n"
     assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
     with safe_open(out / "model.safetensors", "pt") as file:

@@ -15,6 +15,7 @@ DASHES = ("none", "6 3", "2 3", "8 3 2 3")
 # Long curves are drawn as the lowest and highest point of this many intervals, so that spikes stay visible.
 THINNED_INTERVALS = 250
 APPROXIMATE_TICKS = 4
+MAX_DRAWN = 1e300  # larger values are drawn at the edge: their difference is not finite
 
 CURVE_STYLE = "polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }\ncircle { stroke: none; }\n"
 
@@ -77,7 +78,7 @@ def _line(curve: MetricCurve, across: tuple[float, float], up: tuple[float, floa
     places = [
         (
             MARGIN_LEFT + PLOT_WIDTH * (x - across[0]) / (across[1] - across[0]),
-            MARGIN_TOP + PLOT_HEIGHT * (up[1] - y) / (up[1] - up[0]),
+            MARGIN_TOP + PLOT_HEIGHT * (up[1] - min(max(y, up[0]), up[1])) / (up[1] - up[0]),
         )
         for x, y in curve.points
     ]
@@ -108,8 +109,8 @@ def _grid(across: tuple[float, float], up: tuple[float, float]) -> str:
 
 
 def _scale(values: Iterable[float]) -> tuple[float, float]:
-    """Return a non-empty range that contains the values with a margin."""
-    values = list(values)
+    """Return a non-empty range that contains the values, up to `MAX_DRAWN`, with a margin."""
+    values = [min(max(value, -MAX_DRAWN), MAX_DRAWN) for value in values]
     low, high = min(values), max(values)
     if low == high == 0:
         return -0.03, 1.0

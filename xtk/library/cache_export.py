@@ -13,6 +13,8 @@ from xtk import terminal
 from xtk.artifacts.atomic_files import atomic_write
 from xtk.artifacts.cache_shard import StoredDocument
 from xtk.artifacts.output_claims import FileKind, claim_output
+from xtk.artifacts.record_to_document import OPT_IN_FIELDS
+from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS, optional_columns
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.rollouts.rollout_jsonl import document_fields
@@ -45,8 +47,8 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
     """Write the documents of a cache as rows; return their number.
 
     A row has `token_ids` [T], `logprobs` [T] (null where a token is not trained), `top_ids` and `top_logprobs` [T]
-    (the exact entries of each position, most likely first; samples are left out), `complete`, and the document in
-    `CONTENT_COLUMNS`, as `import_cache` reads it.
+    (the exact entries of each position, most likely first; samples are left out), `complete`, the document in
+    `CONTENT_COLUMNS`, and `weight` and `route` where the cache has them, as `import_cache` reads it.
 
     Args:
         cache: the cache.
@@ -64,8 +66,6 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
             where=str(cache.folder),
             hint="run cache-teacher with --support top-k or top-k+sample",
         )
-    weights, routes = cache.document_weights(), cache.routes()
-    has_weight = [weight != 1 or bool(route) for weight, route in zip(weights, routes, strict=True)]
     has_other_tokens: list[bool] = []  # of `teacher_prompt`, and of given or sampled tokens
     with atomic_write(path, keep_others=True) as temporary:
         rows = _rows(cache, has_other_tokens)
@@ -74,22 +74,24 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
                 for row in rows:
                     stream.write(json.dumps(row, ensure_ascii=False) + "\n")
         else:
-            _write_parquet(rows, temporary)
-    for what, documents in (
-        ("have a weight or a route, which the file lacks", has_weight),
-        (
-            "have teacher tokens that are not those of their text; import-cache reads the tokens as text",
-            has_other_tokens,
-        ),
-    ):
-        if any(documents):
-            terminal.note(f"export-cache: warning: {sum(documents):,} of {len(cache):,} documents {what}")
+            _write_parquet(rows, temporary, _optional_fields(cache))
+    if any(has_other_tokens):
+        terminal.note(
+            f"export-cache: warning: {sum(has_other_tokens):,} of {len(cache):,} documents have teacher tokens that "
+            "are not those of their text; import-cache reads the tokens as text"
+        )
     return len(cache)
+
+
+def _optional_fields(cache: TeacherCache) -> list[str]:
+    """Return which of `OPT_IN_FIELDS` the documents of a cache have."""
+    present = optional_columns(cache.header)
+    return [name for name in OPT_IN_FIELDS if name in present]
 
 
 def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[str, Any]]:
     """Yield the rows, and append whether a document's teacher tokens are not those of its text."""
-    tokenizer = cache.teacher_tokenizer
+    tokenizer, fields = cache.teacher_tokenizer, _optional_fields(cache)
     for number in range(len(cache)):
         stored = cache.read_document(number, None)
         try:
@@ -97,11 +99,12 @@ def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[st
             has_other_tokens.append(not np.array_equal(tokens.ids, stored.tokens.ids))
         except XtkError:
             has_other_tokens.append(True)
-        yield export_row(stored)
+        values = {"weight": stored.document.weight, "route": stored.document.teacher_name}
+        yield _row(stored) | {name: values[name] for name in fields}
 
 
-def export_row(stored: StoredDocument) -> dict[str, Any]:
-    """Return a stored document as a row."""
+def _row(stored: StoredDocument) -> dict[str, Any]:
+    """Return a stored document as a row, without weight and route."""
     tokens, found = stored.tokens, stored.teacher_logprobs
     size = len(tokens)
     logprobs: list[float | None] = [None] * size
@@ -122,7 +125,7 @@ def export_row(stored: StoredDocument) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> None:
+def _write_parquet(rows: Iterator[dict[str, Any]], path: Path, fields: list[str]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -131,6 +134,7 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> None:
             *((name, pa.string()) for name in CONTENT_COLUMNS), ("complete", pa.bool_()),
             ("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32())),
             ("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
+            *((name, OPTIONAL_COLUMNS[name]) for name in fields),
         ],
         metadata={_MARK: b"1"},
     )  # fmt: skip

@@ -19,7 +19,8 @@ from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
 from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.artifacts.output_claims import claim_output
-from xtk.artifacts.record_to_document import record_to_document
+from xtk.artifacts.record_to_document import OPT_IN_FIELDS, record_to_document
+from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION, codec_for_precision
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.artifacts.storage_folders import open_folder
@@ -40,7 +41,6 @@ from xtk.tokens.token_sequence import TokenSequence
 # Supports without samples; see `xtk.tokens.teacher_logprobs.SUPPORTS`.
 EXACT_SUPPORTS = ("top-k", "candidates", "none")
 _EXACT_PRECISION = "float32"
-_SAMPLED_TOKENS = "sampled_tokens"
 # An option in the header of caches without the teacher's tokenizer: the vocabulary has the listed tokens only.
 LISTED_VOCABULARY = "listed tokens"
 _HINTS = {
@@ -105,6 +105,7 @@ class CacheWriter:
         self._pending: list[ScoredDocument] = []
         self._top_k = self._num_positions = 0
         self._has_exact_entropy = True
+        self._used_columns: set[str] = set()
         self._spool: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(prefix="xtk-cache-")
 
     def _claim(self) -> None:
@@ -120,7 +121,8 @@ class CacheWriter:
         """Return a document's teacher tokens, and which of them need log-probabilities.
 
         Args:
-            document: a text, or a mapping with the columns of `xtk cache-teacher` ("text", "messages", "input_ids"...).
+            document: a text, or a mapping with the columns of `xtk cache-teacher` ("text", "messages", "input_ids"...),
+                and optionally "weight", the document's weight in losses, and "route", the name of its teacher.
 
         Returns:
             Token ids, int32 [T], with start and end tokens or the chat template; and positions, int32 [P]: the
@@ -182,8 +184,7 @@ class CacheWriter:
         scored = ScoredDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
         vocab_size = self.tokenizer.embedding_rows
         check_scored_document(scored, where, vocab_size=vocab_size, precision=self._precision, hints=_HINTS)
-        if view.sampled_tokens is not None and _SAMPLED_TOKENS not in self._plan.optional_columns:
-            self._plan.optional_columns.append(_SAMPLED_TOKENS)
+        self._used_columns |= _used_columns(view)
         self._has_exact_entropy &= entropy is not None
         before = len(self._plan.shards)
         self._plan.add_chunk(self._plan.num_documents, 0, tokens)
@@ -218,6 +219,7 @@ class CacheWriter:
             )
         self._spool_shard(len(self._plan.shards) - 1)
         plan, self._plan.fingerprint = self._plan, str(self._fingerprint)
+        plan.optional_columns = [name for name in OPTIONAL_COLUMNS if name in self._used_columns]
         order = vocabulary_order_for(self._precision, self.tokenizer, plan)
         top_k = {"top_k": self._top_k} if self._support == "top-k" else {}
         header = compose_cache_header(
@@ -270,7 +272,8 @@ class CacheWriter:
 
     def _view(self, document: str | Mapping[str, Any]) -> tuple[Document, TokenSequence]:
         record = {"text": document} if isinstance(document, str) else document
-        read = record_to_document(dict(record), {}, f"document {self._plan.num_documents}")
+        columns = {name: name for name in OPT_IN_FIELDS if name in record}
+        read = record_to_document(dict(record), columns, f"document {self._plan.num_documents}")
         ((view, tokens),) = teacher_views(self.tokenizer, [read])
         return view, tokens
 
@@ -282,7 +285,7 @@ class CacheWriter:
         header = {
             "codec": codec,
             "teacher": {"embedding_rows": self.tokenizer.embedding_rows},
-            "data": {"optional_columns": [_SAMPLED_TOKENS]},
+            "data": {"optional_columns": list(OPTIONAL_COLUMNS)},
             "options": {},
         }
         position = ShardPosition(number, 0, len(self._pending))
@@ -300,6 +303,12 @@ class CacheWriter:
         if self._spool is not None:
             self._spool.cleanup()
         self._spool, self._pending = None, []
+
+
+def _used_columns(document: Document) -> set[str]:
+    """Return which optional columns of a shard a document needs."""
+    needed = {"weight": document.weight != 1, "route": document.teacher_name, "sampled_tokens": document.sampled_tokens}
+    return {name for name, value in needed.items() if value}
 
 
 def _checked_arrays(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.record_to_document import OPT_IN_FIELDS
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
@@ -308,6 +309,7 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts
     if isinstance(content.get("segments"), str):  # Parquet
         content["segments"] = parse_json(content["segments"], what="segments", where=where)
     document: Mapping[str, Any] = {"input_ids": ids.tolist(), "completion_mask": scored.astype(int).tolist()}
+    optional = {name: row[name] for name in OPT_IN_FIELDS if row.get(name) is not None}
     if content.keys() - {"complete"}:
         found, positions = writer.tokenize(content)
         if np.array_equal(found, ids) and np.array_equal(positions, np.flatnonzero(scored)):
@@ -324,4 +326,4 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts
     for number, (listed, logprobs) in enumerate(lists):
         top_ids[number, : len(listed)] = to_array("top_ids", listed, np.int64, where)
         top[number, : len(listed)] = to_array("top_logprobs", logprobs, np.float32, where)
-    writer.add(document, top_ids, top, [row["logprobs"][at] for at in numbers])
+    writer.add({**document, **optional}, top_ids, top, [row["logprobs"][at] for at in numbers])

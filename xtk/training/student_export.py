@@ -65,7 +65,7 @@ KEPT_MANIFEST_KEYS = ("steps", "recipe", "metrics", "best")  # copied from the r
 # Files of a finished run that an export leaves out or rewrites.
 RUN_ONLY_FILES = (RECIPE_FILE, METRICS_FILE, ROLLOUTS_FILE, CARD_FILE)
 GGUF_CONVERTER = "convert_hf_to_gguf.py"
-_SIZE = re.compile(r"[1-9]\d*(\.\d+)?([KMGT]i?)?B", re.IGNORECASE)
+_SIZE = re.compile(r"([1-9]\d*(?:\.\d+)?)([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,22 @@ class ExportConfig:
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in DTYPES:
             raise unknown_name_error("dtype", self.dtype, DTYPES)
-        if not _SIZE.fullmatch(self.max_shard_size):
-            raise XtkError(
-                f"--max-shard-size {self.max_shard_size!r} is not a size", hint="use a size such as 500MB or 5GB"
-            )
+        size_in_bytes(self.max_shard_size)
         if self.gguf_converter and not self.gguf:
             raise XtkError("--gguf-converter needs --gguf", hint="add --gguf f16, bf16 or q8_0")
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes of a size such as 500MB, 1.5GiB or 5GB; transformers itself reads no GiB.
+
+    Raises:
+        XtkError: it is not a size.
+    """
+    found = _SIZE.fullmatch(text)
+    if not found:
+        raise XtkError(f"--max-shard-size {text!r} is not a size", hint="use a size such as 500MB or 5GB")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def export_student(
@@ -331,7 +341,7 @@ def _write_model_files(
     for role in ("bos", "pad"):
         if role in tokenizer.special_token_ids:
             setattr(described, f"{role}_token_id", tokenizer.special_token_ids[role])
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size=size_in_bytes(max_shard_size))
     files = list(folder.glob("*.safetensors"))
     set_default_permissions(*files)
     return {
