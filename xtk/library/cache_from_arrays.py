@@ -20,8 +20,8 @@ from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
 from xtk.artifacts.corpus_reader import CorpusFingerprint
 from xtk.artifacts.output_claims import claim_output
 from xtk.artifacts.record_to_document import OPT_IN_FIELDS, record_to_document
-from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION, codec_for_precision
+from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
