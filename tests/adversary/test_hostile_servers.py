@@ -27,6 +27,22 @@ from xtk.engines.server_responses import (
 from xtk.engines.vllm_servers import parse_models
 from xtk.errors import XtkError
 
+_LISTED = {"token": "17", "bytes": [49, 55], "logprob": -1.0, "top_logprobs": []}
+_CHOICE = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "17"},
+           "logprobs": {"content": [_LISTED]}}  # fmt: skip
+# Parts of an answer that a service may get wrong, and the sentence of query-teacher; "": its answer is used.
+MALFORMED_ANSWERS = [
+    *(({"usage": {"prompt_tokens": count, "completion_tokens": count}}, "")
+      for count in ("abc", [1], {"a": 1}, 10**400, -(10**6), 1e300, True, None)),
+    ({"usage": 5}, ""),
+    ({"choices": [{**_CHOICE, "logprobs": {"content": 5}}]}, "the service's log-probabilities are not lists"),
+    ({"choices": [{**_CHOICE, "logprobs": {"tokens": 5, "top_logprobs": 5}}]}, "log-probabilities are not lists"),
+    ({"choices": [{**_CHOICE, "logprobs": "many"}]}, "the service's log-probabilities are not lists"),
+    ({"choices": [{**_CHOICE, "message": "17"}]}, "the service's response has no choice"),
+    ({"choices": [{**_CHOICE, "message": ["17"], "logprobs": None}]}, "the service's response has no choice"),
+    ({"choices": [{**_CHOICE, "logprobs": None}]}, "the service's answer has no log-probabilities"),
+    ({"choices": 5}, "the service's response has no choice"),
+]  # fmt: skip
 HASTY = RetryPolicy(
     max_attempts=2, total_seconds=20, attempt_seconds=1.5, connect_seconds=5, initial_backoff=0.02, max_backoff=0.1
 )
@@ -114,10 +130,15 @@ def attack(told: Connection) -> None:
             if self.path.endswith("models"):
                 self.answer(401, {"error": {"message": f"invalid header Authorization: {header}"}})
             else:
-                listed = {"token": "17", "bytes": [49, 55], "logprob": -1.0, "top_logprobs": []}
-                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "17"},
-                          "logprobs": {"content": [listed]}}  # fmt: skip
-                self.answer(200, {"model": "m", "choices": [choice], "request": {"Authorization": header}})
+                self.answer(200, {"model": "m", "choices": [_CHOICE], "request": {"Authorization": header}})
+
+        def malformed(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
+            changed = {} if asked == "m" else MALFORMED_ANSWERS[int(asked)][0]
+            self.answer(200, {"model": asked, "choices": [_CHOICE], **changed})
+
+        def other_model(self) -> None:
+            self.answer(200, {"model": "other", "choices": [_CHOICE]})
 
         def escapes(self) -> None:
             self.answer(404, {"error": {"message": "\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J"}})
@@ -227,6 +248,52 @@ def test_a_key_that_a_service_repeats_is_in_no_error_and_no_file(server, corpus,
     )
     assert "Bearer ***" in (tmp_path / "answers.jsonl").read_text()
     assert secret not in (tmp_path / "answers.jsonl").read_text() + done.stdout + done.stderr
+
+
+@pytest.fixture
+def ask_service(server, run, tmp_path):
+    """Run query-teacher on a prompt that costs at most 20, or on several."""
+
+    def ask_for(model: str, *options: object, number: int = 1, kind: str = "malformed", code: int = 0):
+        rows = ({"messages": [{"role": "user", "content": f"{one} + 5?"}]} for one in range(number))
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return run("query-teacher", f"{server.host}/{kind}/v1#{model}", tmp_path / "prompts.jsonl", "--json",
+                   *options, "-o", tmp_path / "answers.jsonl", code=code)  # fmt: skip
+
+    return ask_for
+
+
+@pytest.mark.parametrize("number", range(len(MALFORMED_ANSWERS)))
+def test_a_malformed_answer_is_a_sentence_and_a_malformed_usage_is_estimated(ask_service, tmp_path, number):
+    sentence = MALFORMED_ANSWERS[number][1]
+    prices = ("--output-price", 1e6, "--max-completion-length", 20, "--max-cost", 25)
+    done = ask_service(str(number), *prices, code=1 if sentence else 0)
+    assert sentence in " ".join(done.stderr.split())
+    if not sentence:
+        assert 0 < json.loads(done.stdout)["cost"] <= 20
+        assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "damage", [{"response": None}, {"response": 5}, {"response": {}}, {"response": {"choices": 5}}]
+)
+def test_a_damaged_answer_of_the_file_is_named(ask_service, tmp_path, damage):
+    ask_service("m")
+    row = json.loads((tmp_path / "answers.jsonl").read_text())
+    damaged = json.dumps({key: value for key, value in {**row, **damage}.items() if value is not None}) + "\n"
+    (tmp_path / "answers.jsonl").write_text(damaged)
+    assert "a line of the output file is not an answer" in ask_service("m", code=1).stderr
+    assert (tmp_path / "answers.jsonl").read_text() == damaged
+
+
+def test_a_continued_file_has_answers_of_one_model(ask_service, tmp_path):
+    ask_service("m")
+    kept = (tmp_path / "answers.jsonl").read_bytes()
+    refused = ask_service("m", number=3, kind="other_model", code=1).stderr
+    assert "answered with the model 'm' first, and now with 'other'" in " ".join(refused.split())
+    assert (tmp_path / "answers.jsonl").read_bytes() == kept
+    ask_service("m", number=3)
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("name", ["1_2_3", " 3", "3 ", "+3", "-1", "٣", "0x1", "", "03", "9" * 30, "3000000000", "1.0"])

@@ -9,7 +9,8 @@ from xtk.teachers.service_answers import AnswerFile, make_requests
 from xtk.tokens.document import Document
 
 URL = "http://127.0.0.1:9/v1"  # nothing listens there
-RESPONSE = {"model": "m", "choices": [{"message": {"content": "b"}, "finish_reason": "stop"}]}
+LOGPROBS = {"content": [{"token": "b", "logprob": -1.0, "top_logprobs": []}]}
+RESPONSE = {"model": "m", "choices": [{"message": {"content": "b"}, "finish_reason": "stop", "logprobs": LOGPROBS}]}
 
 
 def requests_of(model: str = "m", **options):

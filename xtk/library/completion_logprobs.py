@@ -132,6 +132,8 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
         tokens, top = _read_text_logprobs(logprobs, where, is_echo=is_echo)
         if is_echo:
             tokens, top = _without_generated(content, tokens, top)
+    elif not content:
+        raise XtkError("the answer is empty", where=where, hint=_ROW_HINT)
     else:
         raise XtkError("the answer has no log-probabilities", where=where, hint="request them with logprobs and "
                        "top_logprobs")  # fmt: skip

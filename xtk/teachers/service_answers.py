@@ -24,6 +24,7 @@ _PATHS = {CHAT: "/chat/completions", TEXT: "/completions", ECHO: "/completions"}
 # What OpenAI and most services with its interface list at most; servers of vLLM and llama.cpp list more.
 USUAL_LIMITS = {CHAT: 20, TEXT: 5, ECHO: 5}
 BYTES_PER_TOKEN = 3.5  # for estimates before the first answer
+_MAX_TOKENS = 1e12  # of an answer
 _BYTES_PER_ENTRY = 160  # of JSON: {"token": ..., "logprob": ..., "bytes": [...]}
 
 
@@ -189,7 +190,8 @@ class AnswerFile:
             try:
                 row = json.loads(line)
                 key = row["key"]
-            except (ValueError, KeyError, TypeError):
+                _checked_response(row["response"])
+            except (ValueError, KeyError, TypeError, RecursionError, RetryableError):
                 raise XtkError(
                     "a line of the output file is not an answer",
                     where=f"{self.path}, line {number + 1}",
@@ -240,10 +242,17 @@ class _Usage:
 
     def add(self, response: Mapping[str, Any], request: ServiceRequest) -> None:
         """Count an answer; a service that reports no usage is counted by the estimate."""
-        used = response.get("usage")
-        used = used if isinstance(used, Mapping) else {}
-        self.prompt_tokens += float(used.get("prompt_tokens") or request.prompt_tokens)
-        self.answer_tokens += float(used.get("completion_tokens") or request.answer_tokens)
+        self.prompt_tokens += _reported_tokens(response, "prompt_tokens") or request.prompt_tokens
+        self.answer_tokens += _reported_tokens(response, "completion_tokens") or request.answer_tokens
+
+
+def _reported_tokens(response: Mapping[str, Any], key: str) -> float:
+    """Return a number of tokens that a service reports; 0: it reports none, or no possible number."""
+    used = response.get("usage")
+    value = used.get(key) if isinstance(used, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_TOKENS:
+        return 0.0
+    return float(value)
 
 
 class ServiceClient:
@@ -288,6 +297,8 @@ class ServiceClient:
         for one in requests:
             if row := file.answers.get(one.key):
                 self._usage.add(row["response"], one)
+                # An answer of another model than those of the file is refused.
+                self._endpoint.answers_as = self._endpoint.answers_as or str(row["response"].get("model") or "")
         left = {one.key: one for one in requests if one.key not in file.answers}
         with terminal.Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
             gather_responses(self._pool, [self._ask_one(one, file, progress) for one in left.values()])
@@ -371,13 +382,16 @@ class ServiceClient:
 def _checked_response(response: Any) -> dict[str, Any]:
     answer: dict[str, Any] = response if isinstance(response, dict) else {}
     choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+    choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+    message = choice.get("message", choice) if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(message, dict):
         raise RetryableError("the service's response has no choice", "check that it has the OpenAI interface")
-    found = choices[0].get("logprobs")
-    if not isinstance(found, dict) or not (found.get("content") or found.get("tokens")):
-        text = choices[0].get("text") or (choices[0].get("message") or {}).get("content")
-        if text:
-            raise RetryableError("the service's answer has no log-probabilities", "use a model and a service with them")
+    found = choice.get("logprobs") or {}
+    lists = [found.get(key) for key in ("content", "tokens", "top_logprobs")] if isinstance(found, dict) else [found]
+    if not all(one is None or isinstance(one, list) for one in lists):
+        raise RetryableError("the service's log-probabilities are not lists", "check that it has the OpenAI interface")
+    if not lists[0] and not lists[1] and (message.get("content") or message.get("text")):
+        raise RetryableError("the service's answer has no log-probabilities", "use a model and a service with them")
     return answer
 
 
