@@ -94,7 +94,7 @@ def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
     assert again.document_weights().tolist() == [5, 0.25, 0]
     assert again.routes() == ["maths", "other", "other"]
     with CacheWriter(tmp_path / "written", pair.teacher, support="none") as writer:
-        for row in ({"text": "ab"}, {"text": "cd", "weight": 2.0}, {"text": "ef", "route": "other"}):
+        for row in ({"text": "ab", "weight": None}, {"text": "cd", "weight": 2.0}, {"text": "ef", "route": "other"}):
             positions = len(writer.tokenize(row)[1])
             writer.add(row, np.zeros((positions, 0)), np.zeros((positions, 0)), -np.ones(positions))
         with pytest.raises(XtkError, match="the column weight is -1"):

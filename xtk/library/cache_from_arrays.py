@@ -272,7 +272,7 @@ class CacheWriter:
 
     def _view(self, document: str | Mapping[str, Any]) -> tuple[Document, TokenSequence]:
         record = {"text": document} if isinstance(document, str) else document
-        columns = {name: name for name in OPT_IN_FIELDS if name in record}
+        columns = {name: name for name in OPT_IN_FIELDS if record.get(name) is not None}
         read = record_to_document(dict(record), columns, f"document {self._plan.num_documents}")
         ((view, tokens),) = teacher_views(self.tokenizer, [read])
         return view, tokens
