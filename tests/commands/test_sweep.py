@@ -21,7 +21,7 @@ from interrupted_runs import assert_none_left, assert_same, processes_that_name,
 from xtk_processes import run_xtk
 
 from xtk.artifacts.write_locks import exclusive_write_lock
-from xtk.commands.sweep_plan import plan_runs
+from xtk.commands.sweep_plan import plan_runs, varying_options
 from xtk.commands.sweep_table import total_seconds
 from xtk.errors import XtkError
 from xtk.training.metrics_file import read_metrics
@@ -280,6 +280,17 @@ def test_runs_whose_logs_would_be_runs_are_refused(tmp_path):
         lines = [(f"line {n}", f"--seed {n} -o {name}") for n, name in enumerate(names)]
         with pytest.raises(XtkError, match="the log of one of the runs"):
             plan_runs(["STUDENT", "DATA"], lines, [], tmp_path)
+
+
+def test_runs_of_a_list_are_compared_by_their_options_and_not_by_how_they_are_written(tmp_path):
+    lines = [("line 1", "--loss ce -o a"), ("line 2", "--loss ce --seed 1 -o b"), ("line 3", "-o c")]
+    runs = plan_runs(["STUDENT", "DATA"], lines[:2], [], tmp_path)
+    assert varying_options(runs) == [{"seed": "42"}, {"seed": "1"}]
+    assert [set(one) for one in varying_options(plan_runs(["STUDENT", "DATA"], lines, [], tmp_path))] == [
+        {"loss", "seed"}
+    ] * 3
+    with pytest.raises(XtkError, match="the runs a and d have the same options"):
+        plan_runs(["STUDENT", "DATA"], [*lines, ("line 4", "--loss ce --seed 42 -o d")], [], tmp_path)
 
 
 def test_a_mistake_in_a_list_is_told_with_its_line(tmp_path):

@@ -366,6 +366,20 @@ def test_memory_and_layouts(pair, corpus):
     assert found(memory(huge), "error", "distill").hint
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--lora-r", 4, "--lora-target-modules", "nope"), "no module of the student called 'nope'"),
+        (("--attn-implementation", "nope"), 'attn_implementation="nope"'),
+    ],
+)
+def test_options_that_distill_refuses_are_errors(run, pair, corpus, options, what):
+    done = run("doctor", pair.student, pair.teacher, corpus, *options, "--json", code=1)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    (error,) = (one for one in found if one.get("level") == "error")
+    assert what in error["message"]
+
+
 def test_disk_hours_and_versions(pair, corpus, cache):
     case = case_of(pair, corpus, tokens_per_second=100.0)
     tokens = sum(len(one) for one in tokenize_documents(case.teacher.tokenizer, list(case.corpus)))

@@ -169,3 +169,18 @@ def test_options_of_regions_that_mean_nothing_are_refused(run, taught, tmp_path,
     assert message in failed.stderr
     assert "try:" in failed.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_chosen_regions_is_found_again_and_continued(run, taught, tmp_path):
+    student, folder = taught
+    command = ("distill", student, folder / "cache", "--train-on", "answer,reasoning", "--max-steps", 2,
+               "--save-steps", 1, "--output", tmp_path / "run")  # fmt: skip
+    run(*command)
+    path = tmp_path / "run" / "model.safetensors"
+    weights, written = path.read_bytes(), path.stat().st_mtime_ns
+    run(*command)
+    assert path.stat().st_mtime_ns == written
+    for name in ("xtk.json", "model.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    run(*command)
+    assert path.read_bytes() == weights

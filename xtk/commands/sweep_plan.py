@@ -20,6 +20,7 @@ from xtk.commands.distill import read_configs
 from xtk.commands.distill_options import DistillOptions
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
+from xtk.options.declaration import declared_options
 from xtk.options.spec_parsing import parse_pair
 
 # Set by the sweep itself.
@@ -49,7 +50,11 @@ class PlannedRun:
     @property
     def options(self) -> dict[str, Any]:
         """The options without the output folder."""
-        return {name: value for name, value in vars(self.distill_options).items() if name != "output"}
+        return {
+            one.name: getattr(self.distill_options, one.name)
+            for one, _ in declared_options(DistillOptions)
+            if one.name != "output"
+        }
 
 
 @dataclass(frozen=True)

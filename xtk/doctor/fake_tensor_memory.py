@@ -124,6 +124,7 @@ def measure_footprint(
 
     Raises:
         UnsupportedModel: transformers does not support the model, or it fails on fake tensors.
+        XtkError: the model has none of the modules, or not this attention.
     """
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -158,7 +159,16 @@ def measure_footprint(
                     model.train(train), (batch_size, num_tokens), autocast, num_passes if train else 0
                 )
         except Exception as wrong:  # models fail on fake tensors in many ways
-            first_error = first_error or " ".join(str(wrong).split())[:200]
+            message = " ".join(str(wrong).split())[:200]
+            if lora_r and isinstance(wrong, XtkError):
+                raise
+            if attn_implementation and isinstance(wrong, ValueError | ImportError) and "attn" in message:
+                raise XtkError(
+                    f"transformers cannot load the model: {message}",
+                    where=f"--attn-implementation {attn_implementation}",
+                    hint="use --attn-implementation sdpa or eager",
+                ) from None
+            first_error = first_error or message
     raise UnsupportedModel(
         f"the memory that the model needs cannot be estimated: {first_error}",
         where=str(folder),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -140,7 +141,7 @@ def _find_finished(
 def run_identity(
     recipe: TrainConfig, inputs: RunInputs, num_data_shards: int, logging_config: LoggingConfig
 ) -> dict[str, Any]:
-    """Return the options and fingerprints that decide whether two runs are the same.
+    """Return the options and fingerprints that decide whether two runs are the same, as a recipe file has them.
 
     Raises:
         XtkError: early stopping without evaluation.
@@ -154,7 +155,8 @@ def run_identity(
             )
         held_out = {"eval_documents": _held_out_fingerprint(inputs, logging_config),
                     "eval_steps": logging_config.eval_steps}  # fmt: skip
-    return {**recipe.identity(num_data_shards), **inputs.identity, **held_out}
+    identity = {**recipe.identity(num_data_shards), **inputs.identity, **held_out}
+    return dict(json.loads(canonical_json(identity)))  # a tuple is a list in the file
 
 
 def evaluation_identity(inputs: RunInputs, logging_config: LoggingConfig) -> dict[str, str]:
