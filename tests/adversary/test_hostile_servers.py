@@ -38,6 +38,7 @@ MALFORMED_ANSWERS = [
     ({"choices": [{**_CHOICE, "logprobs": {"content": 5}}]}, "the service's log-probabilities are not lists"),
     ({"choices": [{**_CHOICE, "logprobs": {"tokens": 5, "top_logprobs": 5}}]}, "log-probabilities are not lists"),
     ({"choices": [{**_CHOICE, "logprobs": "many"}]}, "the service's log-probabilities are not lists"),
+    ({"choices": [{**_CHOICE, "logprobs": [5]}]}, "the service's log-probabilities are not lists"),
     ({"choices": [{**_CHOICE, "message": "17"}]}, "the service's response has no choice"),
     ({"choices": [{**_CHOICE, "message": ["17"], "logprobs": None}]}, "the service's response has no choice"),
     ({"choices": [{**_CHOICE, "logprobs": None}]}, "the service's answer has no log-probabilities"),

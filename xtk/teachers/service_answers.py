@@ -387,8 +387,9 @@ def _checked_response(response: Any) -> dict[str, Any]:
     if not isinstance(choice, dict) or not isinstance(message, dict):
         raise RetryableError("the service's response has no choice", "check that it has the OpenAI interface")
     found = choice.get("logprobs") or {}
-    lists = [found.get(key) for key in ("content", "tokens", "top_logprobs")] if isinstance(found, dict) else [found]
-    if not all(one is None or isinstance(one, list) for one in lists):
+    is_object = isinstance(found, dict)
+    lists = [found.get(key) for key in ("content", "tokens", "top_logprobs")] if is_object else []
+    if not is_object or not all(one is None or isinstance(one, list) for one in lists):
         raise RetryableError("the service's log-probabilities are not lists", "check that it has the OpenAI interface")
     if not lists[0] and not lists[1] and (message.get("content") or message.get("text")):
         raise RetryableError("the service's answer has no log-probabilities", "use a model and a service with them")
