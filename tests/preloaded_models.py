@@ -17,7 +17,7 @@ import xtk
 MODELS = (transformers.LlamaForCausalLM, transformers.Qwen3ForCausalLM, transformers.AutoModelForCausalLM)
 ACCELERATOR = accelerate.Accelerator
 # Few tests need these, and they import much.
-LEFT_OUT = ("xtk.__main__", "xtk.evaluation.lm_eval_model", "xtk.integrations.transformers")
+LEFT_OUT = ("xtk.__main__", "xtk.integrations.transformers")
 
 for module in pkgutil.walk_packages(xtk.__path__, "xtk."):
     if module.name not in LEFT_OUT:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "xtk"
 # Imports go down only. Folders on one floor never meet, but for those named together.
 FLOORS = {
     "errors": 0, "name_registry": 0, "terminal": 0, "subprocesses": 0, "user_code": 0,
-    "writable_cache_folders": 0, "untrusted_json": 0, "options": 0,
+    "writable_cache_folders": 0, "untrusted_json": 0, "options": 0, "numba_kernel": 0,
     "tokens": 1,
     "projection": 2, "models": 2, "engines": 2,
     "artifacts": 3, "losses": 3,
@@ -65,6 +65,21 @@ def test_every_benchmark_is_in_the_list_of_what_prints_our_numbers():
     assert [name for name in scripts if name not in page] == []
 
 
+def test_own_imports_are_at_the_top_of_the_file_outside_of_commands():
+    """Commands import late for a fast --help; the entry point, so that an interrupted import ends like a command."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        if part_of(path) in {"commands", "__main__"}:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        inside = [node for function in functions for node in ast.walk(function)]
+        modules = [[alias.name for alias in node.names] for node in inside if isinstance(node, ast.Import)]
+        modules += [[node.module or ""] for node in inside if isinstance(node, ast.ImportFrom)]
+        found += [f"{path.name}: {name}" for names in modules for name in names if name.split(".")[0] == "xtk"]
+    assert found == []
+
+
 def test_help_imports_nothing_heavy():
     script = f"import sys; import xtk.cli; print(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -79,6 +94,25 @@ def test_the_projection_commands_need_no_torch(pair, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_kernels_are_compiled_at_their_first_call():
+    # `minimal_spans` calls a kernel of its own module; it is called from several threads at once.
+    script = """
+import sys, threading
+import numpy as np
+import xtk.artifacts.codec.logprob_decoding_numba, xtk.losses.byte_kl_numba, xtk.tokens.different_text_alignment
+from xtk.tokens.alignment_numba import minimal_spans
+print('numba' in sys.modules, file=sys.stderr)
+found = []
+ends = np.array([1, 3, 4], np.int32), np.array([2, 3, 4], np.int32)
+threads = [threading.Thread(target=lambda: found.append(minimal_spans(*ends).tolist())) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(found, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["False", str([[[0, 2, 0, 2], [2, 3, 2, 3]]] * 4)]
 
 
 def test_functions_are_seen_at_once():

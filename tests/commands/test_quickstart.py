@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +25,23 @@ def test_the_folder_of_a_quickstart_with_another_teacher_is_refused(run, tmp_pat
     assert "has a quickstart with --real" in done.stderr
     assert "choose another output folder" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["quickstart.json"]
+
+
+def test_a_killed_quickstart_leaves_no_command_running(tmp_path):
+    command = [sys.executable, "-m", "xtk", "quickstart", "-o", str(tmp_path / "quickstart")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        running: list[str] = []
+        while not running:
+            assert process.poll() is None
+            running = children.read_text().split()
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    (child,) = running
+    last = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < last, "the command that it had started is still running"
+        time.sleep(0.01)

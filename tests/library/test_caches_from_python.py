@@ -17,7 +17,7 @@ import pytest
 import small_inputs
 import torch
 from small_inputs import sentences, write_jsonl
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import xtk
 
@@ -74,6 +74,17 @@ def test_a_finished_cache_is_found_again_and_other_weights_are_refused(pair, tok
         xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4)
     changed = xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4, force=True)
     assert changed.header["teacher"]["weights"].startswith("loaded:sha256:")
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["model", "folder"])
+def test_top_k_all_stores_the_whole_vocabulary(pair, tokenizer, tmp_path, loaded):
+    model = AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32) if loaded else pair.teacher
+    options = {"tokenizer": tokenizer} if loaded else {}
+    made = xtk.cache_teacher(model, TEXTS[:1], tmp_path / "c", top_k="all", **options)
+    sizes = np.concatenate([np.diff(row.offsets) for row in all_logprobs(made)])
+    assert set(sizes.tolist()) == {AutoConfig.from_pretrained(pair.teacher).vocab_size}
+    with pytest.raises(xtk.XtkError, match="top_k is 'most', but must be a number or 'all'"):
+        xtk.cache_teacher(model, TEXTS[:1], tmp_path / "d", top_k="most", **options)
 
 
 def test_a_model_object_needs_its_tokenizer(teacher, tmp_path):
@@ -190,7 +201,7 @@ def test_a_cache_is_a_dataset_for_loaders_with_workers(run, pair, tmp_path):
 
 FORKED_WORKER = """
 import sys, torch, xtk
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 teacher, student, output = sys.argv[1:]
 texts = [f"text {number} of some words" for number in range(8)]
 cache = xtk.cache_teacher(AutoModelForCausalLM.from_pretrained(teacher), texts, output, tokenizer=teacher)

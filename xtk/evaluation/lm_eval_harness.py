@@ -25,6 +25,7 @@ import torch
 
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import AnswerScores, ProcessShare
+from xtk.evaluation.lm_eval_model import HarnessModel
 from xtk.evaluation.local_task_data import CODE_TASKS, CodeProblems, write_mmlu_tasks
 from xtk.evaluation.standard_errors import Estimate
 from xtk.name_registry import nearest_name
@@ -222,8 +223,6 @@ class Harness:
         self, model: Any, tokenizer: Tokenizer, max_length: int | None, share: ProcessShare, *, keep_samples: bool
     ) -> HarnessResults:
         from lm_eval import evaluator
-
-        from xtk.evaluation.lm_eval_model import HarnessModel
 
         config = self.config
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model

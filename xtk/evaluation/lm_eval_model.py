@@ -1,15 +1,14 @@
-"""Adapter from models loaded by xtk to lm-evaluation-harness; importing it needs that package."""
+"""Adapter from models loaded by xtk to lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
-
-from lm_eval.models.huggingface import HFLM
 
 from xtk import terminal
 from xtk.evaluation.generated_answers import ProcessShare
@@ -20,8 +19,10 @@ PROGRESS_BATCH_SIZE = 512  # requests between progress updates; each batch is so
 REQUESTS_PER_TURN = 32
 
 
-class HarnessModel(HFLM):  # type: ignore[misc]
-    """A harness model around a loaded transformers model; several processes with replicas can share the requests.
+class HarnessModel:
+    """The harness's class for transformers models around a loaded model.
+
+    Several processes with replicas can share the requests.
 
     Args:
         model: a transformers model.
@@ -44,15 +45,21 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         process_share: ProcessShare,
         stderr: TextIO,
     ) -> None:
+        from lm_eval.models.huggingface import HFLM
         from transformers import PreTrainedTokenizerFast
 
         with tempfile.TemporaryDirectory() as folder:
             for name, content in tokenizer.to_files().items():
                 Path(folder, name).write_bytes(content)
             own = PreTrainedTokenizerFast.from_pretrained(folder)
-        super().__init__(pretrained=model, backend="causal", tokenizer=own, batch_size=batch_size,
-                         max_length=max_length, chat_template_args=template_arguments)  # fmt: skip
+        self._model = HFLM(pretrained=model, backend="causal", tokenizer=own, batch_size=batch_size,
+                           max_length=max_length, chat_template_args=template_arguments)  # fmt: skip
+        self._model._loglikelihood_tokens = functools.partial(_without_progress, self._model._loglikelihood_tokens)
         self._share, self._stderr = process_share, stderr
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the harness's model."""
+        return getattr(self._model, name)
 
     @property
     def tokenizer_name(self) -> str:
@@ -61,18 +68,15 @@ class HarnessModel(HFLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
         """Return (log-probability, whether greedy decoding gives it) of each continuation."""
-        return self._run_in_batches(super().loglikelihood, requests)
+        return self._run_in_batches(self._model.loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
         """Return the log-probability of each text."""
-        return self._run_in_batches(super().loglikelihood_rolling, requests)
+        return self._run_in_batches(self._model.loglikelihood_rolling, requests)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
         """Return the generated text of each request."""
-        return self._run_in_batches(super().generate_until, requests)
-
-    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
-        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        return self._run_in_batches(self._model.generate_until, requests)
 
     def _run_in_batches(self, method: Callable[..., list[Any]], requests: Sequence[Any]) -> list[Any]:
         """Answer this process's requests in batches with progress, and return the answers of all processes."""
@@ -93,3 +97,8 @@ class HarnessModel(HFLM):  # type: ignore[misc]
                 progress.advance(len(part))
         answers = dict(zip(itertools.chain(*by_rank), itertools.chain(*share.all_gather_object(found)), strict=True))
         return [answers[at] for at in range(len(requests))]
+
+
+def _without_progress(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a method of the harness without its progress bars, which some callers ask for in spite of `disable_tqdm`."""
+    return method(*arguments, **{**options, "disable_tqdm": True})

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
+
+from xtk.numba_kernel import numba_kernel
 
 BATCH_ROWS = 64  # rows of float64 prefix sums at a time
 
@@ -84,7 +85,7 @@ class TokenByteCosts:
         return found, offsets
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def attribute_to_bytes(
     masses: NDArray[np.float64],
     offsets: NDArray[np.int64],

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher as build_cache
 from xtk.tokens.teacher_logprobs import Support, make_support
+from xtk.tokens.tokenizer import Tokenizer
 
 _UNHASHED_SETTINGS = ("transformers_version", "_name_or_path")
 
@@ -81,7 +82,7 @@ def cache_teacher(
     *,
     tokenizer: Any = None,
     support: Support | str = "",
-    top_k: int | None = None,
+    top_k: int | Literal["all"] | None = None,
     top_p: float | None = None,
     num_samples: int | None = None,
     precision: str = DEFAULT_PRECISION,
@@ -101,7 +102,7 @@ def cache_teacher(
         tokenizer: the model's: a folder, a hub id, or a fast tokenizer of transformers. Needed for a model object.
         support: which tokens of each distribution are stored, as `xtk cache-teacher --support`; "": chosen by the
             other arguments.
-        top_k: as `--top-k`.
+        top_k: as `--top-k`, also "all".
         top_p: as `--top-p`.
         num_samples: as `--num-samples`.
         precision: as `--precision`.
@@ -114,8 +115,6 @@ def cache_teacher(
         XtkError: the dataset is empty or not a sequence of rows, a document is too long, the dtype is unknown, or the
             output has something else.
     """
-    if not isinstance(support, Support):
-        support = make_support(support, top_k=top_k, top_p=top_p, num_samples=num_samples)
     corpus: Corpus = (
         Corpus([str(dataset)], columns) if isinstance(dataset, str | Path) else RecordCorpus(dataset, columns)
     )
@@ -123,15 +122,18 @@ def cache_teacher(
         folder, adapter = base_model_and_adapter(resolve_model_folder(str(model), with_weights=True))
         backend_options = {"adapter": adapter} if adapter else {}
         _check_dtype(options.get("dtype", "float32"))
+        support = _to_support(support, folder, top_k, top_p, num_samples)
         request = CacheRequest(
             folder, str(model), support, precision=precision, backend_options=backend_options, **options
         )
         build_cache(request, corpus, output, force=force)
         return TeacherCache(output)
+    name, folder = _store_model_files(model, tokenizer)
+    support = _to_support(support, folder, top_k, top_p, num_samples)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        build_cache(_request_for_model(model, tokenizer, support, precision, options), corpus, output, force=force)
+        build_cache(_request_for_model(model, name, folder, support, precision, options), corpus, output, force=force)
     finally:
         for module in training:
             module.training = True
@@ -148,10 +150,21 @@ def _check_dtype(name: str) -> None:
         raise unknown_name_error("dtype", name, DTYPES)
 
 
-def _request_for_model(
-    model: Any, tokenizer: Any, support: Support, precision: str, options: Mapping[str, Any]
-) -> CacheRequest:
-    """Return the request for a loaded model; its configuration and tokenizer are copied to xtk's cache folder."""
+def _to_support(
+    support: Support | str, folder: Path, top_k: int | str | None, top_p: float | None, num_samples: int | None
+) -> Support:
+    """Return the support of the arguments; "all" of `top_k` is the vocabulary of the teacher in this folder."""
+    if isinstance(support, Support):
+        return support
+    if top_k == "all":
+        top_k = Tokenizer(folder).embedding_rows
+    if isinstance(top_k, str):
+        raise XtkError(f"top_k is {top_k!r}, but must be a number or 'all'", hint="use, for example, top_k=64")
+    return make_support(support, top_k=top_k, top_p=top_p, num_samples=num_samples)
+
+
+def _store_model_files(model: Any, tokenizer: Any) -> tuple[str, Path]:
+    """Return the name of a loaded model, and a folder of xtk's cache with its configuration and tokenizer."""
     if tokenizer is None:
         raise XtkError(
             "cache_teacher needs the tokenizer of a model object",
@@ -161,7 +174,13 @@ def _request_for_model(
     own = to_tokenizer(tokenizer)
     files = {name: content.decode() for name, content in own.to_files().items()}
     name = Path(str(getattr(model, "name_or_path", ""))).name or type(model).__name__
-    folder = store_files("teachers", {**files, "config.json": model.config.to_json_string(use_diff=False)}, name)
+    return name, store_files("teachers", {**files, "config.json": model.config.to_json_string(use_diff=False)}, name)
+
+
+def _request_for_model(
+    model: Any, name: str, folder: Path, support: Support, precision: str, options: Mapping[str, Any]
+) -> CacheRequest:
+    """Return the request for a loaded model, whose configuration and tokenizer are in this folder."""
     fields = {"dtype": str(next(model.parameters()).dtype).removeprefix("torch."), **options}
     _check_dtype(fields["dtype"])
     loaded = {"cut": BackboneWithHead(model), "weights": loaded_weights_fingerprint(model)}

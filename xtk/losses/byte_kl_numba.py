@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.prefix_alternatives_numba import (
@@ -33,6 +32,7 @@ from xtk.losses.token_boundaries_numba import (
     TEACHER_COLUMNS,
     prefix_range,
 )
+from xtk.numba_kernel import numba_kernel
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
 from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
@@ -40,7 +40,7 @@ from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 LINEAR_SCAN_LIMIT = 50
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def fill_byte_cells(
     student: SortedVocabulary,
     teacher: SortedVocabulary,
@@ -127,7 +127,7 @@ def fill_byte_cells(
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def fill_teacher_cells(
     side: SortedVocabulary, support: TeacherArrays, place: NDArray[np.int64], number: int, scratch: BoundaryScratch
 ) -> tuple[int, float]:
@@ -190,7 +190,7 @@ def fill_teacher_cells(
     return count, weight
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def boundary_correction(
     teacher: SortedVocabulary,
     support: TeacherArrays,
@@ -215,7 +215,7 @@ def boundary_correction(
     return correction
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def sampling_correction(
     side: SortedVocabulary, support: TeacherArrays, position: int, weight: float, number: int, scratch: BoundaryScratch
 ) -> tuple[float, float]:
@@ -251,7 +251,7 @@ def sampling_correction(
     return correction, outside
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def normalize_cells(scratch: BoundaryScratch, count: int) -> Any:
     """Divide the teacher's probabilities of the first cells of an item by their sum, and return the sum."""
     total = scratch.probs[:count].sum()
@@ -260,7 +260,7 @@ def normalize_cells(scratch: BoundaryScratch, count: int) -> Any:
     return total
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def num_members(member_offsets: NDArray[np.int64], cells: NDArray[np.int64]) -> Any:
     """Return the number of student tokens in some cells."""
     total = 0
@@ -269,7 +269,7 @@ def num_members(member_offsets: NDArray[np.int64], cells: NDArray[np.int64]) -> 
     return total
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def ensure_capacity(values: NDArray[Any], size: int) -> NDArray[Any]:
     """Return the array itself, or a longer copy, with capacity for `size` values."""
     if size <= len(values):

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from xtk.numba_kernel import numba_kernel
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+
+@numba_kernel
 def group_logsumexp_(values: NDArray[np.float32], groups: NDArray[np.int64], count: int) -> NDArray[np.float32]:
     """Return the log-sum-exp of each group; the values become, in place, their softmax within the group.
 
@@ -40,14 +41,14 @@ def group_logsumexp_(values: NDArray[np.float32], groups: NDArray[np.int64], cou
     return result
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def scatter_add_(values: NDArray[np.float32], indices: NDArray[np.int64], increments: NDArray[np.float32]) -> None:
     """Add increments to values, in place, at indices that may repeat."""
     for at in range(len(indices)):
         values[indices[at]] += increments[at]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def largest_columns(
     values: NDArray[np.floating[Any]],
     rows: NDArray[np.int64],
@@ -96,7 +97,7 @@ def largest_columns(
     return result
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _sift_down(heap: NDArray[np.floating[Any]], columns: NDArray[np.int64], top: int, size: int) -> None:
     """Move the value at `top` down until it is the smallest of its subtree."""
     value, column = heap[top], columns[top]

@@ -9,16 +9,16 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.byte_kl_numba import ensure_capacity
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.losses.token_boundaries_numba import NONE, byte_length, sorted_index
+from xtk.numba_kernel import numba_kernel
 from xtk.projection.vocabulary_byte_partition import SortedVocabulary, first_with_byte
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def fill_event_sets(
     student: SortedVocabulary,
     teacher: SortedVocabulary,
@@ -78,7 +78,7 @@ def fill_event_sets(
     return set_offsets, masses[:count], firsts[:count], stops[:count]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _equal_bytes(
     student: SortedVocabulary, student_start: int, teacher: SortedVocabulary, teacher_start: int, size: int
 ) -> bool:
@@ -88,7 +88,7 @@ def _equal_bytes(
     return True
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def tokens_that_begin_with(
     student: SortedVocabulary, teacher: SortedVocabulary, start: int, stop: int
 ) -> tuple[int, int]:

@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.byte_kl_numba import (
@@ -33,13 +32,14 @@ from xtk.losses.token_boundaries_numba import (
     prefix_range,
     sorted_index,
 )
+from xtk.numba_kernel import numba_kernel
 from xtk.projection.vocabulary_byte_partition import LongestPrefixes, SortedVocabulary
 
 # What is left of a cell's probability after a part of it moved to another cell, if it is only a rounding error.
 MOVE_ROUNDING = 1e-6
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def fill_longest_prefix_cells(
     student: SortedVocabulary,
     prefixes: LongestPrefixes,
@@ -116,7 +116,7 @@ def fill_longest_prefix_cells(
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _move_spanning_mass(
     student: SortedVocabulary,
     prefixes: LongestPrefixes,
@@ -171,7 +171,7 @@ def _move_spanning_mass(
     return found
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def spanning_probability(
     student: SortedVocabulary,
     teacher: SortedVocabulary,
@@ -220,7 +220,7 @@ def spanning_probability(
     return math.exp(total)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def listed_prefix_logprob(
     side: SortedVocabulary, support: TeacherArrays, position: int, token: int, size: int
 ) -> float:

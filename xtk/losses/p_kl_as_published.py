@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from xtk.losses.loss_interface import ItemRanges, LossInputs
 from xtk.losses.projected_cells_numba import CELL_ARRAYS
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.models.host_to_device import to_device
+from xtk.numba_kernel import numba_kernel
 from xtk.projection.projection import ProjectionColumns
 
 # Smallest probability of the student in a cell, as in X-Token.
@@ -43,7 +43,7 @@ def published_cells(example: LossInputs, ranges: ItemRanges, columns: Projection
     return RenormalizedCells.from_numpy(**named, item_rows=ranges.row_start.astype(np.int32))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _fill_published_cells(
     ranges: ItemRanges,
     support: TeacherArrays,

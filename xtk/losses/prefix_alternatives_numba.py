@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.sampled_support_correction import TeacherArrays
@@ -16,6 +15,7 @@ from xtk.losses.token_boundaries_numba import (
     PREVIOUS_DISTRIBUTION,
     prefix_range,
 )
+from xtk.numba_kernel import numba_kernel
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
 from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
@@ -50,7 +50,7 @@ class BoundaryScratch(NamedTuple):
     prefix_indices: NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def make_scratch(cells: int, tokens: int, support: TeacherArrays) -> BoundaryScratch:
     """Return scratch memory for a number of cells, a number of student tokens and the teacher's longest support."""
     longest = np.diff(support.offsets).max() if len(support.offsets) > 1 else 0
@@ -69,7 +69,7 @@ def make_scratch(cells: int, tokens: int, support: TeacherArrays) -> BoundaryScr
     )
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _is_complete(support: TeacherArrays, position: int) -> bool:
     """Return whether the exact entries of a position are the complete distribution."""
     return bool(
@@ -78,7 +78,7 @@ def _is_complete(support: TeacherArrays, position: int) -> bool:
     )
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def group_prefix_tokens(
     student: SortedVocabulary,
     teacher: SortedVocabulary,
@@ -113,7 +113,7 @@ def group_prefix_tokens(
     )
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def collect_teacher_cells(
     side: SortedVocabulary,
     support: TeacherArrays,
@@ -163,7 +163,7 @@ def collect_teacher_cells(
     return count
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def group_all_continuations(
     side: SortedVocabulary,
     after: PrefixContinuations,
@@ -215,7 +215,7 @@ def group_all_continuations(
     return int(_add_run(runs, count, 1, at, high))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def group_teacher_continuations(
     side: SortedVocabulary,
     after: PrefixContinuations,
@@ -267,7 +267,7 @@ def group_teacher_continuations(
     return count
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _list_continuations(
     side: SortedVocabulary,
     after: PrefixContinuations,
@@ -305,7 +305,7 @@ def _list_continuations(
     return count
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _lower_bound(values: NDArray[np.int32], start: int, stop: int, least: int) -> int:
     """Return the index of the first number >= `least` in the sorted range `[start, stop)`; `stop` if there is none."""
     while start < stop:
@@ -317,14 +317,14 @@ def _lower_bound(values: NDArray[np.int32], start: int, stop: int, least: int) -
     return start
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _continuation_group(side: SortedVocabulary, scratch: BoundaryScratch, number: int, rank: int, cut: int) -> int:
     """Return the group of a longer token: that of the cell of its bytes after the first `cut`."""
     cell = side.suffix_cells[side.byte_offsets[rank] + cut]
     return 2 + scratch.slots[cell] if cell != NONE and scratch.cell_owner[cell] == number else 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _add_run(runs: NDArray[np.int32], count: int, group: int, first: int, stop: int) -> int:
     """Add tokens `[first, stop)`, extending the last run if they continue it, and return the number of runs."""
     if first == stop:
@@ -336,7 +336,7 @@ def _add_run(runs: NDArray[np.int32], count: int, group: int, first: int, stop: 
     return count + 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def sort_runs_by_group(
     runs: NDArray[np.int32],
     groups: int,

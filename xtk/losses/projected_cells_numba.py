@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.loss_interface import ItemRanges
@@ -15,12 +14,13 @@ from xtk.losses.sampled_support_correction import (
     remainder_correction,
     sampled_log_correction,
 )
+from xtk.numba_kernel import numba_kernel
 
 # What the kernels return, as arguments of `LossCells.from_numpy`.
 CELL_ARRAYS = ("cell_offsets", "entry_offsets", "teacher_probs", "rows", "tokens", "log_weights")
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _max_cells_and_entries(
     ranges: ItemRanges, support: TeacherArrays, column_offsets: NDArray[np.int64]
 ) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def _max_cells_and_entries(
     return most_cells, most_entries
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _sampling_correction(
     start: int,
     stop: int,
@@ -83,7 +83,7 @@ def _sampling_correction(
     return correction
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def fill_cells(
     ranges: ItemRanges,
     support: TeacherArrays,

@@ -12,9 +12,9 @@ import math
 from typing import NamedTuple, Self
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from xtk.numba_kernel import numba_kernel
 from xtk.tokens.teacher_logprobs import MIN_REMAINDER, TeacherLogprobs
 
 
@@ -47,7 +47,7 @@ class TeacherArrays(NamedTuple):
         return cls(teacher.offsets, stops, teacher.ids, teacher.logprobs, teacher.remainder_mass, surprisals)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def mean_surprisals(
     offsets: NDArray[np.int64], stops: NDArray[np.int64], logprobs: NDArray[np.float32], entropies: NDArray[np.float32]
 ) -> NDArray[np.float64]:
@@ -72,13 +72,13 @@ def mean_surprisals(
     return found
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def negentropy(probability: float) -> float:
     """Return `p ln p`."""
     return probability * math.log(probability) if probability > 0 else 0.0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def sampled_log_correction(exact_mass: float, mean_logprob: float, mean_prob: float) -> float:
     """Return the increase of a cell's `p ln p` per unit of mass that a sampled token represents.
 
@@ -96,7 +96,7 @@ def sampled_log_correction(exact_mass: float, mean_logprob: float, mean_prob: fl
     return math.log(exact_mass + mean_prob) + (math.log1p(ratio) / ratio if ratio > 1e-9 else 1.0)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def remainder_correction(remainder: float, outside: float) -> float:
     """Return the correction that turns an item's remainder term `r ln(r / q)` into `r ln(outside / q)`.
 

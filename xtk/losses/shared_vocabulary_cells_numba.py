@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.numba_kernel import numba_kernel
 from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def fill_shared_cells(
     positions: NDArray[np.int64],
     unit_probs: NDArray[np.float64],

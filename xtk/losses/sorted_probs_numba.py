@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.losses.loss_interface import ItemRanges
 from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.numba_kernel import numba_kernel
 from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _remainder_and_least(support: TeacherArrays, position: int) -> tuple[float, float]:
     """Return the mass that the teacher does not list at a position, and the smallest listed log-probability."""
     remainder, least = 1.0, 0.0
@@ -23,7 +23,7 @@ def _remainder_and_least(support: TeacherArrays, position: int) -> tuple[float, 
     return remainder if remainder > MIN_REMAINDER else 0.0, least
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def fill_paired_cells(
     ranges: ItemRanges,
     support: TeacherArrays,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from xtk.numba_kernel import numba_kernel
 from xtk.projection.vocabulary_byte_partition import SortedVocabulary
 
 NONE = -1
@@ -31,26 +31,26 @@ class TokenPath(NamedTuple):
     distribution_indices: NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def sorted_index(side: SortedVocabulary, token: int) -> int:
     """Return the index of a token in byte order; NONE for tokens without bytes and ids outside of the vocabulary."""
     return side.sorted_indices[token] if token < len(side.sorted_indices) else NONE
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def byte_length(side: SortedVocabulary, token: int) -> int:
     """Return the number of bytes of a token."""
     rank = sorted_index(side, token)
     return side.byte_offsets[rank + 1] - side.byte_offsets[rank] if rank >= 0 else 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def token_cell(side: SortedVocabulary, token: int) -> int:
     """Return the cell of a token; NONE for ids outside of the vocabulary."""
     return side.token_cells[token] if token < len(side.token_cells) else NONE
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _have_equal_bytes(
     student: SortedVocabulary, teacher: SortedVocabulary, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]
 ) -> bool:
@@ -77,7 +77,7 @@ def _have_equal_bytes(
     return left == 0 and at == len(student_ids) - 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def find_boundaries(
     student: SortedVocabulary,
     teacher: SortedVocabulary,
@@ -125,7 +125,7 @@ def find_boundaries(
     return items[:count]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _add_boundary(
     student: SortedVocabulary,
     teacher: SortedVocabulary,
@@ -152,7 +152,7 @@ def _add_boundary(
     return True
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _fill_boundary_side(side: SortedVocabulary, path: TokenPath, at: int, cut: int, place: NDArray[np.int64]) -> None:
     """Write the columns of one model."""
     place[NEXT_DISTRIBUTION] = NONE if cut else path.distribution_indices[at]
@@ -162,7 +162,7 @@ def _fill_boundary_side(side: SortedVocabulary, path: TokenPath, at: int, cut: i
     place[PREVIOUS_DISTRIBUTION] = path.distribution_indices[before] if before >= 0 and place[BOUNDARY_BYTES] else NONE
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def prefix_range(side: SortedVocabulary, token: int, size: int) -> tuple[int, int, int]:
     """Return the range of the tokens that begin with the first `size` bytes of a token.
 
@@ -191,7 +191,7 @@ def prefix_range(side: SortedVocabulary, token: int, size: int) -> tuple[int, in
     return low, longer, high
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _has_prefix(side: SortedVocabulary, rank: int, start: int, size: int) -> bool:
     """Return whether the token at an index in byte order begins with the `size` bytes at `start` in `token_bytes`."""
     at = side.byte_offsets[rank]

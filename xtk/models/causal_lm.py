@@ -13,12 +13,11 @@ import torch
 
 from xtk.errors import CorruptError, XtkError
 from xtk.models.safetensors_headers import ADAPTER_FILE, read_weight_headers, weight_files
+from xtk.models.weight_mismatches import WeightMismatches, note_once
 from xtk.models.weight_validation import (
-    WeightMismatches,
     check_adapter_weights,
     check_weights_finite,
     compare_headers_with_config,
-    note_once,
 )
 from xtk.tokens.model_config_json import hub_kernel_repositories, read_model_config
 from xtk.tokens.tokenizer import Tokenizer

@@ -9,15 +9,13 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.models.gguf_header import GgufHeader, read_gguf_header
+from xtk.models.weight_mismatches import WeightMismatches
 from xtk.untrusted_json import parse_json
-
-if TYPE_CHECKING:
-    from xtk.models.weight_validation import WeightMismatches
 
 # llama.cpp (src/llama-vocab.cpp) splits digits before GPT-2's pattern in these; transformers 5 uses the pattern alone.
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
@@ -68,8 +66,6 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
     """Return the dequantized model, as a plain one that can be saved, and its weights that differ from the file's."""
     import torch
     import transformers
-
-    from xtk.models.weight_validation import WeightMismatches
 
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # without it, newer loaders keep the weights quantized

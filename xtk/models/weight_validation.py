@@ -4,72 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from xtk import terminal
 from xtk.errors import CorruptError
 from xtk.models.fsdp_and_tensor_parallel import to_local_tensor
 from xtk.models.safetensors_headers import format_names, read_weight_headers
+from xtk.models.weight_mismatches import WeightMismatches
 
 _HINT = "copy or download the model again"
 # safetensors dtypes of quantized weights; their tensor names depend on the quantization library.
 QUANTIZED_DTYPES = ("U8", "I8", "I4", "F8_E4M3", "F8_E5M2", "I32")
-_printed_lines: set[str] = set()
-
-
-@dataclass(frozen=True)
-class WeightMismatches:
-    """Weights that differ between files and model, sorted by name.
-
-    Attributes:
-        missing: in the model but not in the files: transformers initializes them randomly.
-        unexpected: in the files but not in the model.
-        reshaped: (name, shape in the file, shape in the model) where the shapes differ.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    reshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
-
-    @classmethod
-    def from_loading_info(cls, loading_info: Mapping[str, Any]) -> Self:
-        """Return the mismatches in transformers' loading info, which leaves out tied heads and known buffers."""
-        reshaped = {(str(name), tuple(stored), tuple(own)) for name, stored, own in loading_info["mismatched_keys"]}
-        return cls(
-            tuple(sorted(loading_info["missing_keys"])),
-            tuple(sorted(loading_info["unexpected_keys"])),
-            tuple(sorted(reshaped)),
-        )
-
-    def check(self, folder: Path, *, quiet: bool = False) -> None:
-        """Refuse missing weights and other shapes; print a note on unexpected weights, once per folder.
-
-        Raises:
-            CorruptError: with the first names.
-        """
-        if self.missing:
-            missing = format_names(list(self.missing))
-            what = f"the model's files lack {len(self.missing):,} of its weights: {missing}"
-            raise CorruptError(what, where=str(folder), hint=_HINT)
-        if self.reshaped:
-            shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
-            what = f"weights do not have the shapes that config.json requires: {len(shapes):,} ({format_names(shapes)})"
-            raise CorruptError(what, where=str(folder), hint="use the config.json that belongs to these weights")
-        if self.unexpected and not quiet:
-            names = list(self.unexpected)
-            note_once(f"warning: {folder}: the model does not use {len(names):,} weights ({format_names(names)})")
-
-
-def note_once(line: str) -> None:
-    """Print a line, unless this process printed it before."""
-    if line not in _printed_lines:
-        _printed_lines.add(line)
-        terminal.note(line)
 
 
 def check_adapter_weights(model: Any, adapter: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from xtk.numba_kernel import numba_kernel
 
 EMPTY_SLOT = -1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def count_first_token_pairs(
     keys: NDArray[np.int64],
     counts: NDArray[np.int64],
@@ -64,7 +65,7 @@ def count_first_token_pairs(
     return num_used
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _document_tokens(
     side: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]], document: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -73,7 +74,7 @@ def _document_tokens(
     return ids[first:stop], ends[first:stop]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def insert_counts(
     keys: NDArray[np.int64], counts: NDArray[np.int64], new_keys: NDArray[np.int64], new_counts: NDArray[np.int64]
 ) -> None:
@@ -85,7 +86,7 @@ def insert_counts(
         counts[place] = new_counts[at]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _find_slot(keys: NDArray[np.int64], mask: int, key: int) -> int:
     """Return the slot of a key, or the free slot for it."""
     # Fibonacci hashing: the upper bits of a product with 2^64 / golden ratio.
@@ -95,7 +96,7 @@ def _find_slot(keys: NDArray[np.int64], mask: int, key: int) -> int:
     return int(place)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _first_token(
     text: NDArray[np.uint8],
     start: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -47,11 +47,14 @@ class ProjectionColumns:
         offsets: int64 [U+1], the entries of teacher token u are `offsets[u]:offsets[u + 1]`.
         student_ids: int32 [nnz].
         log_weights: float32 [nnz], natural logarithms.
+        byte_fallback_ids: int32, the student's byte-fallback tokens, such as "<0x61>". Where the vocabulary also has an
+            ordinary token with these bytes, the tokenizer never emits them.
     """
 
     offsets: NDArray[np.int64]
     student_ids: NDArray[np.int32]
     log_weights: NDArray[np.float32]
+    byte_fallback_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def width(self) -> int:
@@ -67,14 +70,14 @@ class ProjectionColumns:
         """Return W with at least `width` columns; added columns (the teacher's padding rows) are empty."""
         missing = max(0, width + 1 - len(self.offsets))
         offsets = np.concatenate([self.offsets, np.full(missing, self.offsets[-1], np.int64)])
-        return ProjectionColumns(offsets, self.student_ids, self.log_weights)
+        return replace(self, offsets=offsets)
 
     @cached_property
     def pairs(self) -> TokenPairs:
         """Pairs of each student token with the largest weight of its row, if that is at least 0.6.
 
-        Of several student tokens with the same teacher token, the one with the largest weight is paired, the lowest id
-        on ties; between equal weights of one row the lower teacher id.
+        Of several student tokens with the same teacher token, the one with the largest weight is paired; on ties an
+        ordinary token before byte fallback, then the lowest id. Between equal weights of one row: the lower teacher id.
         """
         width = len(self.offsets) - 1
         teachers = np.repeat(np.arange(width, dtype=np.int32), np.diff(self.offsets))
@@ -83,7 +86,7 @@ class ProjectionColumns:
         order = np.lexsort((teachers, -weights, students))
         order = order[np.unique(students[order], return_index=True)[1]]  # the heaviest entry of each row
         students, teachers, weights = students[order], teachers[order], weights[order]
-        order = np.lexsort((students, -weights, teachers))
+        order = np.lexsort((students, np.isin(students, self.byte_fallback_ids), -weights, teachers))
         order = order[np.unique(teachers[order], return_index=True)[1]]
         partners = np.full(width, -1, np.int32)
         partners[teachers[order]] = students[order]

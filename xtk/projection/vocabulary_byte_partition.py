@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from xtk.numba_kernel import numba_kernel
 from xtk.projection.methods.byte_partition import partition_vocabularies
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
 from xtk.projection.vocabulary_pair import VocabularyPair
@@ -170,7 +170,7 @@ def find_longest_prefixes(student: SortedVocabulary, teacher: SortedVocabulary) 
     return LongestPrefixes(side, cells, offsets, members, heads)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _find_event_heads(side: SortedVocabulary, is_equal: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Return int32 [n], in byte order, the shortest token without an equal one that each such token begins with.
 
@@ -197,7 +197,7 @@ def _find_event_heads(side: SortedVocabulary, is_equal: NDArray[np.bool_]) -> ND
     return heads
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _count_equal_before(side: SortedVocabulary) -> NDArray[np.int32]:
     """Return int32 [n], for each token in byte order the number of tokens before it with equal bytes."""
     counts = np.zeros(len(side.token_ids), np.int32)
@@ -212,7 +212,7 @@ def _count_equal_before(side: SortedVocabulary) -> NDArray[np.int32]:
     return counts
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, found: NDArray[np.int32]) -> None:
     """Write at `byte_offsets[i] + k` the longest student token that token i without its first k bytes begins with.
 
@@ -236,7 +236,7 @@ def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, f
                     found[start] = low
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def first_with_byte(
     token_bytes: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high: int, size: int, least: int
 ) -> int:
@@ -270,7 +270,7 @@ def sort_continuations(vocabulary: SortedVocabulary, num_cells: int) -> PrefixCo
     return PrefixContinuations(firsts, vocabulary.suffix_cells[by_cell], ranks[by_cell])
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _number_prefixes(side: SortedVocabulary, lows: NDArray[np.int64], beginnings: NDArray[np.int64]) -> None:
     """Write at `byte_offsets[i] + k` the number of the k-byte prefix of token i: `byte_offsets[low] + k`.
 

@@ -7,10 +7,12 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from xtk.errors import XtkError
 from xtk.models.causal_lm import silence_transformers
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student, make_teacher
+from xtk.subprocesses import die_with_parent
 
 # Found by experiment: docs/explanation/decisions.md. The student is trained on 15 % of the teacher's documents.
 STUDENT_FRACTION = 0.15
@@ -215,6 +218,7 @@ def _run_printed_command(command: str) -> str:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
         check=False,
     )
     if done.returncode == 130:

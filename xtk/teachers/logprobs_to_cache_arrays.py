@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from xtk.numba_kernel import numba_kernel
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
@@ -107,7 +107,7 @@ def sampling_uniforms(document: TokenSequence, support: Support) -> NDArray[np.f
     return numbers
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _unique_entries(
     ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
@@ -142,7 +142,7 @@ def _unique_entries(
     return offsets, kept_ids[:entries].copy(), kept_logprobs[:entries].copy(), remainder
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _sampled_entries(sampled: NDArray[np.int32]) -> tuple[Any, Any, Any]:
     """Return offsets, sorted unique ids and their counts for each sample set."""
     rows, sets, num_samples = sampled.shape

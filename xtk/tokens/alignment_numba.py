@@ -6,13 +6,14 @@ Each has a slow, readable reference implementation in the tests.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from xtk.numba_kernel import numba_kernel
 
 NO_POSITION = -1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def token_byte_ends(
     token_bytes: NDArray[np.uint8], token_offsets: NDArray[np.int64], ids: NDArray[np.int32], text: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int32], bool]:
@@ -55,7 +56,7 @@ def token_byte_ends(
     return ends, True
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def batch_token_byte_ends(
     token_bytes: NDArray[np.uint8],
     token_offsets: NDArray[np.int64],
@@ -88,7 +89,7 @@ def batch_token_byte_ends(
     return ends, exact
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def minimal_spans(student_ends: NDArray[np.int32], teacher_ends: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the minimal spans of two tokenizations: a span ends at every shared boundary.
 
@@ -104,7 +105,7 @@ def minimal_spans(student_ends: NDArray[np.int32], teacher_ends: NDArray[np.int3
     return spans[:count]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def minimal_spans_with_gaps(
     student_ends: NDArray[np.int32],
     teacher_ends: NDArray[np.int32],
@@ -141,7 +142,7 @@ def minimal_spans_with_gaps(
     return spans[:count]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _first_token_after(ends: NDArray[np.int32], first: int, stop: int, byte: int, common: int) -> tuple[int, bool]:
     """Return the first token of a run that ends after byte `common`, and whether a token starts exactly there."""
     if byte == common:
@@ -158,7 +159,7 @@ def _first_token_after(ends: NDArray[np.int32], first: int, stop: int, byte: int
     return low + starts, starts
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _append_spans(
     student_ends: NDArray[np.int32],
     teacher_ends: NDArray[np.int32],

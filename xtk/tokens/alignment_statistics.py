@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from xtk.numba_kernel import numba_kernel
 from xtk.tokens.alignment import align, align_sequences
 from xtk.tokens.document import Document
 from xtk.tokens.normalization_changes import NormalizationLoss, count_normalization_loss
@@ -288,7 +288,7 @@ def span_kinds(spans: Spans) -> NDArray[np.int64]:
     return kinds
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def count_spans(
     spans: Spans, span_edges: NDArray[np.int64], ends: NDArray[np.int32], token_edges: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:

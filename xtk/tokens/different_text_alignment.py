@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from xtk.numba_kernel import numba_kernel
 from xtk.tokens.alignment_numba import minimal_spans
 
 ANCHOR_LENGTH = 16  # characters of an anchor: long enough not to repeat by chance, short enough to be found
@@ -228,7 +228,7 @@ def _anchors(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.in
     return rising
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _rolling_hashes(codes: NDArray[np.int32], size: int) -> NDArray[np.int64]:
     result = np.empty(len(codes) - size + 1, np.int64)
     power = np.int64(1)
@@ -244,7 +244,7 @@ def _rolling_hashes(codes: NDArray[np.int32], size: int) -> NDArray[np.int64]:
     return result
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _longest_increasing_subsequence(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the indices of a longest strictly increasing subsequence."""
     size = len(values)
@@ -271,7 +271,7 @@ def _longest_increasing_subsequence(values: NDArray[np.int64]) -> NDArray[np.int
     return result
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
     size = 0
     while size < len(left) and size < len(right) and left[size] == right[size]:
@@ -279,7 +279,7 @@ def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
     return size
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def longest_common_runs(left: NDArray[np.int32], right: NDArray[np.int32], max_edits: int) -> NDArray[np.int32]:
     """Return a longest common subsequence, as runs.
 
@@ -316,7 +316,7 @@ def longest_common_runs(left: NDArray[np.int32], right: NDArray[np.int32], max_e
     return runs[:count]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _middle_snake(
     left: NDArray[np.int32],
     right: NDArray[np.int32],
@@ -354,7 +354,7 @@ def _middle_snake(
     return best_x, best_y, 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def _furthest_x(reached: NDArray[np.int64], centre: int, k: int, edits: int, n: int, m: int) -> int:
     """Return the furthest x on diagonal k after one more edit; a large negative number if the text ends before."""
     if edits == 0:

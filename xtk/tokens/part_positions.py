@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.tokens.different_text_alignment import matching_runs
 from xtk.tokens.message_parts import (
     CONTENT,
     MARKS,
@@ -341,8 +342,6 @@ def _locate_in_region(content: str, text: str, region: tuple[int, int]) -> PartP
     for kept in (part, part.strip()):
         if kept and (at := content.rfind(kept)) >= 0:
             return _single_run(at, start + part.find(kept), len(kept))
-    from xtk.tokens.different_text_alignment import matching_runs
-
     back = matching_runs(content[::-1], part[::-1])[::-1]
     ends = np.array([len(content), len(part)]) - back[:, :2]
     runs = np.column_stack([ends - back[:, 2:], back[:, 2:]]) + np.array([0, start, 0])

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
+from xtk.tokens.alignment_numba import batch_token_byte_ends
 from xtk.tokens.chat_template import ChatTemplate
 from xtk.tokens.normalized_byte_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
 from xtk.tokens.tokenizer_files import configured_vocab_size, read_tokenizer_files
@@ -218,8 +219,6 @@ class Tokenizer:
             return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def _encode_by_bytes(self, texts: Sequence[str], ids: Sequence[list[int]]) -> list[EncodedText]:
-        from xtk.tokens.alignment_numba import batch_token_byte_ends  # numba takes half a second to import
-
         raw = [text.encode() for text in texts]
         edges, text_edges = (np.cumsum([0, *map(len, parts)]) for parts in (ids, raw))
         flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(edges[-1]))

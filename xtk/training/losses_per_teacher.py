@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -194,16 +194,19 @@ class DistillationTeacher:
         return self._comparison_spaces[name]
 
     def _make_comparison_space(self, kind: str) -> ComparisonSpace:
-        width = int(self.identity["embedding_rows"])
         if kind in ("text", "spans"):
             return None
-        if kind == "pairs":
-            return cached_projection(self.student, self.tokenizer, PAIR_PROJECTION_METHOD).columns.pad_columns(width)
         if kind == "bytes":
             return cached_next_bytes(self.student, self.tokenizer)
-        if kind == "tokens":
-            return SparseProjection.identity(len(self.student)).columns.pad_columns(width)
-        return self.projection.columns.pad_columns(width)
+        if kind == "pairs":
+            projection = cached_projection(self.student, self.tokenizer, PAIR_PROJECTION_METHOD)
+        elif kind == "tokens":
+            projection = SparseProjection.identity(len(self.student))
+        else:
+            projection = self.projection
+        byte_fallback = np.flatnonzero(self.student.vocabulary.byte_fallback_mask).astype(np.int32)
+        columns = replace(projection.columns, byte_fallback_ids=byte_fallback)
+        return columns.pad_columns(int(self.identity["embedding_rows"]))
 
     def token_matching(self, comparison_spaces: Collection[str]) -> TokenMatching:
         """Return how its tokens match those of the student, for top-1 agreement.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.numba_kernel import numba_kernel
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+
+@numba_kernel
 def pursue_batch(
     gram: NDArray[np.floating[Any]], products: NDArray[np.float64], num_atoms: int, tolerance: float
 ) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.integer_coding import FIRST_NUMBER, NUM_DIRECT_SYMBOLS, RAW_BITS
@@ -23,6 +22,7 @@ from xtk.artifacts.codec.symbol_frequencies import (
     SYMBOL_BITS,
     DecodingTables,
 )
+from xtk.numba_kernel import numba_kernel
 
 SLOT_MASK, FREQUENCY_MASK = FREQUENCY_TOTAL - 1, 2 * FREQUENCY_TOTAL - 1
 STATE_BITS, WORD_BITS = 63, 32
@@ -35,7 +35,7 @@ RAW_COUNT_SHIFT, RAW_SHIFT = 24, 32
 SYMBOL_MASK = (1 << RAW_COUNT_SHIFT) - 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def append_number(records: NDArray[np.int64], size: int, context: int, number: int) -> int:
     """Append a number to the records and return their new count."""
     if number < NUM_DIRECT_SYMBOLS:
@@ -50,14 +50,14 @@ def append_number(records: NDArray[np.int64], size: int, context: int, number: i
     return size + 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def append_symbol(records: NDArray[np.int64], size: int, context: int, symbol: int) -> int:
     """Append a symbol that does not represent a number to the records and return their new count."""
     records[size] = context << SYMBOL_BITS | symbol
     return size + 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def encode_words(
     records: NDArray[np.int64], frequencies: NDArray[np.int64], before: NDArray[np.int64], words: NDArray[np.uint32]
 ) -> int:
@@ -94,7 +94,7 @@ def encode_words(
     return size
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def initial_state(words: NDArray[np.uint32]) -> tuple[Any, Any]:
     """Return the first state of a stream, from `bytes_to_words`, and the number of words left."""
     state, left = np.int64(0), len(words) - 1
@@ -104,7 +104,7 @@ def initial_state(words: NDArray[np.uint32]) -> tuple[Any, Any]:
 
 
 # The functions from here to `decode_number` take no arrays: numba counts references to array arguments at each call.
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def append_word(state: Any, left: Any, word: Any) -> tuple[Any, Any]:
     """Return a state below MIN_STATE after appending the next word, `words[left]`, and the number of words left.
 
@@ -113,7 +113,7 @@ def append_word(state: Any, left: Any, word: Any) -> tuple[Any, Any]:
     return (state << WORD_BITS | np.int64(word), left - 1) if left > 0 else (state, left)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def raw_bits_to_number(symbol: int, state: Any) -> tuple[Any, Any]:
     """Return the number encoded by a symbol and the raw bits in a state, and the state without these bits.
 
@@ -123,19 +123,19 @@ def raw_bits_to_number(symbol: int, state: Any) -> tuple[Any, Any]:
     return FIRST_NUMBER[Index(symbol)] + (state & ((1 << bits) - 1)), state >> bits
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def slot_index(context: int, state: int) -> Any:
     """Return the index of a state's slot in the decoding table of a context."""
     return Index(context << FREQUENCY_BITS | state & SLOT_MASK)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def symbol_info_index(context: int, symbol: int) -> Any:
     """Return the index of a symbol's info in a context."""
     return Index(context << SYMBOL_BITS | symbol)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def next_state(state: Any, info: Any) -> Any:
     """Return the state after decoding a symbol with this info."""
     return (
@@ -145,7 +145,7 @@ def next_state(state: Any, info: Any) -> Any:
     )
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_number(
     slots: DecodingTables, context: int, words: NDArray[np.uint32], state: Any, left: Any
 ) -> tuple[Any, Any, Any, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_entropy_coder import SYMBOL_MASK, encode_words
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
 from xtk.artifacts.codec.symbol_frequencies import counts_to_frequencies
+from xtk.numba_kernel import numba_kernel
 
 MAX_VARINT_BYTES = 5
 Index = np.uint64
@@ -46,7 +46,7 @@ class StreamEncoder:
         return words[:size].astype("<u4").tobytes().rstrip(b"\0")
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def bytes_to_words(packed: NDArray[np.uint8], start: int, stop: int) -> Any:
     """Return a zero, and then the words of the stream in bytes `[start, stop)`, the last one padded with zeros."""
     words = np.zeros(1 + (stop - start + 3) // 4, np.uint32)
@@ -61,7 +61,7 @@ def bytes_to_words(packed: NDArray[np.uint8], start: int, stop: int) -> Any:
     return words
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_varints_into(packed: NDArray[np.uint8], numbers: NDArray[np.int64]) -> int:
     """Decode LEB128 integers from the front of `packed` into `numbers`.
 

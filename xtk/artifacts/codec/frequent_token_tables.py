@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import corrupt_shard_error
@@ -35,6 +34,7 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     NUM_LEVEL_CONTEXTS,
     first_contexts,
 )
+from xtk.numba_kernel import numba_kernel
 
 FIRST_CONTEXTS = first_contexts(FREQUENT_ID_FAMILIES)
 NUM_CONTEXTS = int(FIRST_CONTEXTS[-1])
@@ -90,7 +90,7 @@ def unpack_frequent_ids(
     return starts, frequent_ids
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def encode_frequent_ids(
     starts: NDArray[np.int64],
     runs: NDArray[np.int64],
@@ -125,7 +125,7 @@ def encode_frequent_ids(
     return size
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_frequent_ids(
     stream: NDArray[np.uint8],
     slots: DecodingTables,

@@ -9,7 +9,6 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.ans_entropy_coder import (
@@ -39,6 +38,7 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     OBSERVED_ODDS,
     TAIL,
 )
+from xtk.numba_kernel import numba_kernel
 
 ONE = Index(1)
 ID_BITS = 20
@@ -73,7 +73,7 @@ class ShardTables(NamedTuple):
 # ----------------------------------------------------------------------------------------------- the observed token
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def odds_to_logprobs(odds: int, step: float) -> tuple[float, float]:
     """Return the log-probabilities of the observed token and of all other tokens together."""
     if odds == CERTAIN_ODDS:
@@ -88,7 +88,7 @@ def odds_to_logprobs(odds: int, step: float) -> tuple[float, float]:
     return others + logarithm, others
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_odds(number: int) -> int:
     """Return the odds for a decoded number, or for the negative of a special symbol."""
     if number >= 0:
@@ -96,7 +96,7 @@ def decode_odds(number: int) -> int:
     return CERTAIN_ODDS if number == -UNUSED_SYMBOL else IMPOSSIBLE_ODDS
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def odds_context(odds: int, per_nat: int) -> int:
     """Return the context index for the odds of the observed token: the log-odds in whole nats, clipped."""
     if odds == CERTAIN_ODDS:
@@ -109,7 +109,7 @@ def odds_context(odds: int, per_nat: int) -> int:
 # --------------------------------------------------------------------------------- shared by encoding and decoding
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def renormalize_position(
     others: float, mass: float, products: float, tail: float, tail_product: float
 ) -> tuple[float, float, float]:
@@ -134,13 +134,13 @@ def renormalize_position(
     return shift, scale * tail, -scale * (products + tail_product + shift * total)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def tail_context(level: int) -> int:
     """Return the context index for a level of the remainder mass, or for a floor."""
     return min(level // 2, NUM_TAIL_CONTEXTS - 1)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def entropy_term(logprob: float) -> float:
     """Return -p log p of one token."""
     return -logprob * math.exp(logprob) if logprob > -np.inf else 0.0
@@ -149,7 +149,7 @@ def entropy_term(logprob: float) -> float:
 # --------------------------------------------------------------------------------------------------------- decoding
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_positions(
     words: NDArray[np.uint32],
     tables: ShardTables,
@@ -220,7 +220,7 @@ def decode_positions(
     return state == 0 and left == 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_entries(
     words: NDArray[np.uint32],
     level_words: NDArray[np.uint32],
@@ -303,7 +303,7 @@ def decode_entries(
     return state == 0 and left == 0 and level_state == 0 and level_left == 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def complete_positions(
     observed_ids: NDArray[np.int32],
     offsets: NDArray[np.int64],
@@ -349,7 +349,7 @@ def complete_positions(
             entry += ONE
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_logprobs(
     packed: NDArray[np.uint8],
     bounds: NDArray[np.int64],

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.ans_entropy_coder import append_number, append_symbol
@@ -36,9 +35,10 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     OBSERVED_ODDS,
     TAIL,
 )
+from xtk.numba_kernel import numba_kernel
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def append_odds(records: NDArray[np.int64], size: int, context: int, odds: int) -> Any:
     """Append odds to the records and return their new count."""
     if odds == CERTAIN_ODDS:
@@ -48,7 +48,7 @@ def append_odds(records: NDArray[np.int64], size: int, context: int, odds: int) 
     )
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def append_number_or_special(records: NDArray[np.int64], size: int, context: int, number: int, special: bool) -> Any:
     """Append a number, or SPECIAL_SYMBOL if `special`, to the records and return their new count."""
     return (
@@ -58,7 +58,7 @@ def append_number_or_special(records: NDArray[np.int64], size: int, context: int
     )
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def encode_positions(
     starts: NDArray[np.int64],
     clusters: NDArray[np.int64],
@@ -120,7 +120,7 @@ def encode_positions(
     return size
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def encode_entries(
     starts: NDArray[np.int64],
     offsets: NDArray[np.int64],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import corrupt_shard_error
@@ -24,6 +23,7 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     logprob_families,
 )
 from xtk.errors import CorruptError
+from xtk.numba_kernel import numba_kernel
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 
 NUM_LOGPROB_STREAMS = 3
@@ -193,7 +193,7 @@ def _corruption_error() -> CorruptError:
     return corrupt_shard_error("its log-probabilities cannot be decoded")
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def read_stream_layout(
     packed: NDArray[np.uint8], positions: int, num_sample_sets: int, vocab_size: int
 ) -> tuple[Any, Any, bool]:
@@ -221,7 +221,7 @@ def read_stream_layout(
     return sizes, bounds, at >= 0 and bounds[streams - 1] <= len(packed) and sizes.max() <= positions * vocab_size
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_document(
     packed: NDArray[np.uint8],
     parameters: DecodingParameters,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.symbol_probability_contexts import NUM_LEVEL_CONTEXTS
+from xtk.numba_kernel import numba_kernel
 
 MAX_CLUSTERS = 64
 ENTRIES_PER_CLUSTER = 8192  # a list of frequent ids is worth its bytes only if it is used often
@@ -68,7 +68,7 @@ def cluster_positions(
     return names[found]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def assign_clusters(
     offsets: NDArray[np.int64],
     ids: NDArray[np.int32],

@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.ans_entropy_coder import (
@@ -29,9 +28,10 @@ from xtk.artifacts.codec.integer_coding import SPECIAL_SYMBOL
 from xtk.artifacts.codec.logprob_decoding_numba import ID_MASK, ShardTables
 from xtk.artifacts.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT
 from xtk.artifacts.codec.symbol_probability_contexts import NEXT_GAP_STATE, SAMPLED_COUNT, SAMPLED_GAP
+from xtk.numba_kernel import numba_kernel
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def encode_samples(
     context_offsets: NDArray[np.int64],
     num_samples: int,
@@ -65,7 +65,7 @@ def encode_samples(
     return size
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_samples(
     packed: NDArray[np.uint8],
     start_at: int,
@@ -137,7 +137,7 @@ def decode_samples(
     return offsets, ids, counts, at == entries and state == 0 and left == 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def append_samples(
     offsets: NDArray[np.int64],
     ids: NDArray[np.int32],

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import corrupt_shard_error
@@ -36,6 +35,7 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     TOKEN_FAMILIES,
     first_contexts,
 )
+from xtk.numba_kernel import numba_kernel
 
 FIRST_CONTEXTS = first_contexts(TOKEN_FAMILIES)
 
@@ -101,7 +101,7 @@ class TokenDecoder:
         return ids, ends
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def encode_tokens(
     starts: NDArray[np.int64], ranks: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.int64]
 ) -> int:
@@ -121,7 +121,7 @@ def encode_tokens(
     return size
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_kernel
 def decode_tokens(
     stream: NDArray[np.uint8],
     slots: DecodingTables,
