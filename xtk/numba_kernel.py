@@ -25,9 +25,9 @@ class NumbaKernel:
         self._function = function
         functools.update_wrapper(self, function)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the function's result."""
-        return self.dispatcher(*arguments)
+        return self.dispatcher(*arguments, **keywords)
 
     @functools.cached_property
     def dispatcher(self) -> Callable[..., Any]:
