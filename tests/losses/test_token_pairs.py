@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import string
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from xtk.projection.vocabulary_byte_partition import build_byte_partition
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.losses_per_teacher import DistillationTeacher
 
@@ -56,3 +60,27 @@ def test_characters_are_paired_as_both_tokenizers_emit_them(request, kind, stude
     assert [(one, int(partners[theirs[one]])) for one in shared] == [(one, ours[one]) for one in shared]
     assert {ours[one] for one in shared} <= set(space.pairs.paired_students.tolist())
     assert np.unique(partners[partners >= 0]).size == len(space.pairs.paired_students)
+
+
+def test_byte_fallback_is_matched_with_byte_fallback_wherever_its_ids_are(metaspace, tmp_path):
+    # The same tokenizer twice, with the byte-fallback tokens at the beginning and at the end of the vocabulary.
+    content = json.loads((metaspace / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    specials = {added["content"] for added in content["added_tokens"]}
+    fallback = [token for token in tokens if re.fullmatch("<0x[0-9A-F]{2}>", token)]
+    others = [token for token in tokens if token not in specials and token not in fallback]
+    sides, vocabularies = [], []
+    for name, ordered in (("first", fallback + others), ("last", others + fallback)):
+        free = [vocabulary[token] for token in tokens if token not in specials]
+        content["model"]["vocab"] = vocabulary | dict(zip(ordered, free, strict=True))
+        shutil.copytree(metaspace, tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(content))
+        sides.append(Tokenizer(tmp_path / name))
+        vocabularies.append(content["model"]["vocab"])
+    assert len(fallback) > 100
+    for student, teacher in ((0, 1), (1, 0)):
+        found = build_byte_partition(sides[student], sides[teacher]).longest_prefixes
+        for token in fallback + others:
+            ours, theirs = vocabularies[student][token], vocabularies[teacher][token]
+            assert found.student_cells[ours] == found.teacher.token_cells[theirs] != -1, token

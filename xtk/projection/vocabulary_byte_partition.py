@@ -17,14 +17,14 @@ from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.tokens.tokenizer import Tokenizer
 
 # Version of cached partitions; increase it when the algorithm changes.
-ALGORITHM_VERSION = 2
+ALGORITHM_VERSION = 3
 
 
 class SortedVocabulary(NamedTuple):
     """A vocabulary sorted by the tokens' bytes, so that tokens with a common prefix are adjacent.
 
     Attributes:
-        token_ids: int32 [n], the tokens with bytes, sorted by bytes, then by id.
+        token_ids: int32 [n], the tokens with bytes, sorted by bytes; of equal ones, byte fallback last, then by id.
         sorted_indices: int32 [V], the index of each token in `token_ids`; -1: it has no bytes.
         token_bytes: uint8, the concatenated bytes, in sorted order.
         byte_offsets: int64 [n+1], the bytes of `token_ids[i]` are `token_bytes[byte_offsets[i]:byte_offsets[i + 1]]`.
@@ -60,8 +60,9 @@ class PrefixContinuations(NamedTuple):
 class LongestPrefixes(NamedTuple):
     """The longest student token that each teacher token, and each of its suffixes, begins with.
 
-    A cell is a student token, or the student's special tokens of one role. Of student tokens with equal bytes the first
-    has the cell, except that such tokens of both models are matched one to one, in the order of their ids.
+    A cell is a student token, or the student's special tokens of one role. Student tokens with equal bytes are in one
+    cell. If the teacher has several with these bytes too, they are matched one to one: ordinary tokens before byte
+    fallback, then in the order of their ids.
 
     Attributes:
         teacher: the teacher's vocabulary, whose cells are those of these student tokens; -1: there is none.
@@ -327,20 +328,28 @@ def _sort_tokenizer_vocabulary(
             table[piece] = -1 if ids is None else int(other_cells[ids[0]])
         return list(map(table.__getitem__, pieces))
 
-    return sort_vocabulary(own.vocabulary.bytes_by_id, own_cells, cells_of)
+    return sort_vocabulary(own.vocabulary.bytes_by_id, own_cells, cells_of, own.vocabulary.byte_fallback_mask)
 
 
 def sort_vocabulary(
-    bytes_by_id: Sequence[bytes], token_cells: NDArray[np.int32], find_cells: Callable[[Sequence[bytes]], Sequence[int]]
+    bytes_by_id: Sequence[bytes],
+    token_cells: NDArray[np.int32],
+    find_cells: Callable[[Sequence[bytes]], Sequence[int]],
+    byte_fallback_mask: Sequence[bool] | NDArray[np.bool_] = (),
 ) -> SortedVocabulary:
-    """Return a vocabulary sorted by bytes.
+    """Return a vocabulary sorted by bytes; of tokens with the same bytes, ordinary ones come before byte fallback.
 
     Args:
         bytes_by_id: the bytes of each token; b"" for special tokens. Ids above are padding.
         token_cells: int32 [V].
         find_cells: returns the cells of suffixes, -1 for none.
+        byte_fallback_mask: [tokens], byte-fallback tokens; empty: there are none.
     """
-    order = sorted((token for token, spelling in enumerate(bytes_by_id) if spelling), key=bytes_by_id.__getitem__)
+    is_fallback = list(byte_fallback_mask) or [False] * len(bytes_by_id)
+    order = sorted(
+        (token for token, spelling in enumerate(bytes_by_id) if spelling),
+        key=lambda token: (bytes_by_id[token], is_fallback[token]),
+    )
     ordered = [bytes_by_id[token] for token in order]
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(spelling) for spelling in ordered])]).astype(
         np.int64
