@@ -369,7 +369,7 @@ def test_the_json_output_of_other_commands_is_documented(
     assert not undocumented(found - {*SPAN_KINDS}, "artifacts.md", "JSON output of commands")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_json_output_of_a_sweep_is_documented(pair, cache, folder):
     records = printed(
         "sweep", pair.student, cache, "--loss", "ce", "--max-steps", 1, "--vary", "seed=0 1", "-o", folder / "sweep",

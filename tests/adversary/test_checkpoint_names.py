@@ -88,7 +88,9 @@ def test_transformers_opens_a_checkpoint_as_it_is_without_a_warning(trained, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "limit"), [(2, 2), (2, 1), (0, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("every", "limit"), [(2, 1), *(pytest.param(*other, marks=pytest.mark.long) for other in [(2, 2), (0, 2), (3, 1)])]
+)
 def test_a_run_that_was_interrupted_ends_with_the_checkpoints_of_one_that_was_not(
     run, pair, corpus, tmp_path, every, limit
 ):

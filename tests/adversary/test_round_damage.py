@@ -38,6 +38,7 @@ def killed(pair, tmp_path_factory) -> tuple[list[object], Path]:
     return arguments, folder
 
 
+@pytest.mark.long
 def test_a_run_that_goes_back_a_checkpoint_reads_the_rollouts_of_that_time(killed, tmp_path):
     arguments, folder = killed
     run = Path(shutil.copytree(folder / "killed", tmp_path / "run"))

@@ -55,6 +55,7 @@ def test_shellcheck_finds_nothing():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.long
 def test_an_array_whose_second_task_is_lost_fills_the_cache_of_one_command(pair, corpus, whole, slurm, tmp_path):
     slurm["SLURM_HERE_LOSES"] = f"1={tmp_path / 'cache' / 'shard-00001.arrow'}"
     start(slurm, tmp_path, "bash", ARRAY, 3, tmp_path / "cache", pair.teacher, corpus, *OPTIONS)

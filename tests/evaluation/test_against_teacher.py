@@ -87,7 +87,7 @@ def test_with_the_teachers_tokenizer_it_is_the_divergence_of_full_distributions(
         assert beside[f"{name}_difference_error"] == pytest.approx(beside[f"{name}_error"], abs=1e-6)  # it has none
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_side_by_side_are_paired_by_documents(run, pair, folder, tmp_path):
     first, second = told(run, pair.student, "data.jsonl", "--compare-to", pair.teacher, cwd=folder)
     assert "difference" not in first

@@ -131,9 +131,9 @@ def test_a_tied_matrix_is_frozen_by_either_name(pair):
         assert not model.get_output_embeddings().weight.requires_grad
 
 
-@pytest.mark.slow
+@pytest.mark.long
 # What inductor writes has to be translated by a compiler, which takes a minute.
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_body_gives_the_same_gradients_and_names(pair, tmp_path, backend):
     expected = prepared(pair.student)
     compiled = prepared(pair.student)

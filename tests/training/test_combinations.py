@@ -41,7 +41,7 @@ def farthest(found: Path, expected: Path) -> float:
 # --- bf16, weights shared out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bf16_over_shared_weights_learns_what_one_process_learns_and_adds_losses_in_fp32(student, cache, tmp_path):
     arguments = ["distill", student, cache, "--loss", "ce", "--loss", "byte-kl", *FIVE]
     narrow, half = ("--mixed-precision", "bf16"), ("--per-device-train-batch-size", 4)

@@ -193,7 +193,7 @@ def evaluated(run, arguments, caches, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluations_and_workers_change_nothing(plain, evaluated):
     assert (plain / "model.safetensors").read_bytes() == (evaluated / "model.safetensors").read_bytes()
     clocks = {"tokens_per_second", "training_seconds", "data_wait_fraction", "peak_memory_gib"}

@@ -147,7 +147,7 @@ def test_a_run_beside_its_teacher_is_to_the_bit_the_run_from_a_cache(pair, corpu
     assert recipe["inputs"].keys() == {"student", "teacher", "projection"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_give_what_one_gives(pair, corpus, whole, tmp_path):
     shared = ["--num-processes", 2, "--per-device-train-batch-size", 4, "-o", tmp_path / "two"]
     done = run_xtk(*command(pair, corpus), *shared, fresh=True)

@@ -59,7 +59,7 @@ def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         assert float((weight - expected[name]).abs().max()) <= 1e-5 * float(expected[name].abs().max()), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_launchers_train_what_one_process_trains(pair, cache, expected, tmp_path):
     out = tmp_path / "out"
     arguments = [pair.student, cache, *OPTIONS, "--per-device-train-batch-size", 4, "-o", out]

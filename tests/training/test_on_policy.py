@@ -307,7 +307,7 @@ def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
     assert alike[0]["byte-kl"] != pytest.approx(whole[0]["byte-kl"], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_teacher_on_devices_of_its_own_says_the_same(pair, prompts, tmp_path):
     options = ["--loss", "byte-kl", "--max-steps", 2, "--save-steps", 0]
     run(pair, prompts, tmp_path / "with", *options)
