@@ -97,9 +97,12 @@ def test_globs_and_folders_are_read_in_the_order_of_names(tmp_path):
     for name in ("b.txt", "a.txt", "c.txt"):
         (tmp_path / name).write_text(name)
     (tmp_path / "notes.md").write_text("no data")
+    (tmp_path / "._a.txt").write_text("what macOS keeps beside a file")
+    os.mkfifo(tmp_path / "d.txt")
     names = ["a.txt", "b.txt", "c.txt"]
-    assert [document.text for document in Corpus([f"{tmp_path}/*.txt"])] == names
     assert [document.text for document in Corpus([str(tmp_path)])] == names
+    (tmp_path / "d.txt").unlink()
+    assert [document.text for document in Corpus([f"{tmp_path}/*.txt"])] == names
     assert [document.text for document in Corpus([f"{tmp_path}/c.txt", f"{tmp_path}/[ab].txt"])] == [
         "c.txt", "a.txt", "b.txt"
     ]  # fmt: skip

@@ -294,6 +294,9 @@ def test_early_stopping_ends_with_the_best_student_also_when_killed(arguments, t
     bits = [line["eval_bits_per_byte"] for line in read_metrics(whole / "metrics.jsonl")]
     best = min(bits)
     assert content["best"] == {"step": bits.index(best) + 1, "eval_bits_per_byte": best}
+    assert (content["metrics"]["step"], content["metrics"]["eval_bits_per_byte"]) == (bits.index(best) + 1, best)
+    (reported,) = json.loads(run_xtk("report", whole, "-o", tmp_path / "page.html", "--json").stdout)["runs"]
+    assert reported["metrics"]["eval_bits_per_byte"] == pytest.approx(best)
     assert len(bits) == content["steps"] == bits.index(best) + 1 + 8 < 40
     told_again = json.loads(run_xtk("evaluate", whole, held_out, "--json").stdout)
     assert told_again["bits_per_byte"] == pytest.approx(best, rel=1e-6)

@@ -240,7 +240,11 @@ def _data_files(path: Path, split: str = "") -> list[Path]:
     if saved is not None:
         return saved
     _refuse_non_data(path)
-    files = sorted(file for file in path.iterdir() if file_extension(file.name) in FORMATS)
+    files = sorted(
+        file
+        for file in path.iterdir()
+        if file_extension(file.name) in FORMATS and not file.name.startswith(".") and (file.is_file() or file.is_dir())
+    )
     if not files:
         raise XtkError(
             "this folder contains no data files",

@@ -186,15 +186,18 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
     at = metrics[-1]["step"] if metrics else 0
     state = f"unfinished, at step {at:,}" + (f" of {recipe['max_steps']:,}" if recipe.get("max_steps") else "")
+    best_step = None
     if (path / RUN_MANIFEST).is_file():
         content = read_run_manifest(path, ("student",))
         if not metrics:
             terminal.note(f"report: warning: {path} is finished, but its metrics.jsonl is missing or empty")
         state = f"finished, {content.get('steps', at):,} steps"
         if best := content.get("best"):
-            state += f", best at step {best.get('step'):,}"
+            best_step = best["step"]
+            state += f", best at step {best_step:,}"
     samples = read_json_lines(path / "rollouts.jsonl")
-    return ReportedRun(name, str(path), state, run_fingerprint(recipe), recipe, metrics, samples, rerun_command(path))
+    command = rerun_command(path)
+    return ReportedRun(name, str(path), state, run_fingerprint(recipe), recipe, metrics, samples, command, best_step)
 
 
 def _cache(place: str) -> list[str]:

@@ -59,6 +59,7 @@ class ReportedRun:
         metrics: records of metrics.jsonl, in the order of steps.
         samples: a completion per batch of rollouts.
         command: the command that repeats the run.
+        best_step: the step of its weights, if early stopping chose them.
     """
 
     name: str
@@ -69,14 +70,21 @@ class ReportedRun:
     metrics: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]] = field(default=())
     command: str = ""
+    best_step: int | None = None
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric."""
         return [(one["step"], one[metric]) for one in self.metrics if _is_finite_number(one.get(metric))]
 
     def last_values(self) -> dict[str, float]:
-        """Return the last value of each metric."""
-        return {name: value for one in self.metrics for name, value in one.items() if _is_finite_number(value)}
+        """Return the last value of each metric, up to the step of the student's weights."""
+        return {
+            name: value
+            for one in self.metrics
+            if self.best_step is None or one["step"] <= self.best_step
+            for name, value in one.items()
+            if _is_finite_number(value)
+        }
 
     def initial_value(self, metric: str) -> float | None:
         """Return a held-out metric before the first step; None if it was not evaluated."""

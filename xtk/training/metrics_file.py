@@ -59,11 +59,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return read_json_lines(path)
 
 
-def last_values(path: Path) -> dict[str, Any]:
-    """Return the last value of each metric."""
+def last_values(path: Path, through: int | None = None) -> dict[str, Any]:
+    """Return the last value of each metric, of steps up to `through`; None: of all."""
     values: dict[str, Any] = {}
     for record in read_metrics(path):
-        values.update(record)
+        if through is None or record["step"] <= through:
+            values.update(record)
     return values
 
 

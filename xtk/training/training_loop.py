@@ -260,15 +260,15 @@ class _TrainingLoop:
                 hint="use a smaller --learning-rate or --mixed-precision no; check the data and the teacher",
             )
         _check_finite_weights(run, f"the student after step {steps:,}")
+        keeps_best = self.recipe.early_stopping_patience and state.best_bits_per_byte is not None
+        best = state.best_step if keeps_best else None
         content = {
             "kind": STUDENT,
             "steps": steps,
             "documents_per_step": run.sampler.documents_per_step,
             "recipe": run.identity,
-            "metrics": last_values(run.output / METRICS_FILE),
+            "metrics": last_values(run.output / METRICS_FILE, best),
         }
-        keeps_best = self.recipe.early_stopping_patience and state.best_bits_per_byte is not None
-        best = state.best_step if keeps_best else None
         if best is not None:
             content["best"] = {"step": best, "eval_bits_per_byte": state.best_bits_per_byte}
         with self.average.swapped_in(run.wrapped_student):
