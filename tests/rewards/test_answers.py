@@ -176,6 +176,19 @@ def test_what_makes_no_sense_is_told(text, message):
         parse_reward(text).load_reward()
 
 
+def test_a_function_with_other_parameters_is_refused_before_it_is_called(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def one(a): return 1\ndef more(a, b, c, d=1, *, e=2): return 1\nmost = max\ndef two(a, *, b): return 1\n"
+    )
+    for name, parameters in (("one", r"\(a\)"), ("two", r"\(a, \*, b\)")):
+        with pytest.raises(XtkError, match=f"takes {parameters}, but is called with three arguments") as refused:
+            parse_reward(f"{file}:{name}").load_reward()
+        assert refused.value.hint == "declare it as def NAME(completion, prompt, row)"
+    for name in ("more", "most"):
+        parse_reward(f"{file}:{name}").load_reward()
+
+
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_specification_reads_what_it_writes(name):
     wanted = RewardSpec(name, 0.25, (("pattern", "a,b=c"),) if name == "regex" else ())

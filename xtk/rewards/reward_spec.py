@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,14 +41,36 @@ class RewardSpec(OptionSpec):
         """Return the reward function; imports a user's function.
 
         Raises:
-            XtkError: an option is invalid, a library is missing, or the function does not exist.
+            XtkError: an option is invalid, a library is missing, or the function does not exist or does not take three
+                arguments.
         """
         if self.name not in REWARDS:
             reward: RewardFunction = load_user_object(self.name, "--reward FILE.py:FUNCTION", "function")
+            _check_parameters(self.name, reward)
             return reward
         rule = load_registered(REWARDS, self.name, "reward")
         judge: RewardFunction = from_pairs(rule, self.options, f"the reward {self}")
         return judge
+
+
+def _check_parameters(name: str, reward: RewardFunction) -> None:
+    """Refuse a function of the user that cannot be called with three arguments.
+
+    Raises:
+        XtkError: states its parameters.
+    """
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # of a library in C: known when it is called
+        return
+    try:
+        signature.bind("", "", {})
+    except TypeError:
+        raise XtkError(
+            f"the reward function takes {signature}, but is called with three arguments",
+            where=name,
+            hint="declare it as def NAME(completion, prompt, row)",
+        ) from None
 
 
 def paths_as_checksums(text: str) -> str:
