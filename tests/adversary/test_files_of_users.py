@@ -146,7 +146,15 @@ def test_files_of_the_user_among_stored_rollouts_are_kept(run, pair, tmp_path):
                "byte-kl", "--max-completion-length", 4, "--max-steps", 3, "--save-steps", 1, "-o", out]  # fmt: skip
     run(*command, "--max-seconds", 0.001, code=75)
     mine = [
-        out / "rollout_batches" / name for name in ("note.txt", "000000/note.txt", "000002/note.txt", "my/note.txt")
+        out / "rollout_batches" / name
+        for name in (
+            "note.txt",
+            "000000/note.txt",
+            "000000/0/note.txt",
+            "000002/note.txt",
+            "000002/0/note.txt",
+            "my/note.txt",
+        )
     ]
     for path in mine:
         path.parent.mkdir(exist_ok=True, parents=True)
