@@ -117,22 +117,6 @@ def remove_rollout_batch(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_stored_scores(folder: Path) -> None:
-    """Remove a cache of a teacher's scores that a run left; a folder with other files is renamed instead."""
-    if not folder.is_dir() or folder.is_symlink():
-        return
-    foreign = sorted(
-        path.name
-        for path in folder.iterdir()
-        if not path.name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX))
-        and (not is_cache_file(path.name) or path.is_symlink() or path.is_dir())
-    )
-    if foreign:
-        _keep(folder, f"contains files that xtk did not write ({', '.join(foreign[:3])})")
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _foreign_batch_files(folder: Path) -> list[str]:
     """Return the relative paths of files that xtk did not write, in the folder of all rollout batches of a run."""
     found = []

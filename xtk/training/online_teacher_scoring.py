@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.corpus_reader import Corpus, InMemoryCorpus
-from xtk.artifacts.run_folder_removal import remove_stored_scores
 from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
@@ -226,7 +225,7 @@ class TeacherBlocks:
         shards = len(job.plan.shards)
         writer: ShardedCacheWriter | None = None
         if accelerator.is_main_process:
-            remove_stored_scores(Path(job.location))
+            shutil.rmtree(job.location, ignore_errors=True)
             writer = ShardedCacheWriter(open_folder(job.location), job.header, job.plan.chunks_per_shard())
         accelerator.wait_for_everyone()
         rank, ranks = accelerator.process_index, accelerator.num_processes
