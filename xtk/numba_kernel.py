@@ -7,6 +7,7 @@ sooner.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ _lock = threading.RLock()
 
 class NumbaKernel:
     """A function that numba compiles at its first call; the machine code is cached on disk, and calls release the GIL.
+
+    The compiled function then takes its place in all modules that imported it, so that further calls cost nothing more.
 
     Args:
         function: the function; kernels that it calls are compiled with it.
@@ -36,12 +39,15 @@ class NumbaKernel:
 
         with _lock:
             compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(self._function)
-            # Numba looks up called functions in the module's globals, and needs its own there.
-            names = self._function.__globals__
+            own = self._function.__globals__
             for name in self._function.__code__.co_names:
-                called = names.get(name)
-                if isinstance(called, NumbaKernel):
-                    names[name] = compiled if called is self else called.dispatcher
+                if isinstance(own.get(name), NumbaKernel) and own[name] is not self:
+                    own[name] = own[name].dispatcher  # numba needs its own functions there
+            name = self._function.__name__
+            for module in list(sys.modules.values()):
+                names = getattr(module, "__dict__", {})
+                if names.get(name) is self:
+                    names[name] = compiled
             return compiled
 
 
