@@ -23,7 +23,6 @@ _PIPE_HINT = "pipe an xtk command that prints the path of its output, or give th
 _CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class _Terminal:
@@ -106,11 +105,8 @@ def _write_result(line: str) -> None:
 
 
 def result_json(record: dict[str, Any]) -> None:
-    """Write one JSON object as a line of stdout, with control characters in JSON escapes.
-
-    Bytes of paths that are not UTF-8 become U+FFFD, since no JSON text can contain them.
-    """
-    text = _SURROGATES.sub("\ufffd", json.dumps(record, ensure_ascii=False))
+    """Write one JSON object as a line of stdout, with control characters in JSON escapes."""
+    text = json.dumps(record, ensure_ascii=False)
     result_line(_CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 

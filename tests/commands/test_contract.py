@@ -258,12 +258,3 @@ def test_metrics_go_to_a_tracker_that_accelerate_knows(run, pair, cache, project
     run("distill", pair.student, cache, "--projection", projection, "--max-steps", 2, "--report-to", "tensorboard",
         "-o", "out", cwd=tmp_path)  # fmt: skip
     assert list((tmp_path / "out" / "trackers").rglob("events.out.*"))
-
-
-def test_json_of_a_file_whose_name_is_not_utf_8_is_read_by_strict_parsers(run, pair, tmp_path):
-    data = os.fsencode(tmp_path) + b"/n\xff.txt"
-    with open(data, "wb") as stream:
-        stream.write(b"A text.\n")
-    out = run("evaluate", pair.student, os.fsdecode(data), "--json").stdout
-    assert json.loads(out.encode("utf-8", "strict"))["data"].endswith("n\ufffd.txt")
-    assert "\\ud" not in out
