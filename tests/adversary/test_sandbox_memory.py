@@ -160,9 +160,9 @@ def below(process: int) -> list[int]:
     found, todo = [], [process]
     while todo:
         found.append(todo.pop())
-        for path in Path(f"/proc/{found[-1]}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                todo += map(int, path.read_text().split())
+        with contextlib.suppress(OSError):  # it may end while it is looked at
+            for path in Path(f"/proc/{found[-1]}/task").iterdir():
+                todo += map(int, (path / "children").read_text().split())
     return found[1:]
 
 
