@@ -8,6 +8,12 @@ import sys
 import threading
 from typing import Any
 
+try:
+    from xtk.cli import run_command
+except KeyboardInterrupt:  # an interruption of the import ends like one of a command
+    sys.stderr.write("xtk: interrupted; run the same command again to resume\n")
+    sys.stderr.flush()
+    os._exit(130)  # sys.exit during an import would end with the signal instead
 from xtk.errors import XtkError
 from xtk.writable_cache_folders import use_writable_cache_folders
 
@@ -24,14 +30,11 @@ def main() -> None:
     try:
         _check_streams()
         _set_cache_folders(sys.argv[1:])
-        # Imported here, so that an interruption of the import ends like one of a command.
-        from xtk.cli import run_command
-
         code = run_command(sys.argv[1:])
     except KeyboardInterrupt:
         sys.stderr.write("xtk: interrupted; run the same command again to resume\n")
         sys.stderr.flush()
-        os._exit(130)  # sys.exit during an import would end with the signal instead
+        os._exit(130)
     except SystemExit as ending:
         # With several processes, the launcher terminates the others after a failure and prints the reason.
         if ending.code == 128 + signal.SIGTERM and "RANK" not in os.environ:

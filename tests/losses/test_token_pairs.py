@@ -57,8 +57,8 @@ def test_characters_are_paired_as_both_tokenizers_emit_them(request, kind, stude
     shared = sorted(set(ours) & set(theirs))
     assert len(shared) > 40
     partners = space.pairs.student_of_teacher
-    assert [(one, int(partners[theirs[one]])) for one in shared] == [(one, ours[one]) for one in shared]
-    assert {ours[one] for one in shared} <= set(space.pairs.paired_students.tolist())
+    assert {text: int(partners[theirs[text]]) for text in shared} == {text: ours[text] for text in shared}
+    assert {ours[text] for text in shared} <= set(space.pairs.paired_students.tolist())
     assert np.unique(partners[partners >= 0]).size == len(space.pairs.paired_students)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def cache_teacher(
     *,
     tokenizer: Any = None,
     support: Support | str = "",
-    top_k: int | Literal["all"] | None = None,
+    top_k: int | str | None = None,
     top_p: float | None = None,
     num_samples: int | None = None,
     precision: str = DEFAULT_PRECISION,
@@ -102,7 +102,7 @@ def cache_teacher(
         tokenizer: the model's: a folder, a hub id, or a fast tokenizer of transformers. Needed for a model object.
         support: which tokens of each distribution are stored, as `xtk cache-teacher --support`; "": chosen by the
             other arguments.
-        top_k: as `--top-k`, also "all".
+        top_k: as `--top-k`: a number, or "all".
         top_p: as `--top-p`.
         num_samples: as `--num-samples`.
         precision: as `--precision`.
