@@ -395,8 +395,8 @@ def test_an_interrupt_while_it_starts_is_130(pair, corpus, tmp_path):
 
 INTERRUPTED_IN_A_DESTRUCTOR = """
 import os, signal, time
+import xtk.__main__
 import xtk.cli
-from xtk.__main__ import main
 
 class Thing:
     def __del__(self):
@@ -409,8 +409,8 @@ def work(arguments):
     time.sleep(30)
     return 0
 
-xtk.cli.run_command = work
-main()
+xtk.__main__.run_command = work
+xtk.__main__.main()
 """
 
 
