@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import folder_differences
 import small_inputs
 import xtk_processes
 from object_store import ObjectStore
@@ -44,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest modules, so that no worker is left alone with one in the end."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Name the files by which two folders differ; their contents would fill the log."""
+    if op == "==" and folder_differences.are_folders(left, right):
+        return ["the files are those of the other folder", *folder_differences.lines(left, right)]
+    return None
 
 
 Pair = small_inputs.Pair

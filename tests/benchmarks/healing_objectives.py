@@ -9,8 +9,8 @@ byte, and the divergence of its distributions of the next byte from those of the
 128 most likely tokens).
 
 `--long`: instead one run per tokenizer with the default objective, 0.5 million tokens of GSM8K, WikiText-2,
-documentation and Python functions. Results are kept in FOLDER/healing.jsonl; a second run continues. Not part of
-`nox -s bench`, because it needs a pretrained model.
+documentation and Python functions. Results are kept in FOLDER/healing.jsonl; a second run continues, also within
+the long run. Not part of `nox -s bench`, because it needs a pretrained model.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def heal(folder: Path, tokenizer: str, line: str, seed: int, steps: int) -> Path
     """Train a transplanted model; return its folder."""
     words = [word for name in line.split("+") for word in ("--loss", name)]
     output = folder / "runs" / f"{tokenizer}-{letters(line)}-{steps}-{seed}"
-    options = [*TRAINING.split(), "--max-steps", steps, "--seed", seed, "--save-steps", 0]
+    saving = ["--save-steps", 100 if steps == LONG_STEPS else 0, "--save-total-limit", 1]
+    options = [*TRAINING.split(), "--max-steps", steps, "--seed", seed, *saving]
     run("distill", folder / tokenizer, folder / "cache", *words, *options, "-o", output)
     return output
 
