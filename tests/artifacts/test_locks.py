@@ -113,6 +113,23 @@ def test_of_many_that_take_and_remove_the_lock_only_one_is_ever_inside(tmp_path)
     assert list(tmp_path.glob("**/.xtk-lock*")) == []
 
 
+def take_again_and_again(folder: Path, rank: int, until: float) -> None:
+    while time.time() < until:
+        with exclusive_write_lock(folder, "cache", rank):
+            pass
+
+
+def test_a_writer_that_ends_never_refuses_one_that_starts_with_another_rank(tmp_path):
+    until = time.time() + 3
+    processes = [_forks.Process(target=take_again_and_again, args=(tmp_path / "c", rank, until)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert list(tmp_path.glob("**/.xtk-lock*")) == []
+
+
 def make_and_remove(folder: Path, until: float) -> None:
     while time.time() < until:
         with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ import hashlib
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ LOCK_PREFIX = ".xtk-lock-"
 MAX_HOLDER_BYTES = 200
 MAX_ATTEMPTS = 1000  # to create a folder that other processes remove
 LONGEST_NAME = 255  # bytes
+REMOVAL_SECONDS = 0.2  # a process that removes stale locks holds each one for microseconds
 # File systems without locks, and paths that cannot be written, for which the writer raises a better error.
 LOCKS_UNAVAILABLE_ERRNOS = {
     errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC,
@@ -119,7 +121,7 @@ def _acquire(path: Path) -> int:
                 raise
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_soon(descriptor)
             if not _is_same_file(path, descriptor):  # its holder removed it between opening and locking
                 os.close(descriptor)
                 continue
@@ -130,6 +132,22 @@ def _acquire(path: Path) -> int:
             os.close(descriptor)
             raise
         return descriptor
+
+
+def _lock_soon(descriptor: int) -> None:
+    """Lock an opened file; wait for a process that checks whether it is stale, but not for a writer.
+
+    Raises:
+        BlockingIOError: a writer holds the lock.
+    """
+    until = time.monotonic() + REMOVAL_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.005)
 
 
 def _blocked_by_file(folder: Path) -> bool:
