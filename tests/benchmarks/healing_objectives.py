@@ -151,6 +151,7 @@ def main() -> None:
     if given.long:
         folder, given.lines, given.seeds, given.steps = folder / "long", [RECOMMENDED], 1, LONG_STEPS
         texts = alternating(maths, itertools.cycle(wiki), documents("docs")[0], documents("code")[0])
+        texts = texts[: 2 * LONG_STEPS]
     prepare(folder, original, texts)
     results = HealingResults(folder / "healing.jsonl")
     for tokenizer in given.tokenizers:
