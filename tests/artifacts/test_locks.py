@@ -86,6 +86,16 @@ def test_a_folder_that_cannot_be_written_to_or_is_none_is_left_to_the_writer(tmp
     assert (tmp_path / "file").read_text() == "a file"
 
 
+def run_together(work, arguments: list[tuple]) -> None:
+    """Run a function in several processes at once; none of them may fail."""
+    processes = [_forks.Process(target=work, args=some) for some in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+
+
 def contend(folder: Path, seed: int, until: float) -> None:
     """Take and give back the lock; while it is held, nobody else may be inside."""
     draw = random.Random(seed)
@@ -104,12 +114,7 @@ def contend(folder: Path, seed: int, until: float) -> None:
 
 def test_of_many_that_take_and_remove_the_lock_only_one_is_ever_inside(tmp_path):
     until = time.time() + 2
-    processes = [_forks.Process(target=contend, args=(tmp_path / "c", seed, until)) for seed in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 4
+    run_together(contend, [(tmp_path / "c", seed, until) for seed in range(4)])
     assert list(tmp_path.glob("**/.xtk-lock*")) == []
 
 
@@ -121,12 +126,7 @@ def take_again_and_again(folder: Path, rank: int, until: float) -> None:
 
 def test_a_writer_that_ends_never_refuses_one_that_starts_with_another_rank(tmp_path):
     until = time.time() + 3
-    processes = [_forks.Process(target=take_again_and_again, args=(tmp_path / "c", rank, until)) for rank in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 4
+    run_together(take_again_and_again, [(tmp_path / "c", rank, until) for rank in range(4)])
     assert list(tmp_path.glob("**/.xtk-lock*")) == []
 
 

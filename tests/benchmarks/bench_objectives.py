@@ -75,7 +75,7 @@ STUDENT_SPECIALS, TEACHER_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"], [
 # TRL's trainer: {line: weight of its cross-entropy}.
 PEERS = {"TRL's GOLD": 0.0, "TRL's GOLD with ce": 1.0}
 SHORT = ("ce", RECOMMENDED, "ce+p-kl:weight=2", "ce+gold")
-# On the first pair with each kind of teacher; elsewhere they cost a fifth of the time and decide nothing.
+# Of the default lines, those that run on the first pair of each kind of teacher only: they decide nothing elsewhere.
 EXTRA_LINES, WITH_EXTRA_LINES = ("ce:weight=0.3+p-kl:weight=2", "byte-kl", "bpm"), ("quickstart", "real")
 CODE_PROMPTS = 40
 LONGEST_COMMAND_SECONDS = 12 * 3600

@@ -150,8 +150,8 @@ def main() -> None:
     folder, texts = given.folder, alternating(maths, wiki)[: 6 * given.steps]  # seeds see other documents
     if given.long:
         folder, given.lines, given.seeds, given.steps = folder / "long", [RECOMMENDED], 1, LONG_STEPS
-        texts = alternating(maths, itertools.cycle(wiki), documents("docs")[0], documents("code")[0])
-        texts = texts[: 2 * LONG_STEPS]
+        kinds = (maths, itertools.cycle(wiki), documents("docs")[0], documents("code")[0])
+        texts = alternating(*kinds)[: 2 * LONG_STEPS]
     prepare(folder, original, texts)
     results = HealingResults(folder / "healing.jsonl")
     for tokenizer in given.tokenizers:
