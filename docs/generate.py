@@ -101,7 +101,8 @@ def losses() -> str:
         "them, `W` the projection, `x` the observed tokens. Options are listed with their defaults. Every loss has "
         "`weight`, `where=all|common` and `whitespace=keep|mask` ([which positions]"
         "(../explanation/losses.md#which-positions)). "
-        "[Losses](../explanation/losses.md) explains how they are computed.",
+        "[Losses](../explanation/losses.md) explains how they are computed, [which loss](../explanation/which-loss.md) "
+        "compares what students learn from them.",
     ]
     for name, place in LOSSES.items():
         module, _, attribute = place.partition(":")

@@ -37,6 +37,7 @@ NATURAL: set[tuple[str, str]] = {
     ("docs/explanation/numbers.md", "of several rounds within"),
     ("docs/explanation/numbers.md", "rounds with other load."),
     ("docs/explanation/reliability.md", "Testers who had only this"),
+    ("docs/explanation/decisions.md", "Testers who had only [reliability]"),
     ("docs/explanation/reliability.md", "an attacker who can write a file"),
     ("docs/explanation/reliability.md", "cache that are no distribution (a sum above 1,"),
     ("docs/explanation/sandbox.md", "(instances of their own classes,"),

@@ -19,7 +19,7 @@ from xtk.rewards.sandbox import Sandbox
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.task_evaluation import parse_eval_task
 
-pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
+pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
 
 import lm_eval.tasks
 

@@ -95,7 +95,7 @@ def test_all_of_human_eval(ask, walls, pair, real_data, tmp_path):
 
 @pytest.mark.parametrize("count", [12, pytest.param(1319, marks=pytest.mark.long)])
 def test_gsm8k_as_a_task_of_the_harness(run, real_data, tmp_path, count):
-    pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
+    pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
     rows = gsm8k(real_data)[:count]
     data = write(tmp_path / "rows.jsonl", rows)
     numbers = [{"function": "regex", "regex_pattern": "#### (-?[0-9.,]+)"}, {"function": "take_first"}]

@@ -17,7 +17,7 @@ from xtk.evaluation.evaluation_result_files import read_results
 from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 
-pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
+pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
 
 from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig
 

@@ -177,7 +177,7 @@ def test_bad_files_get_one_clear_sentence(tmp_path, own_cache, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(XtkError, match="needs the package gguf") as wrong:
         resolve_model_folder(str(unknown), with_weights=True)
-    assert "xtk[gguf]" in (wrong.value.hint or "")
+    assert ".[gguf]" in (wrong.value.hint or "")
 
 
 def test_an_unknown_pre_tokenizer_is_reported(tmp_path, own_cache, capsys):

@@ -14,7 +14,7 @@ from xtk.training.metrics_file import read_metrics
 from xtk.training.parallel_config import parse_parallel
 from xtk.training.task_evaluation import check_supports_eval_tasks, parse_eval_tasks
 
-WITH_HARNESS = pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
+WITH_HARNESS = pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
 
 # It draws random numbers of every kind, as a reward may.
 JUDGE = """

@@ -122,7 +122,7 @@ class CacheTeacherOptions(
     )
     backend: str = option(
         "transformers",
-        "Engine that runs the teacher: transformers or vllm (both in this process), or a vLLM server. With the "
+        "Engine that runs the teacher: transformers or vllm (started by this command), or a vLLM server. With the "
         "vLLM engines, only --support top-k, top-p and none.",
         metavar=f"[{'|'.join(BACKENDS)}]",
     )
@@ -145,7 +145,7 @@ class CacheTeacherOptions(
     )
     shard_tokens: int = option(
         65536,
-        "Tokens per shard file; an interrupted run loses at most one unfinished shard per process.",
+        "Tokens per shard file; an interrupted run loses at most two per process.",
         min=1,
     )
     num_processes: int = option(

@@ -30,7 +30,7 @@ class QuickstartOptions(JsonOption, QuietOption, ConfigOption, CommandOptions):
 def quickstart(options: QuickstartOptions) -> None:
     """Distill a small student across tokenizers on a CPU.
 
-    Trains two tokenizers and a teacher on Python's documentation and runs four commands, which are printed. Ends with
+    Trains two tokenizers and a teacher on Python's documentation and runs xtk commands, which are printed. Ends with
     a table of held-out bits per byte: teacher, student trained with cross-entropy only, and distilled student. Takes
     about five minutes on two CPU cores. With --real, a pretrained model is the teacher.
 

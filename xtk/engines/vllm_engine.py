@@ -46,7 +46,7 @@ def import_vllm() -> Any:
     except ImportError as wrong:
         raise XtkError(
             f"the backend vllm needs the package vllm, which cannot be imported: {wrong}",
-            hint="run pip install 'xtk[vllm]', or use the backend server with a running vLLM server",
+            hint="run pip install '.[vllm]' in xtk's repository, or use the backend server with a running vLLM server",
         ) from None
     return vllm
 

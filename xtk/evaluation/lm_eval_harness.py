@@ -143,7 +143,7 @@ class Harness:
         if importlib.util.find_spec("lm_eval") is None:
             raise XtkError(
                 "evaluating tasks needs the package lm-evaluation-harness, which is not installed",
-                hint="run pip install 'xtk[evaluation]'",
+                hint="run pip install '.[evaluation]' in xtk's repository",
             )
         if config.include_path and not Path(config.include_path).is_dir():
             raise XtkError(

@@ -276,7 +276,7 @@ def check_adapter(adapter: Path) -> None:
         raise XtkError(
             "an adapter needs the package peft, which is not installed",
             where=str(adapter),
-            hint="run pip install 'xtk[peft]'",
+            hint="run pip install '.[peft]' in xtk's repository",
         )
 
 

@@ -36,7 +36,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
         raise XtkError(
             "reading a GGUF model needs the package gguf, which is not installed",
             where=str(path),
-            hint="run pip install 'xtk[gguf]'",
+            hint="run pip install '.[gguf]' in xtk's repository",
         )
     header = read_gguf_header(path)
     # The loader prints progress bars and warnings to stderr.

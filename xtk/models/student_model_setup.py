@@ -156,7 +156,7 @@ def _load_base_model(
         if importlib.util.find_spec("bitsandbytes") is None:
             raise XtkError(
                 "--load-in-4bit and --load-in-8bit need the package bitsandbytes, which is not installed",
-                hint="run pip install 'xtk[qlora]'",
+                hint="run pip install '.[qlora]' in xtk's repository",
             )
         from transformers import BitsAndBytesConfig
 
@@ -214,7 +214,8 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
     """
     if importlib.util.find_spec("peft") is None:
         raise XtkError(
-            "LoRA adapters need the package peft, which is not installed", hint="run pip install 'xtk[peft]'"
+            "LoRA adapters need the package peft, which is not installed",
+            hint="run pip install '.[peft]' in xtk's repository",
         )
     found = source.checkpoint or source.adapter
     if source.adapter and config.lora_r:

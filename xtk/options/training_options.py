@@ -265,7 +265,7 @@ class LoggingOptions:
     eval_on_start: bool = option(False, "Evaluate before the first step, too.", effect=REPORTING)
     dataloader_num_workers: int = option(
         0,
-        "Processes that tokenise, align and decode ahead, for each process of the run; 0: a thread does. More "
+        "Processes that tokenize, align and decode ahead, for each process of the run; 0: a thread does. More "
         "memory, for runs that wait for data (data_wait_fraction in metrics.jsonl).",
         min=0,
         max=256,

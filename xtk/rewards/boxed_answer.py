@@ -21,9 +21,9 @@ class BoxedReward:
     r"""boxed: 1 if the content of the last `\boxed{...}` or `\fbox{...}` equals the reference, else 0.
 
     Numbers are compared as in `exact`. Other answers with `compare=math` (the default): as formulas, by math-verify
-    (`pip install 'xtk[maths]'`), in a subprocess with a time limit of `seconds` per comparison, after which the score
-    is 0; with `compare=strings`: as strings, ignoring markup and case. The reference is the box in the row's field
-    `column`, else the text after `####` there, else the whole field.
+    (`pip install '.[maths]'` in xtk's repository), in a subprocess with a time limit of `seconds` per comparison,
+    after which the score is 0; with `compare=strings`: as strings, ignoring markup and case. The reference is the box
+    in the row's field `column`, else the text after `####` there, else the whole field.
     """
 
     column: str = "answer"
@@ -41,7 +41,7 @@ class BoxedReward:
             if importlib.util.find_spec("math_verify") is None:
                 raise XtkError(
                     "--reward boxed needs the package math-verify",
-                    hint="run pip install 'xtk[maths]', or use --reward boxed:compare=strings",
+                    hint="run pip install '.[maths]' in xtk's repository, or use --reward boxed:compare=strings",
                 )
             object.__setattr__(self, "_symbols", MathComparer(self.seconds))
 

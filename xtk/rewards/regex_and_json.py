@@ -74,7 +74,7 @@ class JsonReward:
     """json: 1 if the completion is valid JSON, else 0. Surrounding space and one pair of code fences are ignored.
 
     With `schema` (a file) or `column` (a field of the row), it must also be valid under that JSON schema
-    (`pip install 'xtk[schemas]'`).
+    (`pip install '.[schemas]'` in xtk's repository).
     """
 
     schema: str = ""
@@ -137,7 +137,8 @@ def _validator(schema: Any, place: str) -> Any:
         import jsonschema
     except ImportError as error:
         raise XtkError(
-            "schemas of --reward json need the package jsonschema", hint="run pip install 'xtk[schemas]'"
+            "schemas of --reward json need the package jsonschema",
+            hint="run pip install '.[schemas]' in xtk's repository",
         ) from error
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:

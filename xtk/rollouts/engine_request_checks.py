@@ -94,7 +94,7 @@ def checked_completion(
         raise XtkError(
             "vLLM returned a completion without tokens",
             where=tokenizer.name,
-            hint="install a vLLM version that xtk supports (pip install 'xtk[vllm]'), or use --backend transformers",
+            hint="run pip install '.[vllm]' in xtk's repository for a supported version, or use another --backend",
         )
     if ids.min() < 0 or ids.max() >= len(tokenizer):
         raise XtkError(

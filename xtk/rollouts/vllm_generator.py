@@ -168,7 +168,7 @@ class VllmGenerator(Generator):
             raise XtkError(
                 "vLLM returned log-probabilities of other tokens than it sampled",
                 where=self._name,
-                hint="use the vLLM version of pip install 'xtk[vllm]', or the backend transformers",
+                hint="use the vLLM version of pip install '.[vllm]' in xtk's repository, or the backend transformers",
             )
         return checked_completion(
             ids,

@@ -34,7 +34,7 @@ AUTO_LOSSES = {
     "tokens": ["ce", "forward-kl"],
     "bytes": ["ce:weight=0.3", "byte-kl"],
     "bytes, on-policy": ["ce:weight=0.3", "bpm"],  # the student's completions have no cross-entropy
-    "projection": ["ce", "p-kl"],
+    "projection": ["ce", "p-kl:weight=2"],
     "observed": ["alm"],
 }
 
