@@ -55,8 +55,16 @@ def make_llama(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
     return folder
 
 
-def write_gguf(model: Path, path: Path, *, architecture: str = "llama", pre: str = "smollm") -> Path:
-    """Write the model of `make_llama` as a GGUF file with float32 weights."""
+def write_gguf(
+    model: Path,
+    path: Path,
+    *,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    fields: dict[str, float | str] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """Write the model of `make_llama` as a GGUF file with float32 weights, and with other fields and tensors."""
     from safetensors.numpy import load_file
 
     config = json.loads((model / "config.json").read_text())
@@ -84,8 +92,12 @@ def write_gguf(model: Path, path: Path, *, architecture: str = "llama", pre: str
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
+    for name, value in (fields or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(name, value)
     for name, weights in load_file(model / "model.safetensors").items():
         writer.add_tensor(_gguf_name(name), _permuted(name, weights, heads, groups))
+    for name, weights in (tensors or {}).items():
+        writer.add_tensor(name, weights.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

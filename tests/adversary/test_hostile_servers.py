@@ -8,7 +8,9 @@ import json
 import sys
 import time
 import tracemalloc
+from email.utils import formatdate
 from multiprocessing.connection import Connection
+from typing import ClassVar
 
 import pytest
 from http_server_processes import Served, _Handler, _serve, served
@@ -54,6 +56,7 @@ def attack(told: Connection) -> None:
 
     class Handler(_Handler):
         answers = 0
+        times: ClassVar[list[float]] = []
 
         def attack(self) -> None:
             getattr(self, self.path.split("/")[1])()
@@ -137,6 +140,25 @@ def attack(told: Connection) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
             changed = {} if asked == "m" else MALFORMED_ANSWERS[int(asked)][0]
             self.answer(200, {"model": asked, "choices": [_CHOICE], **changed})
+
+        def one_without(self) -> None:
+            """Answer the first question at once, without log-probabilities, and the others later."""
+            raw = self.rfile.read(int(self.headers["Content-Length"]))
+            if b"0 + 5?" in raw:
+                self.answer(200, {"model": "m", "choices": [{**_CHOICE, "logprobs": None}]})
+            else:
+                time.sleep(1)
+                self.answer(200, {"model": "m", "choices": [_CHOICE]})
+
+        def busy(self) -> None:
+            """Refuse the first question, until a date, and answer then."""
+            self.rfile.read(int(self.headers["Content-Length"]))
+            Handler.times.append(time.time())
+            if len(Handler.times) == 1:
+                at = formatdate(time.time() + 4, usegmt=True)
+                self.answer(429, {"error": {"message": "too many"}}, {"Retry-After": at})
+            else:
+                self.answer(200, {"model": "m", "choices": [_CHOICE]})
 
         def other_model(self) -> None:
             self.answer(200, {"model": "other", "choices": [_CHOICE]})
@@ -295,6 +317,18 @@ def test_a_continued_file_has_answers_of_one_model(ask_service, tmp_path):
     assert (tmp_path / "answers.jsonl").read_bytes() == kept
     ask_service("m", number=3)
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 3
+
+
+def test_answers_in_flight_are_kept_when_one_has_no_log_probabilities(ask_service, tmp_path):
+    refused = ask_service("m", "--concurrency", 3, number=5, kind="one_without", code=1)
+    assert "the service's answer has no log-probabilities" in " ".join(refused.stderr.split())
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_busy_service_is_asked_again_at_the_date_that_it_states(ask_service):
+    started = time.monotonic()
+    ask_service("m", kind="busy")
+    assert time.monotonic() - started > 2.5  # dates have whole seconds
 
 
 @pytest.mark.parametrize("name", ["1_2_3", " 3", "3 ", "+3", "-1", "٣", "0x1", "", "03", "9" * 30, "3000000000", "1.0"])

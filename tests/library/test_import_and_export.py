@@ -403,6 +403,56 @@ def test_a_character_of_several_tokens_has_no_log_probability(run, tmp_path):
     assert distributions(TeacherCache(tmp_path / "cache")) == [{b"b": -0.5}]
 
 
+def test_a_token_outside_of_the_services_list_gets_an_upper_bound(run, tmp_path):
+    """OpenAI writes -9999 for a sampled token that is not among the 20 most likely ones."""
+    listed = [("c", -0.5), (" d", -2.0)]  # 0.61 and 0.14: 0.26 is left
+
+    def token(name: str, logprob: float, pairs: list[tuple[str, float]]) -> dict:
+        top = [{"token": one, "bytes": list(one.encode()), "logprob": value} for one, value in pairs]
+        return {"token": name, "bytes": list(name.encode()), "logprob": logprob, "top_logprobs": top}
+
+    content = [
+        token("a", -9999.0, listed),
+        token("b", -9999.0, [("c", -1e-9), ("d", -9999.0)]),
+        token("c", -0.25, [("c", -0.25), ("d", -9999.0)]),
+    ]
+    choice = {"message": {"content": "abc"}, "finish_reason": "stop", "logprobs": {"content": content}}
+    row = {"messages": [{"role": "user", "content": "x"}], "response": {"model": "m", "choices": [choice]}}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
+    said = run("import-cache", tmp_path / "answers.jsonl", "--precision", "float32", "-o", tmp_path / "cache").stderr
+    said = " ".join(said.split())
+    assert "at 1 of 3 positions the token of the text is not listed; an upper bound" in said
+    assert "1 of 3 positions are not trained" in said
+    cache = TeacherCache(tmp_path / "cache")
+    first, last = distributions(cache)
+    assert first == pytest.approx({b"c": -0.5, b" d": -2.0, b"a": -2.0}, abs=1e-6)
+    assert last == {b"c": -0.25}
+    assert cache.read_document(0).teacher_logprobs.observed_logprobs.tolist() == [-2.0, -0.25]
+
+
+def test_only_files_of_export_cache_are_replaced(run, pair, corpus, tmp_path):
+    run("cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache")
+    own = {"token_ids": [1, 2], "logprobs": [None, -1.0], "top_ids": [None, [2]], "top_logprobs": [None, [-1.0]]}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(own) + "\n")
+    options = ("--format", "jsonl", "-o")
+    for force in ([], ["--force"]):
+        run("export-cache", tmp_path / "cache", *options, tmp_path / "mine.jsonl", *force, code=1)
+        assert json.loads((tmp_path / "mine.jsonl").read_text()) == own
+    run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl")
+    run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl", code=1)
+    run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl", "--force")
+
+
+def test_a_large_row_is_read_and_the_limit_can_be_set(run, answered, tmp_path):
+    _, rows = answered
+    large = {**rows[0], "note": "x" * 20_000_000}
+    (tmp_path / "large.jsonl").write_text(json.dumps(large) + "\n")
+    run("import-cache", tmp_path / "large.jsonl", "-o", tmp_path / "cache")
+    limit = ("--max-document-bytes", 1_000_000)
+    refused = run("import-cache", tmp_path / "large.jsonl", *limit, "-o", tmp_path / "other", code=1)
+    assert "--max-document-bytes" in refused.stderr
+
+
 def test_columns_of_ids_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path):
     tokenizer = Tokenizer(pair.teacher)
     ids = [tokenizer.start_id, *tokenizer.encode(["Anna has 12"])[0].ids.tolist()]

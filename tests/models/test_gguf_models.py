@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import struct
@@ -15,12 +16,15 @@ import numpy as np
 import pytest
 import small_inputs
 import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from xtk.artifacts.gguf_models import GGUF_RECORD, gguf_name
 from xtk.artifacts.model_resolver import resolve_model_folder, weights_fingerprint
 from xtk.errors import CorruptError, XtkError
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.gguf_conversion import set_rope_scaling
+from xtk.models.gguf_header import GgufHeader
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = ["Anna has 2017 apples.", "a  1\n\n2", "x = 3.14159;\n\n\n  7", "日本語の文 😀", *small_inputs.sentences(8)]
@@ -198,3 +202,93 @@ def test_commands_take_a_gguf_file(run, corpus, tmp_path, pair):
     run("distill", file, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "same")
     assert not (tmp_path / "same" / GGUF_RECORD).exists()
     assert (tmp_path / "same" / "model.safetensors").is_file()
+
+
+def llama_with_rope(folder: Path, scaling: dict[str, object]) -> Path:
+    """Return a small Llama whose rotary embedding is scaled."""
+    gguf_files.make_llama(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 10000.0, **scaling}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def llama3_factors(*, factor: float, context: int, dimensions: int) -> np.ndarray:
+    """Return what each frequency is divided by, as llama.cpp's converter writes it."""
+    found = []
+    for number in range(0, dimensions, 2):
+        wavelength = 2 * np.pi * 10000.0 ** (number / dimensions)
+        if wavelength < context / 4:
+            found.append(1.0)
+        elif wavelength > context:
+            found.append(factor)
+        else:
+            smooth = (context / wavelength - 1) / 3
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "fields", "tensors"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}, {}),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64.0},
+            {},
+        ),
+        (
+            {"rope_type": "llama3", **LLAMA3},
+            {},
+            {"rope_freqs.weight": llama3_factors(factor=8.0, context=2048, dimensions=8)},
+        ),
+    ],
+    ids=["linear", "yarn", "llama3"],
+)
+def test_scaled_rotary_embeddings_are_kept(tmp_path, own_cache, scaling, fields, tensors):
+    original = llama_with_rope(tmp_path / "llama", scaling)
+    plain = gguf_files.write_gguf(original, tmp_path / "plain.gguf")
+    fields = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
+    file = gguf_files.write_gguf(original, tmp_path / "scaled.gguf", fields=fields, tensors=tensors)
+    folder, without = (resolve_model_folder(str(one), with_weights=True) for one in (file, plain))
+    ids = torch.randint(3, 480, (1, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected, other = (load_causal_lm(place)(ids).logits for place in (folder, original, without))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert (other - expected).abs().max() > 1e-2
+    # Earlier conversions ignored the scaling: what was made with them is not taken for this model's.
+    checksum = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
+    assert weights_fingerprint(folder) != checksum
+    assert weights_fingerprint(without) == "sha256:" + hashlib.sha256(plain.read_bytes()).hexdigest()
+
+
+def test_gemma_scales_its_global_layers_only():
+    config = transformers.Gemma3TextConfig()
+    header = GgufHeader("gemma3", "", "", {"type": "linear", "factor": 8.0})
+    local = dict(config.rope_parameters["sliding_attention"])
+    set_rope_scaling(Path("gemma.gguf"), header, config)
+    assert config.rope_parameters["full_attention"]["factor"] == 8.0
+    assert config.rope_parameters["sliding_attention"] == local
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "what"),
+    [
+        ({"type": "longrope", "factor": 2.0}, {}, "longrope"),
+        ({"type": "yarn", "factor": 2.0}, {}, "without the original context"),
+        ({"type": "yarn", "factor": 2.0, "original_context_length": 64.0, "attn_factor": 2.0}, {}, "yarn"),
+        ({}, {"rope_factors_long.weight": np.ones(4)}, "longrope"),
+        ({}, {"rope_freqs.weight": np.array([1.0, 5.0, 2.0, 3.0])}, "other factors"),
+        ({}, {"blk.0.attn_q.bias": np.zeros(32)}, "of the"),
+    ],
+)
+def test_what_the_loader_leaves_out_is_refused(original, tmp_path, own_cache, fields, tensors, what):
+    fields = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
+    file = gguf_files.write_gguf(original, tmp_path / "x.gguf", fields=fields, tensors=tensors)
+    with pytest.raises(XtkError, match=what) as wrong:
+        resolve_model_folder(str(file), with_weights=True)
+    assert wrong.value.where == str(file)
+    assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []

@@ -1,6 +1,7 @@
 """Files of answers of a service: whose they are, and that nothing of a user is changed. Nothing is sent here."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -105,3 +106,46 @@ def test_the_estimate_names_the_usual_limit_of_services(run, tmp_path, mode, cou
                "--estimate", "-o", tmp_path / "answers.jsonl").stderr  # fmt: skip
     assert ("many services list at most" in said) == bool(limit)
     assert not limit or f"at most {limit} tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("mode", "row", "what"),
+    [
+        ("echo", {"prompt": "12 + 5 = ", "completion": "17"}, "a prompt, which is not trained"),
+        (
+            "echo",
+            {
+                "segments": [
+                    {"role": "user", "text": "a", "train": False},
+                    {"role": "assistant", "text": "b", "train": True},
+                ]
+            },
+            "a prompt, which is not trained",
+        ),
+        ("chat", {"prompt": "12 + 5 = ", "teacher_prompt": "The sum is 17. 12 + 5 = "}, "has a teacher_prompt"),
+    ],
+)
+def test_what_a_service_cannot_be_told_is_refused(run, tmp_path, mode, row, what):
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    refused = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "--mode", mode, "--estimate",
+                  "-o", tmp_path / "answers.jsonl", code=1)  # fmt: skip
+    assert what in " ".join(refused.stderr.split())
+
+
+def test_the_memory_does_not_grow_with_the_answers(tmp_path):
+    """A file of 57 MB is opened, continued and sorted with less than 20 MB."""
+    listed = [{"token": f"t{number}", "logprob": -1.0} for number in range(1000)]
+    response = {**RESPONSE, "choices": [{**RESPONSE["choices"][0], "logprobs": {"content": [
+        {"token": "b", "logprob": -1.0, "top_logprobs": listed}] * 10}}]}  # fmt: skip
+    requests = make_requests([Document.from_text(f"{n}") for n in range(160)], f"{URL}#m", ServiceOptions())
+    file = AnswerFile(tmp_path / "answers.jsonl", requests)
+    for one in reversed(requests):
+        file.add(one, response)
+    assert (tmp_path / "answers.jsonl").stat().st_size > 50_000_000
+    tracemalloc.start()
+    AnswerFile(tmp_path / "answers.jsonl", requests).sort()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20_000_000
+    with (tmp_path / "answers.jsonl").open() as stream:
+        assert json.loads(stream.readline())["index"] == 0

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import read_json, set_default_permissions, sha256_of_file, write_json
+from xtk.artifacts.atomic_files import (
+    canonical_json,
+    read_json,
+    set_default_permissions,
+    sha256,
+    sha256_of_file,
+    write_json,
+)
 from xtk.artifacts.folder_replacement import fsync_folder, replacing_folder
 from xtk.artifacts.weight_hash import hash_weights
 from xtk.errors import CorruptError, XtkError
@@ -22,7 +29,7 @@ from xtk.models.gguf_header import is_gguf_file
 from xtk.writable_cache_folders import user_cache_folder
 
 GGUF_RECORD = "gguf.json"
-CONVERSION_VERSION = 1  # increased when the conversion gives other files
+CONVERSION_VERSION = 2  # increased when the conversion gives other files
 _KEY_LENGTH = 24
 
 
@@ -161,10 +168,12 @@ def _convert(path: Path, checksum: str, folder: Path) -> Path:
     """Convert a GGUF file to a temporary folder, and rename it."""
     terminal.note(f"converting {path} to a model folder, once: {folder}")
     with replacing_folder(folder, None) as temporary:
-        convert_gguf(path, temporary)
+        scaling = convert_gguf(path, temporary)
         set_default_permissions(*temporary.glob("*.safetensors"))
         files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         weights = hash_weights(temporary)
+        if scaling is not None:  # earlier conversions left it out: other predictions with the same checksum
+            checksum = sha256(checksum + canonical_json(scaling))
         write_json(temporary / GGUF_RECORD, {"gguf": checksum, "weights": weights, "files": files})
         fsync_folder(temporary)
     return folder

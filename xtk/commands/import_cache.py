@@ -25,6 +25,9 @@ class ImportCacheOptions(ForceOption, JsonOption, QuietOption, ConfigOption, Com
     )
     name: str = option("", "Teacher's name in metrics. Default: that of the model in the answers, or of the tokenizer.")
     precision: str = redeclared(CacheTeacherOptions, "precision")
+    max_document_bytes: int = option(
+        1_000_000_000, "Maximum size of a row in bytes, as stored in its file; a larger row is an error.", min=1
+    )
     skip_invalid: bool = option(False, "Skip invalid rows and print their number, instead of ending with an error.")
 
 
@@ -49,6 +52,7 @@ def import_cache(options: ImportCacheOptions) -> None:
         precision=options.precision,
         skip_invalid=options.skip_invalid,
         force=options.force,
+        max_document_bytes=options.max_document_bytes,
     )
     if num_skipped:
         terminal.note(f"import-cache: {num_skipped:,} invalid rows were skipped")

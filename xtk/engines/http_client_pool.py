@@ -9,9 +9,11 @@ import asyncio
 import math
 import os
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -62,6 +64,7 @@ class RetryPolicy:
         connect_seconds: seconds until a server accepts a connection.
         initial_backoff: seconds before the second attempt; it doubles with each failure.
         max_backoff: upper limit of the pause, in seconds.
+        max_retry_after: the same for a pause that a server requests.
     """
 
     max_attempts: int = 20
@@ -72,6 +75,7 @@ class RetryPolicy:
     connect_seconds: float = 10.0
     initial_backoff: float = 0.5
     max_backoff: float = 30.0
+    max_retry_after: float = 300.0
 
     def backoff(self, failures: int) -> float:
         """Return a pause in seconds after consecutive failures, with jitter to spread requests that failed together."""
@@ -394,8 +398,7 @@ class EndpointPool:
                 return self._without_key(raw) if len(self._key) >= MIN_SECRET_LENGTH else raw
             message = error_message(answer, self._without_key((await read_body(answer, MAX_ERROR_BYTES))[0]))
             if answer.status_code >= 500 or answer.status_code in BUSY_STATUS_CODES:
-                retry_after = answer.headers.get("retry-after", "")
-                pause = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
+                pause = _retry_after(answer.headers.get("retry-after", ""))
                 raise _NoResponse(f"HTTP {answer.status_code} {message}", pause)
             raise PermanentError(answer.status_code, message)
 
@@ -410,7 +413,17 @@ class EndpointPool:
         if now >= endpoint.backoff_until:  # else it failed together with others, which count as one failure
             endpoint.consecutive_failures += 1
             endpoint.backoff_until = now + self._retry_policy.backoff(endpoint.consecutive_failures)
-        endpoint.backoff_until = max(endpoint.backoff_until, now + min(retry_after, self._retry_policy.max_backoff))
+        endpoint.backoff_until = max(endpoint.backoff_until, now + min(retry_after, self._retry_policy.max_retry_after))
+
+
+def _retry_after(header: str) -> float:
+    """Return the seconds of a Retry-After header, which is a number or a date; 0: there is none, or no valid one."""
+    with suppress(ValueError, TypeError, OverflowError):
+        seconds = float(header)
+        return seconds if 0 < seconds < math.inf else 0.0
+    with suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+    return 0.0
 
 
 class _InflightLimit:

@@ -22,6 +22,7 @@ from xtk.tokens.teacher_tokenization import teacher_views
 
 CONTENT_COLUMNS = ("messages", "tools", "segments", "prompt", "completion")
 _ROWS_PER_GROUP, _MARK = 256, b"xtk-export"
+_JSON_START = b'{"xtk_export": 1, '  # of each line: only such files are replaced
 
 
 def _is_export(path: Path) -> bool:
@@ -31,7 +32,7 @@ def _is_export(path: Path) -> bool:
             import pyarrow.parquet as pq
 
             return _MARK in (pq.read_schema(path).metadata or {})
-        return all(f'"{name}":'.encode() in start + stream.readline() for name in ("token_ids", "top_logprobs"))
+        return (start + stream.read(len(_JSON_START))).startswith(_JSON_START)
 
 
 def _check_export(path: Path, request: str) -> None:
@@ -72,7 +73,7 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
         if file_format == "jsonl":
             with temporary.open("w", encoding="utf-8") as stream:
                 for row in rows:
-                    stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    stream.write(json.dumps({"xtk_export": 1, **row}, ensure_ascii=False) + "\n")
         else:
             _write_parquet(rows, temporary, _optional_fields(cache))
     if any(has_other_tokens):

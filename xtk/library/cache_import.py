@@ -18,7 +18,14 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.library.byte_tokenizer import write_byte_tokenizer
 from xtk.library.cache_from_arrays import CacheWriter, to_array
-from xtk.library.completion_logprobs import ListedToken, ScoredAnswer, is_completion_record, read_answer
+from xtk.library.completion_logprobs import (
+    MIN_REMAINDER,
+    ListedToken,
+    ScoredAnswer,
+    is_completion_record,
+    read_answer,
+    upper_bound,
+)
 from xtk.library.distillkit_codec import CONFIG, DistillKitCodec
 from xtk.library.foreign_logprobs import Listed, ListedRow, fitted_row, listed_row
 from xtk.tokens.tokenizer import Tokenizer
@@ -27,7 +34,7 @@ from xtk.untrusted_json import parse_json
 ID_COLUMNS = ("token_ids", "logprobs", "top_ids", "top_logprobs")
 _CONTENT_COLUMNS = ("messages", "tools", "segments", "text", "prompt", "completion")
 MAX_NOTES = 3
-MIN_REMAINDER = 1e-5  # a smaller one is a rounding error: the log-probabilities were normalized over the listed tokens
+MAX_ROW_BYTES = 1_000_000_000  # a token with 20 listed ones takes 1,600 bytes of JSON
 
 Row = ScoredAnswer | ListedRow | Mapping[str, Any]
 
@@ -41,6 +48,7 @@ def import_cache(
     precision: str = DEFAULT_PRECISION,
     skip_invalid: bool = False,
     force: bool = False,
+    max_document_bytes: int = MAX_ROW_BYTES,
 ) -> tuple[TeacherCache, int]:
     """Write a cache from files; return it, and the number of rows that were skipped.
 
@@ -53,12 +61,15 @@ def import_cache(
         precision: as in `CacheWriter`.
         skip_invalid: skip rows that are invalid, with a note on the first ones.
         force: replace an existing cache; without it, the cache of an equal import is kept.
+        max_document_bytes: maximum size of a row, as stored in its file.
 
     Raises:
         XtkError: the output has another cache, a row is invalid, the answers are of several models, or columns of ids
             have no tokenizer.
     """
-    rows = _Rows(Corpus(sources), _find_codec(sources), skip_invalid=skip_invalid)
+    rows = _Rows(
+        Corpus(sources, max_document_bytes=max_document_bytes), _find_codec(sources), skip_invalid=skip_invalid
+    )
     known: set[bytes] = set()
     model, fingerprints = "", set[str]()
     for row in rows:
@@ -202,6 +213,9 @@ class _Rows:
             if isinstance(row, ScoredAnswer):
                 _add_answer(writer, row, self._where)
                 self.counts.joined += row.num_joined
+                self.counts.bounded += row.num_bounded
+                self.counts.unknown += row.num_unknown
+                self.counts.listed += len(row.tokens)
             elif isinstance(row, ListedRow):
                 _add_listed(writer, row, self._where, self.counts)
             else:
@@ -284,11 +298,10 @@ def _observed_logprob(token: int, listed: Listed, counts: _ImportCounts) -> floa
     found = np.flatnonzero(ids == token)
     if len(found):
         return float(logprobs[found[0]])
-    if remainder < MIN_REMAINDER:
-        counts.unknown += 1
-        return None
-    counts.bounded += 1
-    return float(min(logprobs.min(), np.log(remainder)))
+    bound = upper_bound(logprobs)
+    counts.unknown += bound is None
+    counts.bounded += bound is not None
+    return bound
 
 
 def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts: _ImportCounts) -> None:

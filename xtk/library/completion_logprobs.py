@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
@@ -23,6 +24,8 @@ _LEGACY_BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
 _UNKNOWN = "\ufffd".encode()
 _LOWEST = -sys.float_info.max
 MAX_LOGPROB = 1e-3  # rounding of services
+UNLISTED_LOGPROB = -9999.0  # OpenAI's value for a token outside of the most likely 20; vLLM's for probability 0
+MIN_REMAINDER = 1e-5  # a smaller one is a rounding error: the log-probabilities were normalized over the listed tokens
 _ROW_HINT = "remove this row, or use --skip-invalid"
 
 
@@ -51,6 +54,8 @@ class ScoredAnswer:
         model: the name of the model; "": unknown.
         fingerprint: of the service's configuration; "": unknown. Services change it without another model.
         num_joined: number of characters that the service wrote for several tokens, without their log-probabilities.
+        num_bounded: number of tokens without a log-probability, for which an upper bound is used.
+        num_unknown: number of tokens without one, of which nothing is known.
     """
 
     document: Document
@@ -59,6 +64,8 @@ class ScoredAnswer:
     model: str
     fingerprint: str = ""
     num_joined: int = 0
+    num_bounded: int = 0
+    num_unknown: int = 0
 
     @property
     def spellings(self) -> Iterator[bytes]:
@@ -145,11 +152,11 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     complete = choice.get("finish_reason") in (None, "stop")
     if not complete and not is_echo:
         content, tokens, top = _without_cut_character(content, tokens, top)
+    tokens, top, num_bounded, num_unknown = _with_bounds(tokens, top)
     checked = _checked_tokens(content, tokens, top, where)
     model, fingerprint = str(response.get("model") or ""), str(response.get("system_fingerprint") or "")
-    if is_echo:
-        return ScoredAnswer(Document.from_text(content), *checked, model, fingerprint)
-    return ScoredAnswer(_document(request, content, is_chat, complete, where), *checked, model, fingerprint, num_joined)
+    document = Document.from_text(content) if is_echo else _document(request, content, is_chat, complete, where)
+    return ScoredAnswer(document, *checked, model, fingerprint, num_joined, num_bounded, num_unknown)
 
 
 def _refuse_parts_apart(message: Mapping[str, Any], where: str) -> None:
@@ -198,6 +205,40 @@ def _read_chat_logprobs(content: Any, where: str) -> tuple[list[ListedToken], li
     tokens = [_listed(one, where) for one in entries]
     lists = [_list(one.get("top_logprobs") or [], "top_logprobs", where) for one in entries]
     return tokens, [[_listed(one, where) for one in listed] for listed in lists]
+
+
+def _with_bounds(
+    tokens: Sequence[ListedToken], top: Sequence[Sequence[ListedToken]]
+) -> tuple[list[ListedToken], list[list[ListedToken]], int, int]:
+    """Return the tokens with bounds instead of `UNLISTED_LOGPROB`, and how many are bounded and how many unknown.
+
+    A token outside of a list has at most the probability of the remainder, and that of the least likely listed token.
+    """
+    lists = [[one for one in listed if one.logprob is None or one.logprob > UNLISTED_LOGPROB] for listed in top]
+    found: list[ListedToken] = []
+    num_bounded = num_unknown = 0
+    for one, listed in zip(tokens, lists, strict=True):
+        if one.logprob is None or one.logprob > UNLISTED_LOGPROB:
+            found.append(one)
+            continue
+        logprobs = np.array([other.logprob for other in listed if other.logprob is not None], np.float64)
+        bound = upper_bound(logprobs)
+        num_bounded += bound is not None
+        num_unknown += bound is None
+        found.append(replace(one, logprob=bound))
+    return found, lists, num_bounded, num_unknown
+
+
+def upper_bound(listed: NDArray[np.floating]) -> float | None:
+    """Return the largest log-probability that a token outside of a list can have; None: the list has all probability.
+
+    Args:
+        listed: log-probabilities, nats.
+    """
+    remainder = 1 - float(np.exp(listed).sum())
+    if remainder < MIN_REMAINDER:
+        return None
+    return float(min(listed.min(initial=0.0), np.log(remainder)))
 
 
 def _without_joined(

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.models.gguf_header import GgufHeader, read_gguf_header
+from xtk.models.gguf_rope_scaling import rope_scaling
 from xtk.models.weight_mismatches import WeightMismatches
 from xtk.untrusted_json import parse_json
 
@@ -22,14 +24,21 @@ SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codesh
 # Byte-level tokenizers with GPT-2's own pattern, in llama.cpp. Older files state none.
 GPT2_PATTERN = frozenset({"", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling"})
 
+# Tensors of the rotary embedding; a model computes them from its configuration.
+_NO_WEIGHTS = re.compile(r"rope_freqs|rope_factors|attn_rot_embd")
 
-def convert_gguf(path: Path, folder: Path) -> None:
+
+def convert_gguf(path: Path, folder: Path) -> dict[str, Any] | None:
     """Write a GGUF model as config.json, safetensors, tokenizer and chat template into an existing folder.
 
     Weights are dequantized. They are stored in the narrowest of float16, bfloat16 and float32 that keeps every value.
 
+    Returns:
+        The scaling of its rotary embedding, as `rope_parameters` of transformers, where its loader left it out.
+
     Raises:
-        XtkError: the package gguf is missing, or transformers cannot read this architecture or tokenizer.
+        XtkError: the package gguf is missing, or transformers cannot read this architecture, its rotary embedding,
+            some of its weights, or its tokenizer.
         CorruptError: the file is truncated or corrupt, or lacks weights of the model.
     """
     if importlib.util.find_spec("gguf") is None:
@@ -43,6 +52,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         config = _read_config(path, header)
+        scaling = set_rope_scaling(path, header, config)
         model, mismatches = _read_model(path, header, config)
         tokenizer = _read_tokenizer(path, header)
     mismatches.check(path)
@@ -50,6 +60,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     if header.tokenizer == "gpt2":
         _set_pre_tokenizer(folder / "tokenizer.json", header, path)
+    return scaling
 
 
 def _read_config(path: Path, header: GgufHeader) -> Any:
@@ -60,6 +71,17 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
     what = f"GGUF models of the architecture {header.architecture or 'unknown'}"
     with _loader_errors(path, what, "use the model's original folder or hub id, or a newer transformers"):
         return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+
+
+def set_rope_scaling(path: Path, header: GgufHeader, config: Any) -> dict[str, Any] | None:
+    """Add the scaling of the rotary embedding to a configuration that lacks it, and return it."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # Gemma's local layers have frequencies of their own, without a scaling
+    if rope.get("rope_type", "default") != "default":  # the loader has read it
+        return None
+    scaling = rope_scaling(path, header, theta=float(rope.get("rope_theta", 10000.0)))
+    rope.update(scaling or {})
+    return scaling
 
 
 def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, WeightMismatches]:
@@ -80,6 +102,7 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
             output_loading_info=True,
             **options,
         )
+    _check_all_weights_are_read(path, header, loaded)
     state = loaded.state_dict()
     dtype = _narrowest_dtype(state)
     for holder in (config, config.get_text_config()):
@@ -92,6 +115,20 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
     not_loaded = {name for name, weights in plain.named_parameters() if weights.is_meta}
     missing = {*loading_info["missing_keys"], *not_loaded}
     return plain, WeightMismatches.from_loading_info({**loading_info, "missing_keys": missing})
+
+
+def _check_all_weights_are_read(path: Path, header: GgufHeader, model: Any) -> None:
+    """Refuse a file with weights that the loader left out: it skips those whose names it does not know."""
+    sizes = {name: size for name, size in header.tensor_sizes.items() if not _NO_WEIGHTS.search(name)}
+    if model.config.get_text_config().tie_word_embeddings:
+        sizes.pop("output.weight", None)
+    in_file, read = sum(sizes.values()), sum(weights.numel() for weights in model.parameters())
+    if in_file > read:
+        raise XtkError(
+            f"transformers reads {read:,} of the {in_file:,} weights of this GGUF model ({header.architecture})",
+            where=str(path),
+            hint="use the model's original folder or hub id instead of the GGUF file",
+        )
 
 
 def _narrowest_dtype(state: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,15 @@ class GgufHeader:
         architecture: `general.architecture`, such as "llama".
         tokenizer: `tokenizer.ggml.model`, such as "gpt2"; "" if the file has no tokenizer.
         pre_tokenizer: `tokenizer.ggml.pre`, such as "smollm"; "" if the file states none.
+        rope_scaling: the fields of `ARCHITECTURE.rope.scaling.`, such as {"type": "yarn", "factor": 4.0}.
+        tensor_sizes: {name: number of values} of all tensors.
     """
 
     architecture: str
     tokenizer: str
     pre_tokenizer: str
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    tensor_sizes: dict[str, int] = field(default_factory=dict)
 
 
 def is_gguf_file(path: Path) -> bool:
@@ -55,7 +59,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         raise CorruptError(f"this GGUF file is truncated: it has {size:,} bytes", where=str(path), hint=_HINT)
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
-            fields, end = _parse(content, path)
+            fields, tensor_sizes, end = _parse(content, path)
             num_parts = int(fields.get("split.count", 1))
         except (struct.error, ValueError, TypeError, KeyError, OverflowError, IndexError):
             raise CorruptError(
@@ -71,11 +75,16 @@ def read_gguf_header(path: Path) -> GgufHeader:
             hint="merge the parts with llama.cpp: llama-gguf-split --merge FIRST_PART model.gguf",
         )
     names = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
-    return GgufHeader(*(str(fields.get(name, "")) for name in names))
+    texts = [str(fields.get(name, "")) for name in names]
+    prefix = f"{texts[0]}.rope.scaling."
+    scaling = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    if f"{texts[0]}.rope.scale_linear" in fields:  # in old files
+        scaling = {"type": "linear", "factor": fields[f"{texts[0]}.rope.scale_linear"], **scaling}
+    return GgufHeader(*texts, scaling, tensor_sizes)
 
 
-def _parse(content: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
-    """Return the fields of the header without arrays, and the offset where the last tensor ends."""
+def _parse(content: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, int], int]:
+    """Return the fields of the header without arrays, {tensor: values}, and the offset where the last tensor ends."""
     if content[:4] != GGUF_MAGIC:
         raise CorruptError("this is not a GGUF file: it does not begin with GGUF", where=str(path), hint=_HINT)
     version, num_tensors, num_fields = struct.unpack_from("<IQQ", content, 4)
@@ -90,16 +99,17 @@ def _parse(content: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
         name, at = _read_string(content, at)
         (kind,) = struct.unpack_from("<I", content, at)
         fields[name], at = _read_value(content, at + 4, kind)
-    ends = [0]
+    ends, tensor_sizes = [0], dict[str, int]()
     for _ in range(num_tensors):
-        _, at = _read_string(content, at)
+        name, at = _read_string(content, at)
         (num_sizes,) = struct.unpack_from("<I", content, at)
         sizes = struct.unpack_from(f"<{num_sizes}Q", content, at + 4)
         kind, offset = struct.unpack_from("<IQ", content, at + 4 + 8 * num_sizes)
         at += 16 + 8 * num_sizes
+        tensor_sizes[name] = math.prod(sizes)
         ends.append(offset + _tensor_bytes(kind, math.prod(sizes), path))
     alignment = int(fields.get("general.alignment", _DEFAULT_ALIGNMENT)) or _DEFAULT_ALIGNMENT
-    return fields, -(-at // alignment) * alignment + max(ends)
+    return fields, tensor_sizes, -(-at // alignment) * alignment + max(ends)
 
 
 def _tensor_bytes(kind: int, num_values: int, path: Path) -> int:

@@ -74,6 +74,18 @@ def make_requests(documents: Iterable[Document], server: str, options: ServiceOp
 def _make_request(number: int, document: Document, model: str, options: ServiceOptions) -> ServiceRequest:
     body: dict[str, Any] = {"model": model}
     conversation, where = document.conversation, f"document {number}"
+    if document.teacher_prompt is not None:
+        raise XtkError(
+            "this document has a teacher_prompt, which query-teacher cannot send",
+            where=where,
+            hint="use cache-teacher for a teacher with more information, or remove the column",
+        )
+    if options.mode == ECHO and not all(segment.train for segment in document.segments):
+        raise XtkError(
+            "--mode echo scores whole texts, and this document has a prompt, which is not trained",
+            where=where,
+            hint="use --mode chat or text for answers to prompts, or data with text",
+        )
     if options.mode == CHAT:
         if conversation is None:
             body["messages"] = [{"role": "user", "content": document.text}]
@@ -162,11 +174,38 @@ def _is_answer_file(path: Path) -> bool:
 ANSWERS = FileKind[None]("files of answers", _is_answer_file)
 
 
+@dataclass(frozen=True)
+class StoredAnswer:
+    """A line of an answer file.
+
+    Attributes:
+        start: first byte of the line.
+        size: its bytes.
+        prompt_tokens: that the service reports; 0: none.
+        answer_tokens: the same.
+        num_listed: largest number of tokens that are listed at a position.
+        model: that answered; "": unknown.
+    """
+
+    start: int
+    size: int
+    prompt_tokens: float
+    answer_tokens: float
+    num_listed: int
+    model: str
+
+    @classmethod
+    def from_response(cls, start: int, size: int, response: Mapping[str, Any]) -> StoredAnswer:
+        """Return the line of a response."""
+        used = (_reported_tokens(response, "prompt_tokens"), _reported_tokens(response, "completion_tokens"))
+        return cls(start, size, *used, _num_listed(response), str(response.get("model") or ""))
+
+
 class AnswerFile:
     """A file with a line for each answer, in the order in which they arrive; sorted when it is complete.
 
     Attributes:
-        answers: {request key: its line}.
+        answers: {request key: its line}. The answers themselves stay in the file.
 
     Args:
         path: of the file.
@@ -178,52 +217,72 @@ class AnswerFile:
 
     def __init__(self, path: Path, requests: Sequence[ServiceRequest]) -> None:
         self.path, self._requests = path, requests
-        self.answers: dict[str, dict[str, Any]] = {}
-        keys = {one.key for one in requests}
+        self.answers: dict[str, StoredAnswer] = {}
+        self._lines: list[tuple[str, int]] = []  # key and index of each line
         if path.exists():
-            self._read(keys)
+            self._read({one.key for one in requests})
 
     def _read(self, keys: set[str]) -> None:
-        raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]  # a killed command leaves a part of a line
-        for number, line in enumerate(whole.splitlines()):
-            try:
-                row = json.loads(line)
-                key = row["key"]
-                _checked_response(row["response"])
-            except (ValueError, KeyError, TypeError, RecursionError, RetryableError):
-                raise XtkError(
-                    "a line of the output file is not an answer",
-                    where=f"{self.path}, line {number + 1}",
-                    hint="use another output path (-o), or remove this line: its request is sent again",
-                ) from None
-            if key not in keys:
-                raise XtkError(
-                    "the output file has answers to other requests",
-                    where=f"{self.path}, line {number + 1}",
-                    hint="use another output path (-o), or the options of the first command",
-                )
-            self.answers[key] = row
-        if len(whole) < len(raw):
+        start = 0
+        with self.path.open("rb") as stream:
+            for number, line in enumerate(stream):
+                if not line.endswith(b"\n"):  # a killed command leaves a part of a line
+                    break
+                try:
+                    row = json.loads(line)
+                    key, index = row["key"], int(row["index"])
+                    response = _checked_response(row["response"])
+                    _refuse_without_logprobs(response)
+                except (ValueError, KeyError, TypeError, RecursionError, OverflowError, RetryableError, XtkError):
+                    raise XtkError(
+                        "a line of the output file is not an answer",
+                        where=f"{self.path}, line {number + 1}",
+                        hint="use another output path (-o), or remove this line: its request is sent again",
+                    ) from None
+                if key not in keys:
+                    raise XtkError(
+                        "the output file has answers to other requests",
+                        where=f"{self.path}, line {number + 1}",
+                        hint="use another output path (-o), or the options of the first command",
+                    )
+                self._append(key, index, start, len(line), response)
+                start += len(line)
+        if start < self.path.stat().st_size:
             with self.path.open("r+b") as stream:
-                stream.truncate(len(whole))
+                stream.truncate(start)
+
+    def _append(self, key: str, index: int, start: int, size: int, response: Mapping[str, Any]) -> None:
+        self.answers[key] = StoredAnswer.from_response(start, size, response)
+        self._lines.append((key, index))
 
     def add(self, request: ServiceRequest, response: dict[str, Any]) -> None:
         """Append an answer; it is on disk when this returns."""
         row = {"key": request.key, "index": request.index, "request": request.body, "response": response}
-        self.answers[request.key] = row
+        line = _to_line(row)
         with self.path.open("ab") as stream:
-            stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
+            start = stream.tell()
+            stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
+        self._append(request.key, request.index, start, len(line), response)
 
     def sort(self) -> None:
-        """Sort the file, in which all requests have an answer."""
-        rows = [{**self.answers[one.key], "index": one.index} for one in self._requests]
-        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8", "replace")
-        if self.path.read_bytes() != content:
-            with atomic_write(self.path) as temporary:  # which this process has locked
-                temporary.write_bytes(content)
+        """Sort the file, in which all requests have an answer; an answer to equal requests is repeated."""
+        if self._lines == [(one.key, one.index) for one in self._requests]:
+            return
+        with (
+            atomic_write(self.path) as temporary,  # which this process has locked
+            self.path.open("rb") as source,
+            temporary.open("wb") as stream,
+        ):
+            for one in self._requests:
+                place = self.answers[one.key]
+                source.seek(place.start)
+                stream.write(_to_line({**json.loads(source.read(place.size)), "index": one.index}))
+
+
+def _to_line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
 @dataclass
@@ -240,10 +299,10 @@ class _Usage:
     def cost(self) -> float:
         return _cost(self.prompt_tokens, self.answer_tokens, self.options)
 
-    def add(self, response: Mapping[str, Any], request: ServiceRequest) -> None:
-        """Count an answer; a service that reports no usage is counted by the estimate."""
-        self.prompt_tokens += _reported_tokens(response, "prompt_tokens") or request.prompt_tokens
-        self.answer_tokens += _reported_tokens(response, "completion_tokens") or request.answer_tokens
+    def add(self, prompt_tokens: float, answer_tokens: float, request: ServiceRequest) -> None:
+        """Count an answer; a service that reports no usage (0) is counted by the estimate."""
+        self.prompt_tokens += prompt_tokens or request.prompt_tokens
+        self.answer_tokens += answer_tokens or request.answer_tokens
 
 
 def _reported_tokens(response: Mapping[str, Any], key: str) -> float:
@@ -280,6 +339,7 @@ class ServiceClient:
         self._usage = _Usage(options)
         self._next_request = 0.0
         self._stopped = ""
+        self._error: XtkError | None = None
         self._turn, self._slots = asyncio.Condition(), asyncio.Semaphore(options.concurrency)
 
     @property
@@ -294,18 +354,20 @@ class ServiceClient:
             ResumableStop: the limit of the cost is reached.
             XtkError: the service refuses a request, or does not respond.
         """
-        for one in requests:
-            if row := file.answers.get(one.key):
-                self._usage.add(row["response"], one)
-                # An answer of another model than those of the file is refused.
-                self._endpoint.answers_as = self._endpoint.answers_as or str(row["response"].get("model") or "")
-        left = {one.key: one for one in requests if one.key not in file.answers}
+        unique = {one.key: one for one in requests}
+        for key, stored in file.answers.items():
+            self._usage.add(stored.prompt_tokens, stored.answer_tokens, unique[key])
+            # An answer of another model than those of the file is refused.
+            self._endpoint.answers_as = self._endpoint.answers_as or stored.model
+        left = {key: one for key, one in unique.items() if key not in file.answers}
         with terminal.Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
             gather_responses(self._pool, [self._ask_one(one, file, progress) for one in left.values()])
+        if self._error is not None:
+            raise self._error
         if self._stopped:
             raise ResumableStop(self._stopped, where=str(file.path), hint="use a larger --max-cost to continue")
         file.sort()
-        most = max((_num_listed(row["response"]) for row in file.answers.values()), default=0)
+        most = max((stored.num_listed for stored in file.answers.values()), default=0)
         if most < self._options.top_logprobs:
             terminal.note(
                 f"query-teacher: the service lists at most {most} tokens per position, of --top-logprobs "
@@ -318,9 +380,13 @@ class ServiceClient:
                 return
             try:
                 response = await self._send(request)
-                self._usage.add(response, request)
+                used = [_reported_tokens(response, name) for name in ("prompt_tokens", "completion_tokens")]
+                self._usage.add(*used, request)
+                _refuse_without_logprobs(response)
                 file.add(request, response)
                 progress.advance(1, f"cost {self.cost:.4f}" if self.cost else "")
+            except XtkError as wrong:  # answers in flight are paid for: they are awaited and kept
+                self._error = self._error or wrong
             finally:
                 async with self._turn:
                     self._usage.reserved -= self._max_cost_of(request)
@@ -360,7 +426,11 @@ class ServiceClient:
             return not options.max_cost or self.cost + usage.reserved + own <= options.max_cost
 
         async with self._turn:
-            await self._turn.wait_for(lambda: bool(self._stopped) or is_allowed() or not usage.num_inflight)
+            await self._turn.wait_for(
+                lambda: self._error is not None or bool(self._stopped) or is_allowed() or not usage.num_inflight
+            )
+            if self._error is not None:
+                return False
             if self._stopped or not is_allowed():
                 self._stopped = self._stopped or (
                     f"the cost is {self.cost:.4f}, and the next answer may exceed --max-cost {options.max_cost:g}"
@@ -391,9 +461,17 @@ def _checked_response(response: Any) -> dict[str, Any]:
     lists = [found.get(key) for key in ("content", "tokens", "top_logprobs")] if is_object else []
     if not is_object or not all(one is None or isinstance(one, list) for one in lists):
         raise RetryableError("the service's log-probabilities are not lists", "check that it has the OpenAI interface")
-    if not lists[0] and not lists[1] and (message.get("content") or message.get("text")):
-        raise RetryableError("the service's answer has no log-probabilities", "use a model and a service with them")
     return answer
+
+
+def _refuse_without_logprobs(response: Mapping[str, Any]) -> None:
+    choice = response["choices"][0]
+    message, found = choice.get("message", choice), choice.get("logprobs") or {}
+    has_text = bool(message.get("content") or message.get("text"))
+    if has_text and not found.get("content") and not found.get("tokens"):
+        raise XtkError(
+            "the service's answer has no log-probabilities", hint="use a model and a service with log-probabilities"
+        )
 
 
 def _refusal_hint(wrong: PermanentError, options: ServiceOptions) -> str:
