@@ -12,7 +12,7 @@ import pytest
 import small_inputs
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from xtk.models.causal_lm import load_causal_lm
 from xtk.projection.build import build_projection
@@ -281,3 +281,105 @@ def test_composition_agrees_with_a_slow_twin(pair):
             elif dense[token].any():
                 assert dense[token].sum() == pytest.approx(1)
                 np.testing.assert_allclose(rows[token], dense[token] @ table.double().numpy(), atol=1e-5)
+
+
+def with_settings(model: Path, folder: Path, **settings: object) -> Path:
+    """Return a copy of a model with other settings in its generation configuration."""
+    shutil.copytree(model, folder)
+    path = folder / "generation_config.json"
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**content, **settings}))
+    return folder
+
+
+def test_settings_that_transformers_refuses_to_write_are_kept(run, pair, tmp_path):
+    """Vicuna's generation_config.json has a temperature and no do_sample."""
+    model = with_settings(pair.student, tmp_path / "model", temperature=0.9, top_p=0.6)
+    run("transplant", model, pair.teacher, "-o", tmp_path / "new")
+    run("cache-teacher", pair.teacher, small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12."] * 4),
+        "-o", tmp_path / "cache")  # fmt: skip
+    run("distill", model, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "run")
+    run("export", tmp_path / "run", "-o", tmp_path / "export")
+    for name in ("new", "run", "export"):
+        written = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert (written["temperature"], written["top_p"], "do_sample" in written) == (0.9, 0.6, False), name
+        AutoModelForCausalLM.from_pretrained(tmp_path / name)
+
+
+def test_a_pruned_model_ends_where_it_ended(run, pair, tmp_path):
+    own = Tokenizer(pair.student)
+    other = next(token for token in own.special_token_names if token not in own.end_ids)
+    text = own.vocabulary.token_of_bytes[b"a"]  # default ids of configurations may be text
+    model = with_settings(pair.student, tmp_path / "model", eos_token_id=[own.end_id, other, text])
+    run("transplant", model, "--prune-to", 500, "-o", tmp_path / "new")
+    new = Tokenizer(tmp_path / "new")
+    names = {name: token for token, name in new.special_token_names.items()}
+    expected = sorted({new.end_id, names[own.special_token_names[other]]})
+    assert json.loads((tmp_path / "new" / "generation_config.json").read_text())["eos_token_id"] == expected
+
+
+def fallback_of(tokenizer: Tokenizer, byte: bytes) -> int:
+    """Return the byte-fallback token of a byte."""
+    (found,) = (
+        token
+        for token in np.flatnonzero(tokenizer.vocabulary.byte_fallback_mask).tolist()
+        if tokenizer.vocabulary.bytes_by_id[token] == byte
+    )
+    return found
+
+
+def test_a_byte_that_a_tokenizer_never_writes_has_not_the_row_of_its_character(run, pair, metaspace, tmp_path):
+    sources = TokenSources(Tokenizer(metaspace), Tokenizer(pair.teacher))
+    new, old = sources.new.vocabulary, sources.old.vocabulary
+    letter, byte = new.token_of_bytes[b"5"], fallback_of(sources.new, b"5")
+    assert letter != byte
+    assert byte in sources.unused_ids
+    assert sources.copied[letter] == old.token_of_bytes[b"5"]
+    assert sources.copied[byte] == -1
+    lone = new.token_of_bytes[b"\xe6"]
+    assert sources.copied[lone] == old.token_of_bytes[b"\xe6"]
+    # Between two such tokenizers the byte has the row of the byte.
+    texts = small_inputs.sentences(300, seed=9)
+    roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    second = small_inputs.save_tokenizer(small_inputs.metaspace_tokenizer(500, texts), tmp_path / "second", **roles)
+    sources = TokenSources(Tokenizer(second), Tokenizer(metaspace))
+    assert sources.copied[fallback_of(sources.new, b"5")] == byte
+    assert sources.copied[sources.new.vocabulary.token_of_bytes[b"5"]] == letter
+    for method in ("subword", "projection"):
+        run("transplant", pair.teacher, metaspace, "--method", method, "-o", tmp_path / method)
+        rows = table_of(tmp_path / method)
+        np.testing.assert_array_equal(rows[letter], table_of(pair.teacher)[old.token_of_bytes[b"5"]])
+        assert np.linalg.norm(rows[byte] - rows[letter]) > 0.1 * np.linalg.norm(rows[letter])
+
+
+def test_tables_of_positions_are_kept_and_tables_of_layers_are_refused(run, pair, tmp_path):
+    tokenizer = Tokenizer(pair.student)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": len(tokenizer) + 100}
+    folder = tmp_path / "gpt2"
+    shutil.copytree(pair.student, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    run("transplant", folder, pair.teacher, "-o", tmp_path / "new")
+    before, after = (load_file(place / "model.safetensors")["transformer.wpe.weight"]
+                     for place in (folder, tmp_path / "new"))  # fmt: skip
+    np.testing.assert_array_equal(before, after)
+    layers = tmp_path / "layers"
+    shutil.copytree(pair.student, layers)
+    config = json.loads((layers / "config.json").read_text())
+    (layers / "config.json").write_text(json.dumps({**config, "hidden_size_per_layer_input": 8}))
+    refused = run("transplant", layers, pair.teacher, "-o", tmp_path / "other", code=1)
+    assert "another table with a row for each token" in " ".join(refused.stderr.split())
+
+
+def test_a_removed_or_changed_setting_is_another_transplant(run, pair, tmp_path):
+    model = with_settings(pair.student, tmp_path / "model", repetition_penalty=1.1)
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(pair.teacher, tokenizer)
+    command = ("transplant", model, tokenizer, "-o", tmp_path / "new")
+    run(*command)
+    (model / "generation_config.json").rename(tmp_path / "kept.json")
+    assert "generation_config" in run(*command, code=1).stderr
+    (tmp_path / "kept.json").rename(model / "generation_config.json")
+    run(*command)
+    path = tokenizer / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "padding_side": "left"}))
+    assert "tokenizer_settings" in run(*command, code=1).stderr

@@ -430,6 +430,25 @@ def test_a_token_outside_of_the_services_list_gets_an_upper_bound(run, tmp_path)
     assert cache.read_document(0).teacher_logprobs.observed_logprobs.tolist() == [-2.0, -0.25]
 
 
+def test_whether_an_answer_is_complete_belongs_to_the_import(run, tmp_path):
+    entry = {"token": "b", "bytes": [98], "logprob": -0.5, "top_logprobs": []}
+    file = tmp_path / "answers.jsonl"
+
+    def write(finish: str) -> None:
+        choice = {"message": {"content": "b"}, "finish_reason": finish, "logprobs": {"content": [entry]}}
+        row = {"messages": [{"role": "user", "content": "a"}], "response": {"model": "m", "choices": [choice]}}
+        file.write_text(json.dumps(row) + "\n")
+
+    write("length")
+    run("import-cache", file, "-o", tmp_path / "cache")
+    assert not TeacherCache(tmp_path / "cache").read_document(0).document.is_complete
+    run("import-cache", file, "-o", tmp_path / "cache")
+    write("eos")
+    run("import-cache", file, "-o", tmp_path / "cache", code=1)
+    run("import-cache", file, "--force", "-o", tmp_path / "cache")
+    assert TeacherCache(tmp_path / "cache").read_document(0).document.is_complete
+
+
 def test_only_files_of_export_cache_are_replaced(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache")
     own = {"token_ids": [1, 2], "logprobs": [None, -1.0], "top_ids": [None, [2]], "top_logprobs": [None, [-1.0]]}

@@ -17,8 +17,10 @@ from reference_losses import signal_of
 from small_vocabularies import draw_spellings, next_bytes_of, partition_of
 from torch import Tensor
 
+from xtk.errors import CorruptError
 from xtk.losses import byte_kl
 from xtk.losses.byte_kl import ByteKL
+from xtk.losses.byte_prefix_marginalization import BPM
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import LossInputs
@@ -86,6 +88,21 @@ def test_the_example_of_the_documentation_comes_out():
     assert [round(value, 4) for value in (first, inside, mixed)] == [0.0375, 0.0398, 0.0793]
     page = (Path(__file__).parents[2] / "docs" / "explanation" / "losses.md").read_text(encoding="utf-8")
     assert all(f"{value:.4f}" in page for value in (first, inside, mixed))
+
+
+@pytest.mark.parametrize("rule", [ByteKL(), BPM()], ids=["byte-kl", "bpm"])
+def test_a_teacher_whose_own_token_has_no_probability_is_a_corrupt_cache(rule):
+    """The teacher's token "20" is not among those that its distribution lists: nothing begins with "2"."""
+    spellings = [b"", b"2", b"0", b"7"], [b"", b"2", b"0", b"7", b"20"]
+    signal = signal_of(np.log([[0.1, 0.1, 0.1, 0.1, 0.6]]), np.array([1]), np.array([4]), 1)
+    spans = np.array([[1, 3, 1, 2]], np.int32)
+    ids = np.array([0, 1, 2], np.int32), np.array([0, 4], np.int32)
+    example = LossInputs(ids[0], np.arange(2), spans, ids[1], signal)
+    partition = next_bytes_of(*partition_of(*spellings, 4, 5))
+    rule.build_cells(example, partition)
+    wrong = dataclasses.replace(signal, ids=np.array([3], np.int32))
+    with pytest.raises(CorruptError, match="do not match its text"):
+        rule.build_cells(dataclasses.replace(example, teacher_logprobs=wrong), partition)
 
 
 # --- what it is where all is simple

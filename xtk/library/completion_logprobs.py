@@ -21,6 +21,7 @@ _SPECIAL = re.compile(
     r"<\|[^|<>]{1,40}\|>|<\uff5c[^\uff5c<>]{1,60}\uff5c>|</?s>|<(eos|bos|pad|unk|end_of_turn|start_of_turn)>"
 )
 _LEGACY_BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
+COMPLETE = (None, "stop", "eos", "eos_token", "end_turn")  # finish reasons of an answer that was not truncated
 _UNKNOWN = "\ufffd".encode()
 _LOWEST = -sys.float_info.max
 MAX_LOGPROB = 1e-3  # rounding of services
@@ -149,7 +150,7 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
         usage = response.get("usage")
         num_tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
         tokens, top, num_joined = _without_joined(logprobs["content"], tokens, top, num_tokens)
-    complete = choice.get("finish_reason") in (None, "stop")
+    complete = choice.get("finish_reason") in COMPLETE
     if not complete and not is_echo:
         content, tokens, top = _without_cut_character(content, tokens, top)
     tokens, top, num_bounded, num_unknown = _with_bounds(tokens, top)

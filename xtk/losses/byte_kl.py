@@ -52,10 +52,7 @@ class ByteKL(Loss):
                 items,
             )
         except ZeroDivisionError:
-            raise CorruptError(
-                "the teacher's tokens of a document do not match its text",
-                hint="find the corrupt cache with xtk inspect --verify CACHE, and make it again",
-            ) from None
+            raise mismatched_tokens_error() from None
         run_offsets, firsts, stops = runs
         following, previous = (items[:, STUDENT_COLUMNS + one] for one in (NEXT_DISTRIBUTION, PREVIOUS_DISTRIBUTION))
         return NextByteCells.from_numpy(
@@ -99,3 +96,11 @@ def _inverse_index(length: int, positions: NDArray[np.integer]) -> NDArray[np.in
     indices = np.full(length, -1, np.int64)
     indices[positions] = np.arange(len(positions))
     return indices
+
+
+def mismatched_tokens_error() -> CorruptError:
+    """Return the error for a cache whose observed tokens are not those of its documents."""
+    return CorruptError(
+        "the teacher's tokens of a document do not match its text",
+        hint="find the corrupt cache with xtk inspect --verify CACHE, and make it again",
+    )

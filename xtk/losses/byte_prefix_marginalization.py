@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.byte_kl import find_all_boundaries, teacher_path
+from xtk.losses.byte_kl import find_all_boundaries, mismatched_tokens_error, teacher_path
 from xtk.losses.longest_prefix_cells_numba import fill_longest_prefix_cells
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
@@ -68,17 +68,20 @@ def longest_prefix_cells(
     rows, theirs = items[:, STUDENT_COLUMNS + NEXT_DISTRIBUTION], items[:, TEACHER_COLUMNS:]
     positions = np.where(theirs[:, NEXT_DISTRIBUTION] != NONE, theirs[:, NEXT_DISTRIBUTION],
                          theirs[:, PREVIOUS_DISTRIBUTION])  # fmt: skip
-    cell_offsets, entry_offsets, probs, entry_rows, tokens, corrections = fill_longest_prefix_cells(
-        partition.student,
-        partition.longest_prefixes,
-        TeacherArrays.from_logprobs(stored),
-        stored.observed_logprobs,
-        teacher_path(example),
-        items,
-        example.student_ids[example.positions[rows] + 1],
-        stored.positions[positions].astype(np.int64),
-        with_inside,
-    )
+    try:
+        cell_offsets, entry_offsets, probs, entry_rows, tokens, corrections = fill_longest_prefix_cells(
+            partition.student,
+            partition.longest_prefixes,
+            TeacherArrays.from_logprobs(stored),
+            stored.observed_logprobs,
+            teacher_path(example),
+            items,
+            example.student_ids[example.positions[rows] + 1],
+            stored.positions[positions].astype(np.int64),
+            with_inside,
+        )
+    except ZeroDivisionError:
+        raise mismatched_tokens_error() from None
     return {
         "cell_offsets": cell_offsets,
         "entry_offsets": entry_offsets,

@@ -80,7 +80,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     scaling = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
     if f"{texts[0]}.rope.scale_linear" in fields:  # in old files
         scaling = {"type": "linear", "factor": fields[f"{texts[0]}.rope.scale_linear"], **scaling}
-    return GgufHeader(*texts, scaling, tensor_sizes)
+    return GgufHeader(texts[0], texts[1], texts[2], scaling, tensor_sizes)
 
 
 def _parse(content: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, int], int]:

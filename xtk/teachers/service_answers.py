@@ -380,7 +380,7 @@ class ServiceClient:
                 return
             try:
                 response = await self._send(request)
-                used = [_reported_tokens(response, name) for name in ("prompt_tokens", "completion_tokens")]
+                used = _reported_tokens(response, "prompt_tokens"), _reported_tokens(response, "completion_tokens")
                 self._usage.add(*used, request)
                 _refuse_without_logprobs(response)
                 file.add(request, response)

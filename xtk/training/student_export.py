@@ -45,6 +45,7 @@ from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import CorruptError, MismatchError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult, read_results
 from xtk.models.causal_lm import DTYPES, load_causal_lm
+from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import (
     StudentModelConfig,
     StudentSource,
@@ -341,7 +342,7 @@ def _write_model_files(
     for role in ("bos", "pad"):
         if role in tokenizer.special_token_ids:
             setattr(described, f"{role}_token_id", tokenizer.special_token_ids[role])
-    model.save_pretrained(folder, max_shard_size=size_in_bytes(max_shard_size))
+    save_model(model, folder, max_shard_size=size_in_bytes(max_shard_size))
     files = list(folder.glob("*.safetensors"))
     set_default_permissions(*files)
     return {
@@ -355,12 +356,8 @@ def _write_model_files(
 
 def _end_token_ids(model: Any, tokenizer: Tokenizer) -> list[int]:
     """Return the stop token ids: those of the tokenizer and of the model's configurations."""
-    configured = [
-        getattr(part, "eos_token_id", None) for part in (model.generation_config, model.config.get_text_config())
-    ]
-    stops = {token for one in configured if one is not None for token in (one if isinstance(one, list) else [one])}
     # Configurations have default ids, which may be ordinary text tokens: keep only special tokens.
-    return sorted(tokenizer.end_ids | stops & tokenizer.special_token_names.keys())
+    return sorted(tokenizer.end_ids | stop_token_ids(model) & tokenizer.special_token_names.keys())
 
 
 def _card(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import read_json, set_default_permissions, sha256
+from xtk.artifacts.atomic_files import canonical_json, read_json, set_default_permissions, sha256
 from xtk.artifacts.embedding_weights import read_input_embedding
 from xtk.artifacts.folder_replacement import fsync_and_hash, replacing_folder
 from xtk.artifacts.model_resolver import weights_fingerprint
@@ -27,6 +28,7 @@ from xtk.artifacts.run_folders import RUN_MANIFEST, check_listed_files, read_run
 from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
+from xtk.models.saved_model import save_model
 from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
@@ -35,9 +37,10 @@ from xtk.transplant.new_rows import new_rows
 from xtk.transplant.row_methods import METHODS, MeanRow, RowMethod
 from xtk.transplant.token_id_settings import set_token_ids
 from xtk.transplant.token_sources import TokenSources
-from xtk.transplant.tokenizer_folder import write_tokenizer
+from xtk.transplant.tokenizer_folder import tokenizer_settings, write_tokenizer
 
 TRANSPLANT_KIND = "transplanted-model"
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)$")  # tables with a row for each position
 KEPT = "kept"  # the method of a pruned vocabulary, in the manifest
 
 
@@ -99,7 +102,7 @@ def transplant_model(
         with replacing_folder(output, TRANSPLANT_FOLDER) as folder:
             figures = _replace_vocabulary(model, sources, method, config)
             eos = set_token_ids(model, sources)
-            model.save_pretrained(folder)
+            save_model(model, folder)
             set_default_permissions(*folder.glob("*.safetensors"))
             write_tokenizer(folder, config.new, config.old if config.keep_chat_template else config.new)
             content = {
@@ -164,7 +167,7 @@ def _finished_transplant(output: Path, request: Mapping[str, Any]) -> dict[str, 
     """
     content = read_run_manifest(output, (TRANSPLANT_KIND,))
     previous = content.get("request") or {}
-    different = [name for name, value in request.items() if previous.get(name) != value]
+    different = sorted(name for name in {*request, *previous} if previous.get(name) != request.get(name))
     if not different:
         check_listed_files(output, content)
         return content
@@ -198,7 +201,8 @@ def _request(config: TransplantConfig) -> dict[str, Any]:
         "projection": sha256(config.projection.read_bytes()) if config.projection else None,
         "dtype": config.dtype,
         "seed": config.seed,
-        **({"generation_config": sha256(generation.read_bytes())} if generation.is_file() else {}),
+        "tokenizer_settings": sha256(canonical_json(tokenizer_settings(config.new))),
+        "generation_config": sha256(generation.read_bytes()) if generation.is_file() else None,
     }
 
 
@@ -303,8 +307,13 @@ def _load_model(config: TransplantConfig, trust_remote_code: bool) -> Any:
     others = [
         name
         for name, one in model.named_modules()
-        if isinstance(one, torch.nn.Embedding) and id(one.weight) not in own and one.num_embeddings >= len(config.old)
+        if isinstance(one, torch.nn.Embedding)
+        and id(one.weight) not in own
+        and one.num_embeddings >= len(config.old)
+        and not _POSITIONS.search(name)
     ]
+    if getattr(described.get_text_config(), "hidden_size_per_layer_input", None):  # of Gemma 3n: rows for most tokens
+        others.append("the embeddings of its layers (hidden_size_per_layer_input)")
     if others:
         raise XtkError(
             f"this model has another table with a row for each token, which a transplant cannot fill: {others[0]}",

@@ -62,6 +62,7 @@ class ProjectedRows:
         rows, masses = self.projection.entry_rows, self.projection.row_masses
         wanted = (rows < len(sources.new)) & (self.projection.teacher_ids < len(sources.old))
         wanted[wanted] = sources.copied[rows[wanted]] < 0
+        wanted &= ~np.isin(rows, sources.unused_ids)
         kept = rows[wanted]
         return SparseEntries(kept, self.projection.teacher_ids[wanted], self.projection.weights[wanted] / masses[kept])
 

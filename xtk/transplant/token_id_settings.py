@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xtk.models.saved_model import stop_token_ids
 from xtk.transplant.token_sources import TokenSources
 
 ROLES = ("bos", "eos", "pad")
@@ -14,12 +15,15 @@ _OTHER_IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forc
 def set_token_ids(model: Any, sources: TokenSources) -> list[int]:
     """Set the ids of roles to those of the new tokenizer, and remove other old ids; return the end tokens.
 
-    Generation ends at eos and at the end of a turn. Other settings that are an old id get the new id of that token.
+    Generation ends at eos, at the end of a turn, and at the tokens where the model ended before, of those that the new
+    tokenizer has. Other settings that are an old id get the new id of that token.
     """
     new = sources.new
-    ends = sorted(new.end_ids)
     new_id = {int(old): token for token, old in enumerate(sources.copied.tolist()) if old >= 0}
     configurations = {id(part): part for part in (model.config, model.config.get_text_config())}
+    # Configurations have default ids, which may be ordinary text tokens: keep only special tokens.
+    stops = {new_id[old] for old in stop_token_ids(model) & sources.old.special_token_names.keys() if old in new_id}
+    ends = sorted(new.end_ids | stops & new.special_token_names.keys())
     for part in (*configurations.values(), model.generation_config):
         for name in [name for name in vars(part) if name.endswith("_token_id")]:
             value = getattr(part, name)

@@ -34,6 +34,25 @@ class TokenSources:
         self.copied = self.pair.equal_ids.copy()
         if kept is None:
             self.copied[self._special_ids] = counterparts
+        unused = self.unused_ids if kept is None else np.zeros(0, np.int64)
+        own = old.vocabulary
+        fallback = {own.bytes_by_id[token]: token for token in np.flatnonzero(own.byte_fallback_mask).tolist()}
+        for token in unused.tolist() if new.fingerprint != old.fingerprint else []:
+            spelling = new.vocabulary.bytes_by_id[token]
+            found = fallback.get(spelling, -1)
+            self.copied[token] = -1 if found == own.token_of_bytes.get(spelling) else found
+
+    @cached_property
+    def unused_ids(self) -> NDArray[np.int64]:
+        """Byte-fallback tokens of characters that have a token of their own: a tokenizer never emits them.
+
+        Their rows are those of the old tokenizer's, or a mean. With the row of the character a model would write both.
+        """
+        vocabulary = self.new.vocabulary
+        fallback = np.flatnonzero(vocabulary.byte_fallback_mask)
+        first = [vocabulary.token_of_bytes[vocabulary.bytes_by_id[token]] for token in fallback.tolist()]
+        unused: NDArray[np.int64] = fallback[np.array(first, np.int64) != fallback]
+        return unused
 
     @cached_property
     def spellings(self) -> TokenSpellings:

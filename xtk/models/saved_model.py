@@ -1,0 +1,41 @@
+"""Writing models, and the tokens at which they end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def save_model(model: Any, folder: Path, **options: Any) -> None:
+    """Write a model as `save_pretrained` does, with its generation configuration as it is.
+
+    `save_pretrained` refuses a changed configuration with a sampling setting but without `do_sample`, as published
+    models have it.
+
+    Args:
+        model: the model.
+        folder: to write into.
+        options: of `save_pretrained`.
+    """
+    from transformers import GenerationConfig
+
+    settings = model.generation_config
+    if settings is None:
+        model.save_pretrained(folder, **options)
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, **options)
+    finally:
+        model.generation_config = settings
+    if (folder / GENERATION_CONFIG).is_file():
+        settings.to_json_file(folder / GENERATION_CONFIG, use_diff=True, keys_to_pop=["compile_config"])
+
+
+def stop_token_ids(model: Any) -> set[int]:
+    """Return the ids at which a model's configurations end a text."""
+    configured = [getattr(part, "eos_token_id", None) for part in (model.generation_config,
+                                                                   model.config.get_text_config())]  # fmt: skip
+    return {token for one in configured if one is not None for token in (one if isinstance(one, list) else [one])}
