@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import json
@@ -271,6 +272,8 @@ def test_a_fingerprint_tells_documents_apart_by_text_order_and_training():
         fingerprint(Document.from_completion("Anna", "Bert")),
         fingerprint(Document.from_completion("AnnaBert", "")),
         fingerprint(one, Document.from_text(""), other),
+        fingerprint(one, dataclasses.replace(other, is_complete=False)),
+        fingerprint(dataclasses.replace(one, is_complete=False), other),
     ]
     assert len(set(different)) == len(different)
     assert fingerprint(one, other) == fingerprint(Document.from_text("Anna"), other)

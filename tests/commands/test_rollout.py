@@ -179,3 +179,13 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
         assert message in done.stderr
         assert not (tmp_path / "x.jsonl").exists()
     assert lines_of(tmp_path / "chat.jsonl")[0]["who"] == "solver"
+
+
+def test_a_changed_schema_is_another_request(run, pair, folder, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--max-completion-length", 8,
+                 "--reward", "json:schema=schema.json", "-o", "r.jsonl")  # fmt: skip
+    run(*arguments, cwd=tmp_path)
+    run(*arguments, cwd=tmp_path)
+    (tmp_path / "schema.json").write_text('{"type": "array"}')
+    assert "made from other inputs" in run(*arguments, cwd=tmp_path, code=1).stderr

@@ -11,6 +11,7 @@ import pytest
 from xtk.errors import XtkError
 from xtk.rewards import REWARDS
 from xtk.rewards.answer_parsing import last_boxed_content, parse_number
+from xtk.rewards.math_equality import MathComparer
 from xtk.rewards.reward_spec import RewardSpec, WeightedRewards, parse_reward
 
 needs_data = pytest.mark.skipif("XTK_DATA" not in os.environ, reason="XTK_DATA names no folder with real data")
@@ -19,11 +20,14 @@ SAME = [
     ("18", "18"), ("$18", "18.00"), ("18.", "18"), ("1,234", "1234"), ("$1,234,567.50", "1234567.5"), ("0.5", "1/2"),
     ("1 1/2", "1.5"), ("10%", "10"), ("10\\%", "10"), ("-3", "−3"), ("-$5", "-5"), ("5 apples", "5"), ("2e3", "2000"),
     (".5", "0.50"), ("**42**", "42"), ("\\$7", "7"), ("1/3", "2/6"), ("60 miles per hour", "60"), ("Paris.", "paris"),
+    ("5 million", "5,000,000"), ("3.5\\text{ million}", "3500000"), ("10\\,000", "10000"), ("12{,}000", "12000"),
+    ("x = 18", "18"), ("18 (eighteen)", "18"), ("18 km/h", "18"), ("60 eggs/day", "60"), ("\\boxed{18}", "18"),
     ("1,000,000", "1000000.0"), ("+4", "4"), ("007", "7"), ("\\frac{1}{2}", "0.5"), ("\\frac12", "1/2"), ("18€", "18"),
 ]  # fmt: skip
 OTHER = [
     ("18", "19"), ("1,234", "1.234"), ("0.5", "1/3"), ("10%", "0.1"), ("3", "-3"), ("", "18"), ("18 or 19", "18"),
     ("Paris", "London"), ("1/0", "0"), ("12,34", "1234"), ("--3", "3"), ("0.333", "1/3"), ("eighteen", "18"),
+    ("3x", "3"), ("3", "3x"), ("6i", "6"), ("2 pi", "2"), ("5 million", "5"), ("2 or x", "2"), ("5 to 6", "5"),
     ("1 2", "12"), ("18 + 1", "18"), ("nan", "18"), ("inf", "18"),
 ]  # fmt: skip
 
@@ -58,6 +62,46 @@ def test_where_the_answer_stands():
     assert last_boxed_content(r"\boxed{12} and \boxed{3") == "12"
     assert last_boxed_content("no box") is None
     assert parse_number("1" * 1000) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("The answer is −5.", "-5"), ("It is .5 of it", "1/2"), ("1 1/2 cups", "3/2"), ("12{,}000 dollars", "12000"),
+     ("3.2e4", "32000"), ("pages 5-10", "10"), ("x=-3", "-3"), ("(-3)", "-3"), ("In 2020.", "2020")],
+)  # fmt: skip
+def test_the_last_number_of_a_text(text, number):
+    assert one("exact:last_number_fallback=true", text, {"answer": number}) == 1
+
+
+def test_letters_in_a_box_are_variables_and_words_are_words():
+    for answer, reference, score in (
+        ("18kg", "18", 0), ("18\\text{kg}", "18", 1), ("18\\text{ m}", "18", 1), ("18 m", "18", 0),
+        ("18 meters", "18", 1),
+        ("AB", "BA", 0), ("\\text{even}", "\\text{odd}", 0), ("AB", "AB", 1), ("Monday", "\\text{Monday}", 1),
+    ):  # fmt: skip
+        assert one("boxed:compare=strings", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == score
+        if "m" not in answer and answer != "18kg":  # math-verify knows kg
+            assert one("boxed", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == score
+    assert last_boxed_content(r"\boxed{5\\} x") == "5\\\\"
+    assert one("boxed", r"\boxed{2x}", {"answer": r"\boxed{2y}"}) == 0
+    for answer, reference in (("3x", "3"), ("3", "3x"), ("6i", "6"), ("5n", "5"), ("2 pi", "2"), ("5 million", "5")):
+        assert one("boxed", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == 0, answer
+    assert one("boxed", r"\boxed{2 x}", {"answer": r"\boxed{x \cdot 2}"}) == 1
+    lines = "\\boxed{\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}}"
+    assert one("boxed", lines, {"answer": r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"}) == 1
+
+
+def test_a_process_that_was_killed_is_started_again():
+    comparer = MathComparer(20)
+    assert comparer.equal("1/2", "0.5") == 1
+    comparer._process.kill()
+    comparer._process.wait()
+    assert comparer.equal("1/2", "0.5") == 1
+
+
+def test_a_reward_is_given_once():
+    with pytest.raises(XtkError, match="given twice"):
+        WeightedRewards([parse_reward("exact"), parse_reward("exact")])
 
 
 def test_long_answers_are_judged_in_time():

@@ -56,6 +56,19 @@ def test_completions_and_rows_of_every_form():
         "```\n" + function,
     ):
         assert whole(completion, ADD["prompt"], ADD) == 1, completion
+    draft, shell = "```python\ndef add(a, b):\n    return a - b\n```\n", "```bash\npip install numpy\n```\n"
+    quoting = 'def add(a, b):\n    """Add:\n    ```\n    add(1, 2)\n    ```\n    """\n    return a + b\n'
+    for completion in (
+        f"<think>\nMaybe\n{draft}No.\n</think>\nSo:\n```python\n{function}```\n",
+        f"[THINK]{draft}[/THINK]```python\n{function}```\n",
+        f"{shell}Then:\n```python\n{function}```\n",
+        f"A first try:\n{draft}Better:\n```python\n{function}```\n```python\nprint(add(1, 2))\n```\n",
+        f"```python\n{quoting}```\n",
+        f"1. So:\n   ```python\n{function}   ```\n",
+        f"```python\n{function.rstrip()}```",
+        "<think>\nIt adds.\n</think>\n\n    return a + b\n",
+    ):
+        assert whole(completion, ADD["prompt"], ADD) == 1, completion
     for completion in ("    return a - b\n", "I cannot.", "", "```python\n```", "    return a + b +\n"):
         assert whole(completion, ADD["prompt"], ADD) == 0, completion
         assert partial(completion, ADD["prompt"], ADD) == 0, completion

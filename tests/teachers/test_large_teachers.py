@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.models.causal_lm import load_causal_lm
 from xtk.teachers.backend_interface import TeacherConfig
@@ -110,6 +111,18 @@ def adapter(pair, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+def test_an_adapter_in_the_cache_of_the_hub_is_read(adapter, tmp_path):
+    """The cache of the hub has links to files with the names of their checksums."""
+    folder, files = tmp_path / "snapshot", tmp_path / "blobs"
+    folder.mkdir()
+    files.mkdir()
+    for number, file in enumerate(sorted((adapter / "adapter").iterdir())):
+        (files / str(number)).write_bytes(file.read_bytes())
+        (folder / file.name).symlink_to(files / str(number))
+    assert base_model_and_adapter(folder)[1] == folder
+    assert weights_fingerprint(folder) == weights_fingerprint(adapter / "adapter")
+
+
 def test_an_adapter_is_a_teacher_by_its_own_folder(run, pair, corpus, adapter, tmp_path):
     exact = ("--top-k", 8, "--precision", "float32")
     for teacher, name in ((adapter / "adapter", "a"), (adapter / "merged", "m"), (pair.teacher, "t")):

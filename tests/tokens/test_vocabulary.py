@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import small_inputs
+import tokenizers
 
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.tokens.vocabulary import (
@@ -47,6 +49,27 @@ def test_control_tokens_spell_nothing_and_added_words_spell_themselves(family):
     assert vocabulary.bytes_by_id == [b"A", b"", b"", "Ġ▁##".encode()]
     assert vocabulary.special_mask.tolist() == [False, False, True, False]
     assert vocabulary.special_tokens == {"<eos>": 2}
+
+
+def test_added_pieces_of_spaces_are_spaces(tmp_path):
+    """Gemma lists its runs of U+2581, which stand for spaces, as added tokens too."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "▁▁": 4, "▁▁▁": 5, "a": 6, "b": 7, "▁b": 8}
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, [("▁", "▁"), ("▁▁", "▁"), ("▁", "b")], unk_token="<unk>")
+    )
+    tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    tokenizer.decoder = tokenizers.decoders.Replace("▁", " ")
+    tokenizer.add_tokens([tokenizers.AddedToken(one, normalized=False) for one in ("▁▁", "▁▁▁")])
+    tokenizer.add_tokens([tokenizers.AddedToken("▁▁▁▁▁", normalized=False)])  # of no piece of the model: as it is
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    small_inputs.save_tokenizer(tokenizer, tmp_path, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    found = Tokenizer(tmp_path)
+    assert [found.vocabulary.bytes_of(token) for token in (3, 4, 5, 8, 9)] == [
+        b" ", b"  ", b"   ", b" b", "▁▁▁▁▁".encode()
+    ]  # fmt: skip
+    (encoded,) = found.encode(["a  b"])
+    assert b"".join(map(found.vocabulary.bytes_of, encoded.ids.tolist())) == b"a  b"
+    assert 4 in encoded.ids
 
 
 def test_of_tokens_that_spell_the_same_the_ordinary_one_then_the_lowest_is_found():

@@ -218,6 +218,8 @@ class CorpusFingerprint:
 def _extra_content(document: Document) -> dict[str, bytes]:
     """Return the encoded content of a document in addition to its segments and messages."""
     found = {}
+    if not document.is_complete:
+        found["complete"] = b"false"
     if document.teacher_prompt is not None:
         found["teacher_prompt"] = json.dumps(document.teacher_prompt).encode()
     if document.teacher_tokens is not None:

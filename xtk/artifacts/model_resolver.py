@@ -155,7 +155,7 @@ def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
     """
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return folder, None
-    base = str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    base = str(read_json((folder / ADAPTER_CONFIG).resolve()).get("base_model_name_or_path") or "")
     if not base:
         raise XtkError(
             "this PEFT adapter does not name its base model",

@@ -36,7 +36,7 @@ def hash_weights(folder: Path) -> str:
     has_code = "auto_map" in configuration
     for content in (
         configuration,
-        read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {},
+        read_json((folder / ADAPTER_CONFIG).resolve()) if (folder / ADAPTER_CONFIG).is_file() else {},
     ):
         if content:
             for name in ("transformers_version", "base_model_name_or_path"):  # do not depend on the weights

@@ -288,6 +288,7 @@ def _request_fingerprint(
     """
     from xtk.artifacts.atomic_files import canonical_json, sha256
     from xtk.artifacts.model_resolver import weights_fingerprint
+    from xtk.rewards.reward_spec import paths_as_checksums
     from xtk.rollouts.generator_interface import SamplingConfig
 
     identities = [weights_fingerprint(place) if isinstance(place, Path) else place for place in weights]
@@ -302,9 +303,9 @@ def _request_fingerprint(
         "sampling": dataclasses.asdict(options_of(SamplingConfig, options)),
         "num_generations": options.num_generations,
         "seed": options.seed,
-        "rewards": [[text, _file_of(text)] for text in options.reward],
+        "rewards": [[text, paths_as_checksums(text)] for text in options.reward],
         "scale_rewards": options.scale_rewards,
-        "environment": [options.environment, _file_of(options.environment), options.max_turns]
+        "environment": [options.environment, paths_as_checksums(options.environment), options.max_turns]
         if options.environment
         else None,
         "template_arguments": template_arguments,
@@ -321,11 +322,3 @@ def _prompts_fingerprint(prompts: list[Prompt]) -> str:
         found = [dict(prompt.record), document_fields(prompt.document)]
         digest.update(json.dumps(found, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()
-
-
-def _file_of(place: str) -> str:
-    """Return the fingerprint of the Python file that an option names; "" if it names none."""
-    from xtk.artifacts.atomic_files import sha256_of_file
-
-    path = Path(place.partition(".py:")[0] + ".py")
-    return sha256_of_file(path) if ".py:" in place and path.is_file() else ""

@@ -195,8 +195,6 @@ class CacheWriter:
         self._top_k = max(self._top_k, arrays.ids.shape[1])
         self._num_positions += len(arrays.ids)
         self._fingerprint.add(view)
-        if not view.is_complete:
-            self._values.update(b"incomplete")
         stored = scored.stored_logprobs
         for values in (stored.ids, stored.logprobs, stored.observed_logprobs, stored.entropy):
             self._values.update(values.tobytes())

@@ -17,7 +17,7 @@ from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.tokens.tokenizer import Tokenizer
 
 # Version of cached partitions; increase it when the algorithm changes.
-ALGORITHM_VERSION = 3
+ALGORITHM_VERSION = 4
 
 
 class SortedVocabulary(NamedTuple):

@@ -10,7 +10,15 @@ _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:[$€£¥]|USD|EUR)?\s*(?P<sign2>[-+]?)"
     rf"(?:(?P<whole>{_DIGITS})\s+(?P<up>\d+)/(?P<down>\d+)"
     rf"|(?P<decimal>{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE](?P<power>[-+]?\d{{1,3}}))?(?:\s*/\s*(?P<divisor>{_DIGITS}(?:\.\d+)?))?)"
-    r"\s*(?:\\?%|°|[$€£¥]|[^\W\d_][^\W\d_ ]*(?: [^\W\d_]+){0,3})?"
+    r"(?:(?P<space>\s*)(?:\\?%|°|[$€£¥]|(?P<unit>[^\W\d_]+(?:[ /][^\W\d_]+){0,4})))?"
+)
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_NO_UNITS = frozenset({"i", "e", "pi", "x", "y", "z", "n", "and", "or", "to"})  # parts of a formula, or of a list
+_THIN_SPACES = re.compile(r"(?<=\d)(?:\\[,;!: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_NAME = re.compile(r"^[a-z]\w* ?= ?(?=[-+$€£¥.\d])")  # x = 18
+_REMARK = re.compile(r"(?<=[\w%]) ?\([^()]*\)$")  # 18 (eighteen)
+_LAST_NUMBER = re.compile(
+    rf"(?:(?<![\w)])-)?[$€£¥]?(?:\d{{1,3}}\s\d+/\d+|{_DIGITS}(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d{{1,3}})?(?:/\d+)?%?"
 )
 _MARKUP = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}|\\[,;! ]|\\(?:left|right)(?![a-zA-Z])|\*\*|[`~]")
 _FRACTION = re.compile(r"^([-+]?)\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))$")
@@ -24,41 +32,60 @@ def answer_after_hashes(text: str) -> str | None:
 
 def last_boxed_content(text: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}`, or the word after `\boxed `; or None."""
+    ends = _closing_braces(text)
     for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text))):
-        rest = text[match.end() :]
-        if not rest.startswith("{"):
-            bare = re.match(r"[^\s{}$\\]+", rest)
+        start = match.end()
+        if not text.startswith("{", start):
+            bare = re.compile(r"[^\s{}$\\]+").match(text, start)
             if bare:
                 return bare[0]
-            continue
-        depth = 0
-        for place, sign in enumerate(rest):
-            escaped = place > 0 and rest[place - 1] == "\\"
-            depth += 0 if escaped else (sign == "{") - (sign == "}")
-            if depth == 0:
-                return rest[1:place].strip()
+        elif start in ends:
+            return text[start + 1 : ends[start]].strip()
     return None
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return {place of an opening brace: place of its closing one}; escaped braces are none."""
+    ends: dict[int, int] = {}
+    opened: list[int] = []
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            ends[opened.pop()] = match.start()
+    return ends
 
 
 def last_number_text(text: str) -> str | None:
     """Return the last number in a text, as written."""
-    found = re.findall(rf"-?[$€£¥]?{_DIGITS}(?:\.\d+)?(?:/\d+)?%?", text)
+    found = _LAST_NUMBER.findall(without_thin_spaces(text.replace("−", "-")))
     return found[-1] if found else None
+
+
+def without_thin_spaces(text: str) -> str:
+    r"""Return a text with `10\,000` and `10{,}000` as `10000`."""
+    return _THIN_SPACES.sub("", text)
 
 
 def normalize_answer(text: str) -> str:
     """Return an answer without markup, outer punctuation, case and extra spaces, for string comparison."""
-    text = _MARKUP.sub(lambda match: f" {match[1] or ''} ", text.replace("−", "-").replace("\\$", "$"))
+    text = without_thin_spaces(text.replace("−", "-").replace("\\$", "$"))
+    text = _MARKUP.sub(lambda match: f" {match[1] or ''} ", text)
     text = re.sub(r"\s+", " ", text).strip().strip("$").strip()
     return text.rstrip(".").strip().casefold()
 
 
-def parse_number(text: str) -> Fraction | None:
-    """Return the value of an answer: `1,234`, `$18.00`, `-3.`, `1/2`, `1 1/2`, `10%`, `5 apples`, `2e3`.
+def parse_number(text: str, *, in_formula: bool = False) -> Fraction | None:
+    """Return the value of an answer: `1,234`, `$18.00`, `-3.`, `1/2`, `1 1/2`, `10%`, `5 apples`, `2e3`, `5 million`.
 
     A percent sign is ignored like other units: 10% is 10. None if the text is not exactly one number.
+
+    Args:
+        text: the answer.
+        in_formula: a letter after the number is a variable, not a unit, unless LaTeX marks it as text.
     """
-    text = normalize_answer(text)
+    is_text = not in_formula or re.search(r"\\(?:text|mathrm|mbox)(?![a-zA-Z])", text) is not None
+    text = _REMARK.sub("", _NAME.sub("", normalize_answer(text)))
     fraction = _FRACTION.match(text)
     if fraction:
         sign, *parts = fraction.groups(default="")
@@ -68,7 +95,11 @@ def parse_number(text: str) -> Fraction | None:
     found = _NUMBER.fullmatch(text)
     if not found or (found["sign"] and found["sign2"]):
         return None
-    factor = Fraction(-1 if "-" in (found["sign"], found["sign2"]) else 1)
+    words = re.split(r"[ /]", found["unit"] or "")
+    is_variable = in_formula and found["unit"] and (not found["space"] or (len(words[0]) == 1 and not is_text))
+    if is_variable or not _NO_UNITS.isdisjoint(words):
+        return None
+    factor = Fraction(-1 if "-" in (found["sign"], found["sign2"]) else 1) * _SCALES.get(words[0], 1)
     try:
         if found["whole"]:
             return factor * (_parse_digits(found["whole"]) + Fraction(int(found["up"]), int(found["down"])))

@@ -20,7 +20,8 @@ COMPARISONS = ("math", "strings")
 class BoxedReward:
     r"""boxed: 1 if the content of the last `\boxed{...}` or `\fbox{...}` equals the reference, else 0.
 
-    Numbers are compared as in `exact`. Other answers with `compare=math` (the default): as formulas, by math-verify
+    Numbers are compared as in `exact`, but units must be words or LaTeX text: `3x` is not 3. Words are compared as
+    strings. Other answers with `compare=math` (the default): as formulas, by math-verify
     (`pip install '.[maths]'` in xtk's repository), in a subprocess with a time limit of `seconds` per comparison,
     after which the score is 0; with `compare=strings`: as strings, ignoring markup and case. The reference is the box
     in the row's field `column`, else the text after `####` there, else the whole field.
@@ -56,14 +57,21 @@ class BoxedReward:
         answer = last_boxed_content(completion)
         if not answer:
             return 0.0
-        left, right = parse_number(answer), parse_number(reference)
+        left, right = (parse_number(one, in_formula=True) for one in (answer, reference))
         if left is not None and right is not None and left == right:
             return 1.0
         if _letters(answer) == _letters(reference):
             return 1.0
-        if self._symbols is None:
+        if self._symbols is None or (_is_word(answer) and _is_word(reference)):
             return 0.0
         return self._symbols.equal(answer, reference)
+
+
+def _is_word(text: str) -> bool:
+    """Whether an answer is a word or a name, which computer algebra would take for a product: AB is BA."""
+    plain = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", text).strip()
+    is_marked = plain != text.strip()
+    return re.fullmatch(r"[^\W\d_]{2,}", plain) is not None and (is_marked or len(plain) > 3 or not plain.islower())
 
 
 def _letters(text: str) -> str:

