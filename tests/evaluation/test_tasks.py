@@ -11,6 +11,7 @@ import lm_eval_tasks
 import numpy as np
 import pytest
 import torch
+from answer_lookup_model import make_oracle
 
 from xtk.errors import XtkError
 from xtk.evaluation.evaluation_result_files import read_results
@@ -141,3 +142,27 @@ def test_results_of_the_harness_itself_are_read_with_their_errors(tmp_path):
         "acc,none": 0.25, "acc_stderr,none": 0.05}}}))  # fmt: skip
     found = {one.metric: (one.value, one.error) for one in read_results(tmp_path / "results.json")}
     assert found == {"exact_match,strict-match": (0.5, 0.1), "acc": (0.25, 0.05)}
+
+
+def test_text_after_the_end_is_no_answer_also_in_a_batch(run, tmp_path):
+    """A row that has ended goes on while others of its batch write."""
+    questions = {"2 + 3 =": "5", "20 + 30 =": "twenty and thirty make, if I count them one by one, 50"}
+    model = make_oracle(tmp_path / "oracle", questions)
+    tokenizer = Tokenizer(model)
+    table = json.loads((model / "table.json").read_text())
+    (more,) = tokenizer.encode([" and 7 and 7 and 7"])
+    (model / "table.json").write_text(json.dumps([[asked, [*said, *more.ids.tolist()]] for asked, said in table]))
+    data = tmp_path / "sums.jsonl"
+    rows = [{"question": question, "answer": answer.split()[-1]} for question, answer in questions.items()]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    last_number = [{"function": "regex", "regex_pattern": "([0-9]+)", "group_select": -1}, {"function": "take_first"}]
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "last.yaml").write_text(lm_eval_tasks.task(
+        "last_number", data, output_type="generate_until", doc_to_text="{{question}}", doc_to_target="answer",
+        generation_kwargs={"until": ["Q:"], "max_gen_toks": 80}, metric_list=[{"metric": "exact_match"}],
+        filter_list=[{"name": "number", "filter": last_number}],
+    ))  # fmt: skip
+    done = run("evaluate", model, "--tasks", "last_number", "--include-path", tmp_path / "tasks", "--json",
+               "--trust-remote-code", cwd=tmp_path)  # fmt: skip
+    found = json.loads(done.stdout)["results"]["last_number"]
+    assert [value for name, value in found.items() if name.startswith("exact_match") and "error" not in name] == [1.0]

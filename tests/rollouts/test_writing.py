@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -295,3 +296,26 @@ def test_the_calculator_calculates_and_runs_nothing(monkeypatch):
         ("9" * 201, "?"), ("1.2.3", "?"),
     ):  # fmt: skip
         assert calculated(expression) == value, expression
+
+
+class ReasoningWriter(ScriptedWriter):
+    """Writes a draft, a special token, and an answer."""
+
+    def _write(self, ask, sampling):
+        found = super()._write(ask, sampling)
+        number = next(one for one in self.tokenizer.special_token_names if one not in self.tokenizer.end_ids)
+        (draft,) = self.tokenizer.encode(["a draft 3"])
+        ids = np.array([*draft.ids.tolist(), number, *found.ids.tolist()], np.int32)
+        return replace(found, ids=ids, logprobs=np.full(len(ids), -1.0, np.float32), top_ids=None)
+
+
+def test_rewards_read_the_answer_after_special_tokens(tokenizer, tmp_path):
+    prompts = prompts_of(tmp_path, {"prompt": "1 + 1 = ", "answer": "2"}, {"messages": [
+        {"role": "user", "content": "1 + 1?"}], "answer": "2"})  # fmt: skip
+    writer = ReasoningWriter(tokenizer, lambda read, key: ("it is 2", True))
+    rewards = WeightedRewards([parse_reward("exact:last_number_fallback=true")])
+    for rollout in generate_rollouts(
+        prompts, writer, tokenizer, SamplingConfig(), rewards=rewards, num_generations=1, seed=0
+    ):
+        assert rollout.reward == 1.0
+        assert rollout.document.segments[-1].text == "a draft 3"  # what is aligned

@@ -15,7 +15,7 @@ from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document, Segment
 from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.rollout_tokens import decode_tokens
+from xtk.tokens.rollout_tokens import completion_text, decode_tokens
 from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
@@ -107,6 +107,19 @@ def test_text_ends_where_tokens_spell_none(families):
         said = decode_tokens(tokenizer, np.array(ids, np.int32))
         assert (said.text, said.end_token) == (text, closer), ids
         assert len(said.byte_ends) == len(ends)
+
+
+def test_rewards_read_all_of_a_completion(families):
+    tokenizer = Tokenizer(families["student"])
+    by_bytes = tokenizer.vocabulary.token_of_bytes
+    a, end, start = by_bytes[b"a"], tokenizer.end_id, tokenizer.start_id
+    e = by_bytes["é".encode()[:1]]
+    name = tokenizer.special_token_names[start]
+    for ids, text in (
+        ([a, end], "a"), ([a, start, a, end], f"a{name}a"), ([start, a], f"{name}a"), ([end], ""), ([], ""),
+        ([a, e], "a"), ([a, e, a], "a\ufffda"), ([a, end, a], f"a{tokenizer.special_token_names[end]}a"),
+    ):  # fmt: skip
+        assert completion_text(tokenizer, np.array(ids, np.int32)) == text
 
 
 def test_a_teacher_with_another_prompt_reads_the_same_tokens(families):

@@ -28,6 +28,7 @@ from xtk.evaluation.generated_answers import AnswerScores, ProcessShare
 from xtk.evaluation.lm_eval_model import HarnessModel
 from xtk.evaluation.local_task_data import CODE_TASKS, CodeProblems, write_mmlu_tasks
 from xtk.evaluation.standard_errors import Estimate
+from xtk.models.saved_model import stop_token_ids
 from xtk.name_registry import nearest_name
 from xtk.rollouts.transformers_generator import generation_mode
 from xtk.tokens.tokenizer import Tokenizer
@@ -228,8 +229,10 @@ class Harness:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         if config.apply_chat_template:
             tokenizer.chat_template  # noqa: B018 - raises if there is none
+        # Text after the end is no answer: rows of a batch that have ended go on until all have.
+        stop_ids = tokenizer.end_ids | stop_token_ids(inner) & tokenizer.special_token_names.keys()
         try:
-            with _silence_output() as stderr, preserve_random_states(), generation_mode(inner):
+            with _silence_output() as stderr, preserve_random_states(), generation_mode(inner, stop_ids):
                 self._seed()
                 lm = HarnessModel(inner, tokenizer, batch_size=config.batch_size, max_length=max_length,
                                   template_arguments=dict(config.template_arguments), process_share=share,

@@ -20,7 +20,7 @@ from xtk.rollouts.prompts import tokenize_between_turns, tokenize_continuation, 
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.document import Document, Segment
 from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.rollout_tokens import decode_tokens
+from xtk.tokens.rollout_tokens import completion_text, decode_tokens
 from xtk.tokens.tokenizer import Tokenizer
 
 DEFAULT_MAX_TURNS = 8
@@ -127,6 +127,7 @@ class _Episode:
         self._completions: list[Completion | None] = []
         self._run: list[NDArray[np.int32]] = []  # sampled since the last tokens of the environment
         self._last_turn_text = ""
+        self._written: dict[int, str] = {}  # all text of a segment; its own ends before the first special token
         if environment is not None and environment.initial_text:
             self._append_message(environment.role, environment.initial_text)
         self._prompt_segments = len(self._segments)
@@ -178,10 +179,12 @@ class _Episode:
             self._segments.pop()
         self._run.append(completion.ids)
         first = not any(segment.text for segment in self._segments)
-        self._last_turn_text = decode_tokens(
+        self._last_turn_text = completion_text(
             self._tokenizer, completion.ids, at_text_start=first and len(self._run) == 1
-        ).text
-        text = decode_tokens(self._tokenizer, np.concatenate(self._run), at_text_start=first).text
+        )
+        run = np.concatenate(self._run)
+        self._written[len(self._segments)] = completion_text(self._tokenizer, run, at_text_start=first)
+        text = decode_tokens(self._tokenizer, run, at_text_start=first).text
         role = "completion" if self._messages is None else "assistant"
         self._segments.append(Segment(role, text, True))
         if self._messages is not None:
@@ -230,9 +233,9 @@ class _Episode:
 
     def completion_text(self) -> str:
         """Return the text that rewards score."""
-        if self._messages is not None:
-            return self._segments[-1].text
-        return "".join(segment.text for segment in self._segments[self._prompt_segments :])
+        first = len(self._segments) - 1 if self._messages is not None else self._prompt_segments
+        later = enumerate(self._segments[first:], first)
+        return "".join(self._written.get(number, segment.text) for number, segment in later)
 
     def prompt_text(self) -> str:
         """Return the text before the completion, or the message that it responds to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -166,15 +166,21 @@ class TransformersGenerator(Generator):
 
 
 @contextlib.contextmanager
-def generation_mode(model: Any) -> Iterator[None]:
-    """Prepare a model for generation, and restore it afterwards."""
+def generation_mode(model: Any, stop_ids: Collection[int] = ()) -> Iterator[None]:
+    """Prepare a model for generation, and restore it afterwards.
+
+    Args:
+        model: the model.
+        stop_ids: tokens at which `generate` ends a row; without them it ends by the criteria of the caller.
+    """
     from transformers import GenerationConfig
 
     modes = [(module, module.training) for module in model.modules()]
     own, options = model.config._attn_implementation, model.generation_config
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     model.eval()
-    model.generation_config = GenerationConfig()  # the model's own may have penalties, top_p ...
+    # The model's own may have penalties, top_p ...
+    model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids) or None)
     try:
         if own == packed_attention.ATTENTION_NAME:  # it supports neither KV caches nor left padding
             try:

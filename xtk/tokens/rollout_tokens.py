@@ -56,6 +56,25 @@ def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start
     return DecodedTokens(text, ends, count if complete and int(ids[count]) in tokenizer.end_ids else -1)
 
 
+def completion_text(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start: bool = False) -> str:
+    """Return all text of sampled tokens, as rewards and environments read it.
+
+    Special tokens inside of it, such as marks of reasoning, are written by name; the stop token at its end is left out.
+
+    Args:
+        tokenizer: the tokenizer of the model that sampled them.
+        ids: int32 [n].
+        at_text_start: as in `decode_tokens`.
+    """
+    sampled = ids.tolist()
+    if sampled and sampled[-1] in tokenizer.end_ids:
+        sampled = sampled[:-1]
+    names, spellings = tokenizer.special_token_names, tokenizer.vocabulary.bytes_by_id
+    raw = b"".join(names[token].encode() if token in names else spellings[token] for token in sampled)
+    space = int(at_text_start and tokenizer.adds_prefix_space and raw.startswith(b" "))
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(raw[space:])
+
+
 def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledTokens | None:
     """Return the sampled tokens of a document if tokenizer and template are those of its student; else None.
 
