@@ -388,6 +388,8 @@ def test_disk_hours_and_versions(pair, corpus, cache):
     assert found(disk(case), "ok", "cache size: about").figures["positions"] < tokens
     parameters = sum(one.numel() for one in load_causal_lm(pair.student).parameters())
     assert found(disk(case), "ok", "checkpoints: at most").figures["checkpoint_bytes"] == 4 * parameters * 10
+    adapted = found(disk(case_of(pair, lora_r=2)), "ok", "checkpoints: at most").figures["checkpoint_bytes"]
+    assert 4 * parameters < adapted < 8 * parameters  # the merged student, and small adapters
     assert found(disk(case_of(pair, cache=cache)), "ok", "per position").figures["documents"] == 40
     assert found(disk(case_of(pair, save_total_limit=10**9)), "error", "checkpoints: at most").hint
     assert found(library_versions(case), "ok", "Python").figures["torch"] == torch.__version__

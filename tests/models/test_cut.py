@@ -172,6 +172,15 @@ def test_a_cap_far_beyond_the_logits_still_counts():
     assert BackboneWithHead(model).head.softcap == 40.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cap", [30.0, 50.0])
+def test_a_cap_is_found_in_the_dtype_of_the_model(dtype, cap):
+    configuration = dataclasses.replace(CONFIGURATIONS["a soft cap (Gemma 2)"](), final_logit_softcapping=cap)
+    head = BackboneWithHead(AutoModelForCausalLM.from_config(configuration, dtype=dtype)).head
+    assert head.weight is not None
+    assert head.softcap == cap
+
+
 @pytest.mark.parametrize("missing", [-7, 0, 1])
 def test_a_head_with_fewer_rows_than_tokens_is_refused_and_padding_is_not(tmp_path, missing):
     tokenizer = Tokenizer(small_inputs.make_student_tokenizer(tmp_path))

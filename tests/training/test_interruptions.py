@@ -322,6 +322,8 @@ def test_early_stopping_keeps_the_first_weights_if_no_step_improves_them(argumen
     assert first["step"] == 0
     assert content["best"] == {"step": 0, "eval_bits_per_byte": first["eval_bits_per_byte"]}
     assert content["steps"] == 5
+    without = [one for one in worse if one != "--eval-on-start"]
+    assert "eval_on_start" in run_xtk(*without, tmp_path / "whole", code=1).stderr
     weights = load_file(tmp_path / "whole" / "model.safetensors")
     for name, one in load_file(pair.student / "model.safetensors").items():
         assert torch.equal(weights[name], one), name

@@ -22,6 +22,7 @@ from xtk_processes import run_xtk
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.models.student_model_setup import StudentModelConfig
 from xtk.rewards.reward_spec import parse_reward
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.metrics_file import read_metrics
@@ -32,6 +33,7 @@ from xtk.training.on_policy_config import (
     parse_stop_condition,
     reward_weights,
 )
+from xtk.training.student_generator import check_engine_can_load
 
 HEADERS = (
     "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"
@@ -305,6 +307,22 @@ def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
     run(pair, prompts, tmp_path / "alike", *options[:6], *options[8:])
     alike = read_metrics(tmp_path / "alike" / "metrics.jsonl")
     assert alike[0]["byte-kl"] != pytest.approx(whole[0]["byte-kl"], rel=1e-3)
+
+
+def test_a_prompt_that_fills_the_context_is_refused_before_training(pair, tmp_path):
+    data = small_inputs.write_jsonl(tmp_path / "prompts.jsonl", ["Anna has", "12 and 30 and " * 400])
+    done = run(pair, data, tmp_path / "out", "--loss", "byte-kl", "--max-steps", 2, code=1)
+    assert "1 of 2 prompts leave no space for a completion" in " ".join(done.stderr.split())
+    assert "row 1 of the data" in done.stderr
+    assert not (tmp_path / "out" / "rollout_batches").exists()
+
+
+@pytest.mark.parametrize("fields", [{"lora_r": 4, "load_in_4bit": True}, {"resize_vocabulary": True}])
+def test_an_engine_is_refused_for_weights_that_it_cannot_load(fields):
+    config = OnPolicyConfig(backend="server", server=("http://127.0.0.1:9",))
+    with pytest.raises(XtkError, match="cannot load the weights of a student with"):
+        check_engine_can_load(config, StudentModelConfig(**fields))
+    check_engine_can_load(OnPolicyConfig(), StudentModelConfig(**fields))
 
 
 @pytest.mark.long

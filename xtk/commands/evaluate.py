@@ -298,11 +298,12 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
             request = BackendConfig(
                 folder, name, tokenizer, options.dtype, options.batch_tokens, options.trust_remote_code, own
             )
-            results[name] = evaluate_answers(
-                prompts, writers.open(request), tokenizer, sampling, rewards,
-                num_generations=options.num_generations, seed=options.seed, template_arguments=arguments,
-                    on_answer=keep,
-            )  # fmt: skip
+            # An engine keeps the memory of a GPU, which the next model needs.
+            with contextlib.closing(writers.open(request)) as writer:
+                results[name] = evaluate_answers(
+                    prompts, writer, tokenizer, sampling, rewards, num_generations=options.num_generations,
+                    seed=options.seed, template_arguments=arguments, on_answer=keep,
+                )  # fmt: skip
         if stream is not None:
             stream.flush()
     _print_reward_results(results, corpus, options)

@@ -299,8 +299,11 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
         yield _scoring_time_finding(inputs)
     weights = sum(math.prod(shape) for _, shape in inputs.student.tensor_headers.values())
     width = 2 if plan.dtype == "bfloat16" else 4
-    # Each checkpoint has weights and two AdamW moments; the final student has weights only.
-    kept = weights * width * (3 * (plan.save_total_limit + 1) + 1) + 4 * weights * (plan.ema_decay > 0)
+    # Each checkpoint has the trained weights and two AdamW moments; the final student has weights only. Adapters are
+    # smaller than the matrices whose rows and columns they have.
+    shapes = [shape for _, shape in inputs.student.tensor_headers.values() if len(shape) == 2]
+    trained = sum(plan.lora_r * sum(shape) for shape in shapes) if plan.lora_r else weights
+    kept = width * (3 * trained * (plan.save_total_limit + 1) + weights) + 4 * trained * (plan.ema_decay > 0)
     folder = next(path for path in (plan.output.resolve(), *plan.output.resolve().parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
     level = "error" if size + kept > free else "ok"

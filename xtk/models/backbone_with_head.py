@@ -88,9 +88,12 @@ class BackboneWithHead(nn.Module):
             return None
         ramp = torch.linspace(-90, 90, made.shape[-1], dtype=torch.float64, device=made.device)
         ramp = ramp.to(read[0].dtype).expand_as(made).float()
-        return next(
-            (after for after in _candidate_transforms(inner.config) if _is_close(after.apply(ramp), made.float())), None
-        )
+        # The model computes its logits in its own dtype: two roundings of a soft cap or a scale.
+        tolerance = max(RELATIVE_TOLERANCE, torch.finfo(made.dtype).eps)
+        for after in _candidate_transforms(inner.config):
+            if _is_close(after.apply(ramp), made.float(), tolerance):
+                return after
+        return None
 
     @property
     def head(self) -> OutputHead:
@@ -225,9 +228,9 @@ def _candidate_transforms(configuration: Any) -> list[LogitTransform]:
     return [LogitTransform(scale, softcap) for scale in scales for softcap in caps]
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def _is_close(found: Tensor, expected: Tensor, tolerance: float = RELATIVE_TOLERANCE) -> bool:
     scale = expected.abs().max().clamp_min(1)
-    return found.shape == expected.shape and bool((found - expected).abs().max() <= RELATIVE_TOLERANCE * scale)
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= tolerance * scale)
 
 
 def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[HeadAdapter]] | None:

@@ -39,10 +39,10 @@ class MathComparer:
 
     def equal(self, answer: str, reference: str) -> float:
         """Return 1 if two formulas are equal, 0 if not or on timeout, nan if the reference is not a formula."""
-        pair = [" ".join(without_thin_spaces(text).split()) for text in (answer, reference)]
+        left, right = (" ".join(without_thin_spaces(text).split()) for text in (answer, reference))
         with self._lock:
             for _ in range(2):  # the process may have been killed
-                result, is_late = self._compare_in_process(self._running_process(), *pair, self.seconds)
+                result, is_late = self._compare_in_process(self._running_process(), left, right, self.seconds)
                 if result is not None or is_late:
                     break
             return 0.0 if result is None else result

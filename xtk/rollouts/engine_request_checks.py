@@ -112,7 +112,7 @@ def checked_completion(
     count = _until_text(ids, sampling, tokenizer)
     if count is not None:  # vLLM detects a stop string only at complete characters, maybe some tokens later
         ids, logprobs, likeliest_ids, hit_stop_string = ids[:count], logprobs[:count], likeliest_ids[:count], True
-    ended = int(ids[-1]) in tokenizer.end_ids
+    ended = int(ids[-1]) in tokenizer.stop_ids
     finish = "stop" if ended else "stop-string" if hit_stop_string else "length"
     top_ids = (
         valid_top_ids(likeliest_ids, min(sampling.top_logprobs, len(tokenizer)), tokenizer)

@@ -206,7 +206,7 @@ class ServerGenerator(Generator):
             "include_stop_str_in_output": True,
             "skip_special_tokens": True,
             "ignore_eos": True,
-            "stop_token_ids": sorted(self._tokenizer.end_ids),
+            "stop_token_ids": sorted(self._tokenizer.stop_ids),
             "logprobs": num_top_ids,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

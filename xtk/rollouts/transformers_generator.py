@@ -266,7 +266,7 @@ class _SampledBatch:
         return torch.tensor([bool(finish) for finish in self._finishes], device=input_ids.device)
 
     def _finish(self, row: int, token: int) -> str:
-        if token in self._tokenizer.end_ids:
+        if token in self._tokenizer.stop_ids:
             return "stop"
         if self._stop_detectors[row].add_token(token):
             return "stop-string"

@@ -153,7 +153,7 @@ class VllmGenerator(Generator):
             skip_special_tokens=True,  # stop strings do not match names of special tokens
             # Stop tokens are xtk's, not those of a generation_config.json.
             ignore_eos=True,
-            stop_token_ids=sorted(self._tokenizer.end_ids),
+            stop_token_ids=sorted(self._tokenizer.stop_ids),
             logprobs=num_top_ids,
             flat_logprobs=True,
             logit_bias=self._padding_bias,

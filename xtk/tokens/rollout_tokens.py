@@ -67,7 +67,7 @@ def completion_text(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_sta
         at_text_start: as in `decode_tokens`.
     """
     sampled = ids.tolist()
-    if sampled and sampled[-1] in tokenizer.end_ids:
+    if sampled and sampled[-1] in tokenizer.stop_ids:
         sampled = sampled[:-1]
     names, spellings = tokenizer.special_token_names, tokenizer.vocabulary.bytes_by_id
     raw = b"".join(names[token].encode() if token in names else spellings[token] for token in sampled)

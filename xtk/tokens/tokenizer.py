@@ -45,6 +45,7 @@ END_OF_TURN_TOKENS = (
     "<|END_OF_TURN_TOKEN|>",  # Command R: Cohere's prompt guide
 )
 
+HARMONY_STOPS = ("<|return|>", "<|call|>")  # gpt-oss: openai/harmony
 # Instead of those: GLM-4 writes no end; its models stop at the mark of the next turn (generation_config of zai-org).
 NEXT_TURN_TOKENS = ("<|user|>",)
 # Tokens that end a turn with tool calls, or the last turn, where others end with one of those above.
@@ -160,6 +161,15 @@ class Tokenizer:
         """The tokens that end a text or a turn: eos, and those of END_OF_TURN_TOKENS in the vocabulary."""
         turns = self.special_ids(END_OF_TURN_TOKENS) or self.special_ids(NEXT_TURN_TOKENS)
         return frozenset(turns if self.end_id is None else {self.end_id, *turns})
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens at which generation stops: `end_ids`, without those that end messages inside of a turn.
+
+        gpt-oss ends each message (such as its reasoning) with `<|end|>`, and its turn with `<|return|>` or `<|call|>`.
+        """
+        ends = self.special_ids(HARMONY_STOPS)
+        return self.end_ids - self.special_ids(("<|end|>",)) | ends if ends else self.end_ids
 
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:

@@ -35,7 +35,7 @@ from xtk.training.parallel_config import ParallelConfig, parse_parallel
 from xtk.training.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
 from xtk.training.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.training.runs.run_inputs import RunInputs
-from xtk.training.student_generator import check_generation_backend
+from xtk.training.student_generator import check_engine_can_load, check_generation_backend
 from xtk.training.student_with_losses import parallelize
 from xtk.training.task_evaluation import TaskEvaluator
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
@@ -154,7 +154,8 @@ def run_identity(
                 hint="add --eval-data DATA --eval-steps N",
             )
         held_out = {"eval_documents": _held_out_fingerprint(inputs, logging_config),
-                    "eval_steps": logging_config.eval_steps}  # fmt: skip
+                    "eval_steps": logging_config.eval_steps,
+                    **({"eval_on_start": True} if logging_config.eval_on_start else {})}  # fmt: skip
     identity = {**recipe.identity(num_data_shards), **inputs.identity, **held_out}
     return dict(json.loads(canonical_json(identity)))  # a tuple is a list in the file
 
@@ -227,6 +228,7 @@ def _check_student_options(
     """
     if recipe.on_policy is not None:
         check_generation_backend(recipe.on_policy, layout)
+        check_engine_can_load(recipe.on_policy, recipe.preparation)
         recipe.on_policy.check_batch(recipe.documents_per_step(layout.num_data_shards))
     if recipe.offload_student and not teachers:
         raise XtkError("--offload-student needs --teacher", hint="remove --offload-student, or add --teacher MODEL")

@@ -357,7 +357,7 @@ def _write_model_files(
 def _end_token_ids(model: Any, tokenizer: Tokenizer) -> list[int]:
     """Return the stop token ids: those of the tokenizer and of the model's configurations."""
     # Configurations have default ids, which may be ordinary text tokens: keep only special tokens.
-    return sorted(tokenizer.end_ids | stop_token_ids(model) & tokenizer.special_token_names.keys())
+    return sorted(tokenizer.stop_ids | stop_token_ids(model) & tokenizer.special_token_names.keys())
 
 
 def _card(

@@ -17,11 +17,13 @@ from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.engines.backend import BackendConfig, backends_with
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.student_model_setup import StudentModelConfig, is_peft_model
 from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts import GENERATORS
 from xtk.rollouts.engine_weight_files import write_tied_head
 from xtk.rollouts.environments import load_environment
 from xtk.rollouts.generator_interface import Generator
+from xtk.rollouts.prompts import tokenize_prompts
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.rollouts.subprocess_generator import SubprocessGenerator
@@ -46,6 +48,21 @@ def check_generation_backend(on_policy: OnPolicyConfig, parallel: ParallelConfig
             f"--rollout-backend {on_policy.backend} needs an unsharded student, and --parallel is {parallel}",
             hint=f"use --rollout-backend {others}, or --parallel dp=N",
         )
+
+
+def check_engine_can_load(on_policy: OnPolicyConfig, student: StudentModelConfig) -> None:
+    """Refuse a student whose weights a separate engine or server cannot load.
+
+    Raises:
+        XtkError: the student is quantized, or its vocabulary is resized.
+    """
+    option = "--resize-vocabulary" if student.resize_vocabulary else "--load-in-4bit or --load-in-8bit"
+    if on_policy.backend_class.runs_loaded_model or not (student.resize_vocabulary or student.is_quantized):
+        return
+    raise XtkError(
+        f"--rollout-backend {on_policy.backend} cannot load the weights of a student with {option}",
+        hint="use --rollout-backend transformers, or remove this option",
+    )
 
 
 class StudentGenerator:
@@ -88,6 +105,7 @@ class StudentGenerator:
         self._rewards = WeightedRewards(on_policy.rewards) if on_policy.rewards else None
         self._environment = load_environment(on_policy.environment) if on_policy.environment else None
         self._backend = on_policy.backend_class
+        self._has_adapter = is_peft_model(student.model)
         self.uses_training_model = self._backend.runs_loaded_model
         self.main_process_only = bool(on_policy.devices) or self._backend.uses_servers
         self._in_subprocess = self._backend.needs_subprocess(on_policy.engine)
@@ -107,18 +125,41 @@ class StudentGenerator:
         devices = self._on_policy.devices
         return SubprocessGenerator(config, self._on_policy.backend, cuda_visible_devices(devices) if devices else None)
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts that leave no space for a completion, before training: their steps would have no rollouts.
+
+        Args:
+            prompts: all prompts of the run.
+
+        Raises:
+            XtkError: states the first of them.
+        """
+        limit = None if self._generator is None else self._generator.context_length
+        if limit is None or self._environment is not None:  # an environment may send the first message
+            return
+        documents = [prompt.document for prompt in prompts]
+        lengths = map(len, tokenize_prompts(self._tokenizer, documents, self._on_policy.chat_template_kwargs))
+        too_long = [prompt.number for prompt, length in zip(prompts, lengths, strict=True) if length >= limit]
+        if too_long:
+            raise XtkError(
+                f"{len(too_long):,} of {len(prompts):,} prompts leave no space for a completion in the student's "
+                f"context of {limit:,} tokens",
+                where=f"row {too_long[0]} of the data",
+                hint="remove or shorten these prompts; with --rollout-engine max_model_len=N, use a larger N",
+            )
+
     def sync_weights(self, step: int) -> None:
         """Send the student's current weights to the engine, before a rollout batch (collective).
 
         Args:
-            step: completed steps; at 0 a vllm engine already has the weights.
+            step: completed steps; at 0 a vllm engine already has the weights of a student without an adapter.
         """
         if self.uses_training_model:
             return
         if self._generator is not None and self._asleep:
             self._generator.wake_up()
-        # A server may still have the weights of another run.
-        if not step and not self._asleep and not self._backend.uses_servers:
+        # A server may still have the weights of another run, and an engine loads the model without its adapter.
+        if not step and not self._asleep and not self._backend.uses_servers and not self._has_adapter:
             return
         self._asleep = False
         self._save(self._folder)

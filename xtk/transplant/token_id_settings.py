@@ -23,7 +23,7 @@ def set_token_ids(model: Any, sources: TokenSources) -> list[int]:
     configurations = {id(part): part for part in (model.config, model.config.get_text_config())}
     # Configurations have default ids, which may be ordinary text tokens: keep only special tokens.
     stops = {new_id[old] for old in stop_token_ids(model) & sources.old.special_token_names.keys() if old in new_id}
-    ends = sorted(new.end_ids | stops & new.special_token_names.keys())
+    ends = sorted(new.stop_ids | stops & new.special_token_names.keys())
     for part in (*configurations.values(), model.generation_config):
         for name in [name for name in vars(part) if name.endswith("_token_id")]:
             value = getattr(part, name)

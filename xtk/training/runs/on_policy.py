@@ -90,6 +90,7 @@ class OnPolicyInputs(RunInputs):
         terminal.note(f"distill: {config.describe(generator.describe(run.accelerator.num_processes))}")
         for teacher in self.source.teachers:
             terminal.note(f"distill: {teacher.describe_placement()}")
+        generator.check_prompts(self.source.prompts)
         check = None
         if not generator.uses_training_model:
             check = LogprobCheck(run.wrapped_student, run.parallel, run.packing_multiple, run.accelerator.device)
