@@ -127,7 +127,11 @@ class Tokenizer:
         self._lock = threading.Lock()  # guards that setting, which `encode_rendered` changes temporarily
         self._template = files.chat_template
         self.template_fingerprint = files.template_fingerprint
-        self.vocabulary = read_vocabulary(content, self._backend)
+        num_rows = embedding_rows or configured_vocab_size(self.folder)
+        vocabulary = read_vocabulary(content, self._backend)
+        # Gemma 3 1B has one special token (of images) more than rows.
+        self.vocabulary = vocabulary.without_special_tokens_above(num_rows)
+        self._unusable = vocabulary.special_tokens.keys() - self.vocabulary.special_tokens.keys()
         self._has_precompiled_charsmap = "Precompiled" in component_types(content.get("normalizer"))
         self.unknown_id = self._read_unknown_id(content["model"])
         self._whitespace_stripping = {
@@ -135,8 +139,12 @@ class Tokenizer:
         }
         self._role_contents = files.special_tokens
         numbers = {role: self._backend.token_to_id(token) for role, token in files.special_tokens.items()}
-        self.special_token_ids = {role: int(number) for role, number in numbers.items() if number is not None}
-        self.embedding_rows = max(len(self.vocabulary), embedding_rows or configured_vocab_size(self.folder))
+        self.special_token_ids = {
+            role: int(number)
+            for role, number in numbers.items()
+            if number is not None and number < len(self.vocabulary)
+        }
+        self.embedding_rows = max(len(self.vocabulary), num_rows)
         self._raw = files.raw
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -338,6 +346,10 @@ class Tokenizer:
             controls is not None and any(controls.search(text, start, stop) for start, stop in regions)
             for text, regions in zip(texts, content_ranges, strict=True)
         ]
+        for name in self._unusable:
+            self._refuse_unusable(
+                name for text, special in zip(texts, spelled, strict=True) if not special and name in text
+            )
         with self._backend_errors(), self._parse_special_tokens():
             plain = [text for text, special in zip(texts, spelled, strict=True) if not special]
             encodings = iter(self._backend.encode_batch_fast(plain, add_special_tokens=False))
@@ -346,17 +358,28 @@ class Tokenizer:
             for text, regions, special in zip(texts, content_ranges, spelled, strict=True)
         ]
 
+    def _refuse_unusable(self, names: Iterable[str]) -> None:
+        """Refuse special tokens of a template for which the model has no row."""
+        if name := next((name for name in names if name in self._unusable), None):
+            raise XtkError(
+                f"the chat template writes the token {name}, for which the model has no row in its embedding",
+                where=self.name,
+                hint="edit the model's chat_template.jinja so that it does not write this token",
+            )
+
     def _around_contents(self, text: str, contents: Sequence[tuple[int, int]]) -> EncodedText:
         """Tokenize a text in which only special tokens outside of the contents are parsed.
 
         Parts between them are tokenized separately, so a tokenizer that prepends a space does so for each part.
         """
         assert self._control_spellings is not None
-        controls = [
-            (found.start(), self.vocabulary.special_tokens[found[0]])
+        outside = [
+            found
             for found in self._control_spellings.finditer(text)
             if not any(start < found.end() and found.start() < stop for start, stop in contents)
         ]
+        self._refuse_unusable(found[0] for found in outside)
+        controls = [(found.start(), self.vocabulary.special_tokens[found[0]]) for found in outside]
         parts, spelled = self._split_at_special_tokens(text, controls)
         return self._join_parts(parts, spelled, self.encode(parts))
 
@@ -446,7 +469,7 @@ class Tokenizer:
 
     @cached_property
     def _control_spellings(self) -> re.Pattern[str] | None:
-        spellings = sorted(self.vocabulary.special_tokens, key=len, reverse=True)
+        spellings = sorted({*self.vocabulary.special_tokens, *self._unusable}, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     @cached_property

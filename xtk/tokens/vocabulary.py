@@ -82,6 +82,19 @@ class ByteVocabulary:
         ends = self.offsets.tolist()
         return [joined[start:end] for start, end in itertools.pairwise(ends)]
 
+    def without_special_tokens_above(self, size: int) -> ByteVocabulary:
+        """Return the first tokens of a vocabulary whose other tokens are all special; else the vocabulary itself."""
+        if not 0 < size < len(self) or not self.special_mask[size:].all():
+            return self
+        return ByteVocabulary(
+            alphabet=self.alphabet,
+            token_bytes=self.token_bytes[: self.offsets[size]],
+            offsets=self.offsets[: size + 1],
+            special_mask=self.special_mask[:size],
+            special_tokens={name: token for name, token in self.special_tokens.items() if token < size},
+            byte_fallback_mask=self.byte_fallback_mask[:size],
+        )
+
     @cached_property
     def is_text_decodable(self) -> bool:
         """Whether concatenated tokens form text: not for WordPiece and vocabularies without spaces."""
