@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.codec.packed_shard_codec import PackedCodec
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs
+from xtk.artifacts.codec.token_packing import TokenDecoder, pack_tokens
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
-from xtk.errors import CorruptError
+from xtk.errors import CorruptError, XtkError
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 from xtk.tokens.token_sequence import TokenSequence
@@ -396,3 +397,18 @@ def test_a_shard_gives_back_what_its_codec_packed(tmp_path, kind):
         wanted = codec.unpack_teacher_logprobs(signal_bytes, row.ids, scores.positions, 1)
         assert np.array_equal(stored.teacher_logprobs.logprobs, wanted.logprobs)
         assert np.array_equal(stored.teacher_logprobs.ids, wanted.ids)
+
+
+@pytest.mark.parametrize(("gap", "fits"), [(524_288, True), (524_290, False), (1 << 21, False)])
+def test_text_without_tokens_is_packed_or_refused(gap, fits):
+    """The bytes of a prompt that a teacher_prompt replaces belong to the token before it."""
+    order, lengths = np.arange(10, dtype=np.int32), np.ones(10, np.int32)
+    ids, ends = np.array([1, 2, 3], np.int32), np.array([1, gap, gap + 1], np.int32)
+    if not fits:
+        with pytest.raises(XtkError, match="belong to no token"):
+            pack_tokens([(ids, ends)], order, lengths)
+        return
+    tables, (packed,) = pack_tokens([(ids, ends)], order, lengths)
+    found = TokenDecoder(tables, order, lengths).decode(packed, 3)
+    assert np.array_equal(found[0], ids)
+    assert np.array_equal(found[1], ends)

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_texts import PIECES, SPECIAL_SPELLINGS, quick
@@ -493,6 +494,26 @@ def test_a_template_that_fails_is_told_with_its_reason(families, tmp_path, templ
 def test_a_tokenizer_without_a_template_says_so(families):
     with pytest.raises(XtkError, match="no chat template"):
         tokenize_documents(Tokenizer(families["student"]), [Document.from_messages(CHAT)])
+
+
+def test_of_several_templates_that_for_tools_is_taken_with_tools(families, tmp_path):
+    folder = shutil.copytree(families["teacher"], tmp_path / "several")
+    configuration = json.loads((folder / "tokenizer_config.json").read_text())
+    tools = "\n{%- for tool in tools -%} {{ tool.function.name }}: {%- endfor %}" + TURNS
+    named = [{"name": "tool_use", "template": tools}, {"name": "default", "template": f"\n {TURNS}"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**configuration, "chat_template": named}))
+    other = shutil.copytree(families["teacher"], tmp_path / "files")
+    (other / "additional_chat_templates").mkdir()
+    (other / "chat_template.jinja").write_text(f"\n {TURNS}")
+    (other / "additional_chat_templates" / "tool_use.jinja").write_text(tools)
+    add = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    expected = transformers.AutoTokenizer.from_pretrained(folder)
+    for place in (folder, other):
+        template = Tokenizer(place).chat_template
+        for offered in (None, add):
+            told = expected.apply_chat_template(CHAT[:1], tools=offered, tokenize=False)
+            assert template.render(CHAT[:1], tools=offered) == told
+    assert Tokenizer(folder).template_fingerprint != Tokenizer(families["teacher"]).template_fingerprint
 
 
 def test_of_several_templates_the_default_is_taken(families, tmp_path):

@@ -131,6 +131,42 @@ def test_pieces_are_those_of_sentencepiece(models, name):
     assert len(ours) == theirs.get_piece_size()
 
 
+@pytest.mark.parametrize("name", ["bpe", "unigram"])
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "added_tokens.json"])
+def test_tokens_that_the_folder_adds_are_tokens(models, tmp_path, name, where):
+    """InternLM's marks of turns are in its configuration only: one replaces a piece, others follow the last one."""
+    plain = Tokenizer(models[name])
+    size = len(plain)
+    added = {size - 1: "<|im_start|>", size: "<|im_end|>", size + 2: "<|tool|>"}
+    (tmp_path / "tokenizer.model").write_bytes((models[name] / "tokenizer.model").read_bytes())
+    configuration: dict[str, object] = {"eos_token": "<|im_end|>"}
+    if where == "added_tokens.json":
+        (tmp_path / where).write_text(json.dumps({text: number for number, text in added.items()}))
+    else:
+        configuration["added_tokens_decoder"] = {
+            str(number): {"content": text, "special": True} for number, text in added.items()
+        }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(configuration))
+    tokenizer = Tokenizer(tmp_path)
+    assert {tokenizer.special_token_names[number]: number for number in added} == {
+        text: number for number, text in added.items()
+    }
+    assert tokenizer.end_id == size
+    assert len(tokenizer) == size + 3
+    kept = [text for text in PROSE if size - 1 not in plain.encode([text])[0].ids]
+    assert len(kept) > 3
+    for one, other in zip(tokenizer.encode(kept), plain.encode(kept), strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+    (rendered,) = tokenizer.encode_rendered(["<|im_start|>user\nHi<|im_end|>"], [[(17, 19)]])
+    assert [rendered.ids[0], rendered.ids[-1]] == [size - 1, size]
+    (again,) = tokenizer.encode(["<|im_end|>"])
+    assert size not in again.ids  # in a document it is text
+    for file, content in tokenizer.to_files().items():
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        (tmp_path / "copy" / file).write_bytes(content)
+    assert Tokenizer(tmp_path / "copy").fingerprint == tokenizer.fingerprint
+
+
 def test_a_tokenizer_of_another_format_comes_back_from_its_own_files(models, tmp_path):
     first = Tokenizer(models["bpe"])
     for name, content in first.to_files().items():

@@ -14,8 +14,8 @@ from xtk.errors import XtkError, path_exists
 
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 _HUB_CACHE_FOLDER = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
-_TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template*", "config.json", "*.model", "vocab.*",
-                    "tekken.json", "*.tiktoken"]  # fmt: skip
+_TOKENIZER_FILES = ["tokenizer*.json", "added_tokens.json", "special_tokens_map.json", "chat_template*", "config.json",
+                    "additional_chat_templates/*", "*.model", "vocab.*", "tekken.json", "*.tiktoken"]  # fmt: skip
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py",
                 ADAPTER_CONFIG]  # fmt: skip
 HUB_TIMEOUT_SECONDS = 8.0

@@ -16,7 +16,7 @@ import tokenizers
 
 from xtk.errors import XtkError
 from xtk.tokens.model_config_json import read_model_config
-from xtk.tokens.tokenizer_formats import convert_tokenizer_files
+from xtk.tokens.tokenizer_formats import add_tokens, convert_tokenizer_files
 from xtk.tokens.tokenizer_validation import check_tokenizer_json, wrap_backend_errors
 from xtk.untrusted_json import parse_json
 
@@ -86,7 +86,13 @@ def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
         )
     files = convert_tokenizer_files(folder)
     if files is not None:
-        return files["tokenizer.json"], {**json.loads(files["tokenizer_config.json"]), **configuration}
+        content = json.loads(files["tokenizer.json"])
+        if named := _added_tokens(folder, configuration):
+            add_tokens(content, named)
+        return json.dumps(content, ensure_ascii=False).encode(), {
+            **json.loads(files["tokenizer_config.json"]),
+            **configuration,
+        }
     slow = [name for name in ("vocab.json", "vocab.txt")
             if (folder / name).is_file()]  # fmt: skip
     if slow:
@@ -103,6 +109,17 @@ def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
     )
 
 
+def _added_tokens(folder: Path, configuration: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return {id: token} of the tokens that a folder adds to those of its tokenizer file."""
+    listed = _read_json(folder / "added_tokens.json")
+    found = {number: {"content": text} for text, number in listed.items() if isinstance(number, int)}
+    decoder = configuration.get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        if str(number).isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
+            found[int(number)] = token
+    return found
+
+
 def _special_tokens(folder: Path, configuration: dict[str, Any]) -> dict[str, str]:
     fallback = _read_json(folder / "special_tokens_map.json")
     roles = {}
@@ -115,17 +132,31 @@ def _special_tokens(folder: Path, configuration: dict[str, Any]) -> dict[str, st
 
 
 def _read_template(folder: Path, configuration: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise XtkError("this chat template is not UTF-8", where=str(path), hint="save the file as UTF-8") from None
-    template = configuration.get("chat_template")
-    if isinstance(template, list):  # several, named
-        named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default", next(iter(named.values()), None))
-    return template if isinstance(template, str) else None
+    template = _read_template_file(folder / "chat_template.jinja")
+    with_tools = None
+    if template is not None:
+        with_tools = _read_template_file(folder / "additional_chat_templates" / "tool_use.jinja")
+    else:
+        template = configuration.get("chat_template")
+        if isinstance(template, list):  # several, named
+            named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
+            template, with_tools = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
+    if not isinstance(template, str):
+        return None
+    if not isinstance(with_tools, str) or with_tools == template:
+        return template
+    # As transformers chooses. The empty expressions keep line feeds and spaces at both ends of each.
+    empty = "{{ '' }}"
+    return f"{{% if tools %}}{empty}{with_tools}{empty}{{% else %}}{empty}{template}{empty}{{% endif %}}"
+
+
+def _read_template_file(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise XtkError("this chat template is not UTF-8", where=str(path), hint="save the file as UTF-8") from None
 
 
 @contextlib.contextmanager

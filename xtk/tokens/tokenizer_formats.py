@@ -212,6 +212,38 @@ def _tokenizer_files(
     }
 
 
+def add_tokens(content: dict[str, Any], tokens: Mapping[int, Mapping[str, Any]]) -> None:
+    """Add tokens to a converted tokenizer.json, in place, as the slow tokenizers of transformers do.
+
+    Args:
+        content: the parsed file.
+        tokens: {id: {"content": text, "special": True by default}}. One with the id of a piece replaces it.
+    """
+    model, added = content["model"], {token["id"]: token for token in content["added_tokens"]}
+    is_table = isinstance(model["vocab"], dict)
+    names = {number: text for text, number in model["vocab"].items()} if is_table else {}
+    size = len(model["vocab"])
+    missing = [
+        number for number in range(size, max(tokens, default=-1)) if number not in tokens and number not in added
+    ]
+    wanted: dict[int, Mapping[str, Any]] = {number: {"content": f"<|unused_{number}|>"} for number in missing}
+    for number, token in sorted({**wanted, **tokens}.items()):
+        text = str(token["content"])
+        if number < size and is_table and names[number] != text:
+            old = names[number]
+            model["vocab"].pop(old)
+            model["vocab"][text] = number
+            model["merges"] = [pair for pair in model["merges"] if old not in (*pair, pair[0] + pair[1])]
+        elif number < size and not is_table:
+            model["vocab"][number][0] = text
+        added[number] = {
+            "id": number, "content": text, "single_word": bool(token.get("single_word")),
+            "lstrip": bool(token.get("lstrip")), "rstrip": bool(token.get("rstrip")), "normalized": False,
+            "special": bool(token.get("special", True)),
+        }  # fmt: skip
+    content["added_tokens"] = [added[number] for number in sorted(added)]
+
+
 # SentencePiece; field numbers as in sentencepiece_model.proto.
 
 _NORMAL_PIECE, _UNKNOWN_PIECE, _CONTROL_PIECE, _USER_DEFINED_PIECE = 1, 2, 3, 4

@@ -21,7 +21,7 @@ from xtk.artifacts.codec.ans_entropy_coder import (
     symbol_info_index,
 )
 from xtk.artifacts.codec.entropy_coded_streams import StreamEncoder, bytes_to_words
-from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS, SPECIAL_SYMBOL, zigzag
+from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS, NUMBER_LIMIT, SPECIAL_SYMBOL, zigzag
 from xtk.artifacts.codec.symbol_frequencies import (
     DecodingTables,
     make_decoding_tables,
@@ -35,6 +35,7 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     TOKEN_FAMILIES,
     first_contexts,
 )
+from xtk.errors import XtkError
 from xtk.numba_kernel import numba_kernel
 
 FIRST_CONTEXTS = first_contexts(TOKEN_FAMILIES)
@@ -59,8 +60,14 @@ def pack_tokens(
         lengths = ends.astype(np.int64)
         lengths[1:] -= ends[:-1]
         lengths -= token_bytes[ids]
+        if (numbers := zigzag(lengths)).max(initial=0) >= NUMBER_LIMIT:
+            raise XtkError(
+                f"a document has {NUMBER_LIMIT // 2:,} bytes or more that belong to no token of the teacher, such as a "
+                "prompt that a teacher_prompt replaces",
+                hint="use --precision float32, or shorten the text",
+            )
         out = np.empty(2 * len(ids), np.int64)
-        encode_tokens(FIRST_CONTEXTS, ranks[ids], zigzag(lengths), out)
+        encode_tokens(FIRST_CONTEXTS, ranks[ids], numbers, out)
         records.append(out)
     writer = StreamEncoder(records, int(FIRST_CONTEXTS[-1]))
     return pack_frequencies(writer.frequencies), [writer.encode(part) for part in records]
