@@ -309,11 +309,18 @@ def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeyp
             tried(lambda: os.kill({os.getpid()}, 0))
             tried(lambda: subprocess.run(["/bin/true"]))
             tried(lambda: os.execv("/bin/true", ["true"]))
+            import fcntl, struct
+            ends = os.pipe()
+            fcntl.fcntl(ends[0], fcntl.F_SETFL, os.O_NONBLOCK | fcntl.fcntl(ends[0], fcntl.F_GETFL))
+            tried(lambda: fcntl.fcntl(ends[0], fcntl.F_SETOWN, {os.getpid()}))
+            tried(lambda: fcntl.fcntl(ends[0], 10, 9))  # F_SETSIG
+            tried(lambda: fcntl.fcntl(ends[0], 15, struct.pack("ii", 1, {os.getpid()})))  # F_SETOWN_EX
+            tried(lambda: fcntl.ioctl(ends[0], 0x8901, struct.pack("i", {os.getpid()})))  # FIOSETOWN
             thread = threading.Thread(target=print, args=("thread",))
             thread.start()
             thread.join()
         """
-        assert sandbox.run(textwrap.dedent(code)).output == 8 * "Operation not permitted\n" + "thread\n"
+        assert sandbox.run(textwrap.dedent(code)).output == 12 * "Operation not permitted\n" + "thread\n"
         with pytest.raises(TimeoutError):
             server.accept()
         assert (tmp_path / "f").read_text() == "text"

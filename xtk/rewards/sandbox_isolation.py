@@ -159,7 +159,9 @@ _CHANGING: dict[str, tuple[int | None, int | None]] = {
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "fork": (57, None), "vfork": (58, None),
     "execve": (59, 221), "execveat": (322, 281), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
-    "setpriority": (141, 140),
+    "setpriority": (141, 140), "sched_setattr": (314, 274), "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118), "shmat": (30, 196), "shmctl": (31, 195), "semop": (65, 193), "semctl": (66, 191),
+    "semtimedop": (220, 192), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
 }  # fmt: skip
 _OPEN, _OPENAT, _CLONE, _CLONE3, _IOCTL = (2, None), (257, 56), (56, 220), (435, 435), (16, 29)
 _MMAP = (9, 222)
@@ -170,6 +172,9 @@ _EPERM, _ENOSYS = 1, 38
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _LOAD, _EQUAL, _AT_LEAST, _ANY_OF, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
 _TIOCSTI = 0x5412  # types into a terminal
+# Input on a file signals its owner, which may be any process of the user: F_SETOWN, F_SETSIG, F_SETOWN_EX.
+_FCNTL, _SIGNAL_OWNERS = (72, 25), (8, 10, 15)
+_SIGNAL_OWNER_REQUESTS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 
 
 def install_seccomp_filter(without_namespaces: bool) -> None:
@@ -217,6 +222,14 @@ def seccomp_program(without_namespaces: bool) -> bytes:
                 (_RETURN, 0, 0, _ERRNO | _EPERM), (_LOAD, 0, 0, 0),
             ])  # fmt: skip
 
+    def refuse_values(number: int | None, argument: int, values: Sequence[int]) -> None:
+        """Refuse if the argument has one of the values."""
+        if number is not None:
+            program.extend([(_EQUAL, 0, len(values) + 3, number), (_LOAD, 0, 0, 16 + 8 * argument)])
+            for left, value in zip(reversed(range(len(values))), values, strict=True):
+                program.append((_EQUAL, left, 0 if left else 1, value))
+            program.extend([(_RETURN, 0, 0, _ERRNO | _EPERM), (_LOAD, 0, 0, 0)])
+
     for numbers in forbidden.values():
         refuse(numbers[column])
     refuse(_CLONE3[column], _ENOSYS)  # a filter cannot read its flags; the C library falls back to clone
@@ -230,6 +243,8 @@ def seccomp_program(without_namespaces: bool) -> bytes:
         refuse_if(_CLONE[column], 0, CLONE_THREAD, wanted=False)
         refuse_if(_OPEN[column], 1, _WRITES)
         refuse_if(_OPENAT[column], 2, _WRITES)
+        refuse_values(_FCNTL[column], 1, _SIGNAL_OWNERS)
+        refuse_values(_IOCTL[column], 1, _SIGNAL_OWNER_REQUESTS)
     program.extend([(_EQUAL, 0, 3, _IOCTL[column] or 0), (_LOAD, 0, 0, 24), (_EQUAL, 0, 1, _TIOCSTI)])
     program.extend([(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)])
     return b"".join(struct.pack("HBBI", *step) for step in program)
