@@ -10,6 +10,8 @@ from pathlib import Path
 import lm_eval_tasks
 import numpy as np
 import pytest
+import sentencepiece
+import small_inputs
 import torch
 from answer_lookup_model import make_oracle
 
@@ -21,6 +23,7 @@ from xtk.tokens.tokenizer import Tokenizer
 pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
 
 from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig
+from xtk.evaluation.lm_eval_model import harness_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +169,18 @@ def test_text_after_the_end_is_no_answer_also_in_a_batch(run, tmp_path):
                "--trust-remote-code", cwd=tmp_path)  # fmt: skip
     found = json.loads(done.stdout)["results"]["last_number"]
     assert [value for name, value in found.items() if name.startswith("exact_match") and "error" not in name] == [1.0]
+
+
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_models_of_sentencepiece_files_read_a_start_token_in_tasks(tmp_path, adds):
+    (tmp_path / "text").write_text("\n".join(small_inputs.sentences(800)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=420, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    if adds is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds}))
+    tokenizer = Tokenizer(tmp_path)
+    (plain,) = tokenizer.encode(["Anna has"])
+    start = [] if adds is False else [tokenizer.start_id]
+    assert harness_tokenizer(tokenizer)("Anna has").input_ids == [*start, *plain.ids.tolist()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,14 +47,10 @@ class HarnessModel:
         stderr: TextIO,
     ) -> None:
         from lm_eval.models.huggingface import HFLM
-        from transformers import PreTrainedTokenizerFast
 
-        with tempfile.TemporaryDirectory() as folder:
-            for name, content in tokenizer.to_files().items():
-                Path(folder, name).write_bytes(content)
-            own = PreTrainedTokenizerFast.from_pretrained(folder)
-        self._model = HFLM(pretrained=model, backend="causal", tokenizer=own, batch_size=batch_size,
-                           max_length=max_length, chat_template_args=template_arguments)  # fmt: skip
+        self._model = HFLM(pretrained=model, backend="causal", tokenizer=harness_tokenizer(tokenizer),
+                           batch_size=batch_size, max_length=max_length,
+                           chat_template_args=template_arguments)  # fmt: skip
         self._model._loglikelihood_tokens = functools.partial(_without_progress, self._model._loglikelihood_tokens)
         self._share, self._stderr = process_share, stderr
 
@@ -97,6 +94,24 @@ class HarnessModel:
                 progress.advance(len(part))
         answers = dict(zip(itertools.chain(*by_rank), itertools.chain(*share.all_gather_object(found)), strict=True))
         return [answers[at] for at in range(len(requests))]
+
+
+def harness_tokenizer(tokenizer: Tokenizer) -> Any:
+    """Return a tokenizer of transformers, which puts the start token in front of texts where the model's does."""
+    from transformers import PreTrainedTokenizerFast
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in tokenizer.to_files().items():
+            Path(folder, name).write_bytes(content)
+        made: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    # tokenizer.json states whether there is a start token. Converted from another format, it does not.
+    path = tokenizer.folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    is_converted = not (tokenizer.folder / "tokenizer.json").is_file()
+    if is_converted and "bos" in tokenizer.special_token_ids and settings.get("add_bos_token", True):
+        made.add_bos_token = True
+        made.update_post_processor()
+    return made
 
 
 def _without_progress(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
