@@ -9,10 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_inputs
 import torch
 from full_logits_reference import assert_as_the_whole_model, gradients_of_cut, gradients_of_whole
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
 
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -304,3 +313,24 @@ def test_what_does_not_change_the_student_is_not_part_of_its_identity():
     ).identity_options()
     assert told == {"lora_r": 4, "lora_target_modules": ["q_proj"], "freeze": ["norm"], "dtype": "bfloat16"}
     assert json.loads(json.dumps(told)) == told
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_what_reads_images_is_frozen(tmp_path, lora_r):
+    """All trained parameters of Gemma 3 with images get a gradient from text, as data parallelism needs."""
+    tokenizer = Tokenizer(small_inputs.make_student_tokenizer(tmp_path))
+    text = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+            "max_position_embeddings": 64}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    configuration = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(configuration).save_pretrained(tmp_path)
+    model = load_student(
+        StudentSource(tmp_path), StudentModelConfig(lora_r=lora_r), tokenizer, device=torch.device("cpu")
+    )
+    BackboneWithHead(model)(torch.arange(3, 9)[None]).sum().backward()
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    unused = [name for name, one in trained if one.grad is None and "lm_head" not in name]
+    assert trained
+    assert unused == []

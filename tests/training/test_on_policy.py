@@ -317,6 +317,13 @@ def test_a_prompt_that_fills_the_context_is_refused_before_training(pair, tmp_pa
     assert not (tmp_path / "out" / "rollout_batches").exists()
 
 
+def test_rollouts_above_the_maximum_length_are_refused_or_truncated(pair, prompts, tmp_path):
+    options = ["--loss", "byte-kl", "--max-steps", 1, "--max-length", 14]
+    done = run(pair, prompts, tmp_path / "out", *options, code=1)
+    assert "more than --max-length 14" in " ".join(done.stderr.split())
+    run(pair, prompts, tmp_path / "cut", *options, "--long-documents", "truncate")
+
+
 @pytest.mark.parametrize("fields", [{"lora_r": 4, "load_in_4bit": True}, {"resize_vocabulary": True}])
 def test_an_engine_is_refused_for_weights_that_it_cannot_load(fields):
     config = OnPolicyConfig(backend="server", server=("http://127.0.0.1:9",))

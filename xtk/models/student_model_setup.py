@@ -127,8 +127,11 @@ def load_student(
     if adapted:
         model = attach_trainable_adapter(model, source, config)
     freeze_parameters(model, config.freeze)
+    num_frozen = _freeze_other_modalities(model)
     if quiet:
         return model
+    if num_frozen:
+        terminal.note(f"distill: {num_frozen:,} parameters of images or sound get no gradient from text and are frozen")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.dtype == torch.bfloat16 for parameter in trained):
         terminal.note(
@@ -139,6 +142,22 @@ def load_student(
         count, of = (sum(one.numel() for one in some) for some in (trained, model.parameters()))
         terminal.note(f"distill: {count:,} of {of:,} parameters are trained")
     return model
+
+
+def _freeze_other_modalities(model: Any) -> int:
+    """Freeze what text does not use in a model that also reads images or sound; return the number of parameters.
+
+    Without gradients, data parallelism would wait for them.
+    """
+    inner = model.get_base_model() if is_peft_model(model) else model
+    if inner.config.get_text_config() is inner.config:
+        return 0
+    parts = (inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings())
+    kept = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    others = [one for one in inner.parameters() if one.requires_grad and id(one) not in kept]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    return sum(parameter.numel() for parameter in others)
 
 
 def _load_base_model(

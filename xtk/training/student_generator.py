@@ -125,20 +125,32 @@ class StudentGenerator:
         devices = self._on_policy.devices
         return SubprocessGenerator(config, self._on_policy.backend, cuda_visible_devices(devices) if devices else None)
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+    def check_prompts(self, prompts: Sequence[Prompt], max_length: int, *, may_truncate: bool) -> None:
         """Refuse prompts that leave no space for a completion, before training: their steps would have no rollouts.
 
         Args:
             prompts: all prompts of the run.
+            max_length: tokens of a document in training; 0: the context length.
+            may_truncate: whether longer rollouts may be truncated.
 
         Raises:
-            XtkError: states the first of them.
+            XtkError: states the first of them, or that rollouts may be longer than `max_length`.
         """
         limit = None if self._generator is None else self._generator.context_length
-        if limit is None or self._environment is not None:  # an environment may send the first message
+        if self._generator is None or self._environment is not None:  # an environment may send the first message
             return
         documents = [prompt.document for prompt in prompts]
-        lengths = map(len, tokenize_prompts(self._tokenizer, documents, self._on_policy.chat_template_kwargs))
+        lengths = list(map(len, tokenize_prompts(self._tokenizer, documents, self._on_policy.chat_template_kwargs)))
+        completion = self._on_policy.sampling.max_completion_length
+        longest = max(lengths) + completion if limit is None else min(max(lengths) + completion, limit)
+        if max_length and not may_truncate and longest > max_length:
+            raise XtkError(
+                f"a rollout may have {longest:,} tokens, more than --max-length {max_length:,}",
+                where=f"prompts of up to {max(lengths):,} tokens, --max-completion-length {completion:,}",
+                hint="use a larger --max-length or a smaller --max-completion-length; or --long-documents truncate",
+            )
+        if limit is None:
+            return
         too_long = [prompt.number for prompt, length in zip(prompts, lengths, strict=True) if length >= limit]
         if too_long:
             raise XtkError(

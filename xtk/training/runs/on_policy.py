@@ -90,7 +90,8 @@ class OnPolicyInputs(RunInputs):
         terminal.note(f"distill: {config.describe(generator.describe(run.accelerator.num_processes))}")
         for teacher in self.source.teachers:
             terminal.note(f"distill: {teacher.describe_placement()}")
-        generator.check_prompts(self.source.prompts)
+        may_truncate = run.recipe.long_documents != "refuse"
+        generator.check_prompts(self.source.prompts, run.recipe.max_length or 0, may_truncate=may_truncate)
         check = None
         if not generator.uses_training_model:
             check = LogprobCheck(run.wrapped_student, run.parallel, run.packing_multiple, run.accelerator.device)
