@@ -21,7 +21,7 @@ SAME = [
     ("1 1/2", "1.5"), ("10%", "10"), ("10\\%", "10"), ("-3", "−3"), ("-$5", "-5"), ("5 apples", "5"), ("2e3", "2000"),
     (".5", "0.50"), ("**42**", "42"), ("\\$7", "7"), ("1/3", "2/6"), ("60 miles per hour", "60"), ("Paris.", "paris"),
     ("5 million", "5,000,000"), ("3.5\\text{ million}", "3500000"), ("10\\,000", "10000"), ("12{,}000", "12000"),
-    ("x = 18", "18"), ("18 (eighteen)", "18"), ("18 km/h", "18"), ("60 eggs/day", "60"), ("\\boxed{18}", "18"),
+    ("x = 18", "18"), ("2 hundred thousand", "200000"), ("18 km/h", "18"), ("60 eggs/day", "60"), ("\\boxed{18}", "18"),
     ("1,000,000", "1000000.0"), ("+4", "4"), ("007", "7"), ("\\frac{1}{2}", "0.5"), ("\\frac12", "1/2"), ("18€", "18"),
 ]  # fmt: skip
 OTHER = [
@@ -64,9 +64,18 @@ def test_where_the_answer_stands():
     assert parse_number("1" * 1000) is None
 
 
+def test_remarks_and_factors_in_brackets():
+    assert one("exact", "#### 18 (eighteen)", {"answer": "18"}) == 1
+    for answer, reference in (("2(x-7)", "2(x+1)"), ("3(4)", "3"), ("y=3", "x=3"), ("2(x+1)", "2")):
+        for reward in ("boxed", "boxed:compare=strings"):
+            assert one(reward, f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == 0, (reward, answer)
+    assert one("exact", "#### 2 hundred thousand", {"answer": "200"}) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("The answer is −5.", "-5"), ("It is .5 of it", "1/2"), ("1 1/2 cups", "3/2"), ("12{,}000 dollars", "12000"),
+    [("It is 3\n1/2", "1/2"),
+     ("The answer is −5.", "-5"), ("It is .5 of it", "1/2"), ("1 1/2 cups", "3/2"), ("12{,}000 dollars", "12000"),
      ("3.2e4", "32000"), ("pages 5-10", "10"), ("x=-3", "-3"), ("(-3)", "-3"), ("In 2020.", "2020")],
 )  # fmt: skip
 def test_the_last_number_of_a_text(text, number):

@@ -67,6 +67,10 @@ def test_completions_and_rows_of_every_form():
         f"1. So:\n   ```python\n{function}   ```\n",
         f"```python\n{function.rstrip()}```",
         "<think>\nIt adds.\n</think>\n\n    return a + b\n",
+        f"Here is the solution: ```python\n{function}\n```\nThis adds.",
+        f"   ```python\n{function}```\nIt adds.",
+        f"```python\n{function}```\nIt adds.".replace("\n", "\r\n"),
+        f"```python\n{function.rstrip()}```\nIt adds.",
     ):
         assert whole(completion, ADD["prompt"], ADD) == 1, completion
     for completion in ("    return a - b\n", "I cannot.", "", "```python\n```", "    return a + b +\n"):

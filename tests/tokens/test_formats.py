@@ -167,6 +167,14 @@ def test_tokens_that_the_folder_adds_are_tokens(models, tmp_path, name, where):
     assert Tokenizer(tmp_path / "copy").fingerprint == tokenizer.fingerprint
 
 
+@pytest.mark.parametrize("number", [-1, 2_000_000_000])
+def test_added_tokens_with_impossible_ids_are_refused(models, tmp_path, number):
+    (tmp_path / "tokenizer.model").write_bytes((models["bpe"] / "tokenizer.model").read_bytes())
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|x|>": number}))
+    with pytest.raises(XtkError, match="an added token has the id"):
+        Tokenizer(tmp_path)
+
+
 def test_a_tokenizer_of_another_format_comes_back_from_its_own_files(models, tmp_path):
     first = Tokenizer(models["bpe"])
     for name, content in first.to_files().items():

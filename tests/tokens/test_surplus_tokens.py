@@ -6,10 +6,12 @@ import json
 
 import pytest
 import small_inputs
+import transformers
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.errors import XtkError
+from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.tokens.tokenizer import Tokenizer
 
 SURPLUS = "<image_soft_token>"
@@ -71,3 +73,27 @@ def test_other_missing_rows_are_refused(run, model, tmp_path):
     LlamaForCausalLM(LlamaConfig(**{**config, "vocab_size": config["vocab_size"] - 5})).save_pretrained(model)
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12."])
     assert "rows" in run("cache-teacher", model, data, "-o", tmp_path / "cache", code=1).stderr
+
+
+@pytest.mark.parametrize("used", ["as eos", "in the template", "as an end of turn"])
+def test_a_token_that_something_writes_needs_its_row(run, pair, model, tmp_path, used):
+    """Such a student is refused, and --resize-vocabulary adds the row."""
+    name = "<|im_end|>" if used == "as an end of turn" else SURPLUS
+    content = (model / "tokenizer.json").read_text().replace(SURPLUS, name)
+    (model / "tokenizer.json").write_text(content)
+    path = model / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings |= {"eos_token": name} if used == "as eos" else {}
+    settings |= {"chat_template": TEMPLATE.replace("<|end|>", name)} if used == "in the template" else {}
+    path.write_text(json.dumps(settings))
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12."] * 4)
+    run("cache-teacher", pair.teacher, data, "-o", tmp_path / "cache")
+    refused = run("distill", model, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "out", code=1)
+    assert "--resize-vocabulary" in refused.stderr
+    run("distill", model, tmp_path / "cache", "--max-steps", 1, "--resize-vocabulary", "-o", tmp_path / "out")
+    assert name in Tokenizer(tmp_path / "out").vocabulary.special_tokens
+
+
+def test_a_tokenizer_of_transformers_is_the_one_of_the_folder(model):
+    found = to_tokenizer(transformers.AutoTokenizer.from_pretrained(model))
+    assert (len(found), found.fingerprint) == (len(Tokenizer(model)), Tokenizer(model).fingerprint)

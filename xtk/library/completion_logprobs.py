@@ -231,15 +231,17 @@ def _with_bounds(
 
 
 def upper_bound(listed: NDArray[np.floating]) -> float | None:
-    """Return the largest log-probability that a token outside of a list can have; None: the list has all probability.
+    """Return the largest log-probability that a token outside of a list can have.
+
+    None if nothing is known: the list is empty, or has all probability.
 
     Args:
         listed: log-probabilities, nats.
     """
     remainder = 1 - float(np.exp(listed).sum())
-    if remainder < MIN_REMAINDER:
+    if not len(listed) or remainder < MIN_REMAINDER:
         return None
-    return float(min(listed.min(initial=0.0), np.log(remainder)))
+    return float(min(listed.min(), np.log(remainder)))
 
 
 def _without_joined(

@@ -11,7 +11,7 @@ from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
 from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.errors import XtkError
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.tokens.tokenizer_files import SPECIAL_TOKEN_ROLES
+from xtk.tokens.tokenizer_files import SPECIAL_TOKEN_ROLES, combine_templates
 from xtk.writable_cache_folders import user_cache_folder
 
 # Texts that normalizers of all kinds change: composed and decomposed accents, case, compatibility forms, spaces.
@@ -65,12 +65,12 @@ def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
         return None
     expected = [list(tokenizer(probe, add_special_tokens=False)["input_ids"]) for probe in _PROBES]
     same = [encoded.ids.tolist() for encoded in found.encode(list(_PROBES))] == expected
-    return found if same and len(found) == len(tokenizer) else None
+    return found if same and len(found) + found.num_left_out == len(tokenizer) else None
 
 
 def _template_fingerprint(template: Any) -> str | None:
     if isinstance(template, dict):
-        template = template.get("default", next(iter(template.values()), None))
+        template = combine_templates(template)
     return None if template is None else "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
 
 
@@ -78,7 +78,7 @@ def _stored_copy(tokenizer: Any, name: str) -> Tokenizer:
     """Return the tokenizer from a copy in xtk's cache folder, which worker processes can load too."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
-        template = template.get("default", next(iter(template.values()), None))
+        template = combine_templates(template)
     roles = {f"{role}_token": getattr(tokenizer, f"{role}_token", None) for role in SPECIAL_TOKEN_ROLES}
     files = {
         "tokenizer.json": tokenizer.backend_tokenizer.to_str(),

@@ -122,7 +122,8 @@ def _check_all_weights_are_read(path: Path, header: GgufHeader, model: Any) -> N
     sizes = {name: size for name, size in header.tensor_sizes.items() if not _NO_WEIGHTS.search(name)}
     if model.config.get_text_config().tie_word_embeddings:
         sizes.pop("output.weight", None)
-    in_file, read = sum(sizes.values()), sum(weights.numel() for weights in model.parameters())
+    state = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}  # tied ones once
+    in_file, read = sum(sizes.values()), sum(state.values())
     if in_file > read:
         raise XtkError(
             f"transformers reads {read:,} of the {in_file:,} weights of this GGUF model ({header.architecture})",

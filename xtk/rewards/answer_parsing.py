@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from fractions import Fraction
 
@@ -16,9 +18,10 @@ _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10*
 _NO_UNITS = frozenset({"i", "e", "pi", "x", "y", "z", "n", "and", "or", "to"})  # parts of a formula, or of a list
 _THIN_SPACES = re.compile(r"(?<=\d)(?:\\[,;!: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _NAME = re.compile(r"^[a-z]\w* ?= ?(?=[-+$€£¥.\d])")  # x = 18
-_REMARK = re.compile(r"(?<=[\w%]) ?\([^()]*\)$")  # 18 (eighteen)
+_REMARK = re.compile(r"(?<=[\w%]) \([^\W\d_][^\W\d_ -]+(?:[ -][^\W\d_]+)*\)$")  # 18 (eighteen)
 _LAST_NUMBER = re.compile(
-    rf"(?:(?<![\w)])-)?[$€£¥]?(?:\d{{1,3}}\s\d+/\d+|{_DIGITS}(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d{{1,3}})?(?:/\d+)?%?"
+    rf"(?:(?<![\w)])-)?[$€£¥]?(?:\d{{1,3}} \d+/\d+|{_DIGITS}(?:\.\d+)?|(?<![\d.])\.\d+)"
+    r"(?:[eE][-+]?\d{1,3})?(?:/\d+)?%?"
 )
 _MARKUP = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}|\\[,;! ]|\\(?:left|right)(?![a-zA-Z])|\*\*|[`~]")
 _FRACTION = re.compile(r"^([-+]?)\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))$")
@@ -75,6 +78,15 @@ def normalize_answer(text: str) -> str:
     return text.rstrip(".").strip().casefold()
 
 
+def without_lone_names(answer: str, reference: str) -> tuple[str, str]:
+    """Return two answers without the name of a variable in front (`x = 3`) that only one of them has."""
+    pair = normalize_answer(answer), normalize_answer(reference)
+    named = [_NAME.match(text) is not None for text in pair]
+    if named[0] == named[1]:
+        return answer, reference
+    return (_NAME.sub("", pair[0]), reference) if named[0] else (answer, _NAME.sub("", pair[1]))
+
+
 def parse_number(text: str, *, in_formula: bool = False) -> Fraction | None:
     """Return the value of an answer: `1,234`, `$18.00`, `-3.`, `1/2`, `1 1/2`, `10%`, `5 apples`, `2e3`, `5 million`.
 
@@ -82,10 +94,13 @@ def parse_number(text: str, *, in_formula: bool = False) -> Fraction | None:
 
     Args:
         text: the answer.
-        in_formula: a letter after the number is a variable, not a unit, unless LaTeX marks it as text.
+        in_formula: a letter after the number is a variable, not a unit, unless LaTeX marks it as text; names and
+            remarks are part of the formula.
     """
     is_text = not in_formula or re.search(r"\\(?:text|mathrm|mbox)(?![a-zA-Z])", text) is not None
-    text = _REMARK.sub("", _NAME.sub("", normalize_answer(text)))
+    text = normalize_answer(text)
+    if not in_formula:
+        text = _REMARK.sub("", _NAME.sub("", text))
     fraction = _FRACTION.match(text)
     if fraction:
         sign, *parts = fraction.groups(default="")
@@ -99,7 +114,9 @@ def parse_number(text: str, *, in_formula: bool = False) -> Fraction | None:
     is_variable = in_formula and found["unit"] and (not found["space"] or (len(words[0]) == 1 and not is_text))
     if is_variable or not _NO_UNITS.isdisjoint(words):
         return None
-    factor = Fraction(-1 if "-" in (found["sign"], found["sign2"]) else 1) * _SCALES.get(words[0], 1)
+    factor = Fraction(-1 if "-" in (found["sign"], found["sign2"]) else 1) * math.prod(
+        _SCALES[word] for word in itertools.takewhile(_SCALES.__contains__, words)
+    )
     try:
         if found["whole"]:
             return factor * (_parse_digits(found["whole"]) + Fraction(int(found["up"]), int(found["down"])))

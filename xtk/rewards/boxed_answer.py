@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.rewards.answer_parsing import answer_after_hashes, last_boxed_content, normalize_answer, parse_number
+from xtk.rewards.answer_parsing import (
+    answer_after_hashes,
+    last_boxed_content,
+    normalize_answer,
+    parse_number,
+    without_lone_names,
+)
 from xtk.rewards.math_equality import MathComparer
 
 COMPARISONS = ("math", "strings")
@@ -57,7 +63,7 @@ class BoxedReward:
         answer = last_boxed_content(completion)
         if not answer:
             return 0.0
-        left, right = (parse_number(one, in_formula=True) for one in (answer, reference))
+        left, right = (parse_number(one, in_formula=True) for one in without_lone_names(answer, reference))
         if left is not None and right is not None and left == right:
             return 1.0
         if _letters(answer) == _letters(reference):

