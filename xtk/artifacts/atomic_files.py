@@ -235,7 +235,8 @@ def remove_stale_temporary_files(folder: Path, name: str | None = None) -> None:
 def temporary_name(name: str) -> str:
     """Return a unique temporary name for a file while it is written."""
     # Threads and machines that share a folder write at the same time: the process id alone is not unique.
-    temporary = f"{TEMPORARY_PREFIX}{os.getpid()}@{_host_hash()}-{secrets.token_hex(4)}-{name}"
+    writer = f"{os.getpid()}.{_start_time(os.getpid())}"
+    temporary = f"{TEMPORARY_PREFIX}{writer}@{_host_hash()}-{secrets.token_hex(4)}-{name}"
     _named_here.add(temporary)
     return temporary
 
@@ -247,10 +248,23 @@ def is_stale_temporary_file(name: str) -> bool:
     process, _, host = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0].partition("@")
     if host not in ("", _host_hash()):
         return False
-    if not process.isdigit():
+    number, _, started = process.partition(".")
+    if not number.isdigit():
         return True
-    # A container may reuse the process id of a killed process: compare names for our own id.
-    return name not in _named_here if int(process) == os.getpid() else not Path(f"/proc/{process}").exists()
+    # The id of a killed process may be given again: compare start times, and names for our own id.
+    if int(number) == os.getpid():
+        return name not in _named_here
+    return not Path(f"/proc/{number}").exists() or (bool(started) and started != _start_time(int(number)))
+
+
+def _start_time(process: int) -> str:
+    """Return when a process of this machine started, in ticks of its clock; "" if that is unknown."""
+    with contextlib.suppress(OSError, IndexError):
+        # The name of the program, in brackets, may contain spaces.
+        return (
+            Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+        )
+    return ""
 
 
 def _host_hash() -> str:
