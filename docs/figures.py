@@ -28,7 +28,7 @@ def read_table(page: str) -> tuple[list[str], list[tuple[str, list[tuple[float, 
             break
         name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         found = [DIFFERENCE.search(cell) for cell in cells]
-        if any(found) and not name.startswith("levels"):
+        if any(found) and not name.startswith("for comparison"):
             values = [(float(one[1]), float(one[2])) if one else None for one in found]
             name = "level: the teacher's tokenizer" if name.startswith("the student with") else name
             rows.append((name.replace("`", "").replace("*", ""), values))
