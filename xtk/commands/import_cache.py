@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xtk import terminal
 from xtk.commands.cache_teacher import CacheTeacherOptions
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, redeclared
-from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
+from xtk.options.shared import MAX_ROW_BYTES, ConfigOption, ForceOption, JsonOption, QuietOption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ImportCacheOptions(ForceOption, JsonOption, QuietOption, ConfigOption, Com
     name: str = option("", "Teacher's name in metrics. Default: that of the model in the answers, or of the tokenizer.")
     precision: str = redeclared(CacheTeacherOptions, "precision")
     max_document_bytes: int = option(
-        1_000_000_000, "Maximum size of a row in bytes, as stored in its file; a larger row is an error.", min=1
+        MAX_ROW_BYTES, "Maximum size of a row in bytes, as stored in its file; a larger row is an error.", min=1
     )
     skip_invalid: bool = option(False, "Skip invalid rows and print their number, instead of ending with an error.")
 

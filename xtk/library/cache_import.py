@@ -28,13 +28,13 @@ from xtk.library.completion_logprobs import (
 )
 from xtk.library.distillkit_codec import CONFIG, DistillKitCodec
 from xtk.library.foreign_logprobs import Listed, ListedRow, fitted_row, listed_row
+from xtk.options.shared import MAX_ROW_BYTES
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.untrusted_json import parse_json
 
 ID_COLUMNS = ("token_ids", "logprobs", "top_ids", "top_logprobs")
 _CONTENT_COLUMNS = ("messages", "tools", "segments", "text", "prompt", "completion")
 MAX_NOTES = 3
-MAX_ROW_BYTES = 1_000_000_000  # a token with 20 listed ones takes 1,600 bytes of JSON
 
 Row = ScoredAnswer | ListedRow | Mapping[str, Any]
 

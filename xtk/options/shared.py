@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from xtk.options.declaration import INPUTS, REPORTING, option
 
 MAX_DOCUMENT_BYTES = 16_000_000
+MAX_ROW_BYTES = 1_000_000_000  # of log-probabilities: a token with 20 listed ones takes 1,600 bytes of JSON
 MAX_SEED = 2**32 - 1  # of numpy
 MAX_GENERATIONS = 65_536
 MAX_COUNT = 2**31 - 1

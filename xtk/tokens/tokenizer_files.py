@@ -20,7 +20,7 @@ from xtk.tokens.tokenizer_formats import add_tokens, convert_tokenizer_files
 from xtk.tokens.tokenizer_validation import check_tokenizer_json, wrap_backend_errors
 from xtk.untrusted_json import parse_json
 
-MAX_TOKEN_ID = 2_000_000
+MAX_TOKEN_ID = 2_000_000  # a larger id of an added token is an error in a file
 
 SPECIAL_TOKEN_ROLES = ("bos", "eos", "pad", "unk")
 

@@ -227,13 +227,13 @@ def add_tokens(content: dict[str, Any], tokens: Mapping[int, Mapping[str, Any]])
         number for number in range(size, max(tokens, default=-1)) if number not in tokens and number not in added
     ]
     wanted: dict[int, Mapping[str, Any]] = {number: {"content": f"<|unused_{number}|>"} for number in missing}
+    replaced: set[str] = set()
     for number, token in sorted({**wanted, **tokens}.items()):
         text = str(token["content"])
         if number < size and is_table and names[number] != text:
-            old = names[number]
-            model["vocab"].pop(old)
+            replaced.add(names[number])
+            model["vocab"].pop(names[number])
             model["vocab"][text] = number
-            model["merges"] = [pair for pair in model["merges"] if old not in (*pair, pair[0] + pair[1])]
         elif number < size and not is_table:
             model["vocab"][number][0] = text
         added[number] = {
@@ -241,6 +241,8 @@ def add_tokens(content: dict[str, Any], tokens: Mapping[int, Mapping[str, Any]])
             "lstrip": bool(token.get("lstrip")), "rstrip": bool(token.get("rstrip")), "normalized": False,
             "special": bool(token.get("special", True)),
         }  # fmt: skip
+    if replaced:
+        model["merges"] = [pair for pair in model["merges"] if replaced.isdisjoint((*pair, pair[0] + pair[1]))]
     content["added_tokens"] = [added[number] for number in sorted(added)]
 
 

@@ -34,13 +34,17 @@ class TokenSources:
         self.copied = self.pair.equal_ids.copy()
         if kept is None:
             self.copied[self._special_ids] = counterparts
-        unused = self.unused_ids if kept is None else np.zeros(0, np.int64)
-        own = old.vocabulary
-        fallback = {own.bytes_by_id[token]: token for token in np.flatnonzero(own.byte_fallback_mask).tolist()}
-        for token in unused.tolist() if new.fingerprint != old.fingerprint else []:
-            spelling = new.vocabulary.bytes_by_id[token]
+            if new.fingerprint != old.fingerprint:
+                self._copy_unused()
+
+    def _copy_unused(self) -> None:
+        """Let tokens that are never emitted have the rows of such tokens of the old tokenizer, or none."""
+        old = self.old.vocabulary
+        fallback = {old.bytes_by_id[token]: token for token in np.flatnonzero(old.byte_fallback_mask).tolist()}
+        for token in self.unused_ids.tolist():
+            spelling = self.new.vocabulary.bytes_by_id[token]
             found = fallback.get(spelling, -1)
-            self.copied[token] = -1 if found == own.token_of_bytes.get(spelling) else found
+            self.copied[token] = -1 if found == old.token_of_bytes.get(spelling) else found
 
     @cached_property
     def unused_ids(self) -> NDArray[np.int64]:
