@@ -15,7 +15,7 @@ import interrupted_runs
 import pytest
 from xtk_processes import run_xtk
 
-from xtk.artifacts.atomic_files import atomic_write, temporary_name
+from xtk.artifacts.atomic_files import atomic_write
 from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import XtkError
@@ -202,11 +202,22 @@ def test_two_commands_do_not_write_one_output_at_once(run, pair, corpus, tmp_pat
 
 
 def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    other, same = (temporary_name("out").replace(f"{os.getpid()}@", f"{process}@") for process in (1, ended.pid))
-    for name in (other, same):
-        (tmp_path / name).write_text("written")
+    program = """if True:
+        import pathlib, sys
+        from xtk.artifacts.atomic_files import temporary_name
+        name = temporary_name("out")
+        pathlib.Path(sys.argv[1], name).write_text("written")
+        print(name, flush=True)
+        sys.stdin.read()
+    """
+    killed, other = (
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    )
+    left, written = (writer.stdout.readline().decode().strip() for writer in (killed, other))
+    killed.kill()
+    killed.communicate()
+    assert {path.name for path in tmp_path.iterdir()} == {left, written}
     with atomic_write(tmp_path / "equal", keep_others=True) as first:
         first.write_text("result")
         (tmp_path / "equal").write_text("result")  # another process with the same request
@@ -215,7 +226,8 @@ def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_p
         first.write_text("first")
         second.write_text("second")
         assert first.exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"out", other}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", written}
+    other.communicate()
 
 
 def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_result(tmp_path):
