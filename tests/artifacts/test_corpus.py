@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import datasets
@@ -16,6 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, parse_columns_option
+from xtk.artifacts.text_streams import RecordReadOptions, read_lines
 from xtk.errors import XtkError
 from xtk.tokens.document import Document, replace_surrogates
 
@@ -410,3 +412,27 @@ def test_a_fingerprint_tells_tools_apart_by_the_order_of_their_keys():
     one.add(Document.from_messages(CHAT, tools=[{"a": 1, "b": 2}]))
     other.add(Document.from_messages(CHAT, tools=[{"b": 2, "a": 1}]))
     assert str(one) != str(other)
+
+
+def test_a_name_with_colons_is_a_local_file(tmp_path):
+    for name, write in (
+        ("a::b.jsonl", Path.write_bytes),
+        ("c::d.jsonl.gz", lambda path, raw: path.write_bytes(gzip.compress(raw))),
+    ):
+        write(tmp_path / name, lines_of([{"text": text} for text in TEXTS]).encode())
+        assert [document.text for document in Corpus([str(tmp_path / name)])] == TEXTS
+
+
+def test_a_very_long_line_is_read_in_linear_time():
+    """Rows of caches of other tools may have a gigabyte."""
+
+    def seconds(megabytes: int) -> float:
+        stream = io.BytesIO(b"x" * (megabytes << 20) + b"\nnext\nlast")
+        started = time.process_time()
+        lines = [line for _, line in read_lines(stream, "name", RecordReadOptions(max_record_bytes=1 << 30))]
+        assert [len(lines[0]), *lines[1:]] == [(megabytes << 20) + 1, "next\n", "last"]
+        return time.process_time() - started
+
+    seconds(8)
+    short, long = (min(seconds(size) for _ in range(3)) for size in (8, 64))
+    assert long < 24 * short

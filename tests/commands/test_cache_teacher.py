@@ -187,6 +187,9 @@ def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_
     given = [[at, at + 1, 7] for at in range(len(ids) - 1)]
     line = json.dumps({"input_ids": ids, "candidate_ids": given})
     run("cache-teacher", pair.teacher, "-", "--support", "candidates", "-o", tmp_path / "c", stdin=line + "\n")
+    estimate = ("cache-teacher", pair.teacher, "-", "--support", "candidates", "--estimate", "-o", tmp_path / "e")
+    assert json.loads(run(*estimate, "--json", stdin=line + "\n").stdout)["positions"] == len(ids) - 1
+    assert "needs the column candidate_ids" in run(*estimate, stdin='{"text": "Anna"}\n', code=1).stderr
     row = TeacherCache(tmp_path / "c").read_document(0)
     assert row.tokens.ids.tolist() == ids
     held = [

@@ -12,6 +12,7 @@ import sys
 
 import datasets
 import numpy as np
+import pandas
 import peft
 import pytest
 import small_inputs
@@ -159,6 +160,44 @@ def test_a_writer_that_fails_writes_nothing_and_keeps_the_old_cache(pair, teache
     assert len(xtk.TeacherCache(tmp_path / "c")) == 4
 
 
+def test_a_writer_can_be_closed_again_after_an_error(pair, teacher, tmp_path):
+    folder = tmp_path / "c"
+    writer = xtk.CacheWriter(folder, pair.teacher, shard_tokens=60)
+    for text in TEXTS:
+        writer.add(text, *scored(teacher, *writer.tokenize(text), 4)[:3])
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(xtk.XtkError, match="files that xtk did not write"):
+        writer.close()
+    (folder / "notes.txt").unlink()
+    made = writer.close()
+    made.verify()
+    assert [row.document.text for row in made] == TEXTS
+
+
+def test_caches_of_one_named_teacher_can_be_merged(run, pair, teacher, tmp_path):
+    def write(name, texts, teacher_name):
+        with xtk.CacheWriter(tmp_path / name, pair.teacher, name=teacher_name) as writer:
+            for text in texts:
+                writer.add(text, *scored(teacher, *writer.tokenize(text), 4)[:3])
+        return tmp_path / name
+
+    parts = [write("a", TEXTS[:5], "org/Judge"), write("b", TEXTS[5:], "org/Judge")]
+    run("cache-teacher", "--merge", *parts, "-o", tmp_path / "whole")
+    assert [row.document.text for row in xtk.TeacherCache(tmp_path / "whole")] == TEXTS
+    assert xtk.TeacherCache(parts[0]).header["teacher"]["name"] == "org/Judge"
+    others = [write("c", TEXTS[:5], "other"), write("d", TEXTS[:5], ""), write("e", TEXTS[5:], "")]
+    for pair_of_caches in ((parts[0], others[0]), (others[1], others[2])):
+        refused = run("cache-teacher", "--merge", *pair_of_caches, "-o", tmp_path / "no", code=1)
+        assert "they differ in teacher" in refused.stderr
+    writer = xtk.CacheWriter(parts[0], pair.teacher, name="org/Judge", exist_ok=True)
+    for text in TEXTS[:5]:
+        ids, logs, seen, _ = scored(teacher, *writer.tokenize(text), 4)
+        writer.add(text, ids, logs - 0.01, seen - 0.01)
+    with pytest.raises(xtk.XtkError, match="different inputs or options"):  # other values of the same name
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -177,6 +216,16 @@ def test_arrays_that_are_no_distribution_are_refused(pair, teacher, tmp_path, ch
         ids, positions = writer.tokenize(TEXTS[0])
         writer.add(TEXTS[0], *change(*scored(teacher, ids, positions, 4)[:3]))
     assert not (tmp_path / "c").exists()
+
+
+def test_arrays_of_the_next_positions_are_refused(pair, teacher, tmp_path):
+    """They are distributions too; what they give the observed token shows the shift."""
+    writer = xtk.CacheWriter(tmp_path / "c", pair.teacher)
+    ids, positions = writer.tokenize(TEXTS[0])
+    top_ids, logprobs, seen, _ = scored(teacher, ids, positions, 400)
+    with pytest.raises(xtk.XtkError, match=r"the observed token has the log-probability .* in observed_logprobs, and"):
+        writer.add(TEXTS[0], np.roll(top_ids, -1, 0), np.roll(logprobs, -1, 0), seen)
+    writer.add(TEXTS[0], top_ids, logprobs, seen)
 
 
 def test_a_cache_is_a_dataset_for_loaders_with_workers(run, pair, tmp_path):
@@ -253,8 +302,9 @@ def test_rows_of_a_dataset_are_compared_with_the_cache(run, pair, tmp_path):
         (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}), "DatasetDict with the keys"),
         ((text for text in ["a text"]), "can be read only once"),
         ([["a text"]], "row of the dataset is a list"),
+        (pandas.DataFrame({"text": ["a text"], "label": [1]}), r"DataFrame of pandas[^#]*to_dict\(.records.\)"),
     ],
-    ids=["mapping", "DatasetDict", "generator", "rows"],
+    ids=["mapping", "DatasetDict", "generator", "rows", "DataFrame"],
 )
 def test_data_that_is_no_sequence_of_rows_is_refused(pair, teacher, tmp_path, dataset, message):
     with pytest.raises(xtk.XtkError) as refused:
@@ -270,6 +320,10 @@ def test_a_dtype_in_which_xtk_does_not_score_is_refused(pair, teacher, tmp_path,
     if dtype == "float64":
         with pytest.raises(xtk.XtkError, match=r"dtype.*float64"):
             xtk.cache_teacher(copy.deepcopy(teacher).double(), TEXTS, tmp_path / "c", tokenizer=pair.teacher)
+    with pytest.raises(xtk.XtkError, match="dtype is 'bfloat16', but the model has float32"):
+        xtk.cache_teacher(teacher, TEXTS, tmp_path / "c", tokenizer=pair.teacher, dtype="bfloat16")
+    with pytest.raises(xtk.XtkError, match=r"--long-documents.*chunk"):
+        xtk.cache_teacher(teacher, TEXTS, tmp_path / "c", tokenizer=pair.teacher, long_documents="chunk")
     assert not (tmp_path / "c").exists()
 
 

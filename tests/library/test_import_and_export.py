@@ -89,10 +89,15 @@ def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
     file = tmp_path / f"file.{file_format}"
     run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
     run("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
-    again = TeacherCache(tmp_path / "again")
-    again.verify()
-    assert again.document_weights().tolist() == [5, 0.25, 0]
-    assert again.routes() == ["maths", "other", "other"]
+    run("cache-teacher", "--merge", tmp_path / "cache", "-o", tmp_path / "merged")
+    run("export-cache", tmp_path / "merged", "--format", file_format, "-o", tmp_path / f"merged.{file_format}")
+    from_merged = ("import-cache", tmp_path / f"merged.{file_format}", "--tokenizer", pair.teacher)
+    run(*from_merged, "-o", tmp_path / "from-merged")
+    for name in ("again", "from-merged"):
+        again = TeacherCache(tmp_path / name)
+        again.verify()
+        assert again.document_weights().tolist() == [5, 0.25, 0]
+        assert again.routes() == ["maths", "other", "other"]
     with CacheWriter(tmp_path / "written", pair.teacher, support="none") as writer:
         for row in ({"text": "ab", "weight": None}, {"text": "cd", "weight": 2.0}, {"text": "ef", "route": "other"}):
             positions = len(writer.tokenize(row)[1])
@@ -102,6 +107,39 @@ def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
     written = TeacherCache(tmp_path / "written")
     assert written.document_weights().tolist() == [1, 2, 1]
     assert written.routes() == ["", "", "other"]
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+@pytest.mark.parametrize("support", ["candidates", "none", "top-p"])
+def test_the_support_is_kept(run, pair, tmp_path, support, file_format):
+    """A cache whose tokens are not the most likely ones must not say so after a round trip."""
+    data = tmp_path / "data.jsonl"
+    ids = Tokenizer(pair.teacher).encode(["Anna has 12"])[0].ids.tolist()
+    row = (
+        {"input_ids": ids, "candidate_ids": [[5, 6]] * (len(ids) - 1)}
+        if support == "candidates"
+        else {"text": "Anna has 12"}
+    )
+    data.write_text(json.dumps(row) + "\n")
+    run("cache-teacher", pair.teacher, data, "--support", support, "-o", tmp_path / "cache")
+    file = tmp_path / f"file.{file_format}"
+    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
+    run("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
+    options = TeacherCache(tmp_path / "again").header["options"]
+    assert options["support"] == ("top-k" if support == "top-p" else support)
+
+
+def test_answers_that_list_nothing_promise_no_likeliest_tokens(run, pair, answered, tmp_path):
+    file, _ = answered
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        for token in row["response"]["choices"][0]["logprobs"]["content"]:
+            token["top_logprobs"] = []
+    (tmp_path / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("import-cache", tmp_path / "bare.jsonl", "-o", tmp_path / "bare")
+    assert TeacherCache(tmp_path / "bare").header["options"]["support"] == "none"
+    run("import-cache", file, "-o", tmp_path / "whole")
+    assert TeacherCache(tmp_path / "whole").header["options"]["support"] == "top-k"
 
 
 def entry(tokenizer, token: int, logprob: float) -> dict:

@@ -91,6 +91,30 @@ def test_the_example_of_the_documentation_comes_out():
 
 
 @pytest.mark.parametrize("rule", [ByteKL(), BPM()], ids=["byte-kl", "bpm"])
+@pytest.mark.parametrize("listed", [1, 4])
+def test_an_observed_token_that_the_teacher_excludes_has_no_cell_but_a_value(rule, listed):
+    spellings = [b"", b"2", b"0", b"7"], [b"", b"2", b"0", b"7", b"20"]
+    partition = next_bytes_of(*partition_of(*spellings, 4, 5))
+    spans = np.array([[1, 3, 1, 2]], np.int32)
+    ids = np.array([0, 1, 2], np.int32), np.array([0, 4], np.int32)
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 4)))
+    found = []
+    for logprob in (-80.0, -np.inf):
+        given = np.append(np.log([[0.3, 0.1, 0.2, 0.4]]), [[logprob]], 1)
+        with np.errstate(invalid="ignore"):
+            signal = dataclasses.replace(
+                signal_of(given, np.array([1]), np.array([4]), listed), entropy=np.ones(1, np.float32)
+            )
+        found.append(
+            loss_of(rule.build_cells(LossInputs(ids[0], np.arange(2), spans, ids[1], signal), partition), logits)
+        )
+    (value, gradient), (limit, of_limit) = found
+    assert 0 <= limit <= value  # cells of the small probability are in the remainder
+    assert of_limit.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("rule", [ByteKL(), BPM()], ids=["byte-kl", "bpm"])
 def test_a_teacher_whose_own_token_has_no_probability_is_a_corrupt_cache(rule):
     """The teacher's token "20" is not among those that its distribution lists: nothing begins with "2"."""
     spellings = [b"", b"2", b"0", b"7"], [b"", b"2", b"0", b"7", b"20"]

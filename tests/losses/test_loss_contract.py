@@ -140,6 +140,11 @@ def test_a_loss_and_its_gradient_are_those_of_dense_matrices_and_full_probabilit
         assert_close([found, *narrow], [total, *gradients], 1e-5, least=0.1)
 
 
+def tolerance_of(name: str) -> float:
+    """Of sums over entries with fp32 weights: what these leave of a token, although their sum is 1, is left out."""
+    return 1e-7 if name in ("p-kl", "boundary-kl") else 1e-10
+
+
 @every_kind
 @every_loss
 def test_the_kernel_agrees_with_loops_over_items_cells_and_entries(name, kind):
@@ -149,7 +154,7 @@ def test_the_kernel_agrees_with_loops_over_items_cells_and_entries(name, kind):
         cells = cells_of(name, case)
         total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs, distance))
         found, _, exact = fused(case, [cells], [1.0], chunk=3)
-        assert_close([found, *exact], [total, *gradients], 1e-10)
+        assert_close([found, *exact], [total, *gradients], tolerance_of(name))
 
 
 def test_the_cases_have_what_is_asked_of_them():
@@ -383,7 +388,7 @@ def test_a_head_with_more_rows_than_tokens_gives_the_loss_over_all_its_rows(name
     distance = Distance(name if name in OF_A_CELL else RULES[name].default_divergence)
     total, gradients = plain(padded, lambda probs: plain_sum_of_cells(cells, probs, distance))
     found, _, exact = fused(padded, [cells], [1.0], chunk=3)
-    assert_close([found, *exact], [total, *gradients], 1e-10)
+    assert_close([found, *exact], [total, *gradients], tolerance_of(name))
 
 
 @every_loss
@@ -495,7 +500,7 @@ def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
         total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))
         for chunk in (1, 2, 64):
             found, _, exact = fused(case, [cells], [1.0], chunk=chunk)
-            assert_close([found, *exact], [total, *gradients], 1e-10)
+            assert_close([found, *exact], [total, *gradients], 1e-7)
 
 
 # --- cells, chunks, memory

@@ -1,7 +1,8 @@
-"""What is known of a corpus before the teacher starts does not grow with it."""
+"""What is known of a corpus before the teacher starts does not grow with it, and reading it is linear."""
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import small_inputs
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.teachers.cache_build_config import CacheRequest, sharding_options
-from xtk.teachers.cache_shard_planning import make_shard_plan
+from xtk.teachers.cache_shard_planning import make_shard_plan, read_shards
 from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -36,3 +37,31 @@ def test_planning_ten_times_the_documents_takes_no_more_memory(pair, tmp_path):
     (one, small), (other, large) = peak(request, tokenizer, few), peak(request, tokenizer, many)
     assert (one, other) == (1500, 12_000)
     assert large < 1.2 * small
+
+
+def reading_seconds(request: CacheRequest, tokenizer: Tokenizer, corpus: Corpus) -> float:
+    sharding = sharding_options(request)
+    plan = make_shard_plan(sharding, corpus, tokenizer)
+    started = time.process_time()
+    pieces = [
+        piece
+        for _, some in read_shards(sharding, corpus, tokenizer, plan, set(range(len(plan.shards))))
+        for piece in some
+    ]
+    assert len(pieces) == plan.num_chunks
+    assert "".join(document.text for document, _ in pieces) == "".join(document.text for document in corpus)
+    return time.process_time() - started
+
+
+def test_a_long_document_in_many_shards_is_tokenized_once(pair, tmp_path):
+    """If each shard with a piece of it tokenized the whole document, four times the text would take 16 times."""
+    request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4), long_documents="split", max_length=64,
+                           shard_tokens=256)  # fmt: skip
+    tokenizer = Tokenizer(pair.teacher)
+    text = "".join(small_inputs.sentences(400, seed=9))
+    corpora = []
+    for name, texts in (("short", ["one", text[:6000], "two"]), ("long", ["one", text[:6000] * 4, "two"])):
+        corpora.append(Corpus([str(small_inputs.write_jsonl(tmp_path / f"{name}.jsonl", texts))]))
+    reading_seconds(request, tokenizer, corpora[0])
+    short, long = (min(reading_seconds(request, tokenizer, corpus) for _ in range(3)) for corpus in corpora)
+    assert long < 9 * short

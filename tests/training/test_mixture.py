@@ -232,15 +232,19 @@ def test_tallies_are_those_of_spans_that_all_tokenizers_share(seed, score, per):
             [[a, b, c, d] for a, b, c, d in zip(mine[:-1], mine[1:], theirs[:-1], theirs[1:], strict=True)]
         )
         signal = to_teacher_logprobs(
-            scores_of(distributions(draw, theirs[-1]), draw.integers(0, V, theirs[-1]), 2, 0, seed), 0
+            scores_of(distributions(draw, theirs[-1]), draw.integers(0, V, theirs[-1]), 2, seed % 2 * 4, seed), 0
         )
-        signal = dataclasses.replace(signal, positions=np.arange(theirs[-1], dtype=np.int32))
+        observed = np.where(draw.random(theirs[-1]) < 0.1, np.float32(-np.inf), signal.observed_logprobs)
+        signal = dataclasses.replace(
+            signal, positions=np.arange(theirs[-1], dtype=np.int32), observed_logprobs=observed
+        )
         kept = draw.random(len(spans)) < 0.8  # of the others nothing is known
         ids = np.zeros(theirs[-1], np.int32)
         examples.append(
             LossInputs(np.zeros(tokens, np.int32), np.arange(tokens), spans[kept].astype(np.int32), ids, signal)
         )
-        highest = [signal.logprobs[a:b].max() for a, b in zip(signal.offsets[:-1], signal.offsets[1:], strict=True)]
+        exact = np.diff(signal.offsets) if signal.exact_counts is None else signal.exact_counts
+        highest = [signal.logprobs[a : a + n].max() for a, n in zip(signal.offsets[:-1], exact, strict=True)]
         values.append({"ce": signal.observed_logprobs, "entropy": -signal.entropy, "max-probability": highest}[score])
         inside = {at for a, b, _, _ in spans[kept].tolist() for at in range(a + 1, b)}
         edges.append({at for at in range(tokens + 1) if at not in inside})

@@ -487,6 +487,38 @@ def test_several_teachers_score_what_the_student_writes(pair, tmp_path, way):
     assert all(line[name] > 0 for line in lines for name in names)
 
 
+def test_all_tokens_can_be_candidates_and_none_cannot(pair, tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(json.dumps({"prompt": "Anna has 12 apples"}) + "\n")
+    command = ["distill", pair.student, data, *OPTIONS, "--loss", "byte-kl", "--max-steps", 1, "--save-steps", 0]
+    teacher = f"{pair.teacher}:support=candidates,top_k"
+    assert (
+        "top_k is 0, but must be at least 1"
+        in run_xtk(*command, "--teacher", f"{teacher}=0", "-o", tmp_path / "no", code=1).stderr
+    )
+    run_xtk(*command, "--teacher", f"{teacher}=all", "-o", tmp_path / "out")
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["byte-kl"] > 0
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (["", "teacher", "other"], "the --route-column of a document is empty"),
+        (["teacher", "other", "typo"], "has 'typo', which is not the name of a teacher"),
+        (["teacher", "teacher"], "no document has the teacher other in its --route-column"),
+    ],
+)
+def test_prompts_that_no_teacher_would_score_are_refused(pair, tmp_path, routes, message):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "Anna has 12 apples", "by": name}) + "\n" for name in routes))
+    other = small_inputs.make_teacher(tmp_path / "other", seed=9)
+    command = ["distill", pair.student, data, "--teacher", pair.teacher, "--teacher", other, "--combine-teachers",
+               "route", *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "-o", tmp_path / "out"]  # fmt: skip
+    assert message in run_xtk(*command, "--route-column", "by", code=1).stderr
+    assert "the --route-column of a document is empty" in run_xtk(*command, code=1).stderr
+    assert not (tmp_path / "out").exists()
+
+
 COUNTDOWN = """
 class Countdown:
     role = "tool"

@@ -6,11 +6,12 @@ import json
 import math
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from interrupted_runs import assert_none_left, assert_same, stop_at_a_checkpoint
+from interrupted_runs import assert_none_left, assert_same, start, stop_at_a_checkpoint, wait_for
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtk_processes import run_xtk
@@ -166,6 +167,26 @@ def test_bf16_learns_over_fp32_weights(pair, cache, projection, whole, tmp_path)
     assert losses[-1] < 0.95 * losses[0]
     assert losses == pytest.approx(exact, rel=0.02)
     assert losses != exact
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint_evaluates_its_start_once(pair, cache, projection, tmp_path):
+    data = tmp_path / "held-out.jsonl"
+    data.write_text('{"text": "Anna has 12 apples"}\n')
+    command = ["distill", pair.student, cache, "--projection", projection, "--max-steps", 2000, "--logging-steps", 1,
+               "--save-steps", 0, "--eval-data", data, "--eval-on-start", "-o", tmp_path / "out"]  # fmt: skip
+    path = tmp_path / "out" / "metrics.jsonl"
+    earlier = -1
+    for _ in range(2):
+        process = start(command)
+        wait_for(path, process)
+        while path.stat().st_ino == earlier or len(path.read_text().splitlines()) < 3:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+        process.communicate()
+        earlier = path.stat().st_ino
+    assert [record["step"] for record in read_metrics(path)][:3] == [0, 1, 2]
 
 
 # --- the pieces

@@ -59,7 +59,12 @@ def _is_range(value: Any) -> bool:
 
 _DATA_RANGE = json_object(
     {"fingerprint": text(), "first": integer(), "stop": integer()},
-    {"documents": integer(), "options": map_of(any_json(2))},
+    {
+        "documents": integer(),
+        "options": map_of(any_json(2)),
+        "optional_columns": list_of(text(), 8),
+        "values": text(),
+    },
 )
 _HEADER_SCHEMA = json_object(
     {
@@ -91,6 +96,7 @@ _HEADER_SCHEMA = json_object(
             {},
             {
                 "fingerprint": text(),
+                "values": text(),
                 "documents": integer(),
                 "optional_columns": list_of(text(), 8),
                 "sources": list_of(_DATA_RANGE),

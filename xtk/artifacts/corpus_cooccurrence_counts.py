@@ -101,9 +101,11 @@ STATE = FileKind[None]("saved cooccurrence counts", _is_state)
 
 def corpus_fingerprint(corpus: Iterable[Document]) -> tuple[int, str]:
     """Return the number of documents of a corpus, and its fingerprint."""
-    reader = _FingerprintedTexts(corpus, 0)
-    count = sum(1 for _ in reader.texts())
-    return count, reader.fingerprint_at(count)
+    fingerprint, count = CorpusFingerprint(), 0
+    for document in corpus:
+        fingerprint.add(document)
+        count += 1
+    return count, str(fingerprint)
 
 
 class _FingerprintedTexts:

@@ -45,8 +45,12 @@ def shard_schema(header: dict[str, Any]) -> pa.Schema:
 
 
 def optional_columns(header: dict[str, Any]) -> list[str]:
-    """Return the `OPTIONAL_COLUMNS` of shards with this header."""
-    return list(header.get("data", {}).get("optional_columns", []))
+    """Return the `OPTIONAL_COLUMNS` of shards with this header; for a merged cache, those of any of its shards."""
+    data = header.get("data", {})
+    if "sources" not in data:
+        return list(data.get("optional_columns", []))
+    found = {name for source in data["sources"] for name in source.get("optional_columns", [])}
+    return [name for name in OPTIONAL_COLUMNS if name in found]
 
 
 class ShardColumns:

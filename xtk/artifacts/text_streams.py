@@ -49,21 +49,31 @@ def file_extension(name: str) -> str:
 @contextlib.contextmanager
 def open_stream(name: str, compression: str | None = "infer") -> Iterator[Any]:
     """Open the bytes of a local or remote file, decompressed unless `compression` is None."""
-    import fsspec
-
     if compression == "infer" and name.endswith(".zst"):
         # With pyarrow: without the package zstandard, fsspec returns the compressed bytes.
         import pyarrow
 
-        with fsspec.open(name, "rb") as raw, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
+        with _open_file(name) as raw, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
             yield stream
         return
     if compression == "infer" and name.endswith(".xz"):
-        with fsspec.open(name, "rb") as raw:
+        with _open_file(name) as raw:
             yield io.BufferedReader(_XzReader(raw), io.DEFAULT_BUFFER_SIZE)
         return
-    with fsspec.open(name, "rb", compression=compression) as stream:
+    with _open_file(name, compression) as stream:
         yield stream
+
+
+def _open_file(name: str, compression: str | None = None) -> Any:
+    """Return a local or remote file, to be opened as a context."""
+    import fsspec
+
+    if "::" in name and Path(name).is_file():  # fsspec would take it for a chain of protocols
+        from fsspec.implementations.local import LocalFileSystem
+
+        compression = fsspec.core.get_compression(name, compression)
+        return fsspec.core.OpenFile(LocalFileSystem(), name, "rb", compression)
+    return fsspec.open(name, "rb", compression=compression)
 
 
 class _XzReader(io.RawIOBase):
@@ -108,26 +118,31 @@ def read_lines(stream: Any, name: str, options: RecordReadOptions) -> Iterator[t
     Raises:
         XtkError: a line is too long, or not UTF-8.
     """
-    offset, number, rest = 0, 0, b""
+    offset, number, rest, size = 0, 0, list[bytes](), 0  # the chunks of a line whose end is not read yet
     first = True
     while True:
         chunk = stream.read(READ_BYTES)
         if first:
             chunk, offset = strip_byte_order_mark(chunk, name)
             first = False
-        *lines, rest = (rest + chunk).split(b"\n")
+        *lines, after = chunk.split(b"\n")
+        if lines:
+            lines[0] = b"".join([*rest, lines[0]])
+            rest, size = [], 0
+        rest.append(after)
+        size += len(after)
         for line in lines:
             number += 1
             if len(line) > options.max_record_bytes:
                 raise options.too_large_error(f"{name}, line {number}")
             yield number, decode_utf8(line + b"\n", offset, name)
             offset += len(line) + 1
-        if len(rest) > options.max_record_bytes:
+        if size > options.max_record_bytes:
             raise options.too_large_error(f"{name}, line {number + 1}")
         if not chunk:
             break
-    if rest:
-        yield number + 1, decode_utf8(rest, offset, name)
+    if size:
+        yield number + 1, decode_utf8(b"".join(rest), offset, name)
 
 
 def read_text(stream: Any, name: str, options: RecordReadOptions) -> str:

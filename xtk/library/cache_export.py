@@ -17,6 +17,7 @@ from xtk.artifacts.record_to_document import OPT_IN_FIELDS
 from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS, optional_columns
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.library.cache_from_arrays import EXACT_SUPPORTS
 from xtk.rollouts.rollout_jsonl import document_fields
 from xtk.tokens.teacher_tokenization import teacher_views
 
@@ -47,9 +48,10 @@ EXPORT = FileKind[None]("exported caches", _is_export, _check_export)
 def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bool = False) -> int:
     """Write the documents of a cache as rows; return their number.
 
-    A row has `token_ids` [T], `logprobs` [T] (null where a token is not trained), `top_ids` and `top_logprobs` [T]
-    (the exact entries of each position, most likely first; samples are left out), `complete`, the document in
-    `CONTENT_COLUMNS`, and `weight` and `route` where the cache has them, as `import_cache` reads it.
+    A row has the `support` of its exact entries, `token_ids` [T], `logprobs` [T] (null where a token is not trained),
+    `top_ids` and `top_logprobs` [T] (the exact entries of each position, most likely first; samples are left out),
+    `complete`, the document in `CONTENT_COLUMNS`, and `weight` and `route` where the cache has them, as `import_cache`
+    reads it.
 
     Args:
         cache: the cache.
@@ -93,6 +95,8 @@ def _optional_fields(cache: TeacherCache) -> list[str]:
 def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[str, Any]]:
     """Yield the rows, and append whether a document's teacher tokens are not those of its text."""
     tokenizer, fields = cache.teacher_tokenizer, _optional_fields(cache)
+    kind = str(cache.header["options"].get("support"))
+    support = kind if kind in EXACT_SUPPORTS else "top-k"  # top-p, and top-k+sample without the samples
     for number in range(len(cache)):
         stored = cache.read_document(number, None)
         try:
@@ -101,7 +105,7 @@ def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[st
         except XtkError:
             has_other_tokens.append(True)
         values = {"weight": stored.document.weight, "route": stored.document.teacher_name}
-        yield _row(stored) | {name: values[name] for name in fields}
+        yield {"support": support} | _row(stored) | {name: values[name] for name in fields}
 
 
 def _row(stored: StoredDocument) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path, fields: list[str]
 
     schema = pa.schema(
         [
-            *((name, pa.string()) for name in CONTENT_COLUMNS), ("complete", pa.bool_()),
+            *((name, pa.string()) for name in ("support", *CONTENT_COLUMNS)), ("complete", pa.bool_()),
             ("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32())),
             ("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
             *((name, OPTIONAL_COLUMNS[name]) for name in fields),

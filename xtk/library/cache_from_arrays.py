@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +33,7 @@ from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import compose_cache_header, vocabulary_order_for
 from xtk.teachers.cache_shard_planning import ShardPlan
-from xtk.teachers.logprob_checks import check_scored_document
+from xtk.teachers.logprob_checks import TOLERANCE, check_scored_document
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import Support
@@ -64,7 +66,8 @@ class CacheWriter:
     Args:
         output: folder of the cache, used exactly as given.
         tokenizer: the teacher's: a folder, a hub id, or a fast tokenizer of transformers.
-        name: the teacher's name in metrics; "": the tokenizer's.
+        name: the teacher's name in metrics, and its identity: caches with one name and tokenizer can be merged. "": the
+            tokenizer's, and the log-probabilities are the identity.
         support: "top-k" if the listed ids are the most likely ones of each position, "candidates" if they are any
             others, "none" for observed tokens only.
         precision: as `xtk cache-teacher --precision`.
@@ -97,7 +100,7 @@ class CacheWriter:
         codec_for_precision(precision)
         self.output, self._force, self._precision, self._support = output, force, precision, support
         self.tokenizer = to_tokenizer(tokenizer)
-        self._name = name or Path(self.tokenizer.name).name
+        self._given_name, self._name = name, name or Path(self.tokenizer.name).name
         self._folder = open_folder(output)
         self._claim()
         self._plan = ShardPlan(shard_tokens, np.zeros(self.tokenizer.embedding_rows, np.int64))
@@ -106,7 +109,8 @@ class CacheWriter:
         self._top_k = self._num_positions = 0
         self._has_exact_entropy = True
         self._used_columns: set[str] = set()
-        self._spool: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(prefix="xtk-cache-")
+        self._spool: Path | None = Path(tempfile.mkdtemp(prefix="xtk-cache-"))
+        self._remove_spool = weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
 
     def _claim(self) -> None:
         claim_output(self._folder, CACHE, force=self._force)
@@ -200,7 +204,7 @@ class CacheWriter:
             self._values.update(values.tobytes())
 
     def close(self) -> TeacherCache:
-        """Write the cache and open it.
+        """Write the cache and open it. After an error in writing, it can be called again.
 
         Raises:
             XtkError: no documents or no positions were added, or another program wrote to the output.
@@ -217,11 +221,13 @@ class CacheWriter:
                 where=str(self.output),
                 hint="add documents with at least one trained token",
             )
-        self._spool_shard(len(self._plan.shards) - 1)
+        if self._pending:  # none are left if an earlier call failed later
+            self._spool_shard(len(self._plan.shards) - 1)
         plan, self._plan.fingerprint = self._plan, str(self._fingerprint)
         plan.optional_columns = [name for name in OPTIONAL_COLUMNS if name in self._used_columns]
         order = vocabulary_order_for(self._precision, self.tokenizer, plan)
         top_k = {"top_k": self._top_k} if self._support == "top-k" else {}
+        values = f"values:sha256:{self._values.hexdigest()}"
         header = compose_cache_header(
             self.tokenizer,
             plan,
@@ -229,7 +235,7 @@ class CacheWriter:
             support=Support(self._support, **top_k),
             precision=self._precision,
             name=self._name,
-            weights=f"values:sha256:{self._values.hexdigest()}",
+            weights=f"name:{self._given_name}" if self._given_name else values,
             options={
                 "entropy": "exact" if self._has_exact_entropy else "lower bound",
                 "backend": "external",
@@ -238,6 +244,7 @@ class CacheWriter:
                 **({} if self._is_vocabulary_complete else {"vocabulary": LISTED_VOCABULARY}),
             },
         )
+        header["data"]["values"] = values
         with self._folder.lock("cache", 0):
             self._claim()
             if self._force:
@@ -289,19 +296,18 @@ class CacheWriter:
             "options": {},
         }
         position = ShardPosition(number, 0, len(self._pending))
-        write_shard(Path(self._spool.name, f"{number}.arrow"), header, position, self._pending)
+        write_shard(self._spool / f"{number}.arrow", header, position, self._pending)
         self._pending = []
 
     def _read_spooled(self, number: int) -> Iterator[ScoredDocument]:
         assert self._spool is not None
-        shard = CacheShard(Path(self._spool.name, f"{number}.arrow"))
+        shard = CacheShard(self._spool / f"{number}.arrow")
         for at in range(len(shard)):
             stored = shard.read_document(at)
             yield ScoredDocument(stored.document, stored.tokens, stored.stored_logprobs)
 
     def _discard(self) -> None:
-        if self._spool is not None:
-            self._spool.cleanup()
+        self._remove_spool()
         self._spool, self._pending = None, []
 
 
@@ -360,6 +366,18 @@ def _checked_arrays(
     repeated = (np.diff(ordered, axis=1) == 0) & (ordered[:, 1:] >= 0)
     if repeated.any():
         raise XtkError("top_ids contains a token id twice at one position", where=where, hint=_HINTS["arrays"])
+    is_observed = ids == tokens.ids[tokens.train_mask][:, None]
+    with np.errstate(invalid="ignore"):
+        limits = TOLERANCE * (1 + np.abs(observed[:, None]))  # one of both may be rounded to bfloat16
+        differs = is_observed & (np.abs(logprobs - observed[:, None]) > limits)
+    if differs.any():
+        at, place = np.argwhere(differs)[0].tolist()
+        raise XtkError(
+            f"at position {at}, the observed token has the log-probability {observed[at]:g} in observed_logprobs, and "
+            f"{logprobs[at, place]:g} in top_logprobs",
+            where=where,
+            hint="give the distributions that predict ids[positions] of tokenize(document), not those after them",
+        )
     return LogprobArrays(
         ids.astype(np.int32),
         logprobs,

@@ -50,6 +50,12 @@ class RecordCorpus(Corpus):
                 where="cache_teacher",
                 hint=f"pass one of its values, such as dataset[{next(iter(dataset), 'train')!r}]",
             )
+        if hasattr(dataset, "iterrows"):  # iterating over a DataFrame gives the names of its columns
+            raise XtkError(
+                f"the dataset is a {type(dataset).__name__} of pandas, not a sequence of rows",
+                where="cache_teacher",
+                hint='pass dataset.to_dict("records")',
+            )
         if iter(dataset) is dataset:
             raise XtkError(
                 f"the dataset is a {type(dataset).__name__}, which can be read only once",
@@ -181,8 +187,15 @@ def _request_for_model(
     model: Any, name: str, folder: Path, support: Support, precision: str, options: Mapping[str, Any]
 ) -> CacheRequest:
     """Return the request for a loaded model, whose configuration and tokenizer are in this folder."""
-    fields = {"dtype": str(next(model.parameters()).dtype).removeprefix("torch."), **options}
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    fields = {"dtype": dtype, **options}
     _check_dtype(fields["dtype"])
+    if fields["dtype"] != dtype:
+        raise XtkError(
+            f"dtype is {fields['dtype']!r}, but the model has {dtype}",
+            where=name,
+            hint=f"pass model.to(torch.{fields['dtype']}), or the folder of the model with dtype",
+        )
     loaded = {"cut": BackboneWithHead(model), "weights": loaded_weights_fingerprint(model)}
     return CacheRequest(folder, name, support, precision=precision, backend_options=loaded, **fields)
 

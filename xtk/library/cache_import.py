@@ -17,7 +17,7 @@ from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.library.byte_tokenizer import write_byte_tokenizer
-from xtk.library.cache_from_arrays import CacheWriter, to_array
+from xtk.library.cache_from_arrays import EXACT_SUPPORTS, CacheWriter, to_array
 from xtk.library.completion_logprobs import (
     MIN_REMAINDER,
     ListedToken,
@@ -35,6 +35,7 @@ from xtk.untrusted_json import parse_json
 ID_COLUMNS = ("token_ids", "logprobs", "top_ids", "top_logprobs")
 _CONTENT_COLUMNS = ("messages", "tools", "segments", "text", "prompt", "completion")
 MAX_NOTES = 3
+_SUPPORT_ORDER = ("none", "top-k", "candidates")  # of rows with several, the last: it promises the least of its tokens
 
 Row = ScoredAnswer | ListedRow | Mapping[str, Any]
 
@@ -71,8 +72,9 @@ def import_cache(
         Corpus(sources, max_document_bytes=max_document_bytes), _find_codec(sources), skip_invalid=skip_invalid
     )
     known: set[bytes] = set()
-    model, fingerprints = "", set[str]()
+    model, fingerprints, support = "", set[str](), "none"
     for row in rows:
+        support = max(support, _support_of(row), key=_SUPPORT_ORDER.index)
         if isinstance(row, ScoredAnswer):
             model = model or row.model
             fingerprints.add(row.fingerprint)
@@ -90,13 +92,30 @@ def import_cache(
         )
     place = tokenizer or write_byte_tokenizer(known)
     with CacheWriter(
-        output, place, name=name or Path(model).name or Path(tokenizer).name, precision=precision, force=force,
+        output, place, name=name or Path(model).name, support=support, precision=precision, force=force,
         exist_ok=True, is_vocabulary_complete=bool(tokenizer),
     ) as writer:  # fmt: skip
         for row in rows:
             rows.add(writer, row)
     rows.counts.print_notes()
     return TeacherCache(output), rows.num_skipped
+
+
+def _support_of(row: Row) -> str:
+    """Return the support that a row needs: `none` if it lists observed tokens only."""
+    if isinstance(row, ScoredAnswer):
+        pairs = zip(row.tokens, row.top, strict=True)
+        lists_others = any(one.spelling != observed.spelling for observed, listed in pairs for one in listed)
+    elif isinstance(row, ListedRow):
+        lists_others = True
+    else:
+        if row.get("support") in EXACT_SUPPORTS:
+            return str(row["support"])
+        # Rows that are not lists of the same length are refused when they are added.
+        columns = [row[name] if isinstance(row[name], list) else [] for name in ("token_ids", "top_ids")]
+        pairs_of_ids = zip(*columns, strict=False)
+        lists_others = any(isinstance(ids, list) and set(map(str, ids)) - {str(own)} for own, ids in pairs_of_ids)
+    return "top-k" if lists_others else "none"
 
 
 def _find_codec(sources: Sequence[str]) -> DistillKitCodec | None:

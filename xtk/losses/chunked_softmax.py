@@ -21,6 +21,8 @@ from xtk.models.host_to_device import to_device
 from xtk.models.output_head import HeadShard
 
 MIN_SUM = 1e-37
+# What the weights of a token leave of its probability, relative to it, is rounding of fp32 weights up to this.
+MAX_WEIGHT_ROUNDING = 1e-6
 
 
 def _load_triton_kernels() -> Any:
@@ -185,7 +187,8 @@ class ChunkStatistics:
 class WindowStatistics:
     """Statistics of a window, and its exponentials, without the entries of part `removed_chunk`.
 
-    `entry_exponentials` are the weighted exponentials of the entries, for each part with remainders.
+    `entry_exponentials` are the exponentials of the entries, for each part with remainders; `removed_shares` what part
+    `removed_chunk` has of them.
     """
 
     window: LogitsWindow
@@ -195,6 +198,7 @@ class WindowStatistics:
     alternative_indices: list[WindowIndices]
     remainder_indices: list[WindowIndices]
     entry_exponentials: list[Tensor | None]
+    removed_shares: Tensor | None
     statistics: ChunkStatistics
 
 
@@ -221,6 +225,7 @@ def read_window(
     exponentials, normalizer = _exponentials_and_sums(logits, highest)
     masses = [ranks.included_sums(exponentials, window.first_row, window.first_token) for ranks in of_ranks]
     covered: list[Tensor | None] = []
+    shares = None
     left = []
     # The entries of part `removed` are processed last, and are not added back.
     for part, places, remainder in zip(chunks, entries, remainders, strict=True):
@@ -228,14 +233,14 @@ def read_window(
             covered.append(None)
             left.append(normalizer[:0])
             continue
-        own = flat.take(places.local).mul_(places.select(part.weights))
-        scatter_add_(flat, places.local, -own)
+        whole = flat.take(places.local)
+        shares = remove_entries_(flat, places.local, whole, places.select(part.weights))
         left.append(exponentials.sum(1)[remainder.local])
         if part is not chunks[removed]:
-            scatter_add_(flat, places.local, own)
-        covered.append(own)
+            restore_entries_(flat, places.local, whole)
+        covered.append(whole)
     statistics = ChunkStatistics(highest, normalizer, left, taken, taken_before, largest, masses)
-    return WindowStatistics(window, exponentials, removed, entries, before, remainders, covered, statistics)
+    return WindowStatistics(window, exponentials, removed, entries, before, remainders, covered, shares, statistics)
 
 
 def _exponentials_and_sums(logits: Tensor, row_max: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,10 +379,10 @@ def logits_gradient(
         places = window.entry_indices(some.rows, some.tokens)
         sparse.append((places.local, places.select(some.logprob_gradients)))
     in_place, more = factors, list[Tensor]()
-    for number, (part, own, remainders) in enumerate(
+    for number, (part, whole, remainders) in enumerate(
         zip(chunks, window_statistics.entry_exponentials, window_statistics.remainder_indices, strict=True)
     ):
-        if own is None:
+        if whole is None:
             continue
         places, of_left = window_statistics.entry_indices[number], torch.zeros_like(factors)
         scatter_add_(
@@ -393,13 +398,16 @@ def logits_gradient(
                 of_places = (
                     of_places + of_band[rows] * mask[places.select_indices(part.cells.tokens, window.first_token)]
                 )
-            sparse.append((places.local, own * of_places))
+            assert window_statistics.removed_shares is not None
+            sparse.append((places.local, window_statistics.removed_shares * of_places))
         else:
             copy = exponentials.clone()
             last = window_statistics.entry_exponentials[window_statistics.removed_chunk]
             assert last is not None
-            scatter_add_(copy.view(-1), window_statistics.entry_indices[window_statistics.removed_chunk].local, last)
-            scatter_add_(copy.view(-1), places.local, -own)
+            restore_entries_(
+                copy.view(-1), window_statistics.entry_indices[window_statistics.removed_chunk].local, last
+            )
+            remove_entries_(copy.view(-1), places.local, whole, places.select(part.weights))
             more.append(copy.mul_(of_left[:, None]))
     if TRITON is not None and out is not None and not bands and not more and TRITON.can_run(exponentials):
         indices, increments = (torch.cat(some) for some in zip(*sparse, strict=True))
@@ -411,6 +419,37 @@ def logits_gradient(
     for places_of_some, gradient in sparse:
         scatter_add_(flat, places_of_some, gradient)
     return exponentials
+
+
+def remove_entries_(values: Tensor, indices: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
+    """Subtract `weights * whole` from values [n], in place, at indices that may repeat; return what was subtracted.
+
+    The fp32 weights of a token's entries have the sum 1 only up to rounding. The difference would be left of its
+    probability, and is more than the remainder of a student that gives all other tokens less than 1e-7. So 0 is left.
+
+    Args:
+        values: of all elements.
+        indices: [entries].
+        whole: [entries], the values at the indices before.
+        weights: [entries]; -0.0 for entries outside of the values, whose index is 0.
+    """
+    if values.device.type == "cpu":
+        return torch.from_numpy(
+            chunked_softmax_numba.remove_entries_(
+                values.numpy(), indices.numpy(), whole.numpy(), weights.numpy(), MAX_WEIGHT_ROUNDING
+            )
+        )
+    shares = whole * weights
+    values.scatter_add_(0, indices, -shares)
+    left = values.take(indices)
+    rounding = torch.where(left.abs() <= MAX_WEIGHT_ROUNDING * whole, left, 0.0)
+    values.scatter_(0, indices, left - rounding)
+    return shares.addcmul_(rounding, weights)
+
+
+def restore_entries_(values: Tensor, indices: Tensor, whole: Tensor) -> None:
+    """Undo `remove_entries_`, exactly."""
+    values.scatter_(0, indices, whole)
 
 
 def scatter_add_(values: Tensor, indices: Tensor, increments: Tensor) -> None:

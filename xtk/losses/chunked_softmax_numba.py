@@ -49,6 +49,36 @@ def scatter_add_(values: NDArray[np.float32], indices: NDArray[np.int64], increm
 
 
 @numba_kernel
+def remove_entries_(
+    values: NDArray[np.float32],
+    indices: NDArray[np.int64],
+    whole: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    max_rounding: float,
+) -> NDArray[np.float32]:
+    """Subtract `weights * whole` from values, in place, at indices that may repeat; return what was subtracted.
+
+    Args:
+        values: of all elements.
+        indices: int64 [entries].
+        whole: [entries], the values at the indices before.
+        weights: [entries].
+        max_rounding: what is left up to this, relative to `whole`, is rounding: it belongs to the entries.
+    """
+    shares = whole * weights
+    for at in range(len(indices)):
+        values[indices[at]] -= shares[at]
+    for at in range(len(indices)):
+        left = values[indices[at]]
+        if abs(left) <= max_rounding * whole[at]:
+            shares[at] += left * weights[at]
+    for at in range(len(indices)):
+        if abs(values[indices[at]]) <= max_rounding * whole[at]:
+            values[indices[at]] = 0
+    return shares
+
+
+@numba_kernel
 def largest_columns(
     values: NDArray[np.floating[Any]],
     rows: NDArray[np.int64],

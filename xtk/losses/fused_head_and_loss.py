@@ -75,15 +75,22 @@ class FusedLossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head: OutputHead, terms: Sequence[LossCells], chunk: int, bias: Tensor | None, *pairs: Tensor
+        ctx: Any,
+        head: OutputHead,
+        terms: Sequence[LossCells],
+        chunk: int,
+        with_gradient: bool,
+        bias: Tensor | None,
+        *pairs: Tensor,
     ) -> Tensor:
         """Return the unscaled sum of each term, [terms]; `backward` returns gradients of the scaled total.
 
-        `pairs` are the inputs of the head's matrices, followed by the matrices.
+        `pairs` are the inputs of the head's matrices, followed by the matrices. Whether gradients are enabled is an
+        argument, since they are never enabled here, and what autograd says of the inputs does not depend on it.
         """
         ctx.head, ctx.terms, ctx.chunk = head, terms, chunk
         ctx.save_for_backward(bias, *pairs)
-        ctx.needed = ctx.needs_input_grad[3:]
+        ctx.needed = tuple(with_gradient and one for one in ctx.needs_input_grad[4:])
         sums, ctx.gradients = _forward_backward(head, terms, chunk, bias, pairs, ctx.needed)
         return sums
 
@@ -101,7 +108,7 @@ class FusedLossFunction(torch.autograd.Function):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(factor[0])
-        return (None, None, None, *gradients)
+        return (None, None, None, None, *gradients)
 
 
 def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chunk_rows: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +128,8 @@ def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chu
         sums: [terms], detached, each term's unscaled sum over its items.
     """
     tensors = [*(head.matrix_inputs(states) if head.matrices else [states]), *head.matrices]
-    sums = FusedLossFunction.apply(head, terms, chunk_rows, head.bias, *tensors)  # type: ignore[no-untyped-call]
+    with_gradient = torch.is_grad_enabled()
+    sums = FusedLossFunction.apply(head, terms, chunk_rows, with_gradient, head.bias, *tensors)  # type: ignore[no-untyped-call]
     scales = to_device(torch.tensor([term.scale for term in terms], dtype=sums.dtype), states.device)
     detached = sums.detach()
     values = detached.clone()

@@ -350,7 +350,8 @@ class LossCells:
         if power != 1:
             log_probs = power * log_probs
             log_probs = log_probs - group_logsumexp(log_probs, groups, items)[groups]
-            probs = probs.pow(power)
+            highest = probs.new_zeros(items).scatter_reduce_(0, groups, probs, "amax")
+            probs = (probs / highest[groups]).pow(power)  # powers of small probabilities alone may all be 0
             probs = probs / probs.new_zeros(items).scatter_add(0, groups, probs)[groups]
         probs[len(cell_probs) :].clamp_min_(self.divergence.min_remainder)
         values = self.divergence.cell_values(probs, log_probs)

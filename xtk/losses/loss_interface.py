@@ -244,7 +244,9 @@ def span_ranges(example: LossInputs) -> ItemRanges:
     return ItemRanges(first_row[kept], last_row[kept] + 1, first_position[kept], last_position[kept] + 1)
 
 
-def range_sums(values: NDArray[np.float32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.float64]:
+def range_sums(
+    values: NDArray[np.floating[Any]], starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """Return float64 [C], the sum of values in each range `[start, stop)`; infinite values affect only their range."""
     owners = np.repeat(np.arange(len(starts)), stops - starts)
     return np.bincount(owners, values[range_indices(starts, stops)], len(starts)).astype(np.float64)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from xtk.numba_kernel import numba_kernel
 from xtk.tokens.teacher_logprobs import MIN_REMAINDER, TeacherLogprobs
 
+MIN_LOGPROB = np.float32(-1e4)  # of a token with probability 0; its exponential is 0 in float64 too
+
 
 class TeacherArrays(NamedTuple):
     """The teacher's support as flat arrays, for kernels.
@@ -25,7 +27,7 @@ class TeacherArrays(NamedTuple):
         offsets: int64 [P + 1], the entries of each position.
         exact_stops: int64 [P], the end of its exact entries; sampled entries follow.
         ids: int32 [E], token ids.
-        logprobs: float32 [E], log-probabilities.
+        logprobs: float32 [E], log-probabilities, finite: kernels divide by the sums of some.
         remainder_mass: float32 [P], mass outside of the entries.
         mean_surprisals: float64 [P], the mean of -ln t, in nats, over the tokens that were sampled from.
     """
@@ -44,7 +46,8 @@ class TeacherArrays(NamedTuple):
         if teacher.exact_counts is not None:
             stops = teacher.offsets[:-1] + teacher.exact_counts
         surprisals = mean_surprisals(teacher.offsets, stops, teacher.logprobs, teacher.entropy)
-        return cls(teacher.offsets, stops, teacher.ids, teacher.logprobs, teacher.remainder_mass, surprisals)
+        finite = np.maximum(teacher.logprobs, MIN_LOGPROB)
+        return cls(teacher.offsets, stops, teacher.ids, finite, teacher.remainder_mass, surprisals)
 
 
 @numba_kernel

@@ -12,11 +12,11 @@ from xtk.artifacts.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec,
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import load_model_config, max_context_length
-from xtk.name_registry import load_registered
+from xtk.name_registry import load_registered, unknown_name_error
 from xtk.projection.build import tokenizer_identity
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
-from xtk.teachers.cache_shard_planning import ShardingOptions, ShardPlan
+from xtk.teachers.cache_shard_planning import LONG_DOCUMENTS, ShardingOptions, ShardPlan
 from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, Support
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -67,6 +67,8 @@ def check_cache_request(request: CacheRequest) -> None:
         XtkError: names the invalid option.
     """
     support = request.support
+    if request.long_documents not in LONG_DOCUMENTS:
+        raise unknown_name_error("value of --long-documents", request.long_documents, LONG_DOCUMENTS)
     if request.max_length is not None and request.max_length < 4:
         raise XtkError(
             f"--max-length is {request.max_length}, but must be at least 4 tokens",

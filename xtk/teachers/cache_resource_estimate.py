@@ -23,6 +23,7 @@ from xtk.teachers.cache_build_config import (
     sharding_options,
 )
 from xtk.teachers.cache_shard_planning import make_shard_plan
+from xtk.teachers.cache_shard_writing import candidate_ids_of
 from xtk.tokens.conversation_tokens import MARKUP
 from xtk.tokens.document import Document
 from xtk.tokens.region_statistics import RegionStatistics
@@ -76,9 +77,11 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
         )
     teacher = open_teacher(request, tokenizer)
     documents = [tokens for _, tokens in trained]
-    teacher.score(documents[:1])  # warm-up: compilation and allocation do not count
+    candidates = candidate_ids_of(trained, request.support, corpus.name)
+    # The first is the warm-up: compilation and allocation do not count.
+    teacher.score(documents[:1], None if candidates is None else candidates[:1])
     started = time.perf_counter()
-    scores = teacher.score(documents)
+    scores = teacher.score(documents, candidates)
     seconds = time.perf_counter() - started
     rows = [ScoredDocument(*pair, logprobs) for pair, logprobs in zip(trained, scores, strict=True)]
     with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
+Chunk = tuple[Document, TokenSequence]  # a document, or a piece of it, with its teacher tokens
 LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")
 READ_BATCH_SIZE = 1024
 MAX_CHECKED_DOCUMENTS = 1000  # documents checked for text that the tokenizer cannot represent
@@ -232,6 +233,7 @@ def read_shards(
     fingerprint = CorpusFingerprint()
     held: list[Document] = []
     number = 0
+    last = -1, list[Chunk]()  # index and pieces of the last document of a shard: the next shard may begin with it
     for at, document in enumerate(corpus):
         fingerprint.add(document)
         while number < len(plan.shards) and plan.shards[number].first_document <= at:
@@ -241,7 +243,11 @@ def read_shards(
             if at < shard.last_document:
                 break
             if number in shard_numbers:
-                pieces = _chunk_documents(sharding, corpus, tokenizer, held, shard.first_document)
+                known = last[1] if shard.first_document == last[0] else []
+                first = shard.first_document + bool(known)
+                chunks = _chunk_documents(sharding, corpus, tokenizer, held[bool(known) :], first)
+                last = at, chunks[-1] if chunks else known
+                pieces = [*known, *(piece for some in chunks for piece in some)]
                 pieces = pieces[shard.skipped_chunks : shard.skipped_chunks + shard.num_chunks]
                 if sum(len(tokens) for _, tokens in pieces) != shard.num_tokens:
                     raise _data_changed_error(corpus)
@@ -258,9 +264,10 @@ def _chunk_documents(
     tokenizer: Tokenizer,
     documents: list[Document],
     first: int,
-) -> list[tuple[Document, TokenSequence]]:
+) -> list[list[Chunk]]:
+    """Return the pieces of each document."""
     read = _read_documents(tokenizer, documents, corpus, first)
-    return [piece for document, tokens in read for piece in _fit_to_limit(dealing, tokenizer, document, tokens)]
+    return [list(_fit_to_limit(dealing, tokenizer, document, tokens)) for document, tokens in read]
 
 
 def _data_changed_error(corpus: Corpus) -> XtkError:

@@ -6,7 +6,7 @@ import itertools
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,9 +24,10 @@ from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import XtkError
 from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher
-from xtk.teachers.cache_shard_planning import ShardingOptions, ShardPlan, read_shards
+from xtk.teachers.cache_shard_planning import Chunk, ShardingOptions, ShardPlan, read_shards
 from xtk.teachers.logprob_checks import check_scored_document
 from xtk.tokens.document import Document
+from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -106,7 +107,8 @@ def _score_documents(
     Raises:
         XtkError: the teacher returned values that are not a distribution.
     """
-    scores = teacher.score([tokens for _, tokens in pieces], _candidate_ids(job, pieces))
+    candidate_ids = candidate_ids_of(pieces, job.request.support, job.corpus.name)
+    scores = teacher.score([tokens for _, tokens in pieces], candidate_ids)
     where = f"{job.corpus.name}, shard {number}"
     if len(scores) != len(pieces):
         raise XtkError(
@@ -128,15 +130,24 @@ def _score_documents(
     return documents
 
 
-def _candidate_ids(job: CacheJob, pieces: list[tuple[Document, TokenSequence]]) -> list[NDArray[np.int32]] | None:
-    """Return the candidate ids of the data at each trained token, for `--support candidates`."""
-    if job.request.support.kind != "candidates":
+def candidate_ids_of(pieces: Sequence[Chunk], support: Support, where: str) -> list[NDArray[np.int32]] | None:
+    """Return the candidate ids of the data at each trained token, for `--support candidates`; None for others.
+
+    Args:
+        pieces: documents with their teacher tokens.
+        support: of the cache.
+        where: the data, for errors.
+
+    Raises:
+        XtkError: a document has none.
+    """
+    if support.kind != "candidates":
         return None
     lacking = next((document for document, _ in pieces if document.candidate_ids is None), None)
     if lacking is not None:
         raise XtkError(
             "--support candidates needs the column candidate_ids, which a document of the data lacks",
-            where=f"{job.corpus.name}, the document that begins {''.join(one.text for one in lacking.segments)[:40]!r}",
+            where=f"{where}, the document that begins {''.join(one.text for one in lacking.segments)[:40]!r}",
             hint="add one list of token ids for each trained teacher token but the first of the text, in order",
         )
     return [

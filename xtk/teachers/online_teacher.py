@@ -256,6 +256,11 @@ def parse_online_teacher(
     ):
         if weights not in STUDENT_WEIGHTS:
             raise unknown_name_error("weights of the student", weights, STUDENT_WEIGHTS)
+        if model == SELF_TEACHER and student is None:
+            raise XtkError(
+                f"--teacher {text}: this command trains no student, whose weights the teacher self has",
+                hint="use --teacher MODEL with a folder or hub id",
+            )
         raise XtkError(
             f"--teacher {text}: weights= is only for the teacher self with "
             f"backend={backends_with(BACKENDS, lambda one: one.runs_loaded_model)}",
@@ -294,9 +299,13 @@ def parse_online_teacher(
             adapter=adapter,
         ),
     )
-    return OnlineTeacher(
-        request, tokenizer, given.get("top_k") or DEFAULT_NUM_CANDIDATES, weights, () if weights else devices
-    )
+    num_candidates = DEFAULT_NUM_CANDIDATES if top_k is None else top_k
+    if support.kind == "candidates" and num_candidates < 1:
+        raise XtkError(
+            f"--teacher {text}: top_k is {num_candidates}, but must be at least 1",
+            hint=f"use, for example, top_k={DEFAULT_NUM_CANDIDATES}, or top_k={FULL_VOCABULARY}",
+        )
+    return OnlineTeacher(request, tokenizer, num_candidates, weights, () if weights else devices)
 
 
 def _parse_options(text: str, options: str) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.losses.loss_interface import LossInputs
+from xtk.losses.loss_interface import LossInputs, range_sums
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import option
 from xtk.options.spec_parsing import MAX_WEIGHT, from_pairs, option_names, parse_pairs
@@ -208,9 +208,12 @@ def _position_scores(score: str, teacher_logprobs: TeacherLogprobs) -> NDArray[n
         return teacher_logprobs.observed_logprobs.astype(np.float64)
     if score == "entropy":
         return -teacher_logprobs.entropy.astype(np.float64)
-    top1_logprobs: NDArray[np.float64] = np.maximum.reduceat(
-        teacher_logprobs.logprobs, teacher_logprobs.offsets[:-1]
-    ).astype(np.float64)
+    logprobs, firsts = teacher_logprobs.logprobs, teacher_logprobs.offsets[:-1]
+    if teacher_logprobs.exact_counts is not None:  # an estimate from samples may exceed the exact top-1
+        places = np.arange(len(logprobs)) - np.repeat(firsts, np.diff(teacher_logprobs.offsets))
+        is_exact = places < np.repeat(teacher_logprobs.exact_counts, np.diff(teacher_logprobs.offsets))
+        logprobs = np.where(is_exact, logprobs, -np.inf)
+    top1_logprobs: NDArray[np.float64] = np.maximum.reduceat(logprobs, firsts).astype(np.float64)
     return top1_logprobs
 
 
@@ -222,11 +225,11 @@ def _span_scores(
     assert logprobs is not None
     spans = example.spans.astype(np.int64)
     predicted = np.zeros(len(example.teacher_ids) + 1, np.int64)
-    summed = np.zeros(len(example.teacher_ids) + 1)
-    predicted[logprobs.positions + 1], summed[logprobs.positions + 1] = 1, values
-    predicted, summed = predicted.cumsum(), summed.cumsum()
+    of_tokens = np.zeros(len(example.teacher_ids))
+    predicted[logprobs.positions + 1], of_tokens[logprobs.positions] = 1, values
+    predicted = predicted.cumsum()
     bytes_before = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
     complete = predicted[spans[:, 3]] - predicted[spans[:, 2]] == spans[:, 3] - spans[:, 2]
     spans = spans[complete]
-    sums = summed[spans[:, 3]] - summed[spans[:, 2]]
+    sums = range_sums(of_tokens, spans[:, 2], spans[:, 3])
     return spans[:, 0], sums, (bytes_before[spans[:, 1]] - bytes_before[spans[:, 0]]).astype(np.float64)

@@ -33,7 +33,7 @@ class MetricsFile:
 
     Args:
         path: path of the file.
-        last_step: the step from which the run resumes; lines of later steps are removed.
+        last_step: the step from which the run resumes; lines of later steps are removed. -1: all.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:

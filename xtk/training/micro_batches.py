@@ -386,18 +386,20 @@ def group_by_tokens(sizes: Sequence[int], max_tokens: int, *, padded: bool) -> l
         padded: whether a group's tokens are its longest document times its documents, or their sum.
     """
     groups: list[list[int]] = []
-    taken: list[int] = []
+    free = np.zeros(len(sizes), np.int64)  # of each group: tokens, or the places of as long documents times their size
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-        own = sizes[number]
-        for at, group in enumerate(groups):
-            price = sizes[group[0]] if padded else own
-            if taken[at] + price <= max_tokens:
-                group.append(number)
-                taken[at] += price
-                break
-        else:
-            groups.append([number])
-            taken.append(own)
+        size = sizes[number]
+        fits = free[: len(groups)] >= size
+        at = int(fits.argmax()) if len(groups) else 0
+        if not len(groups) or not fits[at]:
+            at = len(groups)
+            groups.append([])
+            free[at] = max_tokens
+        first = sizes[groups[at][0]] if groups[at] else size
+        groups[at].append(number)
+        free[at] -= first if padded else size
+        if padded and free[at] < first:
+            free[at] = -1
     return groups
 
 

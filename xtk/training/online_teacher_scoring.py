@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -279,24 +279,11 @@ def read_training_documents(
         return read_corpus_for_all(teachers, corpus, COMMAND_NAME)
     names = teacher_names(teachers)
     parts: list[list[Document]] = [[] for _ in teachers]
-    for number, document in enumerate(corpus):
-        if document.teacher_name not in names:
-            unknown = f"has {document.teacher_name!r}, which is not the name of a teacher"
-            raise XtkError(
-                f"the --route-column of a document {unknown if document.teacher_name else 'is empty'}",
-                where=f"{corpus.name}, document {number}",
-                hint=f"use --route-column with a column of the data that contains {' or '.join(names)}",
-            )
+    for document in _with_known_routes(corpus, names, corpus.name):
         parts[names.index(document.teacher_name)].append(document)
     documents: list[Document] = []
     lengths = []
     for teacher, part in zip(teachers, parts, strict=True):
-        if not part:
-            raise XtkError(
-                f"no document has the teacher {names[teachers.index(teacher)]} in its --route-column",
-                where=corpus.name,
-                hint="remove this --teacher, or write its name into the --route-column of some documents",
-            )
         read, sizes = read_corpus_for_all([teacher], InMemoryCorpus(part, corpus.sources, corpus.columns), COMMAND_NAME)
         documents += read
         lengths.append(sizes[0])
@@ -307,8 +294,34 @@ def read_training_documents(
     return documents, sizes
 
 
+def _with_known_routes(documents: Iterable[Document], names: Sequence[str], where: str) -> Iterator[Document]:
+    """Yield documents after checking that each names a teacher, and, at the end, that each teacher is named.
+
+    Raises:
+        XtkError: a document names no known teacher, or no document names a teacher.
+    """
+    unused = list(names)
+    for number, document in enumerate(documents):
+        if document.teacher_name not in names:
+            unknown = f"has {document.teacher_name!r}, which is not the name of a teacher"
+            raise XtkError(
+                f"the --route-column of a document {unknown if document.teacher_name else 'is empty'}",
+                where=f"{where}, document {number}",
+                hint=f"use --route-column with a column of the data that contains {' or '.join(names)}",
+            )
+        if document.teacher_name in unused:
+            unused.remove(document.teacher_name)
+        yield document
+    if unused:
+        raise XtkError(
+            f"no document has the teacher {unused[0]} in its --route-column",
+            where=where,
+            hint="remove this --teacher, or write its name into the --route-column of some documents",
+        )
+
+
 def read_training_prompts(
-    teachers: Sequence[OnlineTeacher], corpus: Corpus, prompt_format: PromptFormat
+    teachers: Sequence[OnlineTeacher], corpus: Corpus, prompt_format: PromptFormat, *, is_routed: bool
 ) -> list[Prompt]:
     """Return the prompts of a run.
 
@@ -316,12 +329,17 @@ def read_training_prompts(
         teachers: the teachers, which read the prompts to check them.
         corpus: the data.
         prompt_format: how prompts are built from records.
+        is_routed: whether each prompt names its teacher.
 
     Raises:
-        XtkError: the data is empty, a record has no prompt, or a prompt exceeds a teacher's context.
+        XtkError: the data is empty, a record has no prompt or names no known teacher, or a prompt exceeds a teacher's
+            context.
     """
     prompts = read_prompts(corpus, prompt_format=prompt_format)
-    held = InMemoryCorpus([prompt.document for prompt in prompts], corpus.sources, corpus.columns)
+    documents = [prompt.document for prompt in prompts]
+    if is_routed:
+        documents = list(_with_known_routes(documents, teacher_names(teachers), corpus.name))
+    held = InMemoryCorpus(documents, corpus.sources, corpus.columns)
     for teacher in teachers:
         teacher.read_corpus(held, "")
     return prompts

@@ -141,7 +141,9 @@ class _TrainingLoop:
         self.first_step, self.state = _resume(run, self.saver)
         self.saved_step = self.first_step
         is_main = run.accelerator.is_main_process
-        self.metrics = MetricsFile(run.output / METRICS_FILE, self.first_step) if is_main else None
+        # Without a checkpoint, the evaluation at step 0 is repeated too.
+        last_step = self.first_step if self.first_step else -1
+        self.metrics = MetricsFile(run.output / METRICS_FILE, last_step) if is_main else None
         self.meter = ThroughputMeter(
             run.parallel, run.accelerator.device, run.batch_builder.teachers, self.state.tokens
         )

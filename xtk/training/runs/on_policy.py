@@ -122,7 +122,8 @@ def open_on_policy_inputs(
         raise XtkError("--on-policy needs --teacher", hint="add --teacher MODEL to score the student's completions")
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.online_teachers))
     corpus = plain_corpus(paths, recipe)
-    prompts = read_training_prompts(paths.online_teachers, corpus, config.prompt_format)
+    is_routed = combination.method == "route"
+    prompts = read_training_prompts(paths.online_teachers, corpus, config.prompt_format, is_routed=is_routed)
     check_rewards_apply(WeightedRewards(config.rewards), prompts)
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
     source = _on_policy_source(config, prompts, corpus, setup)
