@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -82,6 +83,16 @@ def test_completions_and_rows_of_every_form():
     assert whole("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == 0
     assert math.isnan(whole(function, "", {"text": "no tests"}))
     assert math.isnan(whole(function, "", {"test_list": ["assert add(1,"]}))
+
+
+def test_answers_of_white_space_are_read_in_linear_time():
+    """Students that repeat one token write them; all positions of an indentation were tried for each of its spaces."""
+    spaces, lines = " " * 60_000, "\n" * 60_000
+    score = parse_reward("tests:seconds=2").load_reward()
+    started = time.process_time()
+    for answer in (spaces, lines, "\t\n" * 30_000, f"```\n{lines}", f"```python\n{spaces}"):
+        assert score(answer, ADD["prompt"], ADD) == score(answer, "", MBPP) == 0
+    assert time.process_time() - started < 5
 
 
 def test_what_is_written_behind_the_code_does_not_count():

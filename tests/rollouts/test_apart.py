@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from xtk.engines.backend import BackendConfig
 from xtk.engines.worker_process import WorkerError
@@ -151,6 +153,10 @@ def test_weights_without_one_or_of_another_model_are_refused(pair, tmp_path):
     for told in (names.names - {"model.norm.weight"}, names.names | {"model.layers.9.q.weight"}):
         with pytest.raises(MismatchError, match="do not match the model"):
             names.check_complete(WeightNames(frozenset(told)), "there")
+    second = shutil.copytree(pair.student, tmp_path / "second")  # as Mistral publishes models
+    state = {f"other.{name}": weight for name, weight in load_file(second / "model.safetensors").items()}
+    save_file(state, second / "consolidated.safetensors")
+    assert WeightNames.from_folder(second) == names
     with pytest.raises(MismatchError):
         names.check_complete(WeightNames(names.names - {"lm_head.weight"}), "there")
     tied = WeightNames(names.names - {"lm_head.weight"})
@@ -160,8 +166,6 @@ def test_weights_without_one_or_of_another_model_are_refused(pair, tmp_path):
 
 
 def test_tied_weights_are_saved_twice(tmp_path):
-    from safetensors.torch import load_file
-
     weight = torch.arange(6.0).reshape(2, 3)
     save_weights([("one", weight), ("other", weight), ("part", weight[:, 1]), ("turned", weight.T)], tmp_path)
     found = load_file(tmp_path / "model.safetensors")

@@ -76,10 +76,18 @@ def test_limits_keep_it_fast():
     assert "more than 16 calls" in many[-1].reason
     started = time.monotonic()
     for text in ("<tool_call>" * 100_000, "<tool_call>" + '"</tool_call>' * 100_000, '<tool_call>"' + "\\" * 1_000_000,
-                 "<tool_call>" + "</tool_call>" * 100_000, "{" * 1_000_000, "{}" * 500_000):  # fmt: skip
+                 "<tool_call>" + "</tool_call>" * 100_000, "{" * 1_000_000, "{}" * 500_000,
+                 '<tool_call>{"name":"a' + "</tool_call>" * 100_000):  # fmt: skip
         parse_tool_calls(text)
         parse_tool_calls(text, "json")
     assert time.monotonic() - started < 10
+
+
+def test_a_tag_in_a_string_is_text():
+    call = {"name": "f", "arguments": {"x": 'a\\"</tool_call><tool_call>', "y": "</tool_call>"}}
+    assert parse_tool_calls(tagged(call) + tagged({"name": "g", "arguments": {}})) == [
+        ToolCall("f", call["arguments"]), ToolCall("g", {}),
+    ]  # fmt: skip
 
 
 class Tools(ToolEnvironment):

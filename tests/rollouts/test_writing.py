@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from xtk.rollouts.prompts import read_prompts, tokenize_prompts
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_jsonl import json_line, number_line, rollout_to_json
 from xtk.rollouts.rollout_record import Rollout
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -319,3 +321,29 @@ def test_rewards_read_the_answer_after_special_tokens(tokenizer, tmp_path):
     ):
         assert rollout.reward == 1.0
         assert rollout.document.segments[-1].text == "a draft 3"  # what is aligned
+
+
+def test_the_white_space_before_an_end_token_is_not_written_again(tokenizer, tmp_path):
+    """Llama 2 writes a space between an answer and its end token."""
+    folder = shutil.copytree(tokenizer.folder, tmp_path / "spaced")
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<|end_of_text|>", " <|end_of_text|>"))
+    spaced = Tokenizer(folder)
+    (tmp_path / "game.py").write_text(GAME)
+    (one,) = generate_rollouts(
+        prompts_of(tmp_path, {"messages": [{"role": "user", "content": "go"}], "turns": 2}),
+        ScriptedWriter(spaced, lambda read, key: ("ab", True)), spaced, SamplingConfig(), num_generations=1, seed=0,
+        environment=load_environment(f"{tmp_path / 'game.py'}:Game"), max_turns=2,
+    )  # fmt: skip
+    assert "assistant\nab<|end_of_text|>\n<|pad|>user\nagain" in spelled_out(spaced, one.document.sampled_tokens.ids)
+
+
+@pytest.mark.parametrize(("prompt", "teacher_prompt"), [("Who?\nAnswer:", ""), ("", "Be brief.")])
+def test_a_completion_has_its_spaces_whatever_its_teacher_reads_before(families, tmp_path, prompt, teacher_prompt):
+    """A tokenizer that prepends a space to a text, but not to a completion of a prompt."""
+    own = Tokenizer(families["metaspace"])
+    (given,) = prompts_of(tmp_path, {"prompt": prompt, "teacher_prompt": teacher_prompt})
+    (one,) = generate_rollouts([given], ScriptedWriter(own, lambda read, key: ("Bob did it", True)), own,
+                               SamplingConfig(), num_generations=1, seed=0)  # fmt: skip
+    for tokenizer in (own, Tokenizer(families["teacher"])):
+        ((_, tokens),) = teacher_views(tokenizer, [one.document])
+        assert tokens.train_mask.any()

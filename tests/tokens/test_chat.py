@@ -428,7 +428,7 @@ def test_the_time_of_an_alignment_is_linear_in_its_segments():
         segments = np.column_stack([starts, starts + 1, starts]).astype(np.int32)
         many_segments = TokenSequence(ends, ends, ends > 0, segments, offset)
         took = []
-        for _ in range(5):
+        for _ in range(15):
             started = time.process_time()
             spans = align_sequences(many_segments, one_segment)
             took.append(time.process_time() - started)
@@ -496,10 +496,62 @@ def test_a_tokenizer_without_a_template_says_so(families):
         tokenize_documents(Tokenizer(families["student"]), [Document.from_messages(CHAT)])
 
 
+def test_a_content_that_a_template_writes_as_json_moves_no_other(families, tmp_path):
+    """Llama 3.1 writes what a tool returns as a string of JSON."""
+    as_json = (
+        "{% for message in messages %}<|im_end|>{{ message.role }}\n{% if message.role == 'tool' %}"
+        "{{ message.content | tojson }}{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    result = '{"temp": 22, "unit": "°C"}\nfine \\ good'
+    document = Document.from_messages([
+        {"role": "user", "content": "Weather?"}, {"role": "tool", "content": result},
+        {"role": "assistant", "content": "It is 22 degrees, fine and good all day."},
+    ])  # fmt: skip
+    sides = {name: with_template(families, tmp_path / name, "teacher", template)
+             for name, template in (("json", as_json), ("plain", TURNS))}  # fmt: skip
+    (rendering,) = sides["json"].chat_template.render_batch_with_positions([document.conversation])
+    place = rendering.positions[1]
+    told = {own: rendering.text[at] for first, start, size in place.runs.tolist() for own, at in
+            zip(range(first, first + size), range(start, start + size), strict=True)}  # fmt: skip
+    assert all(result[own] == character for own, character in told.items())
+    assert {own for own in range(len(result)) if result[own] not in '"\n\\'} == told.keys()
+    assert json.loads(f'"{rendering.text[place.start : place.stop]}"') == result
+    for student, teacher in (("json", "plain"), ("plain", "json")):
+        left, right, spans = spans_of(sides, student, teacher, document)
+        assert trained_text(sides[student], left) == document.segments[-1].text
+        assert (np.diff(left.text_runs[:, 2]) > 0).all()
+        covered = 0
+        for a, b, c, d in spans.tolist():
+            texts = [b"".join(map(side.vocabulary.bytes_of, ids)) for side, ids in
+                     ((sides[student], left.ids[a:b].tolist()), (sides[teacher], right.ids[c:d].tolist()))]  # fmt: skip
+            assert texts[0] == texts[1]
+            covered += int((left.train_mask & left.text_mask)[a:b].sum())
+        assert covered == (left.train_mask & left.text_mask).sum()
+
+
+def test_calls_of_templates_that_want_no_content_are_written(families, tmp_path):
+    """DeepSeek-R1-Distill writes calls only of messages whose content is none."""
+    template = (
+        "{% for message in messages %}<|im_end|>{{ message.role }}\n"
+        "{% if message.content is none and message.tool_calls %}"
+        "{% for call in message.tool_calls %}CALL {{ call.function.name }} {{ call.function.arguments }}{% endfor %}"
+        "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tokenizer = with_template(families, tmp_path, "teacher", template)
+    document = Document.from_messages(
+        [*asked, {"role": "tool", "content": "22"}, {"role": "assistant", "content": "It is."}]
+    )
+    assert 'CALL weather {"city": "Paris"}' in tokenizer.chat_template.render(document.conversation.messages)
+    (sequence,) = tokenize_documents(tokenizer, [document])
+    assert "weather" in trained_text(tokenizer, sequence)
+
+
 def test_of_several_templates_that_for_tools_is_taken_with_tools(families, tmp_path):
     folder = shutil.copytree(families["teacher"], tmp_path / "several")
     configuration = json.loads((folder / "tokenizer_config.json").read_text())
-    tools = "\n{%- for tool in tools -%} {{ tool.function.name }}: {%- endfor %}" + TURNS
+    tools = "\n{%- for tool in tools -%} {{ tool.function.name }}: {%- endfor %}" + TURNS + "{{ bos_token }}\n"
     named = [{"name": "tool_use", "template": tools}, {"name": "default", "template": f"\n {TURNS}"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({**configuration, "chat_template": named}))
     other = shutil.copytree(families["teacher"], tmp_path / "files")

@@ -10,9 +10,16 @@ HARMONY = ["<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>
 
 
 def test_generation_stops_at_the_end_of_a_turn_not_of_a_message(tmp_path):
-    """gpt-oss ends its reasoning with <|end|>, and goes on."""
+    """gpt-oss ends its reasoning with <|end|>, and goes on. Some end turns with calls with another token."""
     for name, specials, eos, stops in (
         ("harmony", HARMONY, "<|return|>", {"<|return|>", "<|call|>"}),
+        ("llama3", ["<s>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "<|eot_id|>", {"<|eom_id|>", "<|eot_id|>"}),
+        (
+            "glm4",
+            ["<|endoftext|>", "<|user|>", "<|observation|>"],
+            "<|endoftext|>",
+            {"<|endoftext|>", "<|user|>", "<|observation|>"},
+        ),
         ("phi3", ["<s>", "<|endoftext|>", "<|end|>", "<|user|>"], "<|endoftext|>", {"<|endoftext|>", "<|end|>"}),
     ):
         backend = small_inputs.byte_level_tokenizer(small_inputs.STUDENT_SPLIT, 320, specials, ["a b"])

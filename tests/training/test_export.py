@@ -17,6 +17,7 @@ from xtk_processes import run_xtk
 from xtk.artifacts.run_folders import file_entries, write_run_manifest
 from xtk.errors import CorruptError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult
+from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.model_card import add_evaluation_table
 from xtk.training.sharded_state import ShardedStateReader
 from xtk.training.student_export import ExportConfig, export_student, size_in_bytes
@@ -57,10 +58,18 @@ def tied(tmp_path_factory, corpus) -> Path:
     root = tmp_path_factory.mktemp("exports")
     student = small_inputs.make_teacher(root / "student")
     (student / "chat_template.jinja").write_text(TEMPLATE)
+    (student / "additional_chat_templates").mkdir()
+    (student / "additional_chat_templates" / "tool_use.jinja").write_text(f"{{{{ tools }}}}{TEMPLATE}")
     described = json.loads((student / "tokenizer_config.json").read_text())
     (student / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "<|endoftext|>"}))
     run_xtk("distill", student, corpus, *TRAINING, 3, "-o", root / "run")
     return root / "run"
+
+
+def test_a_second_chat_template_is_kept(tied, tmp_path):
+    run_xtk("export", tied, "-o", tmp_path / "out")
+    for folder in (tied, tmp_path / "out"):
+        assert Tokenizer(folder).template_fingerprint == Tokenizer(tied.parent / "student").template_fingerprint
 
 
 def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied, tmp_path):

@@ -536,6 +536,18 @@ class Countdown:
 """
 
 
+def test_a_prompt_that_fills_the_context_with_its_environment_is_named(pair, tmp_path):
+    (tmp_path / "countdown.py").write_text(COUNTDOWN)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "Anna has 12 " * size, "turns": 1}) + "\n" for size in (1, 4000)))
+    command = ("distill", pair.student, data, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 2,
+               "--environment", tmp_path / "countdown.py:Countdown", "--loss", "byte-kl",
+               "--long-documents", "truncate", "-o", tmp_path / "out")  # fmt: skip
+    refused = run_xtk(*command, code=1).stderr
+    assert "1 prompts with the first message of the environment leave no space" in refused
+    assert "row 1 of the data" in refused
+
+
 @pytest.mark.parametrize("talk", [False, True])
 def test_turns_with_an_environment_train_what_the_student_said_alone(pair, tmp_path, talk):
     student, teacher = (shutil.copytree(one, tmp_path / one.name) for one in (pair.student, pair.teacher))

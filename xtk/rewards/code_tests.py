@@ -11,7 +11,8 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.rewards.sandbox import Sandbox, SandboxLimits
 
-_FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<before>[^\n`]*)```[ \t]*(?P<language>[\w+-]*)[^\n]*\n", re.MULTILINE)
+# Possessive: a line of white space would be split between indent and before in all ways.
+_FENCE = re.compile(r"^(?P<indent>[ \t]*+)(?P<before>[^\n`]*+)```[ \t]*(?P<language>[\w+-]*)[^\n]*\n", re.MULTILINE)
 _CALLED = re.compile(r"\b([A-Za-z_]\w*)\(")  # names that tests call
 _PYTHON = frozenset({"", "python", "python3", "py", "python2"})
 _REASONING_ENDS = ("</think>", "[/THINK]")
@@ -143,8 +144,10 @@ def _code_of(answer: str, names: Sequence[str]) -> str:
     An answer without blocks is the program.
     """
     codes = [code for language, code in _blocks(answer) if language.lower() in _PYTHON]
-    defining = [code for code in codes if any(re.search(rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", code,
-                                                        re.MULTILINE) for name in names)]  # fmt: skip
+    start = r"^[ \t]*(?:async\s+)?(?:def|class)\s+"
+    defining = [
+        code for code in codes if any(re.search(rf"{start}{re.escape(name)}\b", code, re.MULTILINE) for name in names)
+    ]
     return (defining[-1:] or codes[:1] or [answer])[0]
 
 
@@ -153,7 +156,7 @@ def _programs(completion: str, before: str, helpers: str, entry_point: str, test
     completion = completion.replace("\r\n", "\n")
     for end in _REASONING_ENDS:
         completion = completion.rpartition(end)[2]
-    own = rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
+    own = rf"^[ \t]*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
     first = next((line for line in completion.splitlines() if line.strip()), "")
     is_body = first.startswith(("  ", "\t")) and not first.lstrip().startswith("```")
     if entry_point and is_body and not re.match(own, first):

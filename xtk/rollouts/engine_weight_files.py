@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk.errors import MismatchError
+from xtk.models.safetensors_headers import weight_files
 
 WEIGHTS_FILE, HEAD_FILE, INDEX_FILE = "model.safetensors", "output-head.safetensors", "model.safetensors.index.json"
 HEAD_NAME = "lm_head.weight"
@@ -29,11 +30,15 @@ class WeightNames:
 
     @classmethod
     def from_folder(cls, folder: Path) -> WeightNames:
-        """Return the names in a folder's safetensors files."""
+        """Return the names in the safetensors files of a folder from which transformers loads its weights.
+
+        Mistral's folders have all weights a second time, in `consolidated.safetensors`, with other names.
+        """
         from safetensors import safe_open
 
         names: set[str] = set()
-        for path in sorted(folder.glob("*.safetensors")):
+        heads = [folder / HEAD_FILE] if (folder / HEAD_FILE).is_file() else []
+        for path in dict.fromkeys([*weight_files(folder), *heads]):
             with safe_open(path, "pt") as file:
                 names |= set(file.keys())
         return cls(frozenset(names))

@@ -236,11 +236,15 @@ def tokenize_between_turns(
     if ended:
         names = [
             tokenizer.special_token_names[token]
-            for token in tokenizer.end_ids
+            for token in tokenizer.turn_end_ids
             if token in tokenizer.special_token_names
         ]
-        end_token = next((name for name in names if text.startswith(name)), "")
-        text, start, stop = text[len(end_token) :], start - len(end_token), stop - len(end_token)
+        # Llama 2 writes a space before its end token, which the student did not sample.
+        without_space = text.lstrip()
+        end_token = next((name for name in names if without_space.startswith(name)), None)
+        if end_token is not None:
+            size = len(text) - len(without_space) + len(end_token)
+            text, start, stop = text[size:], start - size, stop - size
     (encoded,) = tokenizer.encode_rendered([text], [[(max(start, 0), stop)] if stop > start else []])
     return encoded.ids
 

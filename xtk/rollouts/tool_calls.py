@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -74,12 +75,13 @@ def _tagged(text: str) -> list[str | MalformedToolCall]:
         start = place + len(OPEN)
         end = text.find(CLOSE, start)
         inner = text.find(OPEN, start)
-        while end >= 0 and _in_string(text[start:end]) and end - start <= MAX_CHARACTERS:
+        strings = _strings(text, start) if end >= 0 else []
+        while end >= 0 and _is_inside(end, strings) and end - start <= MAX_CHARACTERS:
             later = text.find(CLOSE, end + 1)
             if later < 0:
                 break
             end = later
-        if end < 0 or (0 <= inner < end and not _in_string(text[start:inner])):
+        if end < 0 or (0 <= inner < end and not _is_inside(inner, strings)):
             found.append(MalformedToolCall(f"the call is not closed with {CLOSE}"))
             place = inner
             continue
@@ -88,14 +90,16 @@ def _tagged(text: str) -> list[str | MalformedToolCall]:
     return found
 
 
-def _in_string(text: str) -> bool:
-    """Return whether a JSON string is open at the end of a text."""
-    last = max(_BRACKETS.finditer(text), key=re.Match.end, default=None)
-    return last is not None and last[0].startswith('"') and last.end() == len(text) and not _is_closed(last[0])
+def _strings(text: str, start: int) -> list[tuple[int, int]]:
+    """Return the ranges of JSON strings in a text from `start` on, as far as a call may reach, with their quotes."""
+    stop = min(len(text), start + MAX_CHARACTERS + len(CLOSE) + 1)
+    return [one.span() for one in _BRACKETS.finditer(text, start, stop) if one[0].startswith('"')]
 
 
-def _is_closed(string: str) -> bool:
-    return len(string) > 1 and re.fullmatch(r'"(?:[^"\\]|\\.)*"', string, re.DOTALL) is not None
+def _is_inside(place: int, strings: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a place is inside of a string: after its first quote, and before its last."""
+    number = bisect.bisect_left(strings, (place, 0)) - 1
+    return number >= 0 and place < strings[number][1]
 
 
 def _separated(text: str) -> list[str | MalformedToolCall]:

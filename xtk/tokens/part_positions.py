@@ -127,8 +127,7 @@ def locate_parts(
         if part.kind == TOOL_ARGUMENTS:
             result.append(_position_of_arguments(part, own, text))
         elif own and own[0] is not None:
-            at, written = own[0]
-            result.append(_single_run(part.text.find(written), at, len(written)))
+            result.append(_position_of_content(part.text, *own[0]))
         else:
             result.append(None)
     _locate_empty_arguments(parts, result, text)
@@ -184,6 +183,28 @@ def _written_forms(value: str | float) -> Iterator[str]:
     forms = (value, json_escaped(value), json_escaped(value, ascii_only=True), value.strip(), value.strip("\n"),
              value.lstrip("\n"), value.rstrip("\n"), value.lstrip(), value.rstrip())  # fmt: skip
     yield from dict.fromkeys(forms)
+
+
+def _position_of_content(own: str, at: int, written: str) -> PartPosition:
+    """Return the position of a content that a template writes as it is, in part, or as JSON.
+
+    Args:
+        own: the content.
+        at: where it is in the rendered text.
+        written: how it is written there.
+    """
+    if (first := own.find(written)) >= 0:
+        return _single_run(first, at, len(written))
+    ascii_only = written != json_escaped(own)
+    runs, text_at = list[Run](), at
+    for own_at, character in enumerate(own):
+        form = json_escaped(character, ascii_only=ascii_only)
+        if form == character and runs and own_at == runs[-1][0] + runs[-1][2]:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        elif form == character:
+            runs.append((own_at, text_at, 1))
+        text_at += len(form)
+    return PartPosition.from_runs(runs, at, at + len(written))
 
 
 def _position_of_arguments(

@@ -42,7 +42,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start
         ids: int32 [n].
         at_text_start: whether no text precedes them; then a space that the tokenizer prepends is not part of the text.
     """
-    control = tokenizer.vocabulary.special_mask[ids] | np.isin(ids, list(tokenizer.end_ids))
+    control = tokenizer.vocabulary.special_mask[ids] | np.isin(ids, list(tokenizer.turn_end_ids))
     count = int(control.argmax()) if control.any() else len(ids)
     raw = b"".join(map(tokenizer.vocabulary.bytes_by_id.__getitem__, ids[:count].tolist()))
     space = int(at_text_start and tokenizer.adds_prefix_space and raw.startswith(b" "))
@@ -53,7 +53,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start
     ends = np.maximum(np.cumsum(tokenizer.vocabulary.byte_lengths[ids[:count]]) - space, 0).astype(np.int32)
     ends = ends[: int(np.searchsorted(ends, len(text.encode()), side="right"))]
     complete = len(ends) == count and count == len(ids) - 1
-    return DecodedTokens(text, ends, count if complete and int(ids[count]) in tokenizer.end_ids else -1)
+    return DecodedTokens(text, ends, count if complete and int(ids[count]) in tokenizer.turn_end_ids else -1)
 
 
 def completion_text(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start: bool = False) -> str:
@@ -96,6 +96,15 @@ def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledToken
     return sampled if sampled.template_fingerprint == template else None
 
 
+def _decode_run(tokenizer: Tokenizer, ids: NDArray[np.int32], text: str, *, is_first: bool) -> DecodedTokens:
+    """Return a decoded run of sampled tokens, the first of a document without the space in front if its text has none.
+
+    The document does not say whether its student had a prompt: it may have that of a teacher now.
+    """
+    decoded = decode_tokens(tokenizer, ids)
+    return decode_tokens(tokenizer, ids, at_text_start=True) if is_first and decoded.text != text else decoded
+
+
 def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampled: SampledTokens) -> dict[str, Any]:
     """Return the fields of a `TokenSequence` of sampled tokens, not aligned in prompts, templates and tool messages.
 
@@ -114,7 +123,7 @@ def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampl
         )
     for (start, stop), number in zip(runs.tolist(), numbers, strict=True):
         begin, text = int(edges[number]), document.segments[number].text
-        decoded = decode_tokens(tokenizer, ids[start:stop], at_text_start=begin == 0)
+        decoded = _decode_run(tokenizer, ids[start:stop], text, is_first=number == numbers[0])
         if decoded.text != text:
             raise _text_mismatch_error(
                 tokenizer, f"the tokens decode to {decoded.text[:60]!r}, but the text is {text[:60]!r}"
@@ -184,7 +193,8 @@ def splice_sampled_tokens(
     text_runs, end_tokens = sequence_fields["text_runs"].tolist(), sequence_fields["segment_end_tokens"].copy()
     for (start, stop), number in reversed(list(zip(sampled.sampled_runs().tolist(), numbers, strict=True))):
         first, last = int(edges[number]), int(edges[number + 1])
-        decoded = decode_tokens(tokenizer, sampled.ids[start:stop], at_text_start=first == 0)
+        text = document.segments[number].text
+        decoded = _decode_run(tokenizer, sampled.ids[start:stop], text, is_first=number == numbers[0])
         if not len(decoded.byte_ends) or decoded.byte_ends[-1] != last - first:
             continue
         for at, (low, high, begin) in enumerate(text_runs):

@@ -33,12 +33,14 @@ class TemplateConventions:
         arguments_as_text: whether it needs the arguments of tool calls as JSON text, because it concatenates them.
         flat_calls: whether it reads a call as `{"name", "arguments"}`, and not as `{"function": ...}`.
         short_call_ids: whether ids of calls must have 9 letters.
+        null_content: whether it writes calls only of messages whose content is None.
     """
 
     reasoning_key: str
     arguments_as_text: bool = False
     flat_calls: bool = False
     short_call_ids: bool = False
+    null_content: bool = False
 
     def apply(self, messages: Messages) -> list[dict[str, Any]]:
         """Return normalized messages in the form that the template reads.
@@ -61,6 +63,8 @@ class TemplateConventions:
             result[self.reasoning_key] = thought
         if calls := result.get("tool_calls"):
             result["tool_calls"] = [self._call(call) for call in calls]
+            if self.null_content and not result.get("content"):
+                result["content"] = None
         if self.short_call_ids and isinstance(result.get("tool_call_id"), str):
             result["tool_call_id"] = _short_id(result["tool_call_id"])
         return result
@@ -91,7 +95,11 @@ def find_conventions(source: str, render: Callable[[Messages], str]) -> Template
     """
     key = next((key for key in REASONING_KEYS if re.search(rf"(\.|['\"]){key}\b", source)), "")
     short = bool(_CALL_ID_LENGTH.search(source))
-    forms = [TemplateConventions(key, *form, short) for form in ((False, False), (True, False), (False, True))]
+    forms = [
+        TemplateConventions(key, *form, short, null)
+        for null in (False, True)
+        for form in ((False, False), (True, False), (False, True))
+    ]
     if "tool_calls" not in source:
         return forms[0]
     written = [_count_written(form, render) for form in forms]

@@ -178,12 +178,12 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens at which generation stops: `end_ids`, without those that end messages inside of a turn.
+        """The tokens at which generation stops: `turn_end_ids`, without those that end messages inside of a turn.
 
         gpt-oss ends each message (such as its reasoning) with `<|end|>`, and its turn with `<|return|>` or `<|call|>`.
         """
-        ends = self.special_ids(HARMONY_STOPS)
-        return self.end_ids - self.special_ids(("<|end|>",)) | ends if ends else self.end_ids
+        is_harmony = bool(self.special_ids(HARMONY_STOPS))
+        return self.turn_end_ids - self.special_ids(("<|end|>",)) if is_harmony else self.turn_end_ids
 
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:

@@ -140,16 +140,24 @@ def _special_tokens(folder: Path, configuration: dict[str, Any]) -> dict[str, st
 
 
 def _read_template(folder: Path, configuration: dict[str, Any]) -> str | None:
-    template = _read_template_file(folder / "chat_template.jinja")
+    template = combined_template_files(folder)
     if template is not None:
-        with_tools = _read_template_file(folder / "additional_chat_templates" / "tool_use.jinja")
-        return combine_templates({"default": template, "tool_use": with_tools})
+        return template
     template = configuration.get("chat_template")
     if isinstance(template, list):  # several, named
         return combine_templates(
             {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
         )
     return template if isinstance(template, str) else None
+
+
+def combined_template_files(folder: Path) -> str | None:
+    """Return the chat template in files of a folder: one, or two combined; None if there is none."""
+    template = _read_template_file(folder / "chat_template.jinja")
+    if template is None:
+        return None
+    with_tools = _read_template_file(folder / "additional_chat_templates" / "tool_use.jinja")
+    return combine_templates({"default": template, "tool_use": with_tools})
 
 
 def combine_templates(named: Mapping[str, Any]) -> str | None:
@@ -164,7 +172,9 @@ def combine_templates(named: Mapping[str, Any]) -> str | None:
     if not isinstance(with_tools, str) or with_tools == template:
         return template
     # As transformers chooses. The empty expressions keep line feeds and spaces at both ends of each.
+    # A final line feed is not part of a template.
     empty = "{{ '' }}"
+    template, with_tools = template.removesuffix("\n"), with_tools.removesuffix("\n")
     return f"{{% if tools %}}{empty}{with_tools}{empty}{{% else %}}{empty}{template}{empty}{{% endif %}}"
 
 

@@ -45,6 +45,7 @@ from xtk.artifacts.run_folders import (
 )
 from xtk.errors import CorruptError, XtkError
 from xtk.models.student_model_setup import is_peft_model, save_trainable
+from xtk.tokens.tokenizer_files import combined_template_files
 from xtk.training import process_group
 from xtk.training.sharded_state import (
     SKIP_HINT,
@@ -64,6 +65,16 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "added_tokens.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
+
+
+def copy_tokenizer_files(source: Path, folder: Path) -> None:
+    """Copy the tokenizer's files of a model folder, unchanged; two chat templates in files become one."""
+    for pattern in TOKENIZER_FILES:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, folder / path.name)
+    template = combined_template_files(source)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = (), *, finished: bool = False) -> None:
@@ -218,12 +229,7 @@ class CheckpointSaver:
         with _without_distributed_config(self._model.config):
             save_trainable(self._model, folder, full)
             set_default_permissions(*folder.glob("*.safetensors"))
-        self._add_tokenizer(folder)
-
-    def _add_tokenizer(self, folder: Path) -> None:
-        for pattern in TOKENIZER_FILES:
-            for path in self._tokenizer_folder.glob(pattern):
-                shutil.copyfile(path, folder / path.name)
+        copy_tokenizer_files(self._tokenizer_folder, folder)
 
     def _is_saved(self, name: str) -> bool:
         """Return whether a weight is saved: all of a plain model; of a PEFT model, adapters and trained weights."""
@@ -307,7 +313,7 @@ class CheckpointSaver:
             folder.mkdir()
             self._merge(adapter, folder)
             set_default_permissions(*folder.rglob("*.safetensors"))
-            self._add_tokenizer(folder)
+            copy_tokenizer_files(self._tokenizer_folder, folder)
             shutil.rmtree(adapter)
 
     def load(self, folder: Path, seed: int, random_stream: int | None = None) -> dict[str, Any]:

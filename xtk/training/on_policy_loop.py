@@ -358,6 +358,7 @@ class OnPolicyLoop(TeacherBlocks):
                 )
             ]
             self._generator.sleep()
+            _refuse_missing_rollouts(own, rollouts)
             if rank is not None:
                 write_rollouts(folder / rollout_file_name(rank, ranks), rollouts, self._fingerprint)
         accelerator.wait_for_everyone()
@@ -479,3 +480,19 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def _tokens_after_prompt(tokens: SampledTokens) -> int:
     positions = np.flatnonzero(tokens.sampled_mask)
     return int(positions[-1] - positions[0] + 1) if len(positions) else 0
+
+
+def _refuse_missing_rollouts(prompts: Sequence[int], rollouts: Sequence[Rollout]) -> None:
+    """Refuse prompts without rollouts: with an environment, only generation shows that one has no space.
+
+    Raises:
+        XtkError: names the first of them.
+    """
+    missing = sorted(set(prompts) - {rollout.prompt for rollout in rollouts})
+    if missing:
+        raise XtkError(
+            f"{len(missing):,} prompts with the first message of the environment leave no space for a completion in "
+            "the student's context",
+            where=f"row {missing[0]} of the data",
+            hint="remove or shorten these prompts; with --rollout-engine max_model_len=N, use a larger N",
+        )

@@ -55,7 +55,7 @@ from xtk.models.student_model_setup import (
 )
 from xtk.name_registry import unknown_name_error
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.checkpoint import EMA, STUDENT, TOKENIZER_FILES, rank_files
+from xtk.training.checkpoint import EMA, STUDENT, copy_tokenizer_files, rank_files
 from xtk.training.metrics_file import read_metrics
 from xtk.training.model_card import Provenance, add_evaluation_table, model_card
 from xtk.training.sharded_state import ShardedStateReader
@@ -153,9 +153,7 @@ def export_student(
             tokenizer = Tokenizer(source)
             with _merged_weights(source, config, content["recipe"], tokenizer, folder, trust_remote_code) as merged:
                 figures = _write_model_files(merged, folder, tokenizer, dtype, config.max_shard_size, trust_remote_code)
-            for pattern in TOKENIZER_FILES:
-                for path in source.glob(pattern):
-                    shutil.copyfile(path, folder / path.name)
+            copy_tokenizer_files(source, folder)
             (folder / CARD_FILE).write_text(_card(config, content, metrics, results), encoding="utf-8")
             if converter is not None:
                 _convert(converter, folder, config.gguf)

@@ -122,7 +122,9 @@ class StudentGenerator:
             return self._backend.open(replace(config, options={"model": student.model}))
         if not self._in_subprocess:
             return self._backend.open(config)
-        devices = self._on_policy.devices
+        devices = list(self._on_policy.devices)
+        if self._shares_device and process_group.world_size() > 1:  # an engine takes the first device that it sees
+            devices = [torch.cuda.current_device() if self._device.index is None else self._device.index]
         return SubprocessGenerator(config, self._on_policy.backend, cuda_visible_devices(devices) if devices else None)
 
     def check_prompts(self, prompts: Sequence[Prompt], max_length: int, *, may_truncate: bool) -> None:
