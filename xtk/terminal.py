@@ -6,6 +6,7 @@ Output of libraries to stdout is redirected to stderr, also at the level of file
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -104,9 +105,17 @@ def _write_result(line: str) -> None:
         ) from None
 
 
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def result_json(record: dict[str, Any]) -> None:
-    """Write one JSON object as a line of stdout, with control characters in JSON escapes."""
-    text = json.dumps(record, ensure_ascii=False)
+    """Write one JSON object as a line of stdout, with control characters in JSON escapes; NaN and infinity as null."""
+    text = json.dumps(_without_nan(record), ensure_ascii=False)
     result_line(_CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import small_inputs
+from rich.console import Console
+from rich.table import Table
 from test_bad_input import refused
 
+from xtk.commands.terminal_tables import print_wide
 from xtk.tokens.tokenizer import Tokenizer
 
 TRAPS = [
@@ -242,3 +246,14 @@ def test_real_tokenizers_on_real_problems(run, real_data, tmp_path):
     assert list(page.documents)[:5] == [worst["document"] for worst in record["worst_documents"]]
     for tokens in page.documents.values():
         assert b"".join(tokens["teacher"]) == b" " + b"".join(tokens["student"])
+
+
+def test_tables_of_a_narrow_terminal_have_all_digits():
+    stream = io.StringIO()
+    table = Table(title="spans")
+    for name in ("pattern", "spans", "share of all spans", "bytes"):
+        table.add_column(name, no_wrap=True)
+    numbers = ["1,234,567,890", "98.7654321", "1,111,111,111,111,111,111,111,111,111"]
+    table.add_row("a pattern that has a long name", *numbers)
+    print_wide(Console(file=stream, width=40, force_terminal=True), table)
+    assert all(number in stream.getvalue() for number in numbers)

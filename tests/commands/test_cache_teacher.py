@@ -214,6 +214,21 @@ def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_
     assert "candidate_ids" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--top-p", 0.9, "--num-samples", 8), "--num-samples has no effect with --support top-p"),
+        (("--support", "sample", "--top-k", 8), "--top-k has no effect with --support sample"),
+        (("--support", "top-k", "--seed", 3), "--seed has no effect with --support top-k"),
+        (("--support", "none", "--num-sample-sets", 2), "--num-sample-sets has no effect with --support none"),
+        (("--top-k", 4, "--num-samples", 4, "--top-p", 0.5), "--num-samples has no effect with --support top-p"),
+    ],
+)
+def test_options_that_a_support_does_not_use_are_refused(run, pair, corpus, tmp_path, options, message):
+    assert message in run("cache-teacher", pair.teacher, corpus, *options, "-o", tmp_path / "c", code=1).stderr
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_teacher_reads_a_prompt_of_its_own_and_students_do_not(run, pair, projection, tmp_path):
     lines = [
         json.dumps({"prompt": "12 + 5 =", "completion": " 17", "teacher_prompt": prompt})

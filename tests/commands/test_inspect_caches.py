@@ -186,6 +186,15 @@ def test_the_page_stands_alone_and_shows_the_documents(run, caches, tmp_path):
         assert f"<figcaption>{name}" in content
 
 
+def test_the_weights_of_a_model_are_verified(run, pair, tmp_path):
+    model = shutil.copytree(pair.student, tmp_path / "model")
+    assert json.loads(run("inspect", model, "--json").stdout)["statistics"]["verified"] is None
+    assert json.loads(run("inspect", model, "--verify", "--json").stdout)["statistics"]["verified"] is True
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
+    assert "has values that are not finite" in run("inspect", model, "--verify", code=1).stderr
+
+
 def test_what_is_no_cache_has_no_teacher_and_no_page(run, projection, tmp_path):
     done = run("inspect", projection, "--html", tmp_path / "page.html", code=1)
     assert "--teacher and --html need a teacher cache" in done.stderr

@@ -298,6 +298,16 @@ def written_by(path: Path, *records: dict) -> Path:
     return path
 
 
+def test_samples_of_other_programs_end_in_a_page_or_an_error(runs, tmp_path):
+    given = {"prompt": "Who?", "problem": 0, "answer": "Anna"}
+    odd = [{**given, "problem": at, "reward": reward} for at, reward in enumerate([math.nan, math.inf, 10**400, None])]
+    run_xtk("report", runs[1], "--samples", written_by(tmp_path / "odd.jsonl", *odd), "-o", tmp_path / "page.html")
+    for messages in (["a", "b"], {"role": "user"}, "a"):
+        file = written_by(tmp_path / "wrong.jsonl", {"prompt_number": 0, "messages": messages})
+        done = run_xtk("report", runs[1], "--samples", file, "-o", tmp_path / "other.html", code=1)
+        assert "the file of --samples has no completions" in done.stderr
+
+
 def test_samples_stand_under_the_prompt_that_was_read_and_below_the_names_of_their_files(runs, tmp_path):
     def rollout(prompt: str, text: str) -> dict:
         return {"prompt": prompt, "completion": text, "prompt_number": 0, "finish_reason": "stop"}

@@ -102,6 +102,7 @@ def test_problems_without_room_are_wrong(pair, tmp_path):
     assert found.scores.tolist() == [[1.0], [0.0]]
     assert found.prompts_too_long == 1
     assert found.to_json()["problems"] == 2
+    assert found.to_json()["mean_length"] == len(tokenizer.encode(["#### 2"])[0].ids) + 1  # of the answered problem
 
 
 def test_an_oracle_passes_the_tests_of_human_eval(pair, real_data, tmp_path):

@@ -158,6 +158,7 @@ def test_what_cannot_be_read_is_told(mmlu, tmp_path):
         ("gsm8k=.", "no task with a local folder called 'gsm8k'"),
         (f"mmlu_anatomy={mmlu},mmlu_virology={tmp_path}", "read from the same folder"),
         ("mbpp_pluss=.", "did you mean mbpp"),
+        (f"mmlu_pro={mmlu}", "no MMLU task with a local folder called 'mmlu_pro'"),
     ]:  # fmt: skip
         with pytest.raises(XtkError) as refused:
             parse_eval_task(tasks)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +16,10 @@ import sentencepiece
 import small_inputs
 import torch
 from answer_lookup_model import make_oracle
+from safetensors.torch import load_file, save_file
 
+from xtk.commands.evaluate import EvaluateOptions
+from xtk.commands.evaluate_tasks import _print_task_results
 from xtk.errors import XtkError
 from xtk.evaluation.evaluation_result_files import read_results
 from xtk.models.causal_lm import load_causal_lm
@@ -22,7 +27,7 @@ from xtk.tokens.tokenizer import Tokenizer
 
 pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
 
-from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig
+from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
 from xtk.evaluation.lm_eval_model import harness_tokenizer
 
 
@@ -134,17 +139,67 @@ def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
         (("--tasks", "a", "--reward", "exact"), "remove --reward"),
         (("--tasks", "a", "--stop", "x"), "--stop applies only to --reward"),
         (("--tasks", "a", "--backend", "vllm"), "--backend applies only to --reward"),
+        (("--tasks", " , "), "has no task"),
+        (("x.jsonl", "--reward", "exact", "--top-p", 0.5, "--top-k", 3), "--top-p and --top-k has no effect"),
+        (("x.jsonl", "--max-length", -5), "--max-length"),
     ]:
         told = run("evaluate", pair.student, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "200"}).stderr
         assert message in told, told
 
 
+def test_a_model_without_finite_logits_has_no_scores(run, pair, folder, tmp_path):
+    """The likeliest of values that are no numbers is the first: right in a part of all choices."""
+    broken = shutil.copytree(pair.student, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)  # finite; the logits are not
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    (tmp_path / "texts.jsonl").write_text('{"text": "Anna has 12 apples"}\n')
+    for arguments, message in (
+        (("evaluate", broken, "--tasks", "choose_sum", "--include-path", folder), "that are not a number"),
+        (("evaluate", broken, "problems.jsonl", "--reward", "exact"), "that are not finite"),
+        (("transplant", broken, pair.teacher, "--eval-data", "texts.jsonl", "-o", "out"), "that are not a number"),
+    ):
+        done = run(*arguments, code=1, cwd=tmp_path)
+        assert message in done.stderr
+        assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_metric_that_is_no_number_is_null_and_stays_in_the_table(capsys):
+    results = {
+        name: HarnessResults({"ppl": {"perplexity": (value, math.nan)}}, {"ppl": 3}, {"ppl": 0}, ["ppl"], {})
+        for name, value in (("one", math.nan), ("two", 3.5))
+    }
+    assert results["one"].to_json()["ppl"]["perplexity"] is None
+    _print_task_results(results, ("ppl",), EvaluateOptions(model="one"))
+    table = capsys.readouterr().out
+    assert "not a number" in table
+    assert "3.5000" in table
+
+
+def test_examples_that_a_task_does_not_take_are_told(run, pair, folder, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    form = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
+            "doc_to_target": "gold", "metric_list": [{"metric": "acc"}], "num_fewshot": 0}  # fmt: skip
+    zero = lm_eval_tasks.task("zero_shot", folder / "sums.jsonl", **form)
+    (tmp_path / "tasks" / "zero.yaml").write_text(zero)
+    done = run("evaluate", pair.student, "--tasks", "zero_shot", "--include-path", "tasks", "--num-fewshot", 2,
+               "--max-prompts", 2, cwd=tmp_path)  # fmt: skip
+    assert "--num-fewshot does not apply to zero_shot" in done.stderr
+
+
 def test_results_of_the_harness_itself_are_read_with_their_errors(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps({"model_name": "m", "results": {"gsm8k": {
         "alias": "gsm8k", "sample_len": 9, "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1,
-        "acc,none": 0.25, "acc_stderr,none": 0.05}}}))  # fmt: skip
-    found = {one.metric: (one.value, one.error) for one in read_results(tmp_path / "results.json")}
-    assert found == {"exact_match,strict-match": (0.5, 0.1), "acc": (0.25, 0.05)}
+        "acc,none": 0.25, "acc_stderr,none": 0.05, "mean_squared_error,none": 2.0}},
+        "config": {"limit": 10.0}}))  # fmt: skip
+    read = list(read_results(tmp_path / "results.json"))
+    found = {one.metric: (one.value, one.error) for one in read}
+    assert found == {
+        "exact_match,strict-match": (0.5, 0.1), "acc": (0.25, 0.05), "mean_squared_error": (2.0, None),
+    }  # fmt: skip
+    assert all("the first 10.0" in one.settings or "the first 10" in one.settings for one in read)
 
 
 def test_text_after_the_end_is_no_answer_also_in_a_batch(run, tmp_path):

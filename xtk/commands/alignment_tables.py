@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xtk import terminal
+from xtk.commands.terminal_tables import print_wide
 
 # Symbols shown in place of invisible characters.
 VISIBLE_SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"} | {
@@ -153,7 +154,7 @@ def _print_rich_table(table: TextTable) -> None:
         drawn.add_column(Text(head), justify="right" if right else "left", no_wrap=True)
     for row in table.rows:
         drawn.add_row(*(Text(terminal.printable(cell)) for cell in row))
-    Console(force_terminal=True, highlight=False, file=terminal.result_stream()).print(drawn)
+    print_wide(Console(force_terminal=True, highlight=False, file=terminal.result_stream()), drawn)
 
 
 def _print_plain_table(table: TextTable) -> None:

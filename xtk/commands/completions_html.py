@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -82,7 +83,7 @@ def _read_sample_file(path: Path, lines: Sequence[Mapping[str, Any]], name: str)
             break
         finish = line.get("finish_reason")
         reward = line.get("reward")
-        worth = float(reward) if isinstance(reward, int | float) else None
+        worth = float(reward) if isinstance(reward, int | float) and abs(reward) <= sys.float_info.max else None
         model = str(line["model"]) if "problem" in line and line.get("model") else name
         key = (model, number, prompt)
         found.setdefault(key, GeneratedSample(model, number, prompt, text, worth, finish == "length"))
@@ -103,9 +104,12 @@ def _prompt_and_completion(line: Mapping[str, Any]) -> tuple[int | None, str, st
         return None, "", ""
     if "completion" in line:
         return line["prompt_number"], str(line.get("prompt", "")), str(line["completion"])
+    given = line.get("messages") or line.get("segments") or []
+    if not isinstance(given, list) or not all(isinstance(part, Mapping) for part in given):
+        return None, "", ""
     parts = [
         (bool(part.get("train")), str(part.get("content", part.get("text", ""))), str(part.get("role", "")))
-        for part in line.get("messages") or line.get("segments") or []
+        for part in given
     ]
     begun = next((at for at, part in enumerate(parts) if part[0]), len(parts))
     read = "\n".join(text for _, text, _ in parts[:begun])

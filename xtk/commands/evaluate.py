@@ -163,7 +163,9 @@ class EvaluateOptions(
         "Data type of the model's weights and computation; losses are summed in float64.",
         metavar="[float32|bfloat16|float16]",
     )
-    max_length: int = option(0, "Maximum number of tokens per window, up to the context length; 0: the context length.")
+    max_length: int = option(
+        0, "Maximum number of tokens per window, up to the context length; 0: the context length.", min=0
+    )
     batch_tokens: int = option(
         8192, "Tokens per forward pass, padding included; more is faster and needs more memory.", min=1
     )
@@ -194,6 +196,10 @@ def evaluate(options: EvaluateOptions) -> None:
         )
     if options.tasks and options.reward:
         raise typer.BadParameter("--tasks has its own metrics; remove --reward")
+    if options.tasks and not options.tasks.strip(", "):
+        raise typer.BadParameter(f"--tasks {options.tasks!r} has no task; give names, such as gsm8k,mmlu")
+    if options.reward and options.temperature == 0 and (flags := flags_of_set_options(options, ["top_p", "top_k"])):
+        raise typer.BadParameter(f"{' and '.join(flags)} has no effect at --temperature 0; remove it")
     _check_mode_options(options, TASKS_MODE if options.tasks else REWARD_MODE if options.reward else BITS_MODE)
     if [options.model, *options.compare_to, *options.data].count("-") > 1:
         raise typer.BadParameter("only one of MODEL, --compare-to and DATA can be read from standard input (-)")
@@ -331,8 +337,10 @@ def _print_reward_results(results: dict[str, AnswerScores], corpus: Corpus, opti
     rows = [
         [str(line["model"]), *(format_with_error(line[name], line[f"{name}_error"]) for name in measures),
          format_with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
-         f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated_fraction']:.1%}"]
+         f"{line['problems']:,}", str(line["unscored"] or ""), str(line["prompts_too_long"] or ""),
+         f"{line['mean_length']:.1f}", f"{line['truncated_fraction']:.1%}"]
         for line in lines
     ]  # fmt: skip
-    heads = ["model", *measures, f"{first} minus this", "problems", "mean tokens", "truncated"]
+    heads = ["model", *measures, f"{first} minus this", "problems", "not scored", "too long (wrong)",
+             "mean tokens", "truncated"]  # fmt: skip
     print_table(f"{options.reward} on {', '.join(data)}", heads, rows)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 BITS_METRIC = "bits_per_byte"
 SAMPLED_DOCUMENTS = 1000  # in which changes of the text by a tokenizer are counted
-NAN_TEXT = "not a number"
 # Losses that measure the distance to a teacher: for models with its tokenizer, for any model, and for caches with
 # support none.
 SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS, OBSERVED_TOKEN_LOSS = "forward-kl", "byte-kl", "alm"
@@ -246,7 +245,7 @@ def _print_bits_results(
 def _table_cell(line: dict[str, Any], measure: str, sign: str = "") -> str:
     if measure not in line:
         return ""
-    return NAN_TEXT if line[measure] is None else format_with_error(line[measure], line[f"{measure}_error"], sign)
+    return format_with_error(line[measure], line[f"{measure}_error"], sign)
 
 
 def _windows(bits: BitsPerByteResult) -> str:

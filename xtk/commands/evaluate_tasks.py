@@ -77,12 +77,12 @@ def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options
         return
     rows = []
     for task in results[first].top_level_tasks:
-        for metric in results[first].metrics[task]:
+        for metric in dict.fromkeys(metric for found in results.values() for metric in found.metrics.get(task, {})):
             for name, line in lines.items():
-                scores = line[task]
+                scores = line.get(task, {})
                 gain = scores.get(f"{metric}_difference")
                 rows.append([
-                    task, metric, name, format_with_error(scores[metric], scores[f"{metric}_error"]),
+                    task, metric, name, format_with_error(scores.get(metric), scores.get(f"{metric}_error")),
                     "" if gain is None else format_with_error(gain, scores[f"{metric}_difference_error"], "+"),
                     str(scores.get("num_fewshot", "")), f"{scores['problems']:,}" if "problems" in scores else "",
                 ])  # fmt: skip

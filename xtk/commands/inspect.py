@@ -92,7 +92,7 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
     if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
         return _describe_run(path, verify=options.verify)
     if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
-        return _describe_model(path)
+        return _describe_model(path, verify=options.verify)
     raise XtkError(
         "the folder is neither an artifact of xtk nor a model or tokenizer",
         where=str(path),
@@ -215,7 +215,30 @@ def _weights(path: Path) -> dict[str, Any]:
     return {"parameters": sum(math.prod(shape) for _, shape in read_weight_headers(path).values())}
 
 
-def _describe_model(path: Path) -> dict[str, Any]:
+def _check_weights(path: Path) -> None:
+    """Read all weights of a model.
+
+    Raises:
+        CorruptError: a value is not finite.
+    """
+    from safetensors import safe_open
+
+    from xtk.errors import CorruptError
+    from xtk.models.safetensors_headers import weight_files
+
+    for file in weight_files(path):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                weight = tensors.get_tensor(name)
+                if weight.is_floating_point() and not bool(weight.float().isfinite().all()):
+                    raise CorruptError(
+                        f"the weight {name} has values that are not finite",
+                        where=str(file),
+                        hint="get this file again; its training may have diverged",
+                    )
+
+
+def _describe_model(path: Path, *, verify: bool) -> dict[str, Any]:
     from xtk.projection.build import tokenizer_identity
     from xtk.tokens.tokenizer import Tokenizer
 
@@ -226,6 +249,10 @@ def _describe_model(path: Path) -> dict[str, Any]:
         "special_tokens": len(tokenizer.vocabulary.special_tokens),
         "mean_token_bytes": round(float(tokenizer.vocabulary.byte_lengths.mean()), 3),
     } | (_weights(path) if has_weights else {})
+    if has_weights:
+        if verify:
+            _check_weights(path)
+        statistics["verified"] = True if verify else None
     return {
         "path": str(path),
         "kind": "model" if has_weights else "tokenizer",

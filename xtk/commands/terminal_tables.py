@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xtk import terminal
 
+NAN_TEXT = "not a number"
 
-def format_with_error(value: float, error: float | None, sign: str = "") -> str:
-    """Return a number with its standard error as text; `sign` is "+" for differences."""
+
+def format_with_error(value: float | None, error: float | None, sign: str = "") -> str:
+    """Return a number with its standard error as text; `sign` is "+" for differences. None: it is not a number."""
+    if value is None:
+        return NAN_TEXT
     return f"{round(value, 4) + 0.0:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def print_wide(console: Any, table: Any) -> None:
+    """Print a table of rich in its full width: where the terminal is narrower, it wraps lines, and no number is cut."""
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).maximum)
+    console.print(table, soft_wrap=True)
 
 
 def print_table(title: str, column_titles: list[str], rows: list[list[str]]) -> None:
@@ -24,10 +36,10 @@ def print_table(title: str, column_titles: list[str], rows: list[list[str]]) -> 
 
         table = Table(title=Text(terminal.printable(title)))
         for head in column_titles:
-            table.add_column(Text(head), overflow="fold")
+            table.add_column(Text(head), no_wrap=True)
         for row in rows:
             table.add_row(*map(Text, row))
-        Console(file=terminal.result_stream()).print(table)
+        print_wide(Console(file=terminal.result_stream()), table)
         return
     widths = [max(map(len, column)) for column in zip(column_titles, *rows, strict=True)]
     terminal.result_line(title)

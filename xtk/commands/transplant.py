@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,7 @@ def _pruned(old: Tokenizer, options: TransplantOptions, columns: dict[str, str])
 def _bits_per_byte(
     folder: Path, adapter: Path | None, tokenizer: Tokenizer, data: Any, options: TransplantOptions
 ) -> float:
+    from xtk.errors import XtkError
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
     from xtk.models.backbone_with_head import BackboneWithHead
     from xtk.models.causal_lm import default_device, load_causal_lm
@@ -188,7 +190,14 @@ def _bits_per_byte(
     model = load_causal_lm(
         folder, device=default_device(), trust_remote_code=options.trust_remote_code, adapter=adapter
     )
-    return evaluate_bits_per_byte(BackboneWithHead(model), tokenizer, data).bits_per_byte
+    bits = evaluate_bits_per_byte(BackboneWithHead(model), tokenizer, data).bits_per_byte
+    if math.isnan(bits):
+        raise XtkError(
+            "the model gives log-probabilities that are not a number",
+            where=str(folder),
+            hint="its weights are not finite: check them with xtk inspect MODEL --verify",
+        )
+    return bits
 
 
 def _note_template(config: TransplantConfig) -> None:

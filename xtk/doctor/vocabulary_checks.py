@@ -62,7 +62,7 @@ def special_tokens(inputs: DoctorInputs) -> Iterator[Finding]:
             "special_tokens",
             "warning",
             f"the end-of-text tokens of student and teacher do not match (matched special tokens: {shown or 'none'})",
-            hint='match them with build-projection --special-tokens \'{"STUDENT": "TEACHER"}\', '
+            hint='match them with build-projection --special-tokens FILE, with {"STUDENT": "TEACHER"} in it, '
             "or set eos_token in tokenizer_config.json",
             figures={"matched": len(pairs)},
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -248,8 +248,8 @@ class _ScoredTokens:
 
 def _read_batches(corpus: Iterable[Document]) -> Iterator[list[Document]]:
     group: list[Document] = []
-    total = len(corpus) if isinstance(corpus, list) else 0
-    with terminal.Progress("evaluate", total, "documents") if total > READ_BATCH_SIZE else _NoProgress() as progress:
+    total = len(corpus) if isinstance(corpus, Sized) else None
+    with terminal.Progress("evaluate", total, "documents") as progress:
         for document in corpus:
             group.append(document)
             if len(group) == READ_BATCH_SIZE:
@@ -258,6 +258,7 @@ def _read_batches(corpus: Iterable[Document]) -> Iterator[list[Document]]:
                 group = []
         if group:
             yield group
+            progress.advance(len(group))
 
 
 def num_predicted_bytes(document: Document, sequence: TokenSequence) -> int:
@@ -280,17 +281,6 @@ def _first_predicted_byte(sequence: TokenSequence) -> int:
     """Return the index of the first predicted byte: without a start token nothing predicts the first token."""
     starts_at_once = len(sequence.text_runs) > 0 and sequence.text_runs[0, 0] == 0
     return int(sequence.byte_ends[0]) if starts_at_once else 0
-
-
-class _NoProgress:
-    def __enter__(self) -> _NoProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def advance(self, amount: int, detail: str = "") -> None:
-        pass
 
 
 def document_windows(sequence: TokenSequence, limit: int | None) -> list[ScoringWindow]:

@@ -124,7 +124,10 @@ def _results_of_record(record: Mapping[str, Any], path: Path) -> Iterator[Evalua
         shots = record.get("n-shot")  # lm-evaluation-harness's name of num_fewshot
         for task, figures in tasks.items():
             own = figures if isinstance(figures, dict) else {"value": figures}
-            all_settings = {"num_fewshot": shots.get(task) if isinstance(shots, dict) else None, **record, **own}
+            config = record.get("config")  # of lm-evaluation-harness
+            limit = config.get("limit") if isinstance(config, dict) else None
+            shot = shots.get(task) if isinstance(shots, dict) else None
+            all_settings = {"num_fewshot": shot, "limit": limit, **record, **own}
             yield from _results_of_metrics(model, str(task), own, all_settings, path)
         return
     data = record.get("task", record.get("data", ""))
@@ -138,12 +141,17 @@ def _results_of_metrics(
     settings, others = (tuple(_setting_texts(all_settings, names)) for names in (SETTING_LABELS, OTHER_SETTING_LABELS))
     numbers = dict(_flatten_metrics(record))
     for name, value in numbers.items():
-        if name.endswith((DIFFERENCE_SUFFIX, *ERROR_SUFFIXES)):
+        if name.endswith(DIFFERENCE_SUFFIX) or _is_error(name, numbers):
             continue
         error = next((numbers[name + ending] for ending in ERROR_SUFFIXES if name + ending in numbers), None)
         yield EvaluationResult(
             model, data, name, value, error, tuple(text for _, text in settings), dict(others), str(path)
         )
+
+
+def _is_error(name: str, numbers: Mapping[str, float]) -> bool:
+    """Return whether a number is the standard error of another one, and not a metric such as mean_squared_error."""
+    return any(name.endswith(ending) and name.removesuffix(ending) in numbers for ending in ERROR_SUFFIXES)
 
 
 def _setting_texts(record: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -107,12 +107,13 @@ class AnswerScores:
     def to_json(self) -> dict[str, Any]:
         """Return the metrics as JSON values."""
         samples = self.scores.shape[1]
+        answers = self.lengths.size - self.prompts_too_long * samples
         found: dict[str, Any] = {
             "problems": int(self.is_scored.sum()),
             "unscored": int((~self.is_scored).sum()),
             "prompts_too_long": self.prompts_too_long,
             "num_generations": samples,
-            "mean_length": round(float(self.lengths.mean()), 3),
+            "mean_length": round(float(self.lengths.sum()) / max(answers, 1), 3),
             "truncated_fraction": round(self.truncated_fraction, 6),
         }
         named = {
@@ -196,6 +197,13 @@ def evaluate_answers(
             for one in found:
                 sampled = one.document.sampled_tokens
                 assert sampled is not None
+                if one.unusable_reason == "not finite":
+                    raise XtkError(
+                        "the model gives log-probabilities that are not finite",
+                        where=f"problem {one.prompt}",
+                        hint="use --dtype float32 or bfloat16; if it stays, the weights are not finite: "
+                        "check them with xtk inspect MODEL --verify",
+                    )
                 at = index_of[one.prompt]
                 scores[at, one.sample], lengths[at, one.sample] = one.reward, int(sampled.sampled_mask.sum())
                 truncated[at, one.sample], answered[at] = one.finish_reason == "length", True

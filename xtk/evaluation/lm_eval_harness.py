@@ -23,9 +23,10 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from xtk import terminal
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import AnswerScores, ProcessShare
-from xtk.evaluation.lm_eval_model import HarnessModel
+from xtk.evaluation.lm_eval_model import HarnessModel, check_finite_logits
 from xtk.evaluation.local_task_data import CODE_TASKS, CodeProblems, write_mmlu_tasks
 from xtk.evaluation.standard_errors import Estimate
 from xtk.models.saved_model import stop_token_ids
@@ -72,8 +73,9 @@ class HarnessResults:
     """Results of a model on tasks.
 
     Attributes:
-        metrics: {task or group: {metric: (value, standard error)}}; the error is nan where there is none. Metrics have
-            the harness's names, followed by a comma and the filter where that is not "none".
+        metrics: {task or group: {metric: (value, standard error)}}; the error is nan where there is none, the value
+            where it is not a number. Metrics have the harness's names, followed by a comma and the filter where that
+            is not "none".
         num_problems: {task: number of problems}.
         num_fewshot: {task: few-shot examples per problem}.
         top_level_tasks: groups, and tasks that are in no group.
@@ -106,7 +108,7 @@ class HarnessResults:
         for task, values in self.metrics.items():
             line = found[task] = {}
             for metric, (value, error) in values.items():
-                line[metric] = value
+                line[metric] = value if math.isfinite(value) else None
                 line[f"{metric}_error"] = error if math.isfinite(error) else None
                 gain = None if compared_to is None else compared_to.difference(self, task, metric)
                 if gain is not None:
@@ -154,8 +156,12 @@ class Harness:
             )
         with _silence_output(), preserve_random_states(), tempfile.TemporaryDirectory() as folder:
             self._loaded = self._load(write_mmlu_tasks(config.task_folders, Path(folder)))
-            for name, task in self._loaded["tasks"].items():
-                self._prepare(name, task)
+            without = [name for name, task in self._loaded["tasks"].items() if not self._prepare(name, task)]
+        if without:
+            terminal.note(
+                f"evaluate: --num-fewshot does not apply to {', '.join(without[:3])}{' ...' if without[3:] else ''}: "
+                "these tasks are defined without examples"
+            )
 
     def _load(self, paths: list[Path]) -> Any:
         from lm_eval.tasks import TaskManager
@@ -181,12 +187,14 @@ class Harness:
             hint="run lm-eval ls tasks for a list, or add your own tasks with --include-path FOLDER",
         )
 
-    def _prepare(self, name: str, task: Any) -> None:
+    def _prepare(self, name: str, task: Any) -> bool:
+        """Set the number of examples of a task; return False if it takes none, although the configuration has some."""
         config = self.config
         _refuse_code(name, getattr(task, "UNSAFE_CODE", False))  # members of groups were not checked before
         own = task.get_config("num_fewshot")
         if own is None or (config.num_fewshot is not None and own != 0):
             task.set_config(key="num_fewshot", value=config.num_fewshot or 0)
+        return not (own == 0 and config.num_fewshot)
 
     def evaluate(
         self,
@@ -233,6 +241,7 @@ class Harness:
         stop_ids = tokenizer.stop_ids | stop_token_ids(inner) & tokenizer.special_token_names.keys()
         try:
             with _silence_output() as stderr, preserve_random_states(), generation_mode(inner, stop_ids):
+                check_finite_logits(inner)
                 self._seed()
                 lm = HarnessModel(inner, tokenizer, batch_size=config.batch_size, max_length=max_length,
                                   template_arguments=dict(config.template_arguments), process_share=share,
@@ -323,7 +332,7 @@ def _parse_metrics(figures: Mapping[str, Any]) -> dict[str, tuple[float, float]]
     found: dict[str, tuple[float, float]] = {}
     for key, value in figures.items():
         metric, _, chosen = key.partition(",")
-        if key in _NOT_SCORES or metric.endswith("_stderr") or not _is_number(value):
+        if key in _NOT_SCORES or metric.endswith("_stderr") or not isinstance(value, int | float | np.number):
             continue
         error = figures.get(f"{metric}_stderr,{chosen}")
         found[_metric_name(metric, chosen)] = (

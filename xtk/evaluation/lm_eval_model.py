@@ -6,12 +6,16 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from xtk import terminal
+from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import ProcessShare
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -65,11 +69,15 @@ class HarnessModel:
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
         """Return (log-probability, whether greedy decoding gives it) of each continuation."""
-        return self._run_in_batches(self._model.loglikelihood, requests)
+        answers = self._run_in_batches(self._model.loglikelihood, requests)
+        _refuse_nan(logprob for logprob, _ in answers)
+        return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
         """Return the log-probability of each text."""
-        return self._run_in_batches(self._model.loglikelihood_rolling, requests)
+        answers = self._run_in_batches(self._model.loglikelihood_rolling, requests)
+        _refuse_nan(answers)
+        return answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
         """Return the generated text of each request."""
@@ -94,6 +102,32 @@ class HarnessModel:
                 progress.advance(len(part))
         answers = dict(zip(itertools.chain(*by_rank), itertools.chain(*share.all_gather_object(found)), strict=True))
         return [answers[at] for at in range(len(requests))]
+
+
+def check_finite_logits(model: Any) -> None:
+    """Refuse a model whose logits are not finite: its likeliest answers would have scores like any others.
+
+    Raises:
+        XtkError: the logits of the token 0 are not.
+    """
+    with torch.no_grad():
+        ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+        logits = model(input_ids=ids).logits
+    _refuse_nan([float("nan") if bool(logits.isnan().any() or logits.isposinf().any()) else 0.0])
+
+
+def _refuse_nan(values: Iterable[float]) -> None:
+    """Refuse log-probabilities that are not numbers.
+
+    Raises:
+        XtkError: one is not.
+    """
+    if any(math.isnan(value) for value in values):
+        raise XtkError(
+            "the model gives log-probabilities that are not a number",
+            hint="use --dtype float32 or bfloat16; if it stays, the weights are not finite: "
+            "check them with xtk inspect MODEL --verify",
+        )
 
 
 def harness_tokenizer(tokenizer: Tokenizer) -> Any:

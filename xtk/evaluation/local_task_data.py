@@ -108,7 +108,7 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
         The harness's MMLU folder and `output_folder`, which overrides it; empty if no MMLU task has a folder.
 
     Raises:
-        XtkError: files of a subject are missing.
+        XtkError: files of a subject are missing, or a task is none of these.
     """
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -118,10 +118,12 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
         return []
     own = Path(str(lm_eval.tasks.__file__)).parent / MMLU / "default"
     root, missing = next(iter(local.values())), list[str]()
+    known = {MMLU}
     for path in sorted(own.glob(f"{MMLU}_*.yaml")):
         task = load_yaml(path, resolve_func=False)
         subject = str(task.get("dataset_name"))
         group = str(task.get("tag")).removesuffix("_tasks")
+        known |= {group, task["task"]}
         files = {split: [str(one) for one in sorted((root / subject).glob(f"{split}-*.parquet"))]
                  for split in ("test", "dev")}  # fmt: skip
         if not all(files.values()):
@@ -132,6 +134,8 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
         config = {"include": str(path), "task": task["task"], "tag": task.get("tag"), "dataset_path": "parquet",
                   "dataset_name": None, "dataset_kwargs": {"data_files": files}}  # fmt: skip
         (output_folder / path.name).write_text(json.dumps(config))
+    if unknown := sorted(local.keys() - known):
+        raise unknown_name_error("MMLU task with a local folder", unknown[0], sorted(known))
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise XtkError(

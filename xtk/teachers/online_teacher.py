@@ -273,7 +273,7 @@ def parse_online_teacher(
     top_k = tokenizer.embedding_rows if given.get("top_k") == FULL_VOCABULARY else given.get("top_k")
     support = make_support(
         str(given.get("support", "")),
-        top_k=top_k,
+        top_k=None if given.get("support") == "candidates" else top_k,  # there, the number of candidates
         top_p=given.get("top_p"),
         num_samples=given.get("num_samples"),
         seed=given.get("seed", 0),

@@ -73,7 +73,7 @@ def make_support(
         available_kinds: kinds that the backend supports; without `top-k+sample` the default is `top-k`.
 
     Raises:
-        XtkError: an unknown kind, or an invalid number.
+        XtkError: an unknown kind, an invalid number, or an argument that the kind does not use.
     """
     if not kind:
         head = top_k is not None and num_samples is None
@@ -86,8 +86,21 @@ def make_support(
         )
     if kind not in SUPPORTS:
         raise unknown_name_error("support", kind, SUPPORTS)
+    has_samples = kind in ("sample", "top-k+sample")
+    unused = {
+        "--top-k": top_k is not None and kind not in DEFAULT_TOP_K,
+        "--top-p": top_p is not None and kind != "top-p",
+        "--num-samples": num_samples is not None and not has_samples,
+        "--num-sample-sets": num_sample_sets != 1 and not has_samples,
+        "--seed": seed != 0 and not has_samples,
+    }
+    if wrong := next((name for name, is_unused in unused.items() if is_unused), ""):
+        raise XtkError(
+            f"{wrong} has no effect with --support {kind}",
+            hint=f"remove {wrong}, or use another --support, such as {DEFAULT_SUPPORT}",
+        )
     sampling = {}
-    if kind in ("sample", "top-k+sample"):
+    if has_samples:
         sampling = {
             "num_samples": DEFAULT_NUM_SAMPLES if num_samples is None else num_samples,
             "num_sample_sets": num_sample_sets,
