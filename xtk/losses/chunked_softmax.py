@@ -449,7 +449,10 @@ def remove_entries_(values: Tensor, indices: Tensor, whole: Tensor, weights: Ten
 
 def restore_entries_(values: Tensor, indices: Tensor, whole: Tensor) -> None:
     """Undo `remove_entries_`, exactly."""
-    values.scatter_(0, indices, whole)
+    if values.device.type == "cpu":
+        chunked_softmax_numba.restore_entries_(values.numpy(), indices.numpy(), whole.numpy())
+    else:
+        values.scatter_(0, indices, whole)
 
 
 def scatter_add_(values: Tensor, indices: Tensor, increments: Tensor) -> None:

@@ -68,14 +68,24 @@ def remove_entries_(
     shares = whole * weights
     for at in range(len(indices)):
         values[indices[at]] -= shares[at]
+    is_rounded = False
     for at in range(len(indices)):
         left = values[indices[at]]
-        if abs(left) <= max_rounding * whole[at]:
+        if left != 0 and abs(left) <= max_rounding * whole[at]:
             shares[at] += left * weights[at]
-    for at in range(len(indices)):
-        if abs(values[indices[at]]) <= max_rounding * whole[at]:
-            values[indices[at]] = 0
+            is_rounded = True
+    if is_rounded:
+        for at in range(len(indices)):
+            if abs(values[indices[at]]) <= max_rounding * whole[at]:
+                values[indices[at]] = 0
     return shares
+
+
+@numba_kernel
+def restore_entries_(values: NDArray[np.float32], indices: NDArray[np.int64], whole: NDArray[np.float32]) -> None:
+    """Write values at indices that may repeat, with equal values."""
+    for at in range(len(indices)):
+        values[indices[at]] = whole[at]
 
 
 @numba_kernel
