@@ -33,6 +33,10 @@ class XtkError(Exception):
         return "\n".join(lines)
 
 
+class NonFiniteModelError(XtkError):
+    """A model gives log-probabilities that are not finite."""
+
+
 class MismatchError(XtkError):
     """Two artifacts do not match; the message names both."""
 

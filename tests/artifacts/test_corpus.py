@@ -434,5 +434,4 @@ def test_a_very_long_line_is_read_in_linear_time():
         return time.process_time() - started
 
     seconds(8)
-    short, long = (min(seconds(size) for _ in range(3)) for size in (8, 64))
-    assert long < 24 * short
+    assert min(seconds(64) for _ in range(3)) < 1.5  # 0.15; if each chunk is joined with all before it, 7

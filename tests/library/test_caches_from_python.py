@@ -169,6 +169,8 @@ def test_a_writer_can_be_closed_again_after_an_error(pair, teacher, tmp_path):
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(xtk.XtkError, match="files that xtk did not write"):
         writer.close()
+    with pytest.raises(xtk.XtkError, match="this CacheWriter is closed"):
+        writer.add(TEXTS[0], *scored(teacher, *writer.tokenize(TEXTS[0]), 4)[:3])
     (folder / "notes.txt").unlink()
     made = writer.close()
     made.verify()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_inputs
 from scripted_generator import ScriptedWriter
 
 from xtk.artifacts.corpus_reader import Corpus
@@ -19,10 +20,11 @@ from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.advantages import group_advantages
 from xtk.rollouts.environments import load_environment
 from xtk.rollouts.generator_interface import SamplingConfig
-from xtk.rollouts.prompts import read_prompts, tokenize_prompts
+from xtk.rollouts.prompts import read_prompts, tokenize_between_turns, tokenize_prompts
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_jsonl import json_line, number_line, rollout_to_json
 from xtk.rollouts.rollout_record import Rollout
+from xtk.tokens.document import Conversation
 from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
@@ -347,3 +349,24 @@ def test_a_completion_has_its_spaces_whatever_its_teacher_reads_before(families,
     for tokenizer in (own, Tokenizer(families["teacher"])):
         ((_, tokens),) = teacher_views(tokenizer, [one.document])
         assert tokens.train_mask.any()
+
+
+def test_the_mark_of_a_tools_answer_is_written_unless_the_student_sampled_it(tmp_path):
+    """GLM's models stop at the mark of the next turn; after their end token it has to follow."""
+    specials = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    backend = small_inputs.byte_level_tokenizer(small_inputs.STUDENT_SPLIT, 320, specials, ["a b"])
+    folder = small_inputs.save_tokenizer(backend, tmp_path / "glm", bos_token=specials[0], eos_token=specials[0])
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}<|{{ 'observation' if message.role == 'tool' else message.role }}|>\n"
+        "{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    own = Tokenizer(folder)
+    asked = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
+    ids = {name: own.vocabulary.special_tokens[name] for name in specials}
+    for end, text in (
+        ("<|endoftext|>", "<|observation|>\n22"),
+        ("<|observation|>", "\n22"),
+        ("<|user|>", "<|observation|>\n22"),
+    ):
+        found = tokenize_between_turns(own, Conversation(asked), {"role": "tool", "content": "22"}, ids[end])
+        assert spelled_out(own, found) == f"{text}<|assistant|>\n"

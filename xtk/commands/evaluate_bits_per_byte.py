@@ -95,7 +95,7 @@ def evaluate_bits_per_byte(folders: dict[str, tuple[Path, Path | None]], options
             terminal.result_json(line)
     else:
         _print_bits_results(results, lines, data, teacher)
-    if broken := [name for name, result in results.items() if math.isnan(result.bits.bits_per_byte)]:
+    if broken := [name for name, result in results.items() if not math.isfinite(result.bits.bits_per_byte)]:
         raise XtkError(
             f"log-probabilities of {', '.join(broken)} are not finite",
             hint=f"check the weights and config.json of the model, or use a wider --dtype than {options.dtype}",

@@ -182,8 +182,9 @@ def _pruned(old: Tokenizer, options: TransplantOptions, columns: dict[str, str])
 def _bits_per_byte(
     folder: Path, adapter: Path | None, tokenizer: Tokenizer, data: Any, options: TransplantOptions
 ) -> float:
-    from xtk.errors import XtkError
+    from xtk.errors import NonFiniteModelError
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
+    from xtk.evaluation.generated_answers import NON_FINITE_HINT
     from xtk.models.backbone_with_head import BackboneWithHead
     from xtk.models.causal_lm import default_device, load_causal_lm
 
@@ -191,11 +192,9 @@ def _bits_per_byte(
         folder, device=default_device(), trust_remote_code=options.trust_remote_code, adapter=adapter
     )
     bits = evaluate_bits_per_byte(BackboneWithHead(model), tokenizer, data).bits_per_byte
-    if math.isnan(bits):
-        raise XtkError(
-            "the model gives log-probabilities that are not a number",
-            where=str(folder),
-            hint="its weights are not finite: check them with xtk inspect MODEL --verify",
+    if not math.isfinite(bits):
+        raise NonFiniteModelError(
+            "the model gives log-probabilities that are not finite", where=str(folder), hint=NON_FINITE_HINT
         )
     return bits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ def _results_of_record(record: Mapping[str, Any], path: Path) -> Iterator[Evalua
             own = figures if isinstance(figures, dict) else {"value": figures}
             config = record.get("config")  # of lm-evaluation-harness
             limit = config.get("limit") if isinstance(config, dict) else None
+            limit = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
             shot = shots.get(task) if isinstance(shots, dict) else None
             all_settings = {"num_fewshot": shot, "limit": limit, **record, **own}
             yield from _results_of_metrics(model, str(task), own, all_settings, path)
@@ -141,7 +142,7 @@ def _results_of_metrics(
     settings, others = (tuple(_setting_texts(all_settings, names)) for names in (SETTING_LABELS, OTHER_SETTING_LABELS))
     numbers = dict(_flatten_metrics(record))
     for name, value in numbers.items():
-        if name.endswith(DIFFERENCE_SUFFIX) or _is_error(name, numbers):
+        if name.endswith(DIFFERENCE_SUFFIX) or _is_error(name, numbers.keys() | record.keys()):
             continue
         error = next((numbers[name + ending] for ending in ERROR_SUFFIXES if name + ending in numbers), None)
         yield EvaluationResult(
@@ -149,9 +150,9 @@ def _results_of_metrics(
         )
 
 
-def _is_error(name: str, numbers: Mapping[str, float]) -> bool:
+def _is_error(name: str, names: Collection[str]) -> bool:
     """Return whether a number is the standard error of another one, and not a metric such as mean_squared_error."""
-    return any(name.endswith(ending) and name.removesuffix(ending) in numbers for ending in ERROR_SUFFIXES)
+    return any(name.endswith(ending) and name.removesuffix(ending) in names for ending in ERROR_SUFFIXES)
 
 
 def _setting_texts(record: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:

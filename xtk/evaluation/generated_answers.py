@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.errors import XtkError
+from xtk.errors import NonFiniteModelError, XtkError
 from xtk.evaluation.standard_errors import Estimate
 from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts.generator_interface import Generator, SamplingConfig
@@ -21,6 +21,9 @@ from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.tokenizer import Tokenizer
 
 COMPLETIONS_PER_BATCH = 256
+NON_FINITE_HINT = (
+    "compute in float32 or bfloat16; if it stays, the weights are wrong: check them with xtk inspect MODEL --verify"
+)
 
 
 def _gather_single_process(value: Any) -> list[Any]:
@@ -185,7 +188,7 @@ def evaluate_answers(
     shape = (len(prompts), num_generations)
     scores, lengths = np.zeros(shape), np.zeros(shape, np.int64)
     truncated = np.zeros(shape, np.bool_)
-    answered = np.zeros(len(prompts), np.bool_)
+    answered, not_finite = np.zeros(len(prompts), np.bool_), np.zeros(len(prompts), np.bool_)
     index_of = {prompt.number: at for at, prompt in enumerate(prompts)}
     mine = prompts[process_share.rank :: process_share.num_processes]
     with terminal.Progress("evaluate", len(mine), "problems") as progress:
@@ -197,21 +200,21 @@ def evaluate_answers(
             for one in found:
                 sampled = one.document.sampled_tokens
                 assert sampled is not None
-                if one.unusable_reason == "not finite":
-                    raise XtkError(
-                        "the model gives log-probabilities that are not finite",
-                        where=f"problem {one.prompt}",
-                        hint="use --dtype float32 or bfloat16; if it stays, the weights are not finite: "
-                        "check them with xtk inspect MODEL --verify",
-                    )
                 at = index_of[one.prompt]
+                not_finite[at] |= one.unusable_reason == "not finite"
                 scores[at, one.sample], lengths[at, one.sample] = one.reward, int(sampled.sampled_mask.sum())
                 truncated[at, one.sample], answered[at] = one.finish_reason == "length", True
                 if on_answer is not None:
                     on_answer(prompts[at], one)
             progress.advance(len(group))
-    gathered = process_share.all_gather_object((scores, lengths, truncated, answered))
-    scores, lengths, truncated, answered = (sum(parts) for parts in zip(*gathered, strict=True))
+    gathered = process_share.all_gather_object((scores, lengths, truncated, answered, not_finite))
+    scores, lengths, truncated, answered, not_finite = (sum(parts) for parts in zip(*gathered, strict=True))
+    if not_finite.any():
+        raise NonFiniteModelError(
+            "the model gives log-probabilities that are not finite",
+            where=f"problem {int(not_finite.argmax())}",
+            hint=NON_FINITE_HINT,
+        )
     best = sum(specification.weight for specification in rewards.specs)
     num_answers = max(int(answered.sum()) * num_generations, 1)
     result = AnswerScores(scores, best, lengths, float(truncated.sum()) / num_answers, int((answered == 0).sum()))

@@ -15,8 +15,8 @@ from typing import Any, TextIO
 import torch
 
 from xtk import terminal
-from xtk.errors import XtkError
-from xtk.evaluation.generated_answers import ProcessShare
+from xtk.errors import NonFiniteModelError
+from xtk.evaluation.generated_answers import NON_FINITE_HINT, ProcessShare
 from xtk.tokens.tokenizer import Tokenizer
 
 PROGRESS_BATCH_SIZE = 512  # requests between progress updates; each batch is sorted by length
@@ -108,7 +108,7 @@ def check_finite_logits(model: Any) -> None:
     """Refuse a model whose logits are not finite: its likeliest answers would have scores like any others.
 
     Raises:
-        XtkError: the logits of the token 0 are not.
+        NonFiniteModelError: the logits of the token 0 are not.
     """
     with torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
@@ -120,14 +120,10 @@ def _refuse_nan(values: Iterable[float]) -> None:
     """Refuse log-probabilities that are not numbers.
 
     Raises:
-        XtkError: one is not.
+        NonFiniteModelError: one is not.
     """
     if any(math.isnan(value) for value in values):
-        raise XtkError(
-            "the model gives log-probabilities that are not a number",
-            hint="use --dtype float32 or bfloat16; if it stays, the weights are not finite: "
-            "check them with xtk inspect MODEL --verify",
-        )
+        raise NonFiniteModelError("the model gives log-probabilities that are not a number", hint=NON_FINITE_HINT)
 
 
 def harness_tokenizer(tokenizer: Tokenizer) -> Any:

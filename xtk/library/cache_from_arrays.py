@@ -106,6 +106,7 @@ class CacheWriter:
         self._plan = ShardPlan(shard_tokens, np.zeros(self.tokenizer.embedding_rows, np.int64))
         self._fingerprint, self._values = CorpusFingerprint(), hashlib.sha256()
         self._pending: list[ScoredDocument] = []
+        self._is_closing = False
         self._top_k = self._num_positions = 0
         self._has_exact_entropy = True
         self._used_columns: set[str] = set()
@@ -182,8 +183,10 @@ class CacheWriter:
             XtkError: as `add`.
         """
         where = f"document {self._plan.num_documents}"
-        if self._spool is None:
-            raise XtkError("this CacheWriter is closed", where=str(self.output), hint="create another one")
+        if self._spool is None or self._is_closing:
+            raise XtkError(
+                "this CacheWriter is closed", where=str(self.output), hint="create another one; or call close again"
+            )
         arrays = _checked_arrays(tokens, top_ids, top_logprobs, observed_logprobs, entropy, where)
         scored = ScoredDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
         vocab_size = self.tokenizer.embedding_rows
@@ -221,6 +224,7 @@ class CacheWriter:
                 where=str(self.output),
                 hint="add documents with at least one trained token",
             )
+        self._is_closing = True
         if self._pending:  # none are left if an earlier call failed later
             self._spool_shard(len(self._plan.shards) - 1)
         plan, self._plan.fingerprint = self._plan, str(self._fingerprint)
@@ -244,7 +248,8 @@ class CacheWriter:
                 **({} if self._is_vocabulary_complete else {"vocabulary": LISTED_VOCABULARY}),
             },
         )
-        header["data"]["values"] = values
+        if self._given_name:  # else the identity of the weights is that of the values
+            header["data"]["values"] = values
         with self._folder.lock("cache", 0):
             self._claim()
             if self._force:

@@ -215,7 +215,7 @@ def tokenize_between_turns(
     tokenizer: Tokenizer,
     conversation: Conversation,
     message: Mapping[str, Any],
-    ended: bool,
+    sampled_end: int | None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> NDArray[np.int32]:
     """Return the template's tokens between a turn of the student and its next turn.
@@ -224,7 +224,7 @@ def tokenize_between_turns(
         tokenizer: the student's.
         conversation: its last message is the student's turn.
         message: the response of the environment.
-        ended: whether the student sampled a stop token; the template's own is left out then.
+        sampled_end: the stop token that the student sampled, if it did; then the template's own is left out.
         template_arguments: as in `tokenize_prompts`.
 
     Raises:
@@ -233,10 +233,10 @@ def tokenize_between_turns(
     text, (start, stop) = tokenizer.chat_template.text_between_turns(
         conversation, message, **(template_arguments or {})
     )
-    if ended:
+    if sampled_end is not None:
         names = [
             tokenizer.special_token_names[token]
-            for token in tokenizer.turn_end_ids
+            for token in (tokenizer.turn_end_ids - tokenizer.next_turn_ids) | {sampled_end}
             if token in tokenizer.special_token_names
         ]
         # Llama 2 writes a space before its end token, which the student did not sample.

@@ -206,16 +206,17 @@ class _Episode:
         elif last:
             self.finish_reason = "turns"
         else:
-            self._append_environment_text(response, ended, sampling, template_arguments)
+            end = int(completion.ids[-1]) if ended else None
+            self._append_environment_text(response, end, sampling, template_arguments)
 
     def _append_environment_text(
-        self, response: str, ended: bool, sampling: SamplingConfig, template_arguments: Mapping[str, Any] | None
+        self, response: str, end: int | None, sampling: SamplingConfig, template_arguments: Mapping[str, Any] | None
     ) -> None:
         assert self.environment is not None
         conversation = self.document().conversation
         if conversation is not None:
             message = {"role": self.environment.role, "content": response}
-            ids = tokenize_between_turns(self._tokenizer, conversation, message, ended, template_arguments)
+            ids = tokenize_between_turns(self._tokenizer, conversation, message, end, template_arguments)
         else:
             ids = tokenize_continuation(self._tokenizer, response)
         if self._remaining_tokens(sampling, len(ids)) < 1:

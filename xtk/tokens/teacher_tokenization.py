@@ -283,7 +283,7 @@ class _TextBuilder:
         parts = _split_by_train_mask(
             text, np.repeat(self._trained[start:stop], np.diff(edges))[space + broken :][:size]
         )
-        ended = stop < len(self._ids) and self._trained[stop] and int(self._ids[stop]) in self._tokenizer.end_ids
+        ended = stop < len(self._ids) and self._trained[stop] and int(self._ids[stop]) in self._tokenizer.turn_end_ids
         if ended and not (parts and parts[-1][1]):
             parts.append(("", True))  # only the end token of this part is trained
         self._parts += parts

@@ -190,6 +190,11 @@ class Tokenizer:
         """The tokens with which a template may end a turn: `end_ids`, and TOOL_TURN_END_TOKENS."""
         return self.end_ids | self.special_ids(TOOL_TURN_END_TOKENS)
 
+    @cached_property
+    def next_turn_ids(self) -> frozenset[int]:
+        """The tokens at which generation stops, but with which a template begins the next turn."""
+        return self.special_ids((*NEXT_TURN_TOKENS, "<|observation|>"))
+
     def special_ids(self, names: Iterable[str]) -> frozenset[int]:
         """Return the ids of the special tokens of these names that the vocabulary has."""
         special = self.vocabulary.special_tokens

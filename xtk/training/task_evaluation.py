@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from xtk import terminal
 from xtk.artifacts.atomic_files import canonical_json, sha256, sha256_of_file
 from xtk.artifacts.corpus_reader import Corpus
-from xtk.errors import XtkError
+from xtk.errors import NonFiniteModelError, XtkError
 from xtk.evaluation.generated_answers import ProcessShare, evaluate_answers
 from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states
 from xtk.evaluation.local_task_data import parse_tasks
@@ -290,5 +291,8 @@ class TaskEvaluator:
         found: dict[str, float] = {}
         with preserve_random_states(), autocast(self._precision, self._model.device):
             for task in self._tasks:
-                found |= task.evaluate(self._model, self._tokenizer, share)
+                try:
+                    found |= task.evaluate(self._model, self._tokenizer, share)
+                except NonFiniteModelError as wrong:  # steps that are not finite are skipped too; the run goes on
+                    terminal.note(f"distill: warning: no metrics of {', '.join(task.names)}: {wrong.what}")
         return {f"eval_{name}": value for name, value in found.items()}

@@ -200,7 +200,7 @@ def _request(config: TransplantConfig) -> dict[str, Any]:
         "donor": weights_fingerprint(config.donor) if config.donor else None,
         "projection": sha256(config.projection.read_bytes()) if config.projection else None,
         "dtype": config.dtype,
-        "seed": config.seed if config.kept is None and config.method == "random" else None,
+        "seed": config.seed if config.kept is None and config.method == "random" else 0,
         "tokenizer_settings": sha256(canonical_json(tokenizer_settings(config.new))),
         "generation_config": sha256(generation.read_bytes()) if generation.is_file() else None,
     }
