@@ -160,8 +160,9 @@ def main() -> None:
         shares = [1 - (line["writing"] + line["teacher"] + line["step"]) / line["all"] for line in lines]
         parts = {key: statistics.median(line[key] for line in lines) for key in ("writing", "teacher", "step", "all")}
         given = {
-            precision: run(folder, f"{folder / 'alike'}:support=candidates,top_k=32,precision={precision}", "reverse-kl",
-                           precision)[1]
+            precision: run(
+                folder, f"{folder / 'alike'}:support=candidates,top_k=32,precision={precision}", "reverse-kl", precision
+            )[1]
             for precision in ("float32", "fine", "standard")
         }  # fmt: skip
         told = ", ".join(f"{key} {value:.2f} s" for key, value in parts.items())

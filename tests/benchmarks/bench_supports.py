@@ -150,7 +150,6 @@ Make = Callable[[torch.Generator], Targets]
 def supports(probs: Tensor, realised: Tensor) -> dict[str, tuple[int, Make]]:
     """Return for each support its sets, and what makes one of them from a generator."""
     alone = torch.zeros_like(probs, dtype=torch.bool).scatter(1, realised[:, None], value=True)
-    sixteen = top_k(probs, realised, 16)
     nothing = torch.zeros(len(probs))
     found: dict[str, tuple[int, Make]] = {
         "cross-entropy: the realised token alone": (1, lambda _: ragged(alone, alone.float(), nothing)),
@@ -162,7 +161,9 @@ def supports(probs: Tensor, realised: Tensor) -> dict[str, tuple[int, Make]]:
         for sets in SETS:
             name = f"{kind} draws, {sets} set" + "s" * (sets > 1)
             found[f"sample: realised, {count} {name}"] = (sets, drawing(probs, alone, count, kind))
-        found[f"top-k+sample: 16, realised, 16 {kind} draws, 1 set"] = (1, drawing(probs, sixteen, 16, kind))
+        for size in (16, 8, 4) if kind == "systematic" else (16,):
+            name = f"top-k+sample: {size}, realised, {size} {kind} draws, 1 set"
+            found[name] = (1, drawing(probs, top_k(probs, realised, size), size, kind))
     return found
 
 
