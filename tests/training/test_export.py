@@ -18,6 +18,7 @@ from xtk.artifacts.run_folders import file_entries, write_run_manifest
 from xtk.errors import CorruptError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.checkpoint import copy_tokenizer_files
 from xtk.training.model_card import add_evaluation_table
 from xtk.training.sharded_state import ShardedStateReader
 from xtk.training.student_export import ExportConfig, export_student, size_in_bytes
@@ -64,6 +65,15 @@ def tied(tmp_path_factory, corpus) -> Path:
     (student / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "<|endoftext|>"}))
     run_xtk("distill", student, corpus, *TRAINING, 3, "-o", root / "run")
     return root / "run"
+
+
+def test_one_chat_template_is_copied_byte_by_byte(tmp_path):
+    source, folder = (tmp_path / name for name in ("source", "copy"))
+    source.mkdir()
+    folder.mkdir()
+    (source / "chat_template.jinja").write_bytes(b"{% for m in messages %}\r\n{{ m.content }}{% endfor %}\r\n")
+    copy_tokenizer_files(source, folder)
+    assert (folder / "chat_template.jinja").read_bytes() == (source / "chat_template.jinja").read_bytes()
 
 
 def test_a_second_chat_template_is_kept(tied, tmp_path):

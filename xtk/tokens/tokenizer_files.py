@@ -151,12 +151,16 @@ def _read_template(folder: Path, configuration: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
+# A second template, where a model folder has two in files.
+TOOL_USE_TEMPLATE = Path("additional_chat_templates", "tool_use.jinja")
+
+
 def combined_template_files(folder: Path) -> str | None:
     """Return the chat template in files of a folder: one, or two combined; None if there is none."""
     template = _read_template_file(folder / "chat_template.jinja")
     if template is None:
         return None
-    with_tools = _read_template_file(folder / "additional_chat_templates" / "tool_use.jinja")
+    with_tools = _read_template_file(folder / TOOL_USE_TEMPLATE)
     return combine_templates({"default": template, "tool_use": with_tools})
 
 

@@ -45,7 +45,7 @@ from xtk.artifacts.run_folders import (
 )
 from xtk.errors import CorruptError, XtkError
 from xtk.models.student_model_setup import is_peft_model, save_trainable
-from xtk.tokens.tokenizer_files import combined_template_files
+from xtk.tokens.tokenizer_files import TOOL_USE_TEMPLATE, combined_template_files
 from xtk.training import process_group
 from xtk.training.sharded_state import (
     SKIP_HINT,
@@ -72,7 +72,7 @@ def copy_tokenizer_files(source: Path, folder: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             shutil.copyfile(path, folder / path.name)
-    template = combined_template_files(source)
+    template = combined_template_files(source) if (source / TOOL_USE_TEMPLATE).is_file() else None
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
