@@ -31,8 +31,8 @@ xtk_processes.start_fork_server()
 
 # Minutes each; a module runs in one worker, since its tests share what takes long to make.
 LONGEST = ("test_interruptions", "test_layouts", "test_several_writers", "test_bad_input", "test_parity",
-           "test_on_policy", "test_loss_contract", "test_cache_teacher", "test_losses", "test_contract",
-           "test_remote_caches", "test_live_teacher", "test_doctor", "test_teachers", "test_align_statistics",
+           "test_on_policy", "test_loss_contract", "test_cache_teacher", "test_losses", "test_command_contract",
+           "test_remote_caches", "test_online_teacher", "test_doctor", "test_teachers", "test_align_statistics",
            "test_rollout", "test_inspect_caches")  # fmt: skip
 
 

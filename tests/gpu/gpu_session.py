@@ -103,7 +103,7 @@ STEPS = (
     Step("packing", 3, 30, _bench("packing"), _bench("packing", "--documents", "4", "--rounds", "1")),
     Step("vLLM teacher", 3, 80, ("-m", "pytest", "-q", "-m", "vllm", "tests/teachers/vllm_scoring"), needs=("vllm",)),
     Step("vLLM rollouts", 3, 70,
-         ("-m", "pytest", "-q", "-m", "vllm", "tests/rollouts/vllm_generation/test_on_policy_rounds.py"),
+         ("-m", "pytest", "-q", "-m", "vllm", "tests/rollouts/vllm_generation/test_on_policy_with_vllm.py"),
          needs=("vllm",)),
 )  # fmt: skip
 
