@@ -1,13 +1,13 @@
-"""On-policy distillation where it can be seen: sums of two numbers, of a teacher that writes digit by digit.
+"""On-policy distillation on a task with one right answer: sums of two numbers, with two different tokenizers.
 
     python examples/arithmetic.py --output FOLDER [--steps 100] [--seeds 3]
 
-The teacher's tokenizer takes digits one by one, the student's a whole number as one token; an answer is one letter, the
-sum in base 62. The teacher learnt from texts in which every other answer is drawn by lot: what it finds likeliest is
-right, what it writes often is not.
-A student that knows how an answer looks, and nothing else, goes on in several ways, each with as many steps and as many
-of the teacher's tokens: cross-entropy on what the teacher writes, distillation on what the teacher writes, and
-distillation on what the student writes. It is asked all sums at the end, and takes its likeliest tokens.
+The teacher's tokenizer has one token per digit, the student's one token per number. An answer is one letter, the sum in
+base 62. Half of the answers in the teacher's training data are random, so its most likely answer is right, and an
+answer that it samples is often wrong.
+Students start from a model that learned the form of an answer only. They train with cross-entropy on the teacher's
+answers, with a distillation loss on the teacher's answers, or with a loss on their own answers (on-policy). All take the
+same number of steps and of teacher tokens. Accuracy: the share of all sums with the right most likely answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers.utils import logging
 from xtk.commands.html_page import PAGE_END, page_start
 from xtk.commands.svg_curves import CURVE_STYLE, MetricCurve, curve_color, curves_figure
 
-NUMBERS, BY_LOT = 31, 0.5
+NUMBERS, RANDOM_FRACTION = 31, 0.5
 LETTERS = string.digits + string.ascii_letters  # of base 62
 START, END = "<s>", "</s>"
 JUDGE = "regex:pattern=^(.),column=answer,group=1"
@@ -80,16 +80,16 @@ def write_lines(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def make_data(folder: Path) -> None:
-    """Write what the teacher learns from, and the sums that are asked."""
-    draw = random.Random(0)
+    """Write the teacher's training data, and a prompt for each sum."""
+    rng = random.Random(0)
     pairs = [(one, two) for one in range(NUMBERS) for two in range(NUMBERS)]
     write_lines(folder / "prompts.jsonl", [_question(*pair) for pair in pairs])
     rows = []
     for _ in range(80):
         for one, two in pairs:
-            answer = draw.randrange(2 * NUMBERS - 1) if draw.random() < BY_LOT else one + two
+            answer = rng.randrange(2 * NUMBERS - 1) if rng.random() < RANDOM_FRACTION else one + two
             rows.append({"prompt": f"{one}+{two}=", "completion": LETTERS[answer]})
-    draw.shuffle(rows)
+    rng.shuffle(rows)
     write_lines(folder / "texts.jsonl", rows)
 
 
@@ -98,7 +98,7 @@ def _question(one: int, two: int) -> dict[str, str]:
 
 
 def xtk(*arguments: object, unless: str = "") -> str:
-    """Run a command; return what it printed, or "" if it failed with the message `unless`."""
+    """Run a command; return its output, or "" if it failed with the message `unless`."""
     done = subprocess.run(
         [sys.executable, "-m", "xtk", *map(str, arguments)], capture_output=True, text=True, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -110,24 +110,24 @@ def xtk(*arguments: object, unless: str = "") -> str:
     return done.stdout
 
 
-def say(line: str) -> None:
-    """Tell at once."""
+def print_now(line: str) -> None:
+    """Print a line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def accuracy(student: Path, questions: Path, output: Path) -> float:
-    """Return the share of sums that a model answers right, taking its likeliest tokens."""
+    """Return the share of sums whose most likely answer is right."""
     printed = xtk("rollout", student, questions, "--temperature", 0, "--max-completion-length", 6, "--quiet",
                   "--reward", JUDGE, "-o", output, "--force", "--json", unless="no rollout can be used")  # fmt: skip
-    return float(json.loads(printed)["mean_reward"]) if printed else 0.0  # all completions are empty
+    return float(json.loads(printed)["mean_reward"]) if printed else 0.0  # 0: all completions are empty
 
 
 WAYS = ("ce", "byte-kl", "on-policy byte-kl", "on-policy policy-gradient")
 
 
 def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: Path) -> list[object]:
-    """Return a way to go on as arguments of `xtk distill STUDENT`: `ce`, another LOSS, or `on-policy LOSS`."""
+    """Return the arguments of `xtk distill STUDENT` for `ce`, another LOSS, or `on-policy LOSS`."""
     if way == "ce":
         return [written, "--loss", "ce"]
     loss = way.removeprefix("on-policy ")
@@ -137,13 +137,13 @@ def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: P
 
 
 def main() -> None:
-    """Make everything, train in all ways, print the accuracies."""
+    """Make data and models, train the students, print their accuracies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="students that learn at a time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="students that train at the same time")
     parser.add_argument("--ways", nargs="*", default=WAYS, help="ce, LOSS or 'on-policy LOSS'")
     given = parser.parse_args()
     logging.set_verbosity_error()
@@ -156,26 +156,26 @@ def main() -> None:
     teacher, prompts = folder / "teacher", folder / "prompts.jsonl"
     xtk("distill", folder / "blank", folder / "texts.jsonl", "--loss", "ce", *TRAINING,
         "--max-steps", given.teacher_steps, "-o", teacher)  # fmt: skip
-    say(f"teacher, its likeliest answer: {accuracy(teacher, prompts, folder / 'answers.jsonl'):.3f}")
+    print_now(f"teacher, most likely answers: {accuracy(teacher, prompts, folder / 'answers.jsonl'):.3f}")
     count = given.steps * BATCH
     written, cache = folder / "written.jsonl", folder / "cache"
     generations = -(-count // NUMBERS**2)
     printed = xtk("rollout", teacher, prompts, "--num-generations", generations, "--max-completion-length", 6,
                "--seed", 1, "--reward", JUDGE, "--batch-tokens", 65536, "--quiet", "-o", written,
                "--json")  # fmt: skip
-    say(f"teacher, as it writes: {json.loads(printed)['mean_reward']:.3f}")
+    print_now(f"teacher, sampled answers: {json.loads(printed)['mean_reward']:.3f}")
     xtk("cache-teacher", teacher, written, "--top-k", 64, "--batch-tokens", 65536, "--quiet", "-o", cache)
     steps = [*range(0, given.steps, given.steps // POINTS), given.steps]
 
     def learn(student: Path, name: str, seed: int, start: float) -> list[float]:
-        """Train a student in one way; return its accuracy at the start and four times on its way."""
+        """Train a student; return its accuracy at the start, at checkpoints and at the end."""
         arguments = arguments_of(name, teacher, written, cache, prompts)
         output = student.parent / "".join(letter if letter.isalnum() else "-" for letter in name)
         xtk("distill", student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
             "--save-steps", given.steps // POINTS, "-o", output)  # fmt: skip
         stops = [*(output / f"checkpoint-{step}" for step in steps[1:-1]), output]
         curve = [start, *(accuracy(stop, prompts, Path(f"{output}-answers.jsonl")) for stop in stops)]
-        say(f"{seed} {name}: {' '.join(f'{value:.3f}' for value in curve)}")
+        print_now(f"{seed} {name}: {' '.join(f'{value:.3f}' for value in curve)}")
         return curve
 
     learned: dict[str, list[Future[list[float]]]] = {name: [] for name in given.ways}
@@ -194,20 +194,20 @@ def main() -> None:
     curves = {name: [one.result() for one in of_seeds] for name, of_seeds in learned.items()}
     for name, of_seeds in curves.items():
         last = [curve[-1] for curve in of_seeds]
-        say(f"{name}: {statistics.mean(last):.3f} ({', '.join(f'{value:.3f}' for value in last)})")
+        print_now(f"{name}: {statistics.mean(last):.3f} ({', '.join(f'{value:.3f}' for value in last)})")
     (folder / "curves.json").write_text(json.dumps({"steps": steps, "curves": curves}))
-    draw(folder / "curves.html", steps, curves)
+    write_figure(folder / "curves.html", steps, curves)
 
 
-def draw(path: Path, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
-    """Draw how many sums students answer right, a line a seed."""
-    drawn = [
+def write_figure(path: Path, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
+    """Write a page with a figure of the accuracies: a curve for each student."""
+    metric_curves = [
         MetricCurve(f"{name}, seed {seed}", number, list(zip(steps, curve, strict=True)))
         for number, (name, of_seeds) in enumerate(curves.items())
         for seed, curve in enumerate(of_seeds)
     ]
     legend = " ".join(f'<span style="color: {curve_color(number)}">{name}</span>' for number, name in enumerate(curves))
-    figure = curves_figure("sums answered right", f"by steps of {BATCH} answers", drawn)
+    figure = curves_figure("sums answered right", f"by steps of {BATCH} answers", metric_curves)
     path.write_text(f"{page_start('Arithmetic', CURVE_STYLE)}<p>{legend}</p>\n{figure}{PAGE_END}", encoding="utf-8")
 
 

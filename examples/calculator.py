@@ -13,12 +13,12 @@ LONGEST = 200  # characters of an expression
 
 
 class Calculator:
-    """Answers each `<<EXPRESSION=` with its value, and says nothing where there is nothing to calculate."""
+    """Returns the value of each `<<EXPRESSION=`, and nothing for other text."""
 
     role = "tool"
 
     def reset(self, record):
-        """Begin with an empty page; the prompt says all there is to say."""
+        """Begin without a first message; the prompt is complete."""
         self.page = ""
 
     def step(self, text):

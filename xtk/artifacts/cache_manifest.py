@@ -242,7 +242,7 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
         raise CorruptError("this file is not the manifest of a teacher cache", where=where, hint=again)
     if manifest["version"] != VERSION:
         raise cache_version_error(manifest["version"], where)
-    # Byte by byte: JSON says the same in more than one way.
+    # Byte by byte: JSON has several spellings of one value.
     try:
         whole = manifest.get("checksum") == manifest_checksum(manifest) and manifest_bytes(manifest) == content
     except (ValueError, TypeError, RecursionError):  # lone surrogates; "shards" is not a list

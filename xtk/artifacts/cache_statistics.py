@@ -30,7 +30,7 @@ class PositionStatistics:
         num_exact_ids: int64 [N], number of ids with exact log-probabilities.
         num_sampled_ids: float64 [N], distinct ids in a sample set, averaged over sets; 0 without samples.
         observed_outside_top: bool [N], whether the observed token is outside of the top-k or top-p set; None if the
-            support does not tell.
+            support does not determine it.
         observed_ids: int32 [N], the observed tokens.
     """
 
@@ -78,7 +78,7 @@ def _mean_sampled_ids(scores: StoredLogprobs) -> NDArray[np.float64]:
 
 
 def _observed_outside_top(scores: StoredLogprobs, options: dict[str, Any]) -> NDArray[np.bool_] | None:
-    """Return where the observed token is stored in addition to the top tokens; None if the support does not tell."""
+    """Return where the observed token is stored in addition to the top tokens; None for other supports."""
     support = options.get("support")
     if support in ("top-k", "top-k+sample"):
         more: NDArray[np.bool_] = np.diff(scores.offsets) > int(options["top_k"])

@@ -163,12 +163,12 @@ class InMemoryCorpus(Corpus):
         return InMemoryCorpus, (self.documents, self.sources, self.columns)
 
 
-def parse_columns_option(value: str | None, **asked: str) -> dict[str, str]:
+def parse_columns_option(value: str | None, **field_columns: str) -> dict[str, str]:
     """Return {field: column} for `--columns prompt=question,completion=answer`.
 
     Args:
         value: the value of --columns.
-        asked: columns with a separate option, by field; "": not given.
+        field_columns: columns with a separate option, by field; "": not given.
     """
     pairs = [part.split("=", 1) for part in value.split(",")] if value else []
     names = [pair[0].strip() for pair in pairs]
@@ -180,7 +180,7 @@ def parse_columns_option(value: str | None, **asked: str) -> dict[str, str]:
     if named := sorted(set(names) & set(OPT_IN_FIELDS)):
         raise XtkError(f"--columns cannot set the field {named[0]}", hint=f"use --{named[0]}-column COLUMN")
     columns = {name: pair[1].strip() for name, pair in zip(names, pairs, strict=True)}
-    return {**columns, **{field: column for field, column in asked.items() if column}}
+    return {**columns, **{field: column for field, column in field_columns.items() if column}}
 
 
 class CorpusFingerprint:

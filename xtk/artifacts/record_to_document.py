@@ -95,17 +95,17 @@ def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> 
     """
     row = _RecordReader(record, columns, where)
     fields = [field for field in ("prompt", "messages", "text") if field in row and row[field] is not None]
-    asked = [field for field in ("prompt", "messages", "text") if field in columns]
-    if asked and asked[0] not in row:
-        raise row.missing_column_error(asked[0])
-    if not asked and not fields:
+    requested = [field for field in ("prompt", "messages", "text") if field in columns]
+    if requested and requested[0] not in row:
+        raise row.missing_column_error(requested[0])
+    if not requested and not fields:
         raise XtkError(
             "this document has no column prompt, messages or text; its columns: "
             f"{', '.join(map(str, record)) or 'none'}",
             where=where,
             hint="use --columns prompt=COLUMN, messages=COLUMN or text=COLUMN",
         )
-    field = (asked or fields)[0]
+    field = (requested or fields)[0]
     try:
         document = _text_or_conversation([row[field]], row, (field,))
         if document.conversation is None:
@@ -177,10 +177,10 @@ def _missing_column_hint(field: str) -> str:
 
 def _content_kind(row: _RecordReader) -> str:
     """Return the key of CONTENT_FIELDS to read from a record; fields named in `--columns` take precedence."""
-    asked = {field for fields in CONTENT_FIELDS.values() for field in fields if field in row.columns}
-    found = [name for name, fields in CONTENT_FIELDS.items() if asked.intersection(fields)]
+    requested = {field for fields in CONTENT_FIELDS.values() for field in fields if field in row.columns}
+    found = [name for name, fields in CONTENT_FIELDS.items() if requested.intersection(fields)]
     there = [name for name, fields in CONTENT_FIELDS.items() if all(field in row for field in fields)]
-    if not asked:
+    if not requested:
         found = [name for name in there if any(row[field] is not None for field in CONTENT_FIELDS[name])] or there
     if "input_ids" in found and len(found) > 1:
         raise XtkError(

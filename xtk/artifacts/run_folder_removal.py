@@ -33,7 +33,7 @@ _SUBFOLDER_FILE_NAMES = {
     "adapter": re.compile(r"adapter_config\.json|adapter_model(-\d{5}-of-\d{5})?\.safetensors"),
 }
 _STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*|best-0")
-# Of the rollouts of a run; `rounds` is the folder of versions up to 2 of the recipe, which --force replaces.
+# Folders of a run's rollouts; `rounds` is that of versions up to 2 of the recipe, which --force replaces.
 ROLLOUT_BATCHES, _OLD_ROLLOUT_BATCHES, _TRACKERS = "rollout_batches", "rounds", "trackers"
 COMPARISON_FILE = "comparison.json"
 ROLLOUT_FILE_NAMES = re.compile(r"rollouts-(\d{5})-of-(\d{5})\.jsonl")

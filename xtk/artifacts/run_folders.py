@@ -39,7 +39,7 @@ _SUBFOLDER_FILE_NAMES = {TRAINER_FOLDER: _TRAINER_FILE_NAMES, ADAPTER_FOLDER: _L
 _NUMBERS = {CHECKPOINT: re.compile(r"[1-9][0-9]*"), BEST: re.compile(r"0|[1-9][0-9]*")}
 _MAX_JSON_BYTES = 64 << 20  # bytes of a JSON file
 _BLOCK_BYTES, _HASH_THREADS = 1 << 18, 4
-_ALTERED_FILE_HINT = "restore the original file from a copy; to edit a student, first copy it with xtk export"
+_CHANGED_FILE_HINT = "restore the original file from a copy; to edit a student, first copy it with xtk export"
 
 
 def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Path]]:
@@ -267,7 +267,7 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
     stated = {key: value for key, value in content.items() if key != "checksum"}
     if content.get("checksum") != sha256(canonical_json(stated)):
         raise CorruptError(
-            "the manifest of this folder does not match its checksum", where=str(path), hint=_ALTERED_FILE_HINT
+            "the manifest of this folder does not match its checksum", where=str(path), hint=_CHANGED_FILE_HINT
         )
     if not isinstance(content.get("kind"), str) or (kinds and content["kind"] not in kinds):
         raise CorruptError(
@@ -277,7 +277,7 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
         )
     if not _is_valid_manifest(content, str(path)):
         raise CorruptError(
-            "the manifest of this folder contains an invalid value", where=str(path), hint=_ALTERED_FILE_HINT
+            "the manifest of this folder contains an invalid value", where=str(path), hint=_CHANGED_FILE_HINT
         )
     return content
 
@@ -386,7 +386,7 @@ def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
         raise CorruptError(
             "this file is listed in the manifest, but it is missing",
             where=str(folder / name),
-            hint=_ALTERED_FILE_HINT,
+            hint=_CHANGED_FILE_HINT,
         ) from None
     with os.fdopen(descriptor, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -394,13 +394,13 @@ def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
         raise CorruptError(
             f"this file has {size:,} bytes, but must have {entry['bytes']:,} according to the manifest",
             where=str(folder / name),
-            hint=_ALTERED_FILE_HINT,
+            hint=_CHANGED_FILE_HINT,
         )
 
 
 def _check_checksum(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
     if _file_entry(folder, name) != {key: entry[key] for key in ("bytes", "checksum")}:
-        raise CorruptError("this file does not match its checksum", where=str(folder / name), hint=_ALTERED_FILE_HINT)
+        raise CorruptError("this file does not match its checksum", where=str(folder / name), hint=_CHANGED_FILE_HINT)
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
@@ -413,11 +413,11 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular_file(path.parent, path.name, _MAX_JSON_BYTES).decode())
     except (ValueError, RecursionError) as wrong:
-        raise CorruptError(f"this file is not JSON: {wrong!s:.200}", where=str(path), hint=_ALTERED_FILE_HINT) from None
+        raise CorruptError(f"this file is not JSON: {wrong!s:.200}", where=str(path), hint=_CHANGED_FILE_HINT) from None
     if not isinstance(content, dict):
         raise CorruptError(
             "this file must contain a JSON object, but contains another JSON value",
             where=str(path),
-            hint=_ALTERED_FILE_HINT,
+            hint=_CHANGED_FILE_HINT,
         )
     return content

@@ -197,16 +197,19 @@ def to_teacher_logprobs(stored_logprobs: StoredLogprobs, sample_set: int | None)
     at_sampled, chosen = _range_indices(offsets[:-1] + exact, sampled), _range_indices(first, sampled)
     counts = stored_logprobs.sample_counts[chosen].astype(np.float64)
     owner = np.repeat(np.arange(size), sampled)
-    draws = np.bincount(owner, counts, minlength=size)
+    num_samples = np.bincount(owner, counts, minlength=size)
     with np.errstate(divide="ignore"):
-        share = np.log(counts) + np.log(stored_logprobs.remainder_mass.astype(np.float64) / np.maximum(draws, 1))[owner]
+        share = (
+            np.log(counts)
+            + np.log(stored_logprobs.remainder_mass.astype(np.float64) / np.maximum(num_samples, 1))[owner]
+        )
     ids[at_sampled], logprobs[at_sampled] = stored_logprobs.sample_ids[chosen], share
     return TeacherLogprobs(
         positions=stored_logprobs.positions,
         offsets=offsets,
         ids=ids,
         logprobs=logprobs,
-        remainder_mass=np.where(draws > 0, np.float32(0), stored_logprobs.remainder_mass),
+        remainder_mass=np.where(num_samples > 0, np.float32(0), stored_logprobs.remainder_mass),
         observed_logprobs=stored_logprobs.observed_logprobs,
         entropy=stored_logprobs.entropy,
         exact_counts=exact,

@@ -237,7 +237,7 @@ def visible_bytes(spelling: bytes) -> str:
     if not spelling:
         return "<i>∅</i>"
     text = spelling.decode("utf-8", "surrogateescape")
-    # A combining mark at the start would be drawn on top of the previous character.
+    # A combining mark at the start would be rendered on top of the previous character.
     parts = ["<i>◌</i>"] if unicodedata.category(text[0]).startswith("M") else []
     for character in text:
         if "\udc80" <= character <= "\udcff":
@@ -245,8 +245,8 @@ def visible_bytes(spelling: bytes) -> str:
         elif character == " ":
             parts.append("<i>·</i>")
         else:
-            drawn = visible_symbol(character)
-            parts.append(f"<i>{drawn}</i>" if drawn else escape(character))
+            symbol = visible_symbol(character)
+            parts.append(f"<i>{symbol}</i>" if symbol else escape(character))
     return "".join(parts)
 
 

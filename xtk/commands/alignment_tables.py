@@ -53,9 +53,9 @@ def alignment_tables(record: dict[str, Any]) -> list[TextTable]:
 
 def print_alignment_tables(record: dict[str, Any]) -> None:
     """Print the tables: formatted on a terminal, plain text elsewhere."""
-    drawn = terminal.stdout_is_terminal()
+    formatted = terminal.stdout_is_terminal()
     for table in alignment_tables(record):
-        if drawn:
+        if formatted:
             _print_rich_table(table)
         else:
             _print_plain_table(table)
@@ -146,15 +146,15 @@ def _why(document: dict[str, Any]) -> str:
 def _print_rich_table(table: TextTable) -> None:
     from rich import box
     from rich.console import Console
-    from rich.table import Table as Drawn
+    from rich.table import Table as RichTable
     from rich.text import Text
 
-    drawn = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
+    rich_table = RichTable(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
     for head, right in zip(table.column_titles, numeric_columns(table), strict=True):
-        drawn.add_column(Text(head), justify="right" if right else "left", no_wrap=True)
+        rich_table.add_column(Text(head), justify="right" if right else "left", no_wrap=True)
     for row in table.rows:
-        drawn.add_row(*(Text(terminal.printable(cell)) for cell in row))
-    print_wide(Console(force_terminal=True, highlight=False, file=terminal.result_stream()), drawn)
+        rich_table.add_row(*(Text(terminal.printable(cell)) for cell in row))
+    print_wide(Console(force_terminal=True, highlight=False, file=terminal.result_stream()), rich_table)
 
 
 def _print_plain_table(table: TextTable) -> None:

@@ -70,6 +70,6 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     client, path = ServiceClient(options.server, service), Path(options.output)
     claim_output(path, ANSWERS, inputs=options.data)
     with only_writer_of_path(path, "file of answers"):
-        client.ask(requests, AnswerFile(path, requests))
+        client.request_answers(requests, AnswerFile(path, requests))
     result = {"path": options.output, "kind": "answers", "answers": len(requests), "cost": round(client.cost, 6)}
     terminal.result_artifact(result, as_json=options.as_json)

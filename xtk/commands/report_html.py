@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xtk.commands.completions_html import GeneratedSample
     from xtk.evaluation.evaluation_result_files import EvaluationResult
 
-CLOCK_METRICS = ("step", "training_seconds", "tokens")  # are no curves
+CLOCK_METRICS = ("step", "training_seconds", "tokens")  # not drawn as curves
 GENERATION_METRICS = ("reward", "is_on_policy_step", "staleness_steps", "rollout_")
 TRAINING_METRICS = (
     "learning_rate", "gradient_norm", "tokens_per_second", "peak_memory_gib", "data_wait_fraction",
@@ -196,9 +196,9 @@ def _curves(runs: Sequence[ReportedRun]) -> Iterator[str]:
             continue
         yield f'<section>\n<h2>{section}</h2>\n<div class="pictures">\n'
         for metric in here:
-            drawn = [svg_curves.MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs)]
+            curves = [svg_curves.MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs)]
             yield svg_curves.curves_figure(
-                metric, METRIC_UNITS.get(metric, ""), [curve for curve in drawn if curve.points]
+                metric, METRIC_UNITS.get(metric, ""), [curve for curve in curves if curve.points]
             )
         yield "</div>\n</section>\n"
 

@@ -15,7 +15,7 @@ DASHES = ("none", "6 3", "2 3", "8 3 2 3")
 # Long curves are drawn as the lowest and highest point of this many intervals, so that spikes stay visible.
 THINNED_INTERVALS = 250
 APPROXIMATE_TICKS = 4
-MAX_DRAWN = 1e300  # larger values are drawn at the edge: their difference is not finite
+MAX_VALUE = 1e300  # larger values are drawn at the edge: their difference is not finite
 
 CURVE_STYLE = "polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }\ncircle { stroke: none; }\n"
 
@@ -109,8 +109,8 @@ def _grid(across: tuple[float, float], up: tuple[float, float]) -> str:
 
 
 def _scale(values: Iterable[float]) -> tuple[float, float]:
-    """Return a non-empty range that contains the values, up to `MAX_DRAWN`, with a margin."""
-    values = [min(max(value, -MAX_DRAWN), MAX_DRAWN) for value in values]
+    """Return a non-empty range that contains the values, up to `MAX_VALUE`, with a margin."""
+    values = [min(max(value, -MAX_VALUE), MAX_VALUE) for value in values]
     low, high = min(values), max(values)
     if low == high == 0:
         return -0.03, 1.0

@@ -237,7 +237,7 @@ class Harness:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         if config.apply_chat_template:
             tokenizer.chat_template  # noqa: B018 - raises if there is none
-        # Text after the end is no answer: rows of a batch that have ended go on until all have.
+        # Text after the end is not part of the answer: rows of a batch that have ended go on until all have.
         stop_ids = tokenizer.stop_ids | stop_token_ids(inner) & tokenizer.special_token_names.keys()
         try:
             with _silence_output() as stderr, preserve_random_states(), generation_mode(inner, stop_ids):

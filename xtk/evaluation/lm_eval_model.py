@@ -105,7 +105,7 @@ class HarnessModel:
 
 
 def check_finite_logits(model: Any) -> None:
-    """Refuse a model whose logits are not finite: its likeliest answers would have scores like any others.
+    """Refuse a model whose logits are not finite: its most likely answers would have scores like any others.
 
     Raises:
         NonFiniteModelError: the logits of the token 0 are not.
@@ -145,5 +145,5 @@ def harness_tokenizer(tokenizer: Tokenizer) -> Any:
 
 
 def _without_progress(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a method of the harness without its progress bars, which some callers ask for in spite of `disable_tqdm`."""
+    """Call a method of the harness without its progress bars, which some callers request in spite of `disable_tqdm`."""
     return method(*arguments, **{**options, "disable_tqdm": True})

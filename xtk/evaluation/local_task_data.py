@@ -213,9 +213,9 @@ class CodeProblems:
         samples: list[dict[str, Any]] = []
 
         def keep(prompt: Prompt, one: Rollout) -> None:
-            asked = "\n".join(segment.text for segment in prompt.document.segments)
+            prompt_text = "\n".join(segment.text for segment in prompt.document.segments)
             text = "".join(segment.text for segment in one.document.segments if segment.train)
-            samples.append({"task": self.name, "problem": prompt.number, "filter": "none", "prompt": [asked],
+            samples.append({"task": self.name, "problem": prompt.number, "filter": "none", "prompt": [prompt_text],
                             "answers": [text], "pass@1": one.reward})  # fmt: skip
 
         stop: Sequence[str] = () if self._chat else self._task.stop_strings

@@ -119,7 +119,7 @@ def _support_of(row: Row) -> str:
 
 
 def _find_codec(sources: Sequence[str]) -> DistillKitCodec | None:
-    """Return the codec of DistillKit that is described beside the files; None: none is."""
+    """Return the codec of DistillKit that is described next to the files; None: there is no description."""
     folders = {path if path.is_dir() else path.parent for path in map(Path, sources)}
     codecs = {DistillKitCodec.load(path) for folder in sorted(folders) if (path := folder / CONFIG).is_file()}
     if len(codecs) > 1:

@@ -16,7 +16,7 @@ from xtk.tokens.document import Document
 from xtk.tokens.message_parts import REASONING_KEYS
 from xtk.tokens.token_sequence import TokenSequence
 
-# Spellings of special tokens in answers: services name them, although they are no text.
+# Spellings of special tokens in answers: services name them, although they are not part of the text.
 _SPECIAL = re.compile(
     r"<\|[^|<>]{1,40}\|>|<\uff5c[^\uff5c<>]{1,60}\uff5c>|</?s>|<(eos|bos|pad|unk|end_of_turn|start_of_turn)>"
 )

@@ -15,7 +15,7 @@ from xtk.errors import XtkError
 
 CONFIG = "compression_config.yaml"
 _NUM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_MAX_EXCESS = 0.1  # of a sum of probabilities; polynomials are no exact values
+_MAX_EXCESS = 0.1  # of a sum of probabilities; values from polynomials are not exact
 _MAX_K, _MAX_VOCABULARY = 65536, 10_000_000
 
 

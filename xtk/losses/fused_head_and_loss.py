@@ -86,7 +86,7 @@ class FusedLossFunction(torch.autograd.Function):
         """Return the unscaled sum of each term, [terms]; `backward` returns gradients of the scaled total.
 
         `pairs` are the inputs of the head's matrices, followed by the matrices. Whether gradients are enabled is an
-        argument, since they are never enabled here, and what autograd says of the inputs does not depend on it.
+        argument, since they are never enabled here, and `requires_grad` of the inputs does not depend on it.
         """
         ctx.head, ctx.terms, ctx.chunk = head, terms, chunk
         ctx.save_for_backward(bias, *pairs)

@@ -62,8 +62,8 @@ class SharedVocabularyCells(LossCells):
     Attributes:
         teacher_probs, remainder_probs: the teacher's probabilities, divided by its mass on shared tokens.
         paired_tokens: int32 [n], the student's shared tokens.
-        top_k: compare only so many cells of an item, those that the student finds the most likely, and add the others
-            to the remainders; 0, or with the forward KL: compare all.
+        top_k: number of cells of an item to compare, the student's most likely ones; the others are added to the
+            remainders. 0, or with the forward KL: all.
     """
 
     paired_tokens: Tensor

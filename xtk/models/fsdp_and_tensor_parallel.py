@@ -28,7 +28,7 @@ def apply_tensor_parallel(model: Any, mesh: Any) -> None:
         mesh: a one-dimensional device mesh.
 
     Raises:
-        XtkError: transformers has no plan for the model, or cannot shard it into so many parts.
+        XtkError: transformers has no plan for the model, or cannot shard it into that number of parts.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism

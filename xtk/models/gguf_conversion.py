@@ -76,7 +76,7 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
 def set_rope_scaling(path: Path, header: GgufHeader, config: Any) -> dict[str, Any] | None:
     """Add the scaling of the rotary embedding to a configuration that lacks it, and return it."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    rope = rope.get("full_attention") or rope  # Gemma's local layers have frequencies of their own, without a scaling
+    rope = rope.get("full_attention") or rope  # Gemma's local layers have separate frequencies, without a scaling
     if rope.get("rope_type", "default") != "default":  # the loader has read it
         return None
     scaling = rope_scaling(path, header, theta=float(rope.get("rope_theta", 10000.0)))

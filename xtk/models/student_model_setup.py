@@ -258,8 +258,8 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
                 raise loading_error(found, wrong) from wrong
         names = [name for name, _ in model.named_modules()]
         targets = config.lora_target_modules
-        for asked in (() if targets == ALL_LINEAR else targets, config.lora_modules_to_save):
-            _check_module_names(names, asked)
+        for module_names in (() if targets == ALL_LINEAR else targets, config.lora_modules_to_save):
+            _check_module_names(names, module_names)
         tied = _tied_embedding_names(model)
         if targets != ALL_LINEAR and set(targets) & tied:
             raise XtkError(

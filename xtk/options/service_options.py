@@ -12,7 +12,7 @@ MODES = (CHAT, TEXT, ECHO)
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """How a service is asked."""
+    """How requests are sent to a service."""
 
     mode: str = option(
         CHAT,

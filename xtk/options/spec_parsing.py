@@ -1,4 +1,4 @@
-"""Parsing of `NAME:key=value,...` and `key=value,...`: the options that have options of their own."""
+"""Parsing of `NAME:key=value,...` and `key=value,...`: options with sub-options."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _wait(
 def _exceeds(process: int, proc: int, memory: int) -> bool:
     """Return whether a process and its descendants use more than `memory` bytes."""
     every = sandbox_isolation.process_tree(process, proc)
-    # Half: the kernel's per-CPU counters lag behind. The exact measurement reads the page tables.
+    # Half: the kernel's per-CPU counters are late. The exact measurement reads the page tables.
     if (
         sandbox_isolation.memory_upper_bound(every, proc) <= memory // 2
         or sandbox_isolation.memory_in_use(every, proc) <= memory

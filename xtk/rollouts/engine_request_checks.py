@@ -72,7 +72,7 @@ def num_requested_top_ids(sampling: SamplingConfig, tokenizer: Tokenizer, vocab_
 def checked_completion(
     ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
-    likeliest_ids: NDArray[np.int32],
+    sorted_top_ids: NDArray[np.int32],
     hit_stop_string: bool,
     sampling: SamplingConfig,
     tokenizer: Tokenizer,
@@ -82,7 +82,7 @@ def checked_completion(
     Args:
         ids: int32 [n].
         logprobs: float32 [n]; nan is kept.
-        likeliest_ids: int32 [n, K], most likely first; K is `num_requested_top_ids`.
+        sorted_top_ids: int32 [n, K], most likely first; K is `num_requested_top_ids`.
         hit_stop_string: whether one of `sampling.stop` ended it.
         sampling: as requested.
         tokenizer: the student's.
@@ -111,11 +111,11 @@ def checked_completion(
         )
     count = _until_text(ids, sampling, tokenizer)
     if count is not None:  # vLLM detects a stop string only at complete characters, maybe some tokens later
-        ids, logprobs, likeliest_ids, hit_stop_string = ids[:count], logprobs[:count], likeliest_ids[:count], True
+        ids, logprobs, sorted_top_ids, hit_stop_string = ids[:count], logprobs[:count], sorted_top_ids[:count], True
     ended = int(ids[-1]) in tokenizer.stop_ids
     finish = "stop" if ended else "stop-string" if hit_stop_string else "length"
     top_ids = (
-        valid_top_ids(likeliest_ids, min(sampling.top_logprobs, len(tokenizer)), tokenizer)
+        valid_top_ids(sorted_top_ids, min(sampling.top_logprobs, len(tokenizer)), tokenizer)
         if sampling.top_logprobs
         else None
     )

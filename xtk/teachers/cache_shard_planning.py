@@ -141,7 +141,7 @@ def make_shard_plan(
     plan.optional_columns = [name for name in OPT_IN_FIELDS if name in corpus.columns]
     longest = (0, 0)
     rewritten: list[int] = []
-    empty = drawn = untrained = 0
+    empty = with_sampled_tokens = untrained = 0
     lost = NormalizationLoss(tokenizer.name)
     for document, tokens in _tokenized_documents(corpus, tokenizer, fingerprint):
         if not log_prefix:
@@ -159,7 +159,7 @@ def make_shard_plan(
             longest = max(longest, (len(tokens), plan.num_documents))
         empty += not document.text
         untrained += bool(document.text) and not tokens.train_mask.any()
-        drawn += document.sampled_tokens is not None
+        with_sampled_tokens += document.sampled_tokens is not None
         pieces = _fit_to_limit(sharding, tokenizer, document, tokens)
         for number, (cached, piece) in enumerate(pieces):
             plan.add_chunk(plan.num_documents, number, piece)
@@ -167,7 +167,7 @@ def make_shard_plan(
                 on_document(cached, piece)
         plan.num_documents += 1
     plan.fingerprint = str(fingerprint)
-    plan.optional_columns += ["sampled_tokens"] if drawn else []
+    plan.optional_columns += ["sampled_tokens"] if with_sampled_tokens else []
     if plan.num_too_long:
         _report_too_long(sharding, corpus, plan, *longest, log_prefix)
     if empty and log_prefix:
@@ -311,11 +311,11 @@ def _split_document(
     ends = tokens.byte_ends[tokens.text_mask]
     ends = np.unique(ends[[end > 0 and (end == len(text) or text[end] & 0xC0 != 0x80) for end in ends.tolist()]])
     # Reserve an end token and a small margin: a chunk may have more tokens than the same text in the whole document.
-    room = max(1, limit - int(tokens.text_runs[0, 0]) - 2 - limit // 64)
+    max_chunk_tokens = max(1, limit - int(tokens.text_runs[0, 0]) - 2 - limit // 64)
     start = 0
     while start < len(text):
         held = int(np.searchsorted(ends, start, side="right"))
-        for size in (room, room // 2, room // 4, 1):
+        for size in (max_chunk_tokens, max_chunk_tokens // 2, max_chunk_tokens // 4, 1):
             stop = int(ends[min(held + max(size, 1) - 1, len(ends) - 1)])
             piece = document.byte_slice(start, stop)
             (sequence,) = tokenize_documents(tokenizer, [piece])

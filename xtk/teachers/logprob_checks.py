@@ -41,7 +41,7 @@ def check_scored_document(
         hints: what to do about invalid shapes or ids ("arrays"), values ("values") and logits ("logits").
 
     Raises:
-        XtkError: says what is invalid.
+        XtkError: names what is invalid.
     """
     scores = scored.stored_logprobs
     if wrong := _wrong_shapes(scores, scored, support):

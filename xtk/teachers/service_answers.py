@@ -57,7 +57,7 @@ def make_requests(documents: Iterable[Document], server: str, options: ServiceOp
     Args:
         documents: the documents.
         server: URL of the service, followed by `#MODEL`.
-        options: how it is asked.
+        options: how requests are sent.
 
     Raises:
         XtkError: the URL has no model, or a document does not fit the mode.
@@ -316,14 +316,14 @@ def _reported_tokens(response: Mapping[str, Any], key: str) -> float:
 
 
 class ServiceClient:
-    """Asks a service, within the limits of the options.
+    """Sends requests to a service, within the limits of the options.
 
     Args:
         server: its URL.
-        options: how it is asked.
+        options: how requests are sent.
 
     Raises:
-        XtkError: it is no URL, or the key's variable is not set.
+        XtkError: it is not a URL, or the key's variable is not set.
     """
 
     def __init__(self, server: str, options: ServiceOptions) -> None:
@@ -349,8 +349,8 @@ class ServiceClient:
         """The cost of all answers, also of those that were in the file."""
         return self._usage.cost
 
-    def ask(self, requests: Sequence[ServiceRequest], file: AnswerFile) -> None:
-        """Ask for all answers that the file does not have.
+    def request_answers(self, requests: Sequence[ServiceRequest], file: AnswerFile) -> None:
+        """Request all answers that the file does not have.
 
         Raises:
             ResumableStop: the limit of the cost is reached.
@@ -363,7 +363,7 @@ class ServiceClient:
             self._endpoint.answers_as = self._endpoint.answers_as or stored.model
         left = {key: one for key, one in unique.items() if key not in file.answers}
         with terminal.Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
-            gather_responses(self._pool, [self._ask_one(one, file, progress) for one in left.values()])
+            gather_responses(self._pool, [self._request_answer(one, file, progress) for one in left.values()])
         if self._error is not None:
             raise self._error
         if self._stopped:
@@ -376,7 +376,7 @@ class ServiceClient:
                 f"{self._options.top_logprobs}; the rest is in the remainder"
             )
 
-    async def _ask_one(self, request: ServiceRequest, file: AnswerFile, progress: Any) -> None:
+    async def _request_answer(self, request: ServiceRequest, file: AnswerFile, progress: Any) -> None:
         async with self._slots:
             if not await self._wait_for_turn(request):
                 return

@@ -69,7 +69,7 @@ class ChatTemplate:
             arguments: other variables of the template; `add_generation_prompt=True` appends the start of a reply.
 
         Raises:
-            XtkError: the template refuses the messages (roles that do not alternate, say), or exceeds its limits.
+            XtkError: the template refuses the messages (e.g. roles that do not alternate), or exceeds its limits.
         """
         return self._render_as_given(self.conventions.apply(messages), tools, **arguments)
 
@@ -87,9 +87,9 @@ class ChatTemplate:
     @cached_property
     def generation_prompt(self) -> str:
         """The template's text that starts a reply; "" if it has none, or refuses a conversation of one question."""
-        asked = [{"role": "user", "content": "a"}]
+        question = [{"role": "user", "content": "a"}]
         try:
-            before, text = self.render(asked), self.render(asked, add_generation_prompt=True)
+            before, text = self.render(question), self.render(question, add_generation_prompt=True)
         except XtkError:
             return ""
         return text[len(before) :] if text.startswith(before) else ""

@@ -84,7 +84,7 @@ def _parts_of(number: int, message: Mapping[str, Any]) -> Iterator[MessagePart]:
 
 
 def write_arguments(arguments: Any) -> tuple[str, tuple[ArgumentLeaf, ...]]:
-    """Return arguments as text, and their leaves; arguments that are no JSON object are their own text."""
+    """Return arguments as text, and their leaves; arguments that are not a JSON object are their own text."""
     if isinstance(arguments, str):
         return arguments, (ArgumentLeaf((), False, arguments, 0, len(arguments)),) if arguments else ()
     writer = _ArgumentWriter()

@@ -2,8 +2,8 @@
 
 A conversation is rendered a second time with a placeholder for each part, and for each leaf of a tool call's arguments.
 Between the placeholders is the template's own text, so walking along it finds where each part is in the first
-rendering, whichever text the parts have. Only where a template looks into the parts (it splits a content at
-`</think>`, say) this fails; then each part is searched for in the range that depends on it.
+rendering, whichever text the parts have. Only where a template looks into the parts (for example, it splits
+a content at `</think>`) this fails; then each part is searched for in the range that depends on it.
 """
 
 from __future__ import annotations

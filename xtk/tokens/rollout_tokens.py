@@ -99,7 +99,7 @@ def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledToken
 def _decode_run(tokenizer: Tokenizer, ids: NDArray[np.int32], text: str, *, is_first: bool) -> DecodedTokens:
     """Return a decoded run of sampled tokens, the first of a document without the space in front if its text has none.
 
-    The document does not say whether its student had a prompt: it may have that of a teacher now.
+    The document does not record whether its student had a prompt: it may have that of a teacher now.
     """
     decoded = decode_tokens(tokenizer, ids)
     return decode_tokens(tokenizer, ids, at_text_start=True) if is_first and decoded.text != text else decoded

@@ -1,7 +1,7 @@
-"""How a chat template wants its messages: which key has the reasoning, and which form tool calls have.
+"""What a chat template expects of messages: which key has the reasoning, and which form tool calls have.
 
-Templates differ in this without saying so. The key is read from the template's source; forms of calls are tried once,
-on a short conversation.
+Templates differ in this without declaring it. The key is read from the template's source; forms of calls are tried
+once, on a short conversation.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ def _count_written(conventions: TemplateConventions, render: Callable[[Messages]
     """Return how much of a call the template writes in this form: its name, and its arguments as JSON or text."""
     function = {"name": _PROBE_NAME, "arguments": {_PROBE_KEY: "v"}}
     call = {"type": "function", "id": "a1b2c3d4e", "function": function}
-    asked: Messages = [
+    call_messages: Messages = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
-    answered = {"role": "tool", "content": "r", "tool_call_id": "a1b2c3d4e", "name": "f"}
-    tries: tuple[Messages, ...] = (asked, [*asked, answered])
+    tool_result = {"role": "tool", "content": "r", "tool_call_id": "a1b2c3d4e", "name": "f"}
+    tries: tuple[Messages, ...] = (call_messages, [*call_messages, tool_result])
     for messages in tries:
         try:
             text = render(conventions.apply(messages))

@@ -178,7 +178,7 @@ def _held_out_fingerprint(inputs: RunInputs, logging_config: LoggingConfig) -> s
 
 
 def _set_up_forward(student: BackboneWithHead, recipe: TrainConfig) -> bool:
-    """Compile the student if asked for; return whether documents are packed."""
+    """Compile the student if configured; return whether documents are packed."""
     is_packed = recipe.packing and student.enable_packing()
     if recipe.packing and not is_packed:
         terminal.note("distill: warning: the student's architecture does not support --packing; documents are padded")
@@ -191,12 +191,12 @@ def _print_plan(run: TrainingRun, inputs: RunInputs, per_step: int, documents: i
     """Print the losses, the number of steps and the parallel layout of a run that begins."""
     if inputs.auto_loss_note:
         terminal.note(f"distill: --loss auto chose {inputs.auto_loss_note}")
-    asked = run.recipe.documents_per_step(run.parallel.num_data_shards)
-    if per_step < asked:
+    configured_documents = run.recipe.documents_per_step(run.parallel.num_data_shards)
+    if per_step < configured_documents:
         what = "documents of the data" if run.recipe.on_policy is None else "completions of all prompts"
         terminal.note(
             f"distill: each step uses all {per_step:,} {what} once: --per-device-train-batch-size x "
-            f"--gradient-accumulation-steps x processes is {asked:,}"
+            f"--gradient-accumulation-steps x processes is {configured_documents:,}"
         )
     terminal.note(
         f"distill: {run.steps:,} steps of {per_step} documents, {documents:,} documents, "

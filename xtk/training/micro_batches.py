@@ -107,7 +107,7 @@ class _StudentDocument:
 
     @property
     def has_regions(self) -> bool:
-        """Whether regions say something about it: not for plain text."""
+        """Whether the document has regions: plain text has none."""
         return self.document.conversation is not None or self.document.sampled_tokens is not None
 
 

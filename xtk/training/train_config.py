@@ -101,7 +101,7 @@ class TrainConfig(SequenceOptions, RegionOptions, TeacherUseOptions, Optimizatio
         return min(self.documents_per_step(num_data_shards), per_epoch)
 
     def documents_per_step(self, num_data_shards: int) -> int:
-        """Return the documents per optimizer step that the batch options ask for, over all data parallel processes."""
+        """Return the documents per optimizer step of the batch options, over all data parallel processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_data_shards
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:

@@ -337,7 +337,7 @@ def _replace_vocabulary(
     is_tied = _is_tied(model)
     num_rows = -(-len(sources.new) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     weights = (method or MeanRow()).weights(sources)
-    seed = config.seed if method is not None and method.draws_rows else None
+    seed = config.seed if method is not None and method.samples_rows else None
     head = model.get_output_embeddings()
     # The norm of a row in a head is its tokens' probability, so norms are matched in a separate embedding only.
     tables = [(model.get_input_embeddings().weight, not is_tied)]

@@ -33,7 +33,7 @@ def new_rows(
         sources: the tokens; copied ones get their old row, unchanged.
         weights: of old tokens for other new tokens.
         num_rows: at least V; rows beyond the tokenizer, and those without weights, get the mean of the old rows.
-        draw_seed: draw rows without weights from the distribution of the old rows instead, with this seed.
+        draw_seed: sample rows without weights from the distribution of the old rows instead, with this seed.
         match_norms: scale combined rows to the median norm of old rows of like frequency.
     """
     old = table.detach()[: len(sources.old)].float()
@@ -49,8 +49,10 @@ def new_rows(
         stop = min(start + CHUNK_TOKENS, num_rows)
         made = mean.repeat(stop - start, 1)
         if factor is not None:
-            drawn = torch.randn(made.shape, generator=generator) @ factor
-            made[: max(0, min(stop, len(sources.new)) - start)] += drawn[: max(0, min(stop, len(sources.new)) - start)]
+            sampled = torch.randn(made.shape, generator=generator) @ factor
+            made[: max(0, min(stop, len(sources.new)) - start)] += sampled[
+                : max(0, min(stop, len(sources.new)) - start)
+            ]
         first, last = np.searchsorted(rows, [start, stop])
         if last > first:
             _combine(made, old, rows[first:last] - start, columns[first:last], values[first:last])

@@ -18,10 +18,10 @@ class RowMethod(Protocol):
     """A method. A dataclass; its fields are its options.
 
     Attributes:
-        draws_rows: rows without weights are drawn from the distribution of the old rows; otherwise they are its mean.
+        samples_rows: rows without weights are sampled from the distribution of the old rows; else they are its mean.
     """
 
-    draws_rows: ClassVar[bool]
+    samples_rows: ClassVar[bool]
 
     def weights(self, sources: TokenSources) -> SparseEntries:
         """Return the weights of old tokens for the new tokens that are not copied."""
@@ -31,7 +31,7 @@ class RowMethod(Protocol):
 class MeanOfSpelling:
     """fvt: the mean of the rows of the tokens that spell the new token (fast vocabulary transfer, arXiv 2402.09977)."""
 
-    draws_rows: ClassVar[bool] = False
+    samples_rows: ClassVar[bool] = False
 
     def weights(self, sources: TokenSources) -> SparseEntries:
         """Return equal weights."""
@@ -42,7 +42,7 @@ class MeanOfSpelling:
 class WeightedSpelling:
     """subword: the same, weighted by length in bytes."""
 
-    draws_rows: ClassVar[bool] = False
+    samples_rows: ClassVar[bool] = False
 
     def weights(self, sources: TokenSources) -> SparseEntries:
         """Return weights by length."""
@@ -55,7 +55,7 @@ class ProjectedRows:
 
     projection: SparseProjection = field(repr=False)
 
-    draws_rows: ClassVar[bool] = False
+    samples_rows: ClassVar[bool] = False
 
     def weights(self, sources: TokenSources) -> SparseEntries:
         """Return the rows of the projection."""
@@ -79,7 +79,7 @@ class DonorCombination:
 
     donor: NDArray[np.float32] = field(repr=False)
 
-    draws_rows: ClassVar[bool] = False
+    samples_rows: ClassVar[bool] = False
 
     def weights(self, sources: TokenSources) -> SparseEntries:
         """Return at most 64 weights per token."""
@@ -93,7 +93,7 @@ class DonorCombination:
 class MeanRow:
     """mean: the mean of all old rows; a baseline."""
 
-    draws_rows: ClassVar[bool] = False
+    samples_rows: ClassVar[bool] = False
 
     def weights(self, sources: TokenSources) -> SparseEntries:
         """Return no weights."""
@@ -102,9 +102,9 @@ class MeanRow:
 
 @dataclass(frozen=True)
 class RandomRow(MeanRow):
-    """random: drawn from the normal distribution with mean and covariance of the old rows; a baseline."""
+    """random: sampled from the normal distribution with mean and covariance of the old rows; a baseline."""
 
-    draws_rows: ClassVar[bool] = True
+    samples_rows: ClassVar[bool] = True
 
 
 METHODS: dict[str, str] = {

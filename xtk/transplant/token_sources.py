@@ -48,7 +48,7 @@ class TokenSources:
 
     @cached_property
     def unused_ids(self) -> NDArray[np.int64]:
-        """Byte-fallback tokens of characters that have a token of their own: a tokenizer never emits them.
+        """Byte-fallback tokens of characters that have a separate token: a tokenizer never emits them.
 
         Their rows are those of the old tokenizer's, or a mean. With the row of the character a model would write both.
         """

@@ -97,13 +97,13 @@ class _RecordEncoder:
         frequent_ids: of each position cluster.
         ranks: int32 [U], frequency rank of each id.
         sets: R, sample sets.
-        draws: n, samples per set.
+        num_samples: n, samples per set.
     """
 
     def __init__(
-        self, grid: QuantizationTables, frequent_ids: FrequentIds, ranks: NDArray[np.int32], sets: int, draws: int
+        self, grid: QuantizationTables, frequent_ids: FrequentIds, ranks: NDArray[np.int32], sets: int, num_samples: int
     ) -> None:
-        self.grid, self.num_sample_sets, self.num_samples = grid, sets, draws
+        self.grid, self.num_sample_sets, self.num_samples = grid, sets, num_samples
         self.starts = first_contexts(logprob_families(frequent_ids.num_clusters, sets))
         # [C, U]: rank of each id within each cluster, and the context of its levels.
         self._ranks = np.diff(frequent_ids.cluster_starts)[:, None].astype(np.int32) + ranks

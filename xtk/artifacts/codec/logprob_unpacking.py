@@ -142,7 +142,7 @@ class LogprobDecoder:
         )
         if not whole:
             raise _corruption_error()
-        tables, grid, draws = self._parameters.shard_tables, self._grid, len(self._parameters.count_logs) - 1
+        tables, grid, num_samples = self._parameters.shard_tables, self._grid, len(self._parameters.count_logs) - 1
         offsets, ids, logprobs, clusters, of_positions, whole = decode_logprobs(
             content,
             bounds,
@@ -157,7 +157,7 @@ class LogprobDecoder:
         for stream, size in enumerate(sizes[1:].tolist(), NUM_LOGPROB_STREAMS):
             if whole:
                 *sampled, whole = decode_samples(
-                    content, bounds[stream], bounds[stream + 1], tables, clusters, draws, size
+                    content, bounds[stream], bounds[stream + 1], tables, clusters, num_samples, size
                 )
                 sets.append(sampled)
         if not whole:

@@ -16,7 +16,7 @@ from xtk.numba_kernel import numba_kernel
 
 MAX_CLUSTERS = 64
 ENTRIES_PER_CLUSTER = 8192  # a list of frequent ids is worth its bytes only if it is used often
-KMEANS_ROUNDS = 8
+KMEANS_ITERATIONS = 8
 COST_SCALE = 64  # costs are integers, so that their sums are the same on every machine
 SMOOTHING = 50.0
 MIN_COUNT = 4  # rarer ids of a cluster are not listed as frequent
@@ -32,7 +32,7 @@ def cluster_positions(
 ) -> NDArray[np.int64]:
     """Return the cluster of each position, so that ids take few bits under the id frequencies of their cluster.
 
-    K-means with this cost, seeded with evenly spaced positions, for KMEANS_ROUNDS iterations.
+    K-means with this cost, seeded with evenly spaced positions, for KMEANS_ITERATIONS iterations.
 
     Args:
         offsets: [P + 1]: the ids of position p are `[offsets[p], offsets[p + 1])`.
@@ -57,7 +57,7 @@ def cluster_positions(
     for cluster, seed in enumerate(seeds.tolist()):
         counts[dense[offsets[seed] : offsets[seed + 1]], cluster] = 1
     sizes = np.ones(num_clusters, np.int64)
-    for _ in range(KMEANS_ROUNDS):
+    for _ in range(KMEANS_ITERATIONS):
         shares = (counts + SMOOTHING * mean[:, None]) / (counts.sum(0) + SMOOTHING)
         costs = np.rint(-COST_SCALE * np.log2(shares)).astype(np.int32)
         own = np.rint(-COST_SCALE * np.log2((sizes + 1) / (positions + num_clusters))).astype(np.int32)

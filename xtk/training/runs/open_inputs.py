@@ -1,4 +1,4 @@
-"""Opens the inputs of a run, by the kind of run that options and data ask for."""
+"""Opens the inputs of a run, by the kind of run that options and data determine."""
 
 from __future__ import annotations
 
