@@ -1,8 +1,8 @@
-"""A process that flips bytes of artifacts and reads them: `python bit_flip_process.py FOLDER FLIPS SEED`.
+"""Script that flips bytes of artifacts and reads them: `python bit_flip_process.py FOLDER FLIPS SEED`.
 
-FOLDER has finished caches and projections, `*.safetensors`. Printed as JSON: of each kind how many flips there were
-(`flips`), and how many of them gave wrong numbers without an error (`wrong`), passed verification (`certified`), or
-ended in anything but one sentence (`tracebacks`). It is a process so that one that ends itself is seen.
+FOLDER contains finished caches and projections (`*.safetensors`). The script prints JSON: for each kind of artifact the
+number of flips (`flips`), and how many of them gave wrong values without an error (`wrong`), passed verification
+(`certified`), or raised anything but an XtkError (`tracebacks`). It is a separate process so that a crash is detected.
 """
 
 from __future__ import annotations
@@ -25,94 +25,94 @@ from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 
-Figures = dict[str, int]
+Counts = dict[str, int]
 
 
-def tried(work: Callable[[], object], figures: Figures, what: str) -> object:
-    """Return what a call gives; None after an error that is a sentence."""
+def call_and_count(function: Callable[[], object], counts: Counts, location: str) -> object:
+    """Return the result of a call, or None after an exception; count exceptions other than XtkError as tracebacks."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return work()
+            return function()
     except XtkError:
         return None
-    except Exception as wrong:
-        figures["tracebacks"] += 1
-        sys.stderr.write(f"{what}: {wrong!r}\n")
+    except Exception as error:
+        counts["tracebacks"] += 1
+        sys.stderr.write(f"{location}: {error!r}\n")
         return None
 
 
-def flip(path: Path, draw: np.random.Generator) -> str:
-    """Flip one to eight bits of one byte."""
-    position = int(draw.integers(path.stat().st_size))
-    mask = 1 << int(draw.integers(8)) if draw.random() < 0.5 else int(draw.integers(1, 256))
+def flip(path: Path, rng: np.random.Generator) -> str:
+    """Flip one to eight bits of a random byte; return a description of the change."""
+    position = int(rng.integers(path.stat().st_size))
+    mask = 1 << int(rng.integers(8)) if rng.random() < 0.5 else int(rng.integers(1, 256))
     with path.open("r+b") as stream:
         stream.seek(position)
-        found = stream.read(1)[0]
+        byte = stream.read(1)[0]
         stream.seek(position)
-        stream.write(bytes([found ^ mask]))
+        stream.write(bytes([byte ^ mask]))
     return f"{path.name}, byte {position} ^ {mask}"
 
 
-def finished(cache: Path, copy: Path, draw: np.random.Generator, figures: Figures) -> None:
-    """Flip a byte in any file of a finished cache; read all of it, then verify it."""
+def flip_finished_cache(cache: Path, copy: Path, rng: np.random.Generator, counts: Counts) -> None:
+    """Flip a byte in any file of a finished cache, read the whole cache, then verify it."""
     files = sorted(copy.iterdir())
-    file = files[int(draw.integers(len(files)))]
-    where = flip(file, draw)
-    read = tried(lambda: small_caches.numbers(TeacherCache(copy)), figures, where)
-    figures["wrong"] += read is not None and read != expected(cache)
-    figures["certified"] += tried(lambda: TeacherCache(copy).verify() or True, figures, where) is True
+    file = files[int(rng.integers(len(files)))]
+    location = flip(file, rng)
+    values = call_and_count(lambda: small_caches.numbers(TeacherCache(copy)), counts, location)
+    counts["wrong"] += values is not None and values != expected_values(cache)
+    counts["certified"] += call_and_count(lambda: TeacherCache(copy).verify() or True, counts, location) is True
     shutil.copyfile(cache / file.name, file)
 
 
-def unfinished(cache: Path, copy: Path, draw: np.random.Generator, figures: Figures) -> None:
-    """Flip a byte in any shard of an unfinished cache; the writer that goes on has to miss that shard."""
-    whole = TeacherCache(cache)
-    number = int(draw.integers(len(whole.manifest["shards"])))
-    file = copy / whole.manifest["shards"][number]["file"]
-    where = flip(file, draw)
-    missing = tried(lambda: small_caches.resumed(whole, copy).missing_shards(), figures, where)
-    figures["certified"] += missing != [number]
+def flip_unfinished_cache(cache: Path, copy: Path, rng: np.random.Generator, counts: Counts) -> None:
+    """Flip a byte in any shard of an unfinished cache; a resumed writer must report this shard as missing."""
+    original = TeacherCache(cache)
+    number = int(rng.integers(len(original.manifest["shards"])))
+    file = copy / original.manifest["shards"][number]["file"]
+    location = flip(file, rng)
+    missing = call_and_count(lambda: small_caches.resumed(original, copy).missing_shards(), counts, location)
+    counts["certified"] += missing != [number]
     shutil.copyfile(cache / file.name, file)
 
 
-def projection(path: Path, copy: Path, draw: np.random.Generator, figures: Figures) -> None:
+def flip_projection(path: Path, copy: Path, rng: np.random.Generator, counts: Counts) -> None:
     """Flip a byte in a projection and read it."""
-    where = flip(copy, draw)
-    found = tried(lambda: read_projection(copy), figures, where)
-    figures["certified"] += found is not None
+    location = flip(copy, rng)
+    found = call_and_count(lambda: read_projection(copy), counts, location)
+    counts["certified"] += found is not None
     shutil.copyfile(path, copy)
 
 
-_expected: dict[Path, list[bytes]] = {}
+_expected_values: dict[Path, list[bytes]] = {}
 
 
-def expected(cache: Path) -> list[bytes]:
-    """Return the numbers of a cache."""
-    if cache not in _expected:
-        _expected[cache] = small_caches.numbers(TeacherCache(cache))
-    return _expected[cache]
+def expected_values(cache: Path) -> list[bytes]:
+    """Return the values of an intact cache."""
+    if cache not in _expected_values:
+        _expected_values[cache] = small_caches.numbers(TeacherCache(cache))
+    return _expected_values[cache]
 
 
 def main(folder: Path, flips: int, seed: int) -> None:
     """Flip bytes of every artifact in turn."""
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     caches = sorted(path.parent for path in folder.glob("*/manifest.json"))
-    found: dict[str, Figures] = {}
-    with tempfile.TemporaryDirectory() as name:
-        work = []
+    counts_by_kind: dict[str, Counts] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        cases = []
         for cache in caches:
-            copy = Path(shutil.copytree(cache, Path(name) / "finished" / cache.name))
-            work.append((f"finished cache, {cache.name}", finished, cache, copy))
-            copy = small_caches.unfinished(cache, Path(name) / "unfinished" / cache.name)
-            work.append((f"unfinished cache, {cache.name}", unfinished, cache, copy))
+            copy = Path(shutil.copytree(cache, Path(temporary) / "finished" / cache.name))
+            cases.append((f"finished cache, {cache.name}", flip_finished_cache, cache, copy))
+            copy = small_caches.unfinished(cache, Path(temporary) / "unfinished" / cache.name)
+            cases.append((f"unfinished cache, {cache.name}", flip_unfinished_cache, cache, copy))
         projections = sorted(folder.glob("*.safetensors"))
-        work += [("projection", projection, path, Path(shutil.copy(path, name))) for path in projections]
+        cases += [("projection", flip_projection, path, Path(shutil.copy(path, temporary))) for path in projections]
         for number in range(flips):
-            kind, damage, whole, copy = work[number % len(work)]
-            figures = found.setdefault(kind, {"flips": 0, "wrong": 0, "certified": 0, "tracebacks": 0})
-            figures["flips"] += 1
-            damage(whole, copy, draw, figures)
-    print(json.dumps(found))
+            kind, flip_artifact, original, copy = cases[number % len(cases)]
+            counts = counts_by_kind.setdefault(kind, {"flips": 0, "wrong": 0, "certified": 0, "tracebacks": 0})
+            counts["flips"] += 1
+            flip_artifact(original, copy, rng, counts)
+    print(json.dumps(counts_by_kind))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Random bit flips in the files of an artifact, and what a reader makes of each: for `nox -s long`, of every kind."""
+"""Random bit flips in the files of an artifact and how readers handle them; `nox -s long` covers every kind."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from xtk.errors import XtkError
 
 @dataclass
 class Tally:
-    """What came of some flips.
+    """Outcomes of a number of bit flips.
 
     Attributes:
-        flips: how many.
-        refused: ended in a sentence.
-        same: were read, with the same values as before.
-        wrong: were read, with other values; file, byte and bit of each.
-        tracebacks: ended in another exception; file, byte, bit and exception of each.
+        flips: number of flips.
+        refused: flips that a reader refused with an XtkError.
+        same: flips after which the same values were read.
+        wrong: file, byte and bit of each flip after which other values were read.
+        tracebacks: file, byte, bit and exception of each flip that caused another exception.
     """
 
     flips: int = 0
@@ -42,43 +42,43 @@ class Tally:
         )
 
 
-def flip(path: Path, place: int, bit: int) -> None:
+def flip(path: Path, offset: int, bit: int) -> None:
     """Flip one bit of a file."""
     with path.open("r+b") as stream:
-        stream.seek(place)
+        stream.seek(offset)
         (byte,) = stream.read(1)
-        stream.seek(place)
+        stream.seek(offset)
         stream.write(bytes([byte ^ 1 << bit]))
 
 
 def flip_randomly(files: Sequence[Path], use: Callable[[], Any], count: int, seed: int) -> Tally:
-    """Flip one random bit at a time, each file as often as any other, use the artifact, and flip it back.
+    """Flip one random bit at a time, equally often in each file, use the artifact, and flip the bit back.
 
     Args:
-        files: of the artifact; empty ones are left out.
+        files: files of the artifact; empty ones are skipped.
         use: reads the artifact as its users do; returns the values that it found, or raises.
-        count: how many flips.
-        seed: of the draw.
+        count: number of flips.
+        seed: seed of the random flips.
     """
-    draw, tally, expected = random.Random(seed), Tally(), use()
+    rng, tally, expected = random.Random(seed), Tally(), use()
     present = [path for path in files if path.stat().st_size]
     for number in range(count):
         path = present[number % len(present)]
-        place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
-        flip(path, place, bit)
-        told = f"{path.name}, byte {place}, bit {bit}"
+        offset, bit = rng.randrange(path.stat().st_size), rng.randrange(8)
+        flip(path, offset, bit)
+        location = f"{path.name}, byte {offset}, bit {bit}"
         tally.flips += 1
         try:
             found = use()
         except XtkError:
             tally.refused += 1
-        except Exception as wrong:
-            tally.tracebacks.append(f"{told}: {wrong!r}")
+        except Exception as error:
+            tally.tracebacks.append(f"{location}: {error!r}")
         else:
             if found == expected:
                 tally.same += 1
             else:
-                tally.wrong.append(told)
+                tally.wrong.append(location)
         finally:
-            flip(path, place, bit)
+            flip(path, offset, bit)
     return tally

@@ -1,4 +1,4 @@
-"""Flips in the checkpoints of a run, in best weights and in finished students."""
+"""Bit flips in the checkpoints of a run and in finished students."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Return the values in a folder: of JSON what it means, of other files their bytes."""
+    """Return the contents of a folder: parsed JSON files, and the bytes of other files."""
     return {str(path.relative_to(folder)): read_json(path) if path.suffix == ".json" else path.read_bytes()
             for path in files_of(folder)}  # fmt: skip
 
 
 def flip_checkpoint(run: Path, step: int, count: int, seed: int = 0) -> Tally:
-    """Flip bits in the newest checkpoint of an unfinished run; the run goes on from it, or from the one before."""
+    """Flip bits in the newest checkpoint of an unfinished run; the run resumes from it or from the previous one."""
     folder, identity = run / f"checkpoint-{step}", read_recipe(run)
 
     def use() -> Any:
-        resumed = find_checkpoint(run, identity, needs_best=False)
-        if resumed.damaged:
-            raise CorruptError("the one before is taken", where=str(resumed.damaged[0]))
-        assert resumed.folder == folder
+        resume_point = find_checkpoint(run, identity, needs_best=False)
+        if resume_point.damaged:
+            raise CorruptError("the one before is taken", where=str(resume_point.damaged[0]))
+        assert resume_point.folder == folder
         return contents(folder)
 
     return flip_randomly(files_of(folder), use, count, seed)
@@ -39,13 +39,13 @@ def flip_checkpoint(run: Path, step: int, count: int, seed: int = 0) -> Tally:
 
 def flip_student(run: Path, count: int, seed: int = 0) -> Tally:
     """Flip bits in the files of a finished student that its manifest lists, and in the manifest."""
-    stated = read_run_manifest(run)
-    files = [run / "xtk.json", *(run / name for name in stated["files"])]
-    files += [run / folder / name for folder, names in stated["folders"].items() for name in names]
+    manifest = read_run_manifest(run)
+    files = [run / "xtk.json", *(run / name for name in manifest["files"])]
+    files += [run / folder / name for folder, names in manifest["folders"].items() for name in names]
 
     def use() -> Any:
-        content = read_run_manifest(run, ("student",))
-        verify_files(run, content)
-        return content, [path.read_bytes() for path in files[1:]]
+        found_manifest = read_run_manifest(run, ("student",))
+        verify_files(run, found_manifest)
+        return found_manifest, [path.read_bytes() for path in files[1:]]
 
     return flip_randomly(files, use, count, seed)

@@ -1,4 +1,4 @@
-"""Runs that the attacks are about."""
+"""Finished and unfinished runs that the attacks start from."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
-def trained(pair, corpus, tmp_path_factory) -> tuple[list[object], Path]:
-    """The arguments of a run, the output last, and its folder; it is finished, with checkpoints of steps 2 and 4."""
+def finished_run(pair, corpus, tmp_path_factory) -> tuple[list[object], Path]:
+    """Return arguments of a run, to be followed by its output folder, and a finished run with checkpoints 2 and 4."""
     arguments = [
         "distill", pair.student, corpus, "--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-limit", 9,
         "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4, "-o",
@@ -25,8 +25,8 @@ def trained(pair, corpus, tmp_path_factory) -> tuple[list[object], Path]:
 
 
 @pytest.fixture
-def unfinished(trained, tmp_path) -> Path:
-    """A copy of the run, as if it had been killed behind its last checkpoint."""
-    copy = Path(shutil.copytree(trained[1], tmp_path / "run"))
+def unfinished_run(finished_run, tmp_path) -> Path:
+    """Return a copy of the run, as if it had been killed after its last checkpoint."""
+    copy = Path(shutil.copytree(finished_run[1], tmp_path / "run"))
     (copy / "xtk.json").unlink()
     return copy

@@ -1,8 +1,8 @@
-"""A process that forges Arrow files, with checksums that match, and reads them.
+"""Script that forges Arrow files with matching checksums and reads them.
 
 `python forged_arrow_process.py shards CACHE COUNT SEED` forges shards of a finished cache, `... data FOLDER COUNT SEED`
-files of user data. Printed as JSON: how many were refused with a sentence, how many were read, and what else happened.
-It is a process so that one that ends itself is seen.
+forges files of user data. The script prints JSON: how many files were refused with an XtkError, how many were read, and
+how many raised another exception. It is a separate process so that a crash is detected.
 """
 
 from __future__ import annotations
@@ -32,129 +32,131 @@ from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 
-ABSURD = (-1, -(1 << 31), (1 << 31) - 1, 1 << 30, 1 << 20, 7)
+FORGED_INTEGERS = (-1, -(1 << 31), (1 << 31) - 1, 1 << 30, 1 << 20, 7)
 Content = bytearray
 
 
 def buffers_of(column: pa.Array) -> list[pa.Buffer]:
-    """Return the offsets and validity buffers of a column and of all in it."""
-    return [held for held in column.buffers() if held is not None and held.size]
+    """Return the nonempty buffers (validity, offsets, data) of a column and its children."""
+    return [buffer for buffer in column.buffers() if buffer is not None and buffer.size]
 
 
 def places_of(path: Path) -> list[tuple[int, int]]:
-    """Return where the buffers of a shard or a data file begin, and their sizes."""
+    """Return the start and the size in bytes of each buffer in a shard or a data file."""
     with pa.memory_map(str(path)) as source:
-        buffer = source.read_buffer()
-    batch = pa.ipc.open_file(pa.BufferReader(buffer)).get_batch(0)
-    held = [part for column in batch.columns for part in buffers_of(column)]
-    return [(part.address - buffer.address, part.size) for part in held]
+        file_buffer = source.read_buffer()
+    batch = pa.ipc.open_file(pa.BufferReader(file_buffer)).get_batch(0)
+    buffers = [buffer for column in batch.columns for buffer in buffers_of(column)]
+    return [(buffer.address - file_buffer.address, buffer.size) for buffer in buffers]
 
 
-def forge_offset(content: Content, places: list[tuple[int, int]], draw: np.random.Generator) -> None:
-    """Overwrite one number of one buffer."""
-    start, size = places[int(draw.integers(len(places)))]
-    at = start + 4 * int(draw.integers(max(size // 4, 1)))
-    content[at : at + 4] = struct.pack("<i", ABSURD[int(draw.integers(len(ABSURD)))])
+def forge_offset(content: Content, buffer_ranges: list[tuple[int, int]], rng: np.random.Generator) -> None:
+    """Overwrite one 32-bit integer of one buffer."""
+    start, size = buffer_ranges[int(rng.integers(len(buffer_ranges)))]
+    position = start + 4 * int(rng.integers(max(size // 4, 1)))
+    content[position : position + 4] = struct.pack("<i", FORGED_INTEGERS[int(rng.integers(len(FORGED_INTEGERS)))])
 
 
-def forge_frame(content: Content, payload: list[tuple[int, int]], draw: np.random.Generator) -> None:
-    """Overwrite a few bytes outside of the payload: messages, schema, footer."""
-    inside = [(start, stop) for start, stop in payload if stop > start]
-    for _ in range(int(draw.integers(1, 4))):
-        at = int(draw.integers(len(content)))
-        while any(start <= at < stop for start, stop in inside):
-            at = int(draw.integers(len(content)))
-        content[at] = int(draw.integers(256))
+def forge_frame(content: Content, payload: list[tuple[int, int]], rng: np.random.Generator) -> None:
+    """Overwrite a few bytes outside of the payload: Arrow messages, schema, footer."""
+    ranges = [(start, stop) for start, stop in payload if stop > start]
+    for _ in range(int(rng.integers(1, 4))):
+        position = int(rng.integers(len(content)))
+        while any(start <= position < stop for start, stop in ranges):
+            position = int(rng.integers(len(content)))
+        content[position] = int(rng.integers(256))
 
 
-def forge_payload(content: Content, payload: list[tuple[int, int]], draw: np.random.Generator) -> None:
-    """Overwrite a few packed bytes."""
-    start, stop = payload[int(draw.integers(1, 3))]
-    for _ in range(int(draw.integers(1, 4))):
-        content[int(draw.integers(start, stop))] = int(draw.integers(256))
+def forge_payload(content: Content, payload: list[tuple[int, int]], rng: np.random.Generator) -> None:
+    """Overwrite a few bytes of the packed payload."""
+    start, stop = payload[int(rng.integers(1, 3))]
+    for _ in range(int(rng.integers(1, 4))):
+        content[int(rng.integers(start, stop))] = int(rng.integers(256))
 
 
-def forge_tables(content: Content, tables: bytes, draw: np.random.Generator) -> None:
+def forge_tables(content: Content, tables: bytes, rng: np.random.Generator) -> None:
     """Overwrite a few bytes of the codec tables, in the schema of the footer."""
     if not tables:
         return
     forged = bytearray(tables)
-    for _ in range(int(draw.integers(1, 4))):
-        forged[int(draw.integers(len(forged)))] = int(draw.integers(256))
-    at = content.rfind(base64.b64encode(tables))
-    content[at : at + len(base64.b64encode(tables))] = base64.b64encode(forged)
+    for _ in range(int(rng.integers(1, 4))):
+        forged[int(rng.integers(len(forged)))] = int(rng.integers(256))
+    position = content.rfind(base64.b64encode(tables))
+    content[position : position + len(base64.b64encode(tables))] = base64.b64encode(forged)
 
 
 def sign(path: Path, content: Content) -> None:
-    """Write a forged shard with checksums of rows and of the file that match, as far as it can be parsed."""
+    """Write a forged shard with matching checksums of the rows (if it can be parsed) and of the file."""
     path.write_bytes(content)
     try:
         shard = CacheShard(path)
         column = shard._batch.column("checksum").buffers()[1]
-        at = column.address - shard._buffer.address
-        sums = [shard.columns.checksum(number) for number in range(len(shard))]
-        content[at : at + 8 * len(sums)] = struct.pack(f"<{len(sums)}Q", *sums)
+        position = column.address - shard._buffer.address
+        checksums = [shard.columns.checksum(number) for number in range(len(shard))]
+        content[position : position + 8 * len(checksums)] = struct.pack(f"<{len(checksums)}Q", *checksums)
     except (XtkError, ValueError, LookupError, OverflowError, pa.ArrowException, struct.error):
         pass
-    at = content.find(CHECKSUM_PREFIX) + len(CHECKSUM_PREFIX)
-    digits = xxhash.xxh3_128(bytes(content[:at] + content[at + 32 :])).hexdigest()
-    content[at : at + 32] = digits.encode()
+    position = content.find(CHECKSUM_PREFIX) + len(CHECKSUM_PREFIX)
+    digits = xxhash.xxh3_128(bytes(content[:position] + content[position + 32 :])).hexdigest()
+    content[position : position + 32] = digits.encode()
     path.write_bytes(content)
 
 
-def tried(work: Callable[[], Any], found: dict[str, int], where: str) -> None:
-    """Count how a call ends."""
-    sys.stderr.write(f"{where}\n")  # the last line before a crash
+def call_and_count(function: Callable[[], Any], counts: dict[str, int], location: str) -> None:
+    """Call a function and count the outcome."""
+    sys.stderr.write(f"{location}\n")  # the last line before a crash
     try:
-        work()
-        found["read"] += 1
-    except XtkError as wrong:
-        found["refused" if wrong.where else "tracebacks"] += 1
-    except Exception as wrong:
-        sys.stderr.write(f"TRACEBACK {where}: {wrong!r}\n")
-        found["tracebacks"] += 1
+        function()
+        counts["read"] += 1
+    except XtkError as error:
+        counts["refused" if error.where else "tracebacks"] += 1
+    except Exception as error:
+        sys.stderr.write(f"TRACEBACK {location}: {error!r}\n")
+        counts["tracebacks"] += 1
 
 
 def read_all(folder: Path) -> None:
-    """Use everything that a cache has."""
+    """Read everything that a cache contains."""
     cache = TeacherCache(folder)
     for row in cache:
         _ = row.document, row.tokens, row.teacher_logprobs, row.stored_logprobs
     cache.text_sizes(), cache.is_conversation(), cache.document_weights(), cache.routes(), cache.fingerprints()
 
 
-def shards(cache: Path, count: int, draw: np.random.Generator) -> dict[str, int]:
-    """Forge shards of a cache."""
-    found = {"read": 0, "refused": 0, "tracebacks": 0}
-    with tempfile.TemporaryDirectory() as name:
-        copy = Path(shutil.copytree(cache, Path(name) / "cache"))
+def forge_shards(cache: Path, count: int, rng: np.random.Generator) -> dict[str, int]:
+    """Forge shards of a cache, read them, and return counts of the outcomes."""
+    counts = {"read": 0, "refused": 0, "tracebacks": 0}
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(shutil.copytree(cache, Path(temporary) / "cache"))
         path = copy / "shard-00000.arrow"
-        whole = path.read_bytes()
+        original = path.read_bytes()
         shard = CacheShard(path)
-        places, payload, tables = places_of(path), shard.payload_ranges(), shard._tables
+        buffer_ranges, payload, tables = places_of(path), shard.payload_ranges(), shard._tables
         del shard
         manifest = TeacherCache(copy).manifest
         forgeries = [
-            lambda content: forge_offset(content, places, draw),
-            lambda content: forge_frame(content, payload, draw),
-            lambda content: forge_payload(content, payload, draw),
-            lambda content: forge_tables(content, tables, draw),
+            lambda content: forge_offset(content, buffer_ranges, rng),
+            lambda content: forge_frame(content, payload, rng),
+            lambda content: forge_payload(content, payload, rng),
+            lambda content: forge_tables(content, tables, rng),
         ]
         for number in range(count):
-            content = bytearray(whole)
+            content = bytearray(original)
             forgeries[number % len(forgeries)](content)
             path.unlink()
             sign(path, content)
             entry = {**manifest["shards"][0], "checksum": frame_checksum(bytes(content), payload)}
-            forged = {**manifest, "shards": [entry, *manifest["shards"][1:]]}
-            write_cache_manifest(LocalFolder(copy), {key: forged[key] for key in ("header", "files", "shards")})
-            tried(lambda: read_all(copy), found, f"forgery {number}, kind {number % len(forgeries)}")
-    return found
+            forged_manifest = {**manifest, "shards": [entry, *manifest["shards"][1:]]}
+            write_cache_manifest(
+                LocalFolder(copy), {key: forged_manifest[key] for key in ("header", "files", "shards")}
+            )
+            call_and_count(lambda: read_all(copy), counts, f"forgery {number}, kind {number % len(forgeries)}")
+    return counts
 
 
-def data(folder: Path, count: int, draw: np.random.Generator) -> dict[str, int]:
-    """Forge Arrow and Parquet files of texts and conversations."""
-    found = {"read": 0, "refused": 0, "tracebacks": 0}
+def forge_data_files(folder: Path, count: int, rng: np.random.Generator) -> dict[str, int]:
+    """Forge Arrow and Parquet files of texts and conversations, read them, and return counts of the outcomes."""
+    counts = {"read": 0, "refused": 0, "tracebacks": 0}
     messages = [[{"role": "user", "content": "12 + 5?"}, {"role": "assistant", "content": "17"}]] * 4
     batches = [
         pa.record_batch({"text": [f"text {number}" * 9 for number in range(4)]}),
@@ -168,22 +170,22 @@ def data(folder: Path, count: int, draw: np.random.Generator) -> dict[str, int]:
         if kind == "parquet":
             pyarrow.parquet.write_table(pa.table(batch), path)
         else:
-            new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
-            with pa.OSFile(str(path), "wb") as sink, new(sink, batch.schema) as writer:
+            open_writer = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+            with pa.OSFile(str(path), "wb") as sink, open_writer(sink, batch.schema) as writer:
                 writer.write_batch(batch)
         content = bytearray(path.read_bytes())
         if kind == "file" and number % 2:
-            forge_offset(content, places_of(path), draw)
+            forge_offset(content, places_of(path), rng)
         else:
-            for _ in range(int(draw.integers(1, 4))):
-                content[int(draw.integers(len(content)))] = int(draw.integers(256))
+            for _ in range(int(rng.integers(1, 4))):
+                content[int(rng.integers(len(content)))] = int(rng.integers(256))
         path.unlink()
         path.write_bytes(content)
-        tried(lambda path=path: list(Corpus([str(path)])), found, f"{path.name}, {kind}")
+        call_and_count(lambda path=path: list(Corpus([str(path)])), counts, f"{path.name}, {kind}")
         path.unlink()
-    return found
+    return counts
 
 
 if __name__ == "__main__":
-    work = {"shards": shards, "data": data}[sys.argv[1]]
-    print(json.dumps(work(Path(sys.argv[2]), int(sys.argv[3]), np.random.default_rng(int(sys.argv[4])))))
+    forge_files = {"shards": forge_shards, "data": forge_data_files}[sys.argv[1]]
+    print(json.dumps(forge_files(Path(sys.argv[2]), int(sys.argv[3]), np.random.default_rng(int(sys.argv[4])))))

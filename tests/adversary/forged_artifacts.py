@@ -1,4 +1,4 @@
-"""Manifests and headers with right checksums, as an attacker writes them."""
+"""Manifests and headers with matching checksums, as an attacker would write them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def checksum_of(path: Path) -> str:
 
 
 def sealed(manifest: Any) -> bytes:
-    """Return a manifest with its checksum, in the one form that xtk writes; plain JSON of what has no such form."""
+    """Return a manifest with its checksum, in the canonical form that xtk writes; plain JSON if it has no such form."""
     try:
         manifest = {**manifest, "checksum": manifest_checksum(manifest)}
         return manifest_bytes(manifest)
@@ -30,33 +30,35 @@ def sealed(manifest: Any) -> bytes:
 
 
 def forge(cache: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest of a cache and seal it again."""
+    """Change the manifest of a cache and write it with a matching checksum."""
     manifest = json.loads((cache / MANIFEST).read_text())
     change(manifest)
     (cache / MANIFEST).write_bytes(sealed(manifest))
 
 
 def projection_parts(path: Path) -> tuple[dict[str, Any], bytes, Any]:
-    """Return xtk's header of a projection, the tensors' bytes and the header of safetensors."""
+    """Return xtk's header of a projection, the bytes of its tensors and its safetensors header."""
     raw = path.read_bytes()
     size = int.from_bytes(raw[:8], "little")
-    outer = json.loads(raw[8 : 8 + size])
-    return json.loads(outer["__metadata__"]["xtk"]), raw[8 + size :], outer
+    safetensors_header = json.loads(raw[8 : 8 + size])
+    return json.loads(safetensors_header["__metadata__"]["xtk"]), raw[8 + size :], safetensors_header
 
 
-def write_projection(path: Path, header: Any, data: bytes, outer: Any) -> None:
-    """Write a projection with another header, and the checksum that belongs to it."""
+def write_projection(path: Path, header: Any, data: bytes, safetensors_header: Any) -> None:
+    """Write a projection with another header and a matching checksum."""
     from xtk.artifacts.projection_file import TENSOR_DTYPES
 
     try:
-        kept = {key: value for key, value in header.items() if key != "checksum"}
+        without_checksum = {key: value for key, value in header.items() if key != "checksum"}
         tensors = b"".join(
-            data[slice(*outer[name]["data_offsets"])] for name in TENSOR_DTYPES if isinstance(outer.get(name), dict)
+            data[slice(*safetensors_header[name]["data_offsets"])]
+            for name in TENSOR_DTYPES
+            if isinstance(safetensors_header.get(name), dict)
         )
-        header = {**kept, "checksum": sha256(canonical_json(kept).encode() + tensors)}
+        header = {**without_checksum, "checksum": sha256(canonical_json(without_checksum).encode() + tensors)}
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         pass
-    outer = {**outer, "__metadata__": {"xtk": dumped(header)}}
-    text = dumped(outer).encode()
+    safetensors_header = {**safetensors_header, "__metadata__": {"xtk": dumped(header)}}
+    text = dumped(safetensors_header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)

@@ -1,4 +1,4 @@
-"""Names, sizes and types that a manifest states: none leads out of its artifact, none ends in a traceback."""
+"""Invalid names, sizes and types in a manifest: no access outside of the artifact, and no traceback."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from forged_artifacts import checksum_of, forge, projection_parts, write_project
 
 
 @pytest.fixture
-def forged(cache, tmp_path) -> Path:
-    """A cache that may be changed, in a folder with a file that is not to be touched."""
+def forged_cache(cache, tmp_path) -> Path:
+    """Return a cache that a test may change, in a folder with a file that must not be touched."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "secret.txt").write_text("the user's own\n")
     return Path(shutil.copytree(cache, tmp_path / "home" / "cache"))
 
 
-def refused(done, *told: str) -> str:
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    text = " ".join(done.stderr.split())
-    for words in told:
-        assert words in text
+def assert_refused(result, *messages: str) -> str:
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    text = " ".join(result.stderr.split())
+    for message in messages:
+        assert message in text
     assert "remove" not in text or "/secret.txt" not in text.partition("remove")[2]
     return text
 
@@ -33,62 +33,66 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_merge_writes_nothing_outside_of_its_output(run, forged, tmp_path):
+def test_merge_writes_nothing_outside_of_its_output(run, forged_cache, tmp_path):
     def change(manifest):
         order = manifest["header"]["codec"]["vocabulary_order"]
-        (forged.parent / ".profile").write_bytes((forged / order).read_bytes())
+        (forged_cache.parent / ".profile").write_bytes((forged_cache / order).read_bytes())
         manifest["header"]["codec"]["vocabulary_order"] = "../.profile"
         manifest["files"]["../.profile"] = manifest["files"].pop(order)
 
-    forge(forged, change)
+    forge(forged_cache, change)
     out = tmp_path / "elsewhere" / "out"
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / ".profile").write_text("export PATH")
-    done = run("cache-teacher", "--merge", forged, "-o", out, code=None)
-    refused(done, "refers to '../.profile', which is not a file of an xtk artifact in the same folder", "manifest.json")
+    result = run("cache-teacher", "--merge", forged_cache, "-o", out, code=None)
+    assert_refused(
+        result, "refers to '../.profile', which is not a file of an xtk artifact in the same folder", "manifest.json"
+    )
     assert contents(tmp_path / "elsewhere") == {".profile": b"export PATH"}
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("inspect", "--verify"), ("cache-teacher", "--merge")])
 @pytest.mark.parametrize("name", ["/etc/hostname", "/dev/zero", "../secret.txt", "~/.profile", "a/b.json", ".hidden"])
-def test_files_of_a_manifest_are_plain_names_inside_of_the_cache(run, forged, tmp_path, command, name):
-    forge(forged, lambda manifest: manifest["files"].update({name: checksum_of(forged.parent / "secret.txt")}))
-    more = ("-o", tmp_path / "out") if "--merge" in command else ()
-    refused(run(*command, forged, *more, code=None, timeout=60), f"this file refers to '{name}'")
+def test_manifest_with_paths_or_hidden_names_of_files_is_refused(run, forged_cache, tmp_path, command, name):
+    forge(
+        forged_cache, lambda manifest: manifest["files"].update({name: checksum_of(forged_cache.parent / "secret.txt")})
+    )
+    options = ("-o", tmp_path / "out") if "--merge" in command else ()
+    assert_refused(run(*command, forged_cache, *options, code=None, timeout=60), f"this file refers to '{name}'")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "name", ["../cache/shard-00000.arrow", "/etc/hostname", "manifest.json", "shard-00001.arrow", "shard-0.arrow"]
 )
-def test_a_shard_has_the_name_of_its_place(run, forged, name):
-    forge(forged, lambda manifest: manifest["shards"][0].update(file=name))
-    refused(run("inspect", forged, "--verify", code=None), f"this file refers to '{name}'")
+def test_shard_with_an_unexpected_file_name_is_refused(run, forged_cache, name):
+    forge(forged_cache, lambda manifest: manifest["shards"][0].update(file=name))
+    assert_refused(run("inspect", forged_cache, "--verify", code=None), f"this file refers to '{name}'")
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "link to a folder"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "shard-00000.arrow", "manifest.json"])
-def test_links_and_devices_are_not_read_as_files_of_a_cache(run, forged, name, kind):
-    target = forged.parent / "secret.txt"
-    target.write_bytes((forged / name).read_bytes())
-    (forged / name).unlink()
+def test_links_and_pipes_are_not_read_as_files_of_a_cache(run, forged_cache, name, kind):
+    target = forged_cache.parent / "secret.txt"
+    target.write_bytes((forged_cache / name).read_bytes())
+    (forged_cache / name).unlink()
     if kind == "pipe":
-        os.mkfifo(forged / name)
+        os.mkfifo(forged_cache / name)
     else:
-        (forged / name).symlink_to(target if kind == "link" else forged.parent)
-    done = run("inspect", forged, "--verify", code=None, timeout=60)
-    text = refused(done, name)
+        (forged_cache / name).symlink_to(target if kind == "link" else forged_cache.parent)
+    result = run("inspect", forged_cache, "--verify", code=None, timeout=60)
+    text = assert_refused(result, name)
     assert "not a regular file" in text or "bytes" in text
     assert target.read_bytes()
 
 
-def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, projection, tmp_path):
-    (forged / "special_tokens_map.json").symlink_to(forged.parent / "secret.txt")
-    refused(run("inspect", forged, "--verify", code=None), "special_tokens_map.json", "not a regular file")
+def test_link_next_to_the_tokenizer_files_is_refused(run, pair, forged_cache, projection, tmp_path):
+    (forged_cache / "special_tokens_map.json").symlink_to(forged_cache.parent / "secret.txt")
+    assert_refused(run("inspect", forged_cache, "--verify", code=None), "special_tokens_map.json", "not a regular file")
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda m: m["shards"][0].update(documents=-1), "shards[0].documents is -1, but must be an integer from 1"),
         (lambda m: m["shards"][0].update(documents="12"), "shards[0].documents is '12'"),
@@ -126,34 +130,40 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
         (lambda m: m.update(version=[]), "version []"),
     ],
 )
-def test_a_value_that_cannot_be_is_named_with_its_place(run, forged, change, told):
-    forge(forged, change)
-    refused(run("inspect", forged, "--verify", code=None), told, "manifest.json" if "shard is from" not in told else "")
+def test_invalid_manifest_value_is_refused_with_its_key(run, forged_cache, change, message):
+    forge(forged_cache, change)
+    assert_refused(
+        run("inspect", forged_cache, "--verify", code=None),
+        message,
+        "manifest.json" if "shard is from" not in message else "",
+    )
 
 
 @pytest.mark.parametrize("name", ["positions", "tokens"])
-def test_counts_of_a_manifest_are_compared_with_the_shard_before_it_is_read(run, pair, forged, name, tmp_path):
-    forge(forged, lambda manifest: manifest["shards"][0].update({name: manifest["shards"][0][name] + 1}))
-    done = run("distill", pair.teacher, forged, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=None)
-    refused(done, f" {name}, but the manifest of the cache states ", "shard-00000.arrow")
+def test_manifest_counts_that_differ_from_the_shard_are_refused(run, pair, forged_cache, name, tmp_path):
+    forge(forged_cache, lambda manifest: manifest["shards"][0].update({name: manifest["shards"][0][name] + 1}))
+    result = run(
+        "distill", pair.teacher, forged_cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=None
+    )
+    assert_refused(result, f" {name}, but the manifest of the cache states ", "shard-00000.arrow")
 
 
-def test_a_manifest_that_is_nested_ten_thousand_deep_is_a_sentence(run, forged):
-    (forged / "manifest.json").write_text('{"a":' * 10_000 + "1" + "}" * 10_000)
-    refused(run("inspect", forged, code=None), "nested more than 100 levels deep")
+def test_manifest_nested_ten_thousand_levels_deep_is_refused(run, forged_cache):
+    (forged_cache / "manifest.json").write_text('{"a":' * 10_000 + "1" + "}" * 10_000)
+    assert_refused(run("inspect", forged_cache, code=None), "nested more than 100 levels deep")
 
 
-def test_a_recipe_that_is_a_link_is_not_read(run, pair, tmp_path):
+def test_recipe_that_is_a_link_is_not_read(run, pair, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "secret.json").write_text('{"losses": ["ce"], "inputs": {"password": "1234"}}')
     (tmp_path / "run" / "recipe.json").symlink_to(tmp_path / "secret.json")
     for command in (("inspect",), ("report", "-o", tmp_path / "page.html")):
-        text = refused(run(*command, tmp_path / "run", code=None), "recipe.json")
+        text = assert_refused(run(*command, tmp_path / "run", code=None), "recipe.json")
         assert "1234" not in text
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"student": {"tokenizer": 5, "special_tokens": {}, "tokens": 1, "embedding_rows": 1}}, "student"),
         (
@@ -166,14 +176,14 @@ def test_a_recipe_that_is_a_link_is_not_read(run, pair, tmp_path):
     ],
 )
 @pytest.mark.parametrize("command", ["inspect", "prune-projection"])
-def test_the_header_of_a_projection_is_checked(run, projection, tmp_path, change, told, command):
-    header, data, outer = projection_parts(projection)
-    write_projection(tmp_path / "p", {**header, **change}, data, outer)
-    more = ("--top-k", 1, "-o", tmp_path / "q") if command == "prune-projection" else ()
-    refused(run(command, tmp_path / "p", *more, code=None), told)
+def test_projection_with_an_invalid_header_is_refused(run, projection, tmp_path, change, message, command):
+    header, data, safetensors_header = projection_parts(projection)
+    write_projection(tmp_path / "p", {**header, **change}, data, safetensors_header)
+    options = ("--top-k", 1, "-o", tmp_path / "q") if command == "prune-projection" else ()
+    assert_refused(run(command, tmp_path / "p", *options, code=None), message)
 
 
-def test_what_was_not_checked_is_printed_as_not_checked(run, cache):
+def test_inspect_reports_whether_checksums_were_verified(run, cache):
     plain, verified = run("inspect", cache).stdout, run("inspect", cache, "--verify").stdout
     assert "not checked (--verify)" in plain
     assert "not checked" not in verified
@@ -181,14 +191,14 @@ def test_what_was_not_checked_is_printed_as_not_checked(run, cache):
     assert json.loads(run("inspect", cache, "--verify", "--json").stdout)["statistics"]["verified"] is True
 
 
-def test_a_finished_cache_that_is_found_again_says_what_was_compared(run, pair, corpus, cache):
-    done = run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", cache)
-    assert "checked file sizes, not checksums" in done.stderr
+def test_reused_cache_reports_that_only_file_sizes_were_checked(run, pair, corpus, cache):
+    result = run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", cache)
+    assert "checked file sizes, not checksums" in result.stderr
 
 
-@pytest.mark.parametrize("rows", [0, 5])
-def test_counts_of_shards_add_up_to_those_of_the_cache(run, forged, tmp_path, rows):
-    forge(forged, lambda manifest: manifest["shards"][0].update(documents=rows))
-    told = "shards[0].documents" if rows == 0 else "its shards have"
-    refused(run("cache-teacher", "--merge", forged, "-o", tmp_path / "out", code=None), told)
+@pytest.mark.parametrize("documents", [0, 5])
+def test_merge_refuses_shard_counts_that_contradict_the_cache(run, forged_cache, tmp_path, documents):
+    forge(forged_cache, lambda manifest: manifest["shards"][0].update(documents=documents))
+    message = "shards[0].documents" if documents == 0 else "its shards have"
+    assert_refused(run("cache-teacher", "--merge", forged_cache, "-o", tmp_path / "out", code=None), message)
     assert not (tmp_path / "out" / "manifest.json").exists()

@@ -1,4 +1,4 @@
-"""Files that other programs replace between the check of a command and its work."""
+"""Files that other programs replace after a command has checked them and before it uses them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 
-def test_a_run_that_another_command_finished_in_between_is_not_overwritten(pair, corpus, tmp_path):
+def test_run_finished_by_another_command_in_between_is_not_overwritten(pair, corpus, tmp_path):
     output = tmp_path / "run"
-    assert RUN_FOLDER.find_finished(output, {"seed": 1}) is None  # as each of two commands finds it
+    assert RUN_FOLDER.find_finished(output, {"seed": 1}) is None  # two commands that start together both find none
     run_xtk("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 2, "--save-steps", 1, "-o", output)
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     with pytest.raises(XtkError, match="has a run with other options or inputs"):
@@ -42,27 +42,27 @@ def test_a_run_that_another_command_finished_in_between_is_not_overwritten(pair,
     with pytest.raises(XtkError, match="another command has written into the output folder"):
         prepare_run_folder(output, {}, recipe, ResumePoint(), force=False)
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
-    (output / "xtk.json").unlink()  # unfinished, with a checkpoint that was not there before
+    (output / "xtk.json").unlink()  # unfinished, with a checkpoint that did not exist at the check
     with pytest.raises(XtkError, match="another command has written into the output folder"):
         prepare_run_folder(output, {}, recipe, ResumePoint(), force=False)
     prepare_run_folder(output, {}, recipe, ResumePoint(*list_checkpoints(output)[-1]), force=False)
 
 
-def test_a_student_that_is_replaced_while_it_is_loaded_is_refused(pair, corpus, tmp_path):
+def test_student_replaced_while_it_is_loaded_is_refused(pair, corpus, tmp_path):
     student = shutil.copytree(pair.student, tmp_path / "student")
     other = small_inputs.make_student(tmp_path / "other", seed=9)
-    recipe = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=1)
+    config = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=1)
     paths = RunPaths(student, (str(corpus),), (), tmp_path / "run")
-    inputs = open_inputs(paths, recipe, Tokenizer(student))
+    inputs = open_inputs(paths, config, Tokenizer(student))
     (other / "model.safetensors").replace(student / "model.safetensors")
     with pytest.raises(MismatchError, match="the files of the student were replaced since the run started"):
-        distill(paths, recipe, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+        distill(paths, config, LoggingConfig(), inputs, force=False, trust_remote_code=False)
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
 @pytest.fixture(scope="module")
-def lora(pair, corpus, tmp_path_factory) -> Path:
-    """A folder with a student, another one, and a LoRA run of the student."""
+def lora_folder(pair, corpus, tmp_path_factory) -> Path:
+    """Return a folder with a student, another student, and a LoRA run of the first."""
     folder = tmp_path_factory.mktemp("lora")
     shutil.copytree(pair.student, folder / "student")
     small_inputs.make_student(folder / "other", seed=9)
@@ -72,102 +72,103 @@ def lora(pair, corpus, tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def replaced(folder: Path) -> Iterator[None]:
-    """Replace the student by the other one for a while."""
+def replaced_student(folder: Path) -> Iterator[None]:
+    """Replace the weights of the student by those of the other one inside of the context."""
     weights = folder / "student" / "model.safetensors"
-    before = weights.read_bytes()
+    original = weights.read_bytes()
     weights.write_bytes((folder / "other" / "model.safetensors").read_bytes())
     try:
         yield
     finally:
-        weights.write_bytes(before)
+        weights.write_bytes(original)
 
 
-def test_an_adapter_of_a_checkpoint_is_not_merged_into_another_model(lora, tmp_path):
+def test_checkpoint_adapter_is_not_merged_into_another_model(lora_folder, tmp_path):
     for checkpoint in (("run", "--checkpoint", 2), ("run/checkpoint-2",)):
-        with replaced(lora):
-            refused = run_xtk("export", *checkpoint, "-o", tmp_path / "exported", code=1, cwd=lora).stderr
-        assert "the base model of the adapter is not the one of the run" in refused
+        with replaced_student(lora_folder):
+            stderr = run_xtk("export", *checkpoint, "-o", tmp_path / "exported", code=1, cwd=lora_folder).stderr
+        assert "the base model of the adapter is not the one of the run" in stderr
         assert not (tmp_path / "exported" / "model.safetensors").exists()
-    run_xtk("export", "run", "--checkpoint", 2, "-o", tmp_path / "exported", cwd=lora)
+    run_xtk("export", "run", "--checkpoint", 2, "-o", tmp_path / "exported", cwd=lora_folder)
 
 
-def test_the_adapter_of_a_run_is_not_merged_into_a_student_that_was_replaced(lora, corpus, tmp_path, monkeypatch):
-    whole = (lora / "run" / "model.safetensors").read_bytes()
-    recipe = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=3, preparation=StudentModelConfig(lora_r=4))
-    paths = RunPaths(lora / "student", (str(corpus),), (), tmp_path / "run")
+def test_final_adapter_is_not_merged_into_a_replaced_student(lora_folder, corpus, tmp_path, monkeypatch):
+    expected = (lora_folder / "run" / "model.safetensors").read_bytes()
+    config = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=3, preparation=StudentModelConfig(lora_r=4))
+    paths = RunPaths(lora_folder / "student", (str(corpus),), (), tmp_path / "run")
     logging = LoggingConfig(save_steps=2)
-    save = CheckpointSaver.write_final
+    original_write_final = CheckpointSaver.write_final
 
-    def write_final(self, *args: object) -> None:  # as if another program did it after the last step
-        with replaced(lora):
-            save(self, *args)
+    def write_final(self, *args: object) -> None:  # as if another program replaced the student after the last step
+        with replaced_student(lora_folder):
+            original_write_final(self, *args)
 
     monkeypatch.setattr(CheckpointSaver, "write_final", write_final)
-    inputs = open_inputs(paths, recipe, Tokenizer(paths.student))
+    inputs = open_inputs(paths, config, Tokenizer(paths.student))
     with pytest.raises(MismatchError, match="the files of the student were replaced since the run started"):
-        distill(paths, recipe, logging, inputs, force=False, trust_remote_code=False)
+        distill(paths, config, logging, inputs, force=False, trust_remote_code=False)
     monkeypatch.undo()
     assert not (tmp_path / "run" / "xtk.json").exists()
-    distill(paths, recipe, logging, inputs, force=False, trust_remote_code=False)
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == whole
+    distill(paths, config, logging, inputs, force=False, trust_remote_code=False)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == expected
 
 
-def test_a_run_that_is_replaced_while_it_is_exported_is_refused(lora, pair, corpus, tmp_path, monkeypatch):
+def test_run_replaced_while_it_is_exported_is_refused(lora_folder, pair, corpus, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run_xtk("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "-o", run)
-    load = student_export.load_causal_lm
+    original_load = student_export.load_causal_lm
 
-    def load_another(folder: Path, **options: object) -> object:  # as if another program did it after the check
-        (run / "model.safetensors").write_bytes((lora / "other" / "model.safetensors").read_bytes())
-        return load(folder, **options)
+    def replace_and_load(folder: Path, **options: object) -> object:
+        # As if another program replaced the weights after the check.
+        (run / "model.safetensors").write_bytes((lora_folder / "other" / "model.safetensors").read_bytes())
+        return original_load(folder, **options)
 
-    monkeypatch.setattr(student_export, "load_causal_lm", load_another)
+    monkeypatch.setattr(student_export, "load_causal_lm", replace_and_load)
     config = student_export.ExportConfig(run)
     with pytest.raises(XtkError, match="does not match its checksum"):
         student_export.export_student(config, tmp_path / "exported", force=False)
     assert not (tmp_path / "exported").exists()
 
 
-def test_an_online_teacher_that_is_replaced_is_refused(pair, corpus, tmp_path):
+def test_online_teacher_replaced_while_it_is_loaded_is_refused(pair, corpus, tmp_path):
     shutil.copytree(pair.teacher, tmp_path / "teacher")
     other = small_inputs.make_teacher(tmp_path / "other", seed=9)
-    recipe = TrainConfig(losses=tuple(parse_losses(["byte-kl"])), max_steps=1)
+    config = TrainConfig(losses=tuple(parse_losses(["byte-kl"])), max_steps=1)
     teacher = parse_online_teacher(f"{tmp_path / 'teacher'}:top_k=8", long_documents="refuse", trust_remote_code=False)
     paths = RunPaths(pair.student, (str(corpus),), (), tmp_path / "run", online_teachers=(teacher,))
-    inputs = open_inputs(paths, recipe, Tokenizer(pair.student))
+    inputs = open_inputs(paths, config, Tokenizer(pair.student))
     (other / "model.safetensors").replace(tmp_path / "teacher" / "model.safetensors")
     with pytest.raises(MismatchError, match="the files of the teacher were replaced while it was loaded"):
-        distill(paths, recipe, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+        distill(paths, config, LoggingConfig(), inputs, force=False, trust_remote_code=False)
 
 
-def test_a_file_of_the_user_where_the_manifest_of_a_run_will_be_is_kept(pair, corpus, tmp_path):
+def test_user_file_with_the_name_of_the_run_manifest_is_kept(pair, corpus, tmp_path):
     output = tmp_path / "run"
     command = ("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 3, "--save-steps", 1, "-o", output)
     run_xtk(*command, "--max-seconds", 0.001, code=75)
     (output / "xtk.json").write_text("notes of the user")
-    refused = run_xtk(*command, "--force", code=1).stderr
-    assert "xtk.json" in refused
+    stderr = run_xtk(*command, "--force", code=1).stderr
+    assert "xtk.json" in stderr
     assert (output / "xtk.json").read_text() == "notes of the user"
     (output / "xtk.json").unlink()
     run_xtk(*command, "--force")
     (output / "xtk.json").rename(tmp_path / "manifest")
     (output / "xtk.json").write_text("notes of the user")
-    keep_manifest_of_user(output / "xtk.json")  # as the end of a run does
+    keep_manifest_of_user(output / "xtk.json")  # called at the end of a run
     assert (output / "xtk.json.kept-1").read_text() == "notes of the user"
 
 
 @pytest.mark.parametrize("command", ["inspect", "doctor"])
-def test_a_fifo_instead_of_weights_ends_in_a_sentence(pair, tmp_path, command):
+def test_fifo_instead_of_the_weight_file_is_refused(pair, tmp_path, command):
     model = shutil.copytree(pair.student, tmp_path / "model")
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")
-    more = (pair.teacher,) if command == "doctor" else ()
-    done = run_xtk(command, model, *more, code=1)
-    assert "the weight file is not a regular file" in done.stdout + done.stderr
+    other_models = (pair.teacher,) if command == "doctor" else ()
+    result = run_xtk(command, model, *other_models, code=1)
+    assert "the weight file is not a regular file" in result.stdout + result.stderr
 
 
-def test_evaluate_notes_text_that_the_tokenizer_drops(pair, tmp_path):
+def test_evaluate_reports_text_that_the_tokenizer_drops(pair, tmp_path):
     model = shutil.copytree(pair.student, tmp_path / "model")
     content = json.loads((model / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[b-z]"}, "content": ""}
@@ -177,18 +178,18 @@ def test_evaluate_notes_text_that_the_tokenizer_drops(pair, tmp_path):
     assert "dropped" not in run_xtk("evaluate", pair.student, data).stderr
 
 
-def test_a_teacher_that_is_replaced_while_it_is_loaded_is_refused(pair, tmp_path):
+def test_teacher_replaced_while_it_is_loaded_is_refused(pair, tmp_path):
     teacher = shutil.copytree(pair.teacher, tmp_path / "teacher")
-    stated = TransformersTeacher.weights_identity(teacher, {})
+    identity = TransformersTeacher.weights_identity(teacher, {})
     request = CacheRequest(teacher_folder=teacher, teacher_name="teacher", support=make_support("top-k"))
-    open_teacher(request, Tokenizer(teacher), stated)
+    open_teacher(request, Tokenizer(teacher), identity)
     (small_inputs.make_teacher(tmp_path / "other", seed=9) / "model.safetensors").replace(teacher / "model.safetensors")
     with pytest.raises(MismatchError, match="the files of the teacher were replaced while it was loaded"):
-        open_teacher(request, Tokenizer(teacher), stated)
+        open_teacher(request, Tokenizer(teacher), identity)
 
 
 @pytest.mark.parametrize("damage", ["short", "flip"])
-def test_damaged_files_of_a_cache_are_not_merged(cache, tmp_path, damage):
+def test_merge_refuses_corrupt_files_of_a_cache(cache, tmp_path, damage):
     first, second = (shutil.copytree(cache, tmp_path / name) for name in "ab")
     (file,) = second.glob("vocabulary-order-*.arrow")
     content = bytearray(file.read_bytes())
@@ -198,12 +199,12 @@ def test_damaged_files_of_a_cache_are_not_merged(cache, tmp_path, damage):
         content[len(content) // 2] ^= 1
     file.write_bytes(content)
     for order in ((first, second), (second, first)):
-        done = run_xtk("cache-teacher", "--merge", *order, "-o", tmp_path / "out", code=1)
-        assert f"where: {file}" in done.stderr, done.stderr
+        result = run_xtk("cache-teacher", "--merge", *order, "-o", tmp_path / "out", code=1)
+        assert f"where: {file}" in result.stderr, result.stderr
         assert not list(Path(tmp_path / "out").glob("manifest.json"))
 
 
-def test_a_rollout_file_without_all_its_lines_is_not_taken_for_the_finished_one(pair, tmp_path):
+def test_rollout_file_with_missing_repeated_or_reordered_lines_is_refused(pair, tmp_path):
     small_inputs.write_jsonl(tmp_path / "prompts.jsonl", small_inputs.sentences(4, seed=2))
     path = tmp_path / "r.jsonl"
     command = ("rollout", pair.student, tmp_path / "prompts.jsonl", "--num-generations", 2,

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is named and the one before is taken; where none is left the run ends with an error."""
+"""A run skips and names a corrupt checkpoint and resumes from the previous one; without any, it ends with an error."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from xtk.training.resume_point import find_checkpoint
 
 pytestmark = pytest.mark.slow
 
-PART = "trainer/rank-00000-of-00001.safetensors"
+STATE_FILE = "trainer/rank-00000-of-00001.safetensors"
 
 
-def use(run: Path) -> Any:
+def find_resume_point(run: Path) -> Any:
     return find_checkpoint(run, read_recipe(run), needs_best=False)
 
 
 def sign(folder: Path, **changes: Any) -> None:
-    """Change values of a manifest, and write the checksum that fits them."""
+    """Change values of a manifest and write a matching checksum."""
     content = json.loads((folder / "xtk.json").read_text()) | changes
     content.pop("checksum")
     (folder / "xtk.json").write_text(json.dumps({**content, "checksum": sha256(canonical_json(content))}))
@@ -43,47 +43,47 @@ def swap_weights(folder: Path) -> None:
 
 
 def swap_state(folder: Path) -> None:
-    shutil.copyfile(folder.parent / "checkpoint-2" / PART, folder / PART)
+    shutil.copyfile(folder.parent / "checkpoint-2" / STATE_FILE, folder / STATE_FILE)
 
 
-def other_step(folder: Path) -> None:
+def replace_with_other_step(folder: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(folder.parent / "checkpoint-2", folder)
 
 
-def cut_short(folder: Path) -> None:
-    with (folder / PART).open("r+b") as stream:
+def truncate_state(folder: Path) -> None:
+    with (folder / STATE_FILE).open("r+b") as stream:
         stream.truncate(1000)
 
 
-def link(folder: Path) -> None:
+def link_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder.parent / "elsewhere")
     (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
 
 
-def link_of_a_folder(folder: Path) -> None:
+def link_trainer_folder(folder: Path) -> None:
     (folder / "trainer").rename(folder.parent / "elsewhere")
     (folder / "trainer").symlink_to(folder.parent / "elsewhere")
 
 
-def extra_adapter(folder: Path) -> None:
+def add_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')
 
 
 def change_state(folder: Path, key: str, change: Callable[[dict[str, Any], dict[str, Any], str], None]) -> None:
-    """Change the tensors of an optimizer's state and what the header states of them, with right checksums."""
-    with safe_open(folder / PART, "pt") as file:
+    """Change the tensors of the optimizer state and their entries in the header, and write matching checksums."""
+    with safe_open(folder / STATE_FILE, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     header = json.loads(metadata["xtk"])
     stored = header["sharded_state"]
     name = next(name for name in sorted(stored) if stored[name]["tensor"].startswith(f"{key}."))
     change(tensors, stored, name)
-    save_file(tensors, folder / PART, {"xtk": json.dumps(header)})
-    folders = {"trainer": file_entries(folder / "trainer", [Path(PART).name])}
+    save_file(tensors, folder / STATE_FILE, {"xtk": json.dumps(header)})
+    folders = {"trainer": file_entries(folder / "trainer", [Path(STATE_FILE).name])}
     sign(folder, folders=folders)
 
 
-def drop(tensors: dict[str, Any], stored: dict[str, Any], name: str) -> None:
+def drop_tensor(tensors: dict[str, Any], stored: dict[str, Any], name: str) -> None:
     del tensors[name], stored[name]
 
 
@@ -92,51 +92,51 @@ def to_bfloat16(tensors: dict[str, Any], stored: dict[str, Any], name: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "change", "told"),
+    ("key", "change", "message"),
     [
-        ("exp_avg", drop, "has no exp_avg"), ("step", drop, "has no step"),
+        ("exp_avg", drop_tensor, "has no exp_avg"), ("step", drop_tensor, "has no step"),
         ("exp_avg_sq", to_bfloat16, "has the dtype torch.bfloat16, not torch.float32"),
         ("step", to_bfloat16, "has the dtype torch.bfloat16, not torch.float32"),
     ],
 )  # fmt: skip
-def test_an_incomplete_state_of_the_optimizer_ends_in_a_sentence(trained, unfinished, key, change, told):
-    change_state(unfinished / "checkpoint-4", key, change)
-    arguments, _ = trained
-    stderr = " ".join(run_xtk(*arguments, unfinished, code=1).stderr.split())
-    assert told in stderr
+def test_incomplete_optimizer_state_is_refused(finished_run, unfinished_run, key, change, message):
+    change_state(unfinished_run / "checkpoint-4", key, change)
+    arguments, _ = finished_run
+    stderr = " ".join(run_xtk(*arguments, unfinished_run, code=1).stderr.split())
+    assert message in stderr
     assert "Traceback" not in stderr
 
 
 ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda folder: flip(folder / PART, 5000, 6), "does not match its checksum"),
+    (lambda folder: flip(folder / STATE_FILE, 5000, 6), "does not match its checksum"),
     (lambda folder: flip(folder / "model.safetensors", 9000, 0), "does not match its checksum"),
     (lambda folder: flip(folder / "config.json", 40, 1), "does not match its checksum"),
     (swap_weights, "does not match its checksum"),
     (swap_state, "does not match its checksum"),
-    (other_step, "manifest is for step 2"),
-    (cut_short, "this file has 1,000 bytes"),
+    (replace_with_other_step, "manifest is for step 2"),
+    (truncate_state, "this file has 1,000 bytes"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "but it is missing"),
     (lambda folder: shutil.rmtree(folder / "trainer"), "this folder is listed in the manifest, but it is missing"),
     (lambda folder: (folder / "xtk.json").unlink(), "this folder has no manifest"),
     (lambda folder: (folder / "xtk.json").write_text("[" * 20_000), "this file is not JSON"),
     (lambda folder: (folder / "xtk.json").write_text("[]"), "must contain a JSON object"),
-    (link, "this is not a regular file"),
-    (link_of_a_folder, "this folder is listed in the manifest, but it is missing"),
-    (extra_adapter, "is not listed in the manifest of its folder"),
+    (link_weights, "this is not a regular file"),
+    (link_trainer_folder, "this folder is listed in the manifest, but it is missing"),
+    (add_adapter, "is not listed in the manifest of its folder"),
     (lambda folder: (folder / "model-9.safetensors").write_bytes(b"x"), "is not listed in the manifest of its folder"),
     (lambda folder: (folder / "trainer" / "more").write_bytes(b"x"), "is not listed in the manifest of its folder"),
     (lambda folder: sign(folder, run_fingerprint="sha256:0"), "the checkpoint was written by a run with other options"),
 ]
 
 
-@pytest.mark.parametrize(("attack", "told"), ATTACKS)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(unfinished, capsys, attack, told):
-    attack(unfinished / "checkpoint-4")
-    resumed = use(unfinished)
-    assert (resumed.step, resumed.damaged) == (2, (unfinished / "checkpoint-4",))
-    noted = capsys.readouterr().err
-    assert "distill: warning: skipping checkpoint-4" in noted
-    assert told in noted
+@pytest.mark.parametrize(("attack", "message"), ATTACKS)
+def test_corrupt_checkpoint_is_reported_and_the_previous_one_is_used(unfinished_run, capsys, attack, message):
+    attack(unfinished_run / "checkpoint-4")
+    resume_point = find_resume_point(unfinished_run)
+    assert (resume_point.step, resume_point.damaged) == (2, (unfinished_run / "checkpoint-4",))
+    stderr = capsys.readouterr().err
+    assert "distill: warning: skipping checkpoint-4" in stderr
+    assert message in stderr
 
 
 @pytest.mark.parametrize(
@@ -151,16 +151,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(unfinished, c
         {"tokens": 1e300}, {"skipped_steps": {}}, {"best_bits_per_byte": "nan"}, {"version": 2}, {"version": "x"},
     ],
 )  # fmt: skip
-def test_values_of_a_manifest_are_checked_before_they_are_used(unfinished, trained, changes):
-    """A writer with bad intentions writes a checksum that fits."""
-    sign(unfinished / "checkpoint-4", **changes)
-    done = run_xtk(*trained[0], unfinished, code=None)
-    assert "Traceback" not in done.stderr
-    if done.returncode:
-        assert "checkpoint-4" in done.stderr
+def test_invalid_values_in_a_checkpoint_manifest_are_skipped_or_refused(unfinished_run, finished_run, changes):
+    """An attacker writes a matching checksum."""
+    sign(unfinished_run / "checkpoint-4", **changes)
+    result = run_xtk(*finished_run[0], unfinished_run, code=None)
+    assert "Traceback" not in result.stderr
+    if result.returncode:
+        assert "checkpoint-4" in result.stderr
     else:
-        assert "skipping checkpoint-4" in done.stderr or changes.keys() <= {"metrics_file"}
-        assert_same(unfinished, trained[1])
+        assert "skipping checkpoint-4" in result.stderr or changes.keys() <= {"metrics_file"}
+        assert_same(unfinished_run, finished_run[1])
 
 
 @pytest.mark.parametrize(
@@ -171,136 +171,138 @@ def test_values_of_a_manifest_are_checked_before_they_are_used(unfinished, train
         {"recipe": {"losses": ["ce"], "inputs": {"student": {"weights": "", "tokenizer": ""}}, "student_model": 7}},
     ],
 )  # fmt: skip
-def test_values_of_a_finished_run_are_checked_before_they_are_used(trained, tmp_path, changes):
-    run = Path(shutil.copytree(trained[1], tmp_path / "run"))
+def test_invalid_values_in_a_run_manifest_are_refused(finished_run, tmp_path, changes):
+    run = Path(shutil.copytree(finished_run[1], tmp_path / "run"))
     sign(run, **changes)
     for command in (
         ["inspect", run], ["export", run, "-o", tmp_path / "out"], ["report", run, "-o", tmp_path / "page.html"],
-        [*trained[0], run],
+        [*finished_run[0], run],
     ):  # fmt: skip
-        done = run_xtk(*command, code=1)
-        assert "Traceback" not in done.stderr
-        assert "run/xtk.json" in done.stderr
-        assert done.stdout == ""
+        result = run_xtk(*command, code=1)
+        assert "Traceback" not in result.stderr
+        assert "run/xtk.json" in result.stderr
+        assert result.stdout == ""
 
 
-def test_a_flipped_bit_in_the_optimizer_costs_two_steps_and_no_number(trained, unfinished):
-    """It gave a loss of 4e31 and exit code 0."""
-    part = unfinished / "checkpoint-4" / PART
-    state = load_file(part)
-    name = next(name for name in state if name.startswith("exp_avg_sq") and state[name].numel() > 100)
-    before = part.read_bytes()
-    place = before.index(state[name].numpy().tobytes()) + 3
-    flip(part, place, 6)
-    done = run_xtk(*trained[0], unfinished)
-    assert "warning: skipping checkpoint-4: this file does not match its checksum" in done.stderr
-    assert str(part) in done.stderr
-    assert "resuming from" in done.stderr
-    assert "checkpoint-2" in done.stderr
-    assert_same(unfinished, trained[1])
-    stated = read_run_manifest(unfinished / "checkpoint-4", ("checkpoint",))
-    verify_files(unfinished / "checkpoint-4", stated)  # it was written again
+def test_flipped_bit_in_the_optimizer_state_resumes_from_the_previous_checkpoint(finished_run, unfinished_run):
+    """Regression test: this flip once gave a loss of 4e31 and exit code 0."""
+    state_file = unfinished_run / "checkpoint-4" / STATE_FILE
+    tensors = load_file(state_file)
+    name = next(name for name in tensors if name.startswith("exp_avg_sq") and tensors[name].numel() > 100)
+    content = state_file.read_bytes()
+    offset = content.index(tensors[name].numpy().tobytes()) + 3
+    flip(state_file, offset, 6)
+    result = run_xtk(*finished_run[0], unfinished_run)
+    assert "warning: skipping checkpoint-4: this file does not match its checksum" in result.stderr
+    assert str(state_file) in result.stderr
+    assert "resuming from" in result.stderr
+    assert "checkpoint-2" in result.stderr
+    assert_same(unfinished_run, finished_run[1])
+    manifest = read_run_manifest(unfinished_run / "checkpoint-4", ("checkpoint",))
+    verify_files(unfinished_run / "checkpoint-4", manifest)  # the checkpoint was written again
 
 
-def test_a_damaged_checkpoint_does_not_push_out_a_good_one(trained, unfinished):
-    flip(unfinished / "checkpoint-4" / PART, 5000, 6)
-    run_xtk(*trained[0], unfinished, "--save-steps", 3, "--save-total-limit", 1, "--max-seconds", 0.001, code=75)
-    assert sorted(path.name for path in unfinished.glob("checkpoint-*")) == ["checkpoint-3"]
-    run_xtk(*trained[0], unfinished)
-    assert_same(unfinished, trained[1])
+def test_corrupt_checkpoint_does_not_displace_an_intact_one(finished_run, unfinished_run):
+    flip(unfinished_run / "checkpoint-4" / STATE_FILE, 5000, 6)
+    run_xtk(
+        *finished_run[0], unfinished_run, "--save-steps", 3, "--save-total-limit", 1, "--max-seconds", 0.001, code=75
+    )
+    assert sorted(path.name for path in unfinished_run.glob("checkpoint-*")) == ["checkpoint-3"]
+    run_xtk(*finished_run[0], unfinished_run)
+    assert_same(unfinished_run, finished_run[1])
 
 
-def test_where_no_checkpoint_is_left_the_run_does_not_begin_again_silently(trained, unfinished):
+def test_run_with_only_corrupt_checkpoints_restarts_only_with_force(finished_run, unfinished_run):
     for step in (2, 4):
-        flip(unfinished / f"checkpoint-{step}" / "model.safetensors", 7000, 3)
-    done = run_xtk(*trained[0], unfinished, code=1)
-    assert "all checkpoints of this run are corrupt" in done.stderr
-    assert "--force to train again from step 0" in done.stderr
-    run_xtk(*trained[0], unfinished, "--force")
-    assert_same(unfinished, trained[1])
+        flip(unfinished_run / f"checkpoint-{step}" / "model.safetensors", 7000, 3)
+    result = run_xtk(*finished_run[0], unfinished_run, code=1)
+    assert "all checkpoints of this run are corrupt" in result.stderr
+    assert "--force to train again from step 0" in result.stderr
+    run_xtk(*finished_run[0], unfinished_run, "--force")
+    assert_same(unfinished_run, finished_run[1])
 
 
-def test_metrics_that_were_altered_are_not_certified(trained, unfinished):
-    lines = (unfinished / "metrics.jsonl").read_text()
-    (unfinished / "metrics.jsonl").write_text(lines.replace('"loss": 6', '"loss": 2', 1))
-    done = run_xtk(*trained[0], unfinished, code=1)
-    assert "the metrics file has changed since checkpoint-4 was written" in done.stderr
-    (unfinished / "metrics.jsonl").unlink()
-    run_xtk(*trained[0], unfinished)
-    assert (unfinished / "model.safetensors").read_bytes() == (trained[1] / "model.safetensors").read_bytes()
+def test_changed_metrics_file_is_refused(finished_run, unfinished_run):
+    lines = (unfinished_run / "metrics.jsonl").read_text()
+    (unfinished_run / "metrics.jsonl").write_text(lines.replace('"loss": 6', '"loss": 2', 1))
+    result = run_xtk(*finished_run[0], unfinished_run, code=1)
+    assert "the metrics file has changed since checkpoint-4 was written" in result.stderr
+    (unfinished_run / "metrics.jsonl").unlink()
+    run_xtk(*finished_run[0], unfinished_run)
+    assert (unfinished_run / "model.safetensors").read_bytes() == (finished_run[1] / "model.safetensors").read_bytes()
 
 
-def test_an_older_checkpoint_and_an_older_run_are_refused_by_their_versions(trained, unfinished):
-    sign(unfinished / "checkpoint-4", version=2)
-    done = run_xtk(*trained[0], unfinished, code=1)
-    assert "this checkpoint has version 2; this xtk reads version 4" in done.stderr
-    (unfinished / "recipe.json").write_text(json.dumps(read_recipe(unfinished)))
-    done = run_xtk(*trained[0], unfinished, code=1)
-    assert "this recipe of xtk distill has version 1; this xtk reads version 3" in done.stderr
+def test_checkpoint_and_recipe_of_older_versions_are_refused(finished_run, unfinished_run):
+    sign(unfinished_run / "checkpoint-4", version=2)
+    result = run_xtk(*finished_run[0], unfinished_run, code=1)
+    assert "this checkpoint has version 2; this xtk reads version 4" in result.stderr
+    (unfinished_run / "recipe.json").write_text(json.dumps(read_recipe(unfinished_run)))
+    result = run_xtk(*finished_run[0], unfinished_run, code=1)
+    assert "this recipe of xtk distill has version 1; this xtk reads version 3" in result.stderr
 
 
-def test_best_weights_that_are_damaged_are_found_before_the_run_goes_on(unfinished):
-    checkpoint, best = unfinished / "checkpoint-4", unfinished / "best-3"
+def test_corrupt_best_weights_are_found_before_the_run_resumes(unfinished_run):
+    checkpoint, best = unfinished_run / "checkpoint-4", unfinished_run / "best-3"
     best.mkdir()
     shutil.copyfile(checkpoint / "model.safetensors", best / "model.safetensors")
-    run = read_run_manifest(checkpoint)["run_fingerprint"]
+    fingerprint = read_run_manifest(checkpoint)["run_fingerprint"]
     write_run_manifest(
-        best, {"kind": "best", "step": 3, "run_fingerprint": run}, file_entries(best, ["model.safetensors"])
+        best, {"kind": "best", "step": 3, "run_fingerprint": fingerprint}, file_entries(best, ["model.safetensors"])
     )
     sign(checkpoint, best_step=3, best_bits_per_byte=2.5)
-    assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=True).step == 4
+    assert find_checkpoint(unfinished_run, read_recipe(unfinished_run), needs_best=True).step == 4
     flip(best / "model.safetensors", 5000, 2)
-    assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=True).step == 2
-    assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=False).step == 4
+    assert find_checkpoint(unfinished_run, read_recipe(unfinished_run), needs_best=True).step == 2
+    assert find_checkpoint(unfinished_run, read_recipe(unfinished_run), needs_best=False).step == 4
 
 
-def test_inspect_and_export_compare_all_files(trained, tmp_path):
-    run = Path(shutil.copytree(trained[1], tmp_path / "run"))
-    for place in (run, run / "checkpoint-4"):
-        told = json.loads(run_xtk("inspect", place, "--verify", "--json").stdout)
-        assert told["statistics"]["files_verified"] >= 5
+def test_inspect_and_export_verify_all_files(finished_run, tmp_path):
+    run = Path(shutil.copytree(finished_run[1], tmp_path / "run"))
+    for folder in (run, run / "checkpoint-4"):
+        record = json.loads(run_xtk("inspect", folder, "--verify", "--json").stdout)
+        assert record["statistics"]["files_verified"] >= 5
     weights = load_file(run / "checkpoint-2" / "model.safetensors")
     weights["model.norm.weight"] += torch.eye(len(weights["model.norm.weight"]))[0] / 1024
     save_file(weights, run / "checkpoint-2" / "model.safetensors", {"format": "pt"})
-    flip(run / "checkpoint-4" / PART, 5000, 6)
+    flip(run / "checkpoint-4" / STATE_FILE, 5000, 6)
     flip(run / "model.safetensors", 9000, 0)
-    for place in ("", "checkpoint-2", "checkpoint-4"):
-        done = run_xtk("inspect", run / place, "--verify", code=1)
-        assert "this file does not match its checksum" in done.stderr
-        done = run_xtk("export", run, "--checkpoint", place.partition("-")[2] or 0, "-o", tmp_path / "out", code=1)
-        assert "this file does not match its checksum" in done.stderr
+    for folder in ("", "checkpoint-2", "checkpoint-4"):
+        result = run_xtk("inspect", run / folder, "--verify", code=1)
+        assert "this file does not match its checksum" in result.stderr
+        result = run_xtk("export", run, "--checkpoint", folder.partition("-")[2] or 0, "-o", tmp_path / "out", code=1)
+        assert "this file does not match its checksum" in result.stderr
         assert not (tmp_path / "out").exists()
 
 
-def test_a_finished_run_states_every_file_of_it(trained):
-    stated = read_run_manifest(trained[1], ("student",))
-    beside = {path.name for path in trained[1].iterdir() if path.is_file()} - {"xtk.json"}
-    assert set(stated["files"]) == beside
-    assert {"recipe.json", "metrics.jsonl", "README.md", "config.json", "model.safetensors"} <= beside
-    verify_files(trained[1], stated)
+def test_manifest_of_a_finished_run_lists_every_file(finished_run):
+    manifest = read_run_manifest(finished_run[1], ("student",))
+    other_files = {path.name for path in finished_run[1].iterdir() if path.is_file()} - {"xtk.json"}
+    assert set(manifest["files"]) == other_files
+    assert {"recipe.json", "metrics.jsonl", "README.md", "config.json", "model.safetensors"} <= other_files
+    verify_files(finished_run[1], manifest)
 
 
-def counted(tally: Tally, record_property: Any) -> None:
+def assert_all_detected(tally: Tally, record_property: Any) -> None:
     print(tally)
     record_property("flips", str(tally))
     assert not tally.wrong
     assert not tally.tracebacks
 
 
-def test_of_some_random_flips_none_is_used(unfinished, trained, record_property):
-    tally = flip_checkpoint(unfinished, 4, 4 * len(files_of(unfinished / "checkpoint-4")))
-    counted(tally + flip_student(trained[1], 40), record_property)
+def test_random_bit_flips_are_detected(unfinished_run, finished_run, record_property):
+    tally = flip_checkpoint(unfinished_run, 4, 4 * len(files_of(unfinished_run / "checkpoint-4")))
+    assert_all_detected(tally + flip_student(finished_run[1], 40), record_property)
 
 
 @pytest.mark.long
-def test_so_it_is_with_hundreds(unfinished, trained, record_property):
-    tally = flip_checkpoint(unfinished, 4, 500, seed=1) + flip_student(trained[1], 300, seed=1)
+def test_hundreds_of_random_bit_flips_are_detected(unfinished_run, finished_run, record_property):
+    tally = flip_checkpoint(unfinished_run, 4, 500, seed=1) + flip_student(finished_run[1], 300, seed=1)
     assert tally.flips == 800
-    counted(tally, record_property)
+    assert_all_detected(tally, record_property)
 
 
-def test_a_tally_counts_what_is_wrong(tmp_path):
-    """The tests above fail where a reader takes what is damaged: here one that takes everything."""
+def test_tally_counts_undetected_flips(tmp_path):
+    """A reader that accepts everything makes every flip wrong, so that the tests above would fail."""
     (tmp_path / "numbers").write_bytes(bytes(100))
     tally = flip_randomly([tmp_path / "numbers"], (tmp_path / "numbers").read_bytes, 10, 0)
     assert (tally.flips, len(tally.wrong), tally.refused) == (10, 10, 0)

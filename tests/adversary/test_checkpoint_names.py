@@ -1,4 +1,4 @@
-"""Only real folders named `checkpoint-N` are checkpoints, for every command; and each opens as a model folder."""
+"""Every command treats only real folders named `checkpoint-N` as checkpoints, and each loads as a model folder."""
 
 from __future__ import annotations
 
@@ -16,89 +16,91 @@ from xtk_processes import run_xtk
 
 from xtk.artifacts.run_folders import list_checkpoints, run_and_step_of_checkpoint
 
-ODD = ("checkpoint-of-monday", "checkpoint-backup-6", "checkpoint-", "checkpoint-0", "checkpoint-04", "checkpoint--4",
-       "checkpoint-4 ", "checkpoint-4.old", "checkpoint-٤", "checkpoint-1_0", "my-checkpoint-9", "best-x")  # fmt: skip
+ODD_NAMES = ("checkpoint-of-monday", "checkpoint-backup-6", "checkpoint-", "checkpoint-0", "checkpoint-04",
+             "checkpoint--4", "checkpoint-4 ", "checkpoint-4.old", "checkpoint-٤", "checkpoint-1_0", "my-checkpoint-9",
+             "best-x")  # fmt: skip
 
 
 @pytest.fixture
-def odd(unfinished) -> Path:
-    """The run with folders of the user's that look like checkpoints, a file and a link of this name."""
-    for name in ODD:
-        shutil.copytree(unfinished / "checkpoint-2", unfinished / name)
-    (unfinished / "checkpoint-7").write_text("a file")
-    (unfinished / "checkpoint-8").symlink_to(unfinished / "checkpoint-2")
-    return unfinished
+def odd_run(unfinished_run) -> Path:
+    """Return the run with added folders of similar names, and a file and a link that are named like checkpoints."""
+    for name in ODD_NAMES:
+        shutil.copytree(unfinished_run / "checkpoint-2", unfinished_run / name)
+    (unfinished_run / "checkpoint-7").write_text("a file")
+    (unfinished_run / "checkpoint-8").symlink_to(unfinished_run / "checkpoint-2")
+    return unfinished_run
 
 
-def test_a_run_goes_on_from_the_true_one_and_prunes_only_such(trained, odd):
-    done = run_xtk(*trained[0], odd, "--save-total-limit", 1)
-    assert f"resuming from {odd}/checkpoint-4" in done.stderr
-    assert_same(odd, trained[1])
-    assert list_checkpoints(odd) == [(4, odd / "checkpoint-4")]
-    for name in (*ODD, "checkpoint-7", "checkpoint-8"):
-        assert (odd / name).exists() or (odd / name).is_symlink(), name
+def test_run_resumes_from_and_removes_only_real_checkpoints(finished_run, odd_run):
+    result = run_xtk(*finished_run[0], odd_run, "--save-total-limit", 1)
+    assert f"resuming from {odd_run}/checkpoint-4" in result.stderr
+    assert_same(odd_run, finished_run[1])
+    assert list_checkpoints(odd_run) == [(4, odd_run / "checkpoint-4")]
+    for name in (*ODD_NAMES, "checkpoint-7", "checkpoint-8"):
+        assert (odd_run / name).exists() or (odd_run / name).is_symlink(), name
 
 
-def test_other_commands_know_the_same_ones(odd, corpus, tmp_path):
+def test_other_commands_list_only_real_checkpoints(odd_run, corpus, tmp_path):
     for name in ("config.json", "tokenizer.json"):
-        (odd / name).unlink()
-    assert f"{odd}/checkpoint-4, or" in run_xtk("evaluate", odd, corpus, code=1).stderr
-    assert ", or use --checkpoint 4" in run_xtk("export", odd, "-o", tmp_path / "out", code=1).stderr
+        (odd_run / name).unlink()
+    assert f"{odd_run}/checkpoint-4, or" in run_xtk("evaluate", odd_run, corpus, code=1).stderr
+    assert ", or use --checkpoint 4" in run_xtk("export", odd_run, "-o", tmp_path / "out", code=1).stderr
     assert (
         "use --checkpoint with one of 2, 4"
-        in run_xtk("export", odd, "--checkpoint", 6, "-o", tmp_path / "out", code=1).stderr
+        in run_xtk("export", odd_run, "--checkpoint", 6, "-o", tmp_path / "out", code=1).stderr
     )
     assert (
         "unfinished"
-        in json.loads(run_xtk("report", odd, "-o", tmp_path / "page.html", "--json").stdout)["runs"][0]["state"]
+        in json.loads(run_xtk("report", odd_run, "-o", tmp_path / "page.html", "--json").stdout)["runs"][0]["state"]
     )
 
 
-def test_a_checkpoint_is_exported_by_its_folder(trained, tmp_path):
-    run = trained[1]
+def test_export_accepts_the_folder_of_a_checkpoint(finished_run, tmp_path):
+    run = finished_run[1]
     run_xtk("export", run / "checkpoint-2", "-o", tmp_path / "one")
     run_xtk("export", run, "--checkpoint", 2, "-o", tmp_path / "other")
     assert {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()} == {
         path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()
     }
-    done = run_xtk("export", run / "checkpoint-2", "--checkpoint", 4, "-o", tmp_path / "out", code=2)
-    assert "remove --checkpoint 4: it contradicts RUN, which is the checkpoint of step 2" in done.stderr
-    done = run_xtk("export", "checkpoint-4", "-o", "../out", cwd=run)
+    result = run_xtk("export", run / "checkpoint-2", "--checkpoint", 4, "-o", tmp_path / "out", code=2)
+    assert "remove --checkpoint 4: it contradicts RUN, which is the checkpoint of step 2" in result.stderr
+    result = run_xtk("export", "checkpoint-4", "-o", "../out", cwd=run)
     assert json.loads((run.parent / "out" / "xtk.json").read_text())["steps"] == 4
     assert run_and_step_of_checkpoint(run) is None
     assert run_and_step_of_checkpoint(run / "nothing") is None
 
 
-def test_transformers_opens_a_checkpoint_as_it_is_without_a_warning(trained, caplog):
-    checkpoint = trained[1] / "checkpoint-4"
+def test_transformers_loads_a_checkpoint_folder_without_warnings(finished_run, caplog):
+    checkpoint = finished_run[1] / "checkpoint-4"
     assert [path.name for path in checkpoint.glob("*.safetensors")] == ["model.safetensors"]
     assert [path.name for path in checkpoint.iterdir() if path.is_dir()] == ["trainer"]
     logging_of_transformers.enable_propagation()
     try:
         with caplog.at_level(logging.WARNING):
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, loading_info = AutoModelForCausalLM.from_pretrained(
                 checkpoint, dtype=torch.float32, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     finally:
         logging_of_transformers.disable_propagation()
     assert not caplog.records
-    assert not any(found.values()), found
+    assert not any(loading_info.values()), loading_info
     assert model(**tokenizer("Anna has 12 apples.", return_tensors="pt")).logits.isfinite().all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("every", "limit"), [(2, 1), *(pytest.param(*other, marks=pytest.mark.long) for other in [(2, 2), (0, 2), (3, 1)])]
+    ("save_steps", "save_total_limit"),
+    [(2, 1), *(pytest.param(*values, marks=pytest.mark.long) for values in [(2, 2), (0, 2), (3, 1)])],
 )
-def test_a_run_that_was_interrupted_ends_with_the_checkpoints_of_one_that_was_not(
-    run, pair, corpus, tmp_path, every, limit
+def test_interrupted_run_ends_with_the_same_checkpoints_as_an_uninterrupted_one(
+    run, pair, corpus, tmp_path, save_steps, save_total_limit
 ):
-    command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 6, "--save-steps", every,
-               "--save-total-limit", limit, "-o"]  # fmt: skip
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 6, "--save-steps", save_steps,
+               "--save-total-limit", save_total_limit, "-o"]  # fmt: skip
     run(*command, tmp_path / "whole")
     seen = set()
-    for _ in range(5):  # a step each
+    for _ in range(5):  # one step each
         run(*command, tmp_path / "sliced", "--max-seconds", 0.001, code=75)
         seen |= {path.name for path in (tmp_path / "sliced").glob("checkpoint-*")}
     run(*command, tmp_path / "sliced")

@@ -1,4 +1,4 @@
-"""Files of the user in folders that a command goes on with: they stay, whatever they are called."""
+"""Files of the user in the output folder of a command are kept, whatever their names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINING = ["--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-l
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_removes_no_file_that_xtk_did_not_write(run, pair, corpus, tmp_path):
+def test_resumed_run_removes_no_file_of_the_user(run, pair, corpus, tmp_path):
     out = tmp_path / "out"
     command = ["distill", pair.student, corpus, *TRAINING, "-o", out]
     process = interrupted_runs.start(command)
@@ -33,29 +33,29 @@ def test_a_run_that_goes_on_removes_no_file_that_xtk_did_not_write(run, pair, co
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (out / "xtk.json").exists()
-    mine = [
+    user_files = [
         "checkpoint-1/mine",
         "best-1/mine",
         "checkpoint-2/note.txt",
         "checkpoint-6/my.txt",
         "checkpoint-5/config.json",
     ]
-    for name in mine:
+    for name in user_files:
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("mine")
     stderr = run(*command).stderr
     kept = {path.name for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"mine"}
-    assert kept == {Path(name).name for name in mine}
+    assert kept == {Path(name).name for name in user_files}
     assert "kept as checkpoint-1.kept-1" in stderr
     assert "contains files that xtk did not write (note.txt)" in stderr
 
 
-def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
-    mine = tmp_path / "q.xtk-cooccurrence-state"
-    mine.write_text("mine")
+def test_user_file_named_like_cooccurrence_counts_is_kept(run, pair, corpus, tmp_path):
+    user_file = tmp_path / "q.xtk-cooccurrence-state"
+    user_file.write_text("mine")
     command = ["build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", corpus]
     assert "the output path is an existing file" in run(*command, "-o", tmp_path / "q", code=1).stderr
-    assert mine.read_text() == "mine"
+    assert user_file.read_text() == "mine"
     assert not (tmp_path / "q").exists()
 
 
@@ -63,11 +63,11 @@ def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
 @pytest.mark.parametrize(
     "name", ["rollouts.jsonl", "trackers/mine.txt", "trackers/xtk/note.md", "rollout_batches/1/mine"]
 )
-def test_force_refuses_files_of_the_user_that_are_called_as_those_of_other_runs(run, pair, corpus, tmp_path, name):
+def test_force_refuses_user_files_named_like_outputs_of_a_run(run, pair, corpus, tmp_path, name):
     command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "--report-to", "tensorboard", "-o",
                tmp_path / "out"]  # fmt: skip
     run(*command)
-    run(*command, "--force")  # what the tracker wrote is the run's
+    run(*command, "--force")  # files that the tracker wrote belong to the run
     (tmp_path / "out" / name).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / "out" / name).write_text("mine")
     assert (
@@ -79,7 +79,7 @@ def test_force_refuses_files_of_the_user_that_are_called_as_those_of_other_runs(
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_keeps_files_of_the_user_that_are_called_as_those_of_a_student(run, pair, corpus, tmp_path):
+def test_finished_run_keeps_user_files_named_like_files_of_a_student(run, pair, corpus, tmp_path):
     out = tmp_path / "out"
     command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 2, "-o", out]
     run(*command, "--max-seconds", 0.001, code=75)
@@ -90,40 +90,38 @@ def test_a_run_that_ends_keeps_files_of_the_user_that_are_called_as_those_of_a_s
         assert (out / f"{name}.kept-1").read_text() == f"mine: {name}"
         assert f"{out / name} was not written by xtk; kept as {name}.kept-1" in stderr
     run("inspect", out, "--verify")
-    left = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and "kept" not in path.name}
-    (out / "xtk.json").unlink()  # as a run that was killed just before its end
+    remaining = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and "kept" not in path.name}
+    (out / "xtk.json").unlink()  # as after a kill just before the end of the run
     shutil.rmtree(out / "checkpoint-1", ignore_errors=True)
     assert "renamed" not in run(*command).stderr
-    assert {path.name for path in out.iterdir() if path.is_file() and "kept" not in path.name} == set(left)
+    assert {path.name for path in out.iterdir() if path.is_file() and "kept" not in path.name} == set(remaining)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoint-9/model.safetensors", "best-9/config.json", "checkpoint-9/trainer/x",
                                   "adapter/README.md", "adapter/model.safetensors"])  # fmt: skip
-def test_files_of_the_user_with_names_of_a_model_in_folders_of_a_run_are_not_removed(run, pair, corpus, tmp_path, name):
+def test_force_refuses_user_files_in_checkpoint_best_and_adapter_folders(run, pair, corpus, tmp_path, name):
     out = tmp_path / "out"
     command = ["distill", pair.student, corpus, "--loss", "ce", "--lora-r", 2, "--max-steps", 2, "--save-steps", 1,
                "-o", out]  # fmt: skip
     run(*command)
     (out / name).parent.mkdir(exist_ok=True, parents=True)
     (out / name).write_text("mine")
-    refused = run(*command, "--seed", 7, "--force", code=1).stderr
-    assert f"this folder contains files that xtk did not write ({name.rpartition('/x')[0] or name}" in refused
+    stderr = run(*command, "--seed", 7, "--force", code=1).stderr
+    assert f"this folder contains files that xtk did not write ({name.rpartition('/x')[0] or name}" in stderr
     assert (out / name).read_text() == "mine"
     assert (out / "xtk.json").exists()
 
 
 @pytest.mark.slow
-def test_an_adapter_of_the_user_in_an_unfinished_run_is_renamed_and_one_left_by_a_kill_is_not(
-    run, pair, corpus, tmp_path
-):
+def test_user_adapter_in_an_unfinished_run_is_renamed_but_one_left_by_a_kill_is_not(run, pair, corpus, tmp_path):
     out = tmp_path / "out"
     command = ["distill", pair.student, corpus, "--loss", "ce", "--lora-r", 2, "--max-steps", 2, "--save-steps", 1,
                "-o", out]  # fmt: skip
     run(*command)
     adapter = {path.name: path.read_bytes() for path in (out / "adapter").iterdir()}
     assert set(adapter) == {"adapter_config.json", "adapter_model.safetensors"}
-    (out / "xtk.json").unlink()  # as a kill after the adapter was written
+    (out / "xtk.json").unlink()  # as after a kill just after the adapter was written
     run(*command)
     assert sorted(path.name for path in out.iterdir() if "adapter" in path.name) == ["adapter"]
     assert {path.name: path.read_bytes() for path in (out / "adapter").iterdir()} == adapter
@@ -138,14 +136,14 @@ def test_an_adapter_of_the_user_in_an_unfinished_run_is_renamed_and_one_left_by_
 
 
 @pytest.mark.slow
-def test_files_of_the_user_among_stored_rollouts_are_kept(run, pair, tmp_path):
-    """In the folder of all batches, in one that is removed after a checkpoint, and in one of the last steps."""
+def test_user_files_among_stored_rollouts_are_kept(run, pair, tmp_path):
+    """The files are in the folder of all batches, in one that a checkpoint removes, and in one of the last steps."""
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n} plus {n} is"}) + "\n" for n in range(8)))
     command = ["distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=8", "--loss",
                "byte-kl", "--max-completion-length", 4, "--max-steps", 3, "--save-steps", 1, "-o", out]  # fmt: skip
     run(*command, "--max-seconds", 0.001, code=75)
-    mine = [
+    user_files = [
         out / "rollout_batches" / name
         for name in (
             "note.txt",
@@ -156,20 +154,20 @@ def test_files_of_the_user_among_stored_rollouts_are_kept(run, pair, tmp_path):
             "my/note.txt",
         )
     ]
-    for path in mine:
+    for path in user_files:
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text("mine")
     run(*command)
-    left = [path for path in (out / "rollout_batches").rglob("*") if path.is_file()]
-    assert sum(path.read_bytes() == b"mine" for path in left) == len(mine)
-    refused = run(*command, "--force", code=1).stderr
-    assert "this folder contains files that xtk did not write (rollout_batches/" in refused
-    assert sum(path.is_file() for path in (out / "rollout_batches").rglob("*")) == len(left)
+    remaining = [path for path in (out / "rollout_batches").rglob("*") if path.is_file()]
+    assert sum(path.read_bytes() == b"mine" for path in remaining) == len(user_files)
+    stderr = run(*command, "--force", code=1).stderr
+    assert "this folder contains files that xtk did not write (rollout_batches/" in stderr
+    assert sum(path.is_file() for path in (out / "rollout_batches").rglob("*")) == len(remaining)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shard-00009.arrow", "vocabulary-order-0123456789abcdef.arrow"])
-def test_force_refuses_files_that_the_manifest_of_a_cache_does_not_list(run, pair, corpus, tmp_path, name):
+def test_force_refuses_files_that_the_cache_manifest_does_not_list(run, pair, corpus, tmp_path, name):
     command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]
     run(*command)
     (tmp_path / "cache" / name).write_text("mine")
@@ -180,7 +178,7 @@ def test_force_refuses_files_that_the_manifest_of_a_cache_does_not_list(run, pai
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rollout", "evaluate", "export"])
-def test_two_commands_do_not_write_one_output_at_once(run, pair, corpus, tmp_path, kind):
+def test_two_commands_do_not_write_the_same_output_at_once(run, pair, corpus, tmp_path, kind):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "Anna has", "answer": "4"}\n')
     out = tmp_path / ("out" if kind == "export" else "out.jsonl")
@@ -201,7 +199,7 @@ def test_two_commands_do_not_write_one_output_at_once(run, pair, corpus, tmp_pat
     assert not list(tmp_path.glob(".xtk-*"))
 
 
-def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_path):
+def test_temporary_files_of_a_killed_process_are_removed_but_not_those_in_use(tmp_path):
     program = """if True:
         import pathlib, sys
         from xtk.artifacts.atomic_files import temporary_name
@@ -210,14 +208,14 @@ def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_p
         print(name, flush=True)
         sys.stdin.read()
     """
-    killed, other = (
+    killed, live = (
         subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(2)
     )
-    left, written = (writer.stdout.readline().decode().strip() for writer in (killed, other))
+    killed_file, live_file = (process.stdout.readline().decode().strip() for process in (killed, live))
     killed.kill()
     killed.communicate()
-    assert {path.name for path in tmp_path.iterdir()} == {left, written}
+    assert {path.name for path in tmp_path.iterdir()} == {killed_file, live_file}
     with atomic_write(tmp_path / "equal", keep_others=True) as first:
         first.write_text("result")
         (tmp_path / "equal").write_text("result")  # another process with the same request
@@ -226,11 +224,11 @@ def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_p
         first.write_text("first")
         second.write_text("second")
         assert first.exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"out", written}
-    other.communicate()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", live_file}
+    live.communicate()
 
 
-def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_result(tmp_path):
+def test_output_file_that_appears_during_writing_and_the_result_are_both_kept(tmp_path):
     path = tmp_path / "out.jsonl"
 
     def write() -> None:
@@ -238,15 +236,15 @@ def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_resu
             temporary.write_text("result")
             path.write_text("mine")
 
-    with pytest.raises(XtkError, match="another program wrote the output file while this command ran") as refused:
+    with pytest.raises(XtkError, match="another program wrote the output file while this command ran") as raised:
         write()
     assert path.read_text() == "mine"
-    assert refused.value.hint == f"compare both files and keep one; the result of this command is in {path}.1"
+    assert raised.value.hint == f"compare both files and keep one; the result of this command is in {path}.1"
     assert (tmp_path / "out.jsonl.1").read_text() == "result"
     assert len(list(tmp_path.iterdir())) == 2
 
 
-LATE = """
+LATE_FILE_SCRIPT = """
 import sys
 from pathlib import Path
 import {module}
@@ -263,7 +261,7 @@ sys.exit(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "option", "writer"),
+    ("command", "option", "write_function"),
     [
         (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.commands.html_page.write_page"),
         (["inspect", "CACHE"], "--html", "xtk.commands.html_page.write_page"),
@@ -273,30 +271,30 @@ sys.exit(main())
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_file_that_appears_between_the_check_and_the_end_of_a_command_stays(
-    pair, corpus, cache, projection, tmp_path, command, option, writer
+def test_output_file_that_appears_after_the_check_of_a_command_is_kept(
+    pair, corpus, cache, projection, tmp_path, command, option, write_function
 ):
     """The file appears when the result is ready: after the check of the output path, before anything is written."""
     out = tmp_path / "out"
     names = {"STUDENT": pair.student, "TEACHER": pair.teacher, "CORPUS": corpus, "CACHE": cache,
              "PROJECTION": projection}  # fmt: skip
-    module, _, function = writer.rpartition(".")
-    code = LATE.format(module=module, function=function, out=str(out))
+    module, _, function = write_function.rpartition(".")
+    code = LATE_FILE_SCRIPT.format(module=module, function=function, out=str(out))
     arguments = [str(names.get(word, word)) for word in command]
-    done = subprocess.run([sys.executable, "-c", code, *arguments, option, str(out)], capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "another program wrote the output file while this command ran" in done.stderr
+    result = subprocess.run([sys.executable, "-c", code, *arguments, option, str(out)], capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr
+    assert "another program wrote the output file while this command ran" in result.stderr
     assert out.read_text() == "mine"
     assert (tmp_path / "out.1").stat().st_size > 100
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_and_not_waited_for(pair, cache):
-    done = run_xtk("distill", pair.student, cache, "--max-steps", 1, "-o", "/proc/nothing", code=1, timeout=60)
-    assert "/proc/nothing" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_output_folder_that_cannot_be_created_is_refused_without_waiting(pair, cache):
+    result = run_xtk("distill", pair.student, cache, "--max-steps", 1, "-o", "/proc/nothing", code=1, timeout=60)
+    assert "/proc/nothing" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_a_file_with_the_name_of_a_shard_that_appears_meanwhile_stays(tmp_path):
+def test_exclusive_write_keeps_a_file_that_already_exists(tmp_path):
     folder = LocalFolder(tmp_path)
     for name in ("shard-00005.arrow", "manifest.json"):
         (tmp_path / name).write_text("mine")
@@ -310,7 +308,7 @@ def test_a_file_with_the_name_of_a_shard_that_appears_meanwhile_stays(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_manifest_that_appears_while_a_cache_is_written_stays(pair, tmp_path):
+def test_manifest_that_appears_while_a_cache_is_written_is_kept(pair, tmp_path):
     out = tmp_path / "out"
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{n} apples " * 30}) + "\n" for n in range(300)))
@@ -329,22 +327,22 @@ def test_a_manifest_that_appears_while_a_cache_is_written_stays(pair, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
-def test_the_repair_that_is_named_repairs_a_cache_of_one_shard(run, pair, corpus, tmp_path, damage):
+def test_repair_named_by_inspect_restores_a_cache_of_one_shard(run, pair, corpus, tmp_path, damage):
     cache = tmp_path / "cache"
     command = ["cache-teacher", pair.teacher, corpus, "-o", cache]
     run(*command)
-    whole = {path.name: path.read_bytes() for path in cache.iterdir()}
+    original = {path.name: path.read_bytes() for path in cache.iterdir()}
     shard = cache / "shard-00000.arrow"
-    content = bytearray(whole[shard.name])
+    content = bytearray(original[shard.name])
     content[len(content) // 2] ^= 1
     shard.write_bytes(content[:5000] if damage == "truncated" else content)
     assert f"remove {shard} and run the same" in run("inspect", cache, "--verify", code=1).stderr
     shard.unlink()
     run(*command)
-    assert {path.name: path.read_bytes() for path in cache.iterdir()} == whole
+    assert {path.name: path.read_bytes() for path in cache.iterdir()} == original
 
 
-def test_a_cache_whose_manifest_is_empty_can_be_replaced(run, pair, cache, corpus, tmp_path):
+def test_force_replaces_a_cache_with_an_empty_manifest(run, pair, cache, corpus, tmp_path):
     shutil.copytree(cache, tmp_path / "cache")
     (tmp_path / "cache" / "manifest.json").write_text("")
     command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]
@@ -352,7 +350,7 @@ def test_a_cache_whose_manifest_is_empty_can_be_replaced(run, pair, cache, corpu
     run(*command, "--force")
 
 
-def test_a_tokenizer_of_the_user_stays_though_a_file_calls_its_folder_an_unfinished_cache(run, pair, corpus, tmp_path):
+def test_user_tokenizer_in_a_folder_marked_as_an_unfinished_cache_is_kept(run, pair, corpus, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -366,44 +364,44 @@ def test_a_tokenizer_of_the_user_stays_though_a_file_calls_its_folder_an_unfinis
 
 
 @pytest.mark.slow
-def test_processes_that_prepare_batches_end_with_a_run_that_is_killed_while_they_start(pair, corpus, tmp_path):
+def test_dataloader_workers_exit_when_the_run_is_killed_while_they_start(pair, corpus, tmp_path):
     out = tmp_path / "out"
     command = ["distill", pair.student, corpus, *TRAINING, "--dataloader-num-workers", 3, "-o", out]
     process = interrupted_runs.start(command)
-    until = time.monotonic() + 120
-    while not (started := _children(process.pid)) and time.monotonic() < until:
+    deadline = time.monotonic() + 120
+    while not (workers := _worker_pids(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    while any(map(_is_alive, started)) and time.monotonic() < until:
+    while any(map(_is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert started
-    assert not any(map(_is_alive, started))
+    assert workers
+    assert not any(map(_is_alive, workers))
 
 
-def _children(process: int) -> list[int]:
-    found = []
+def _worker_pids(parent_pid: int) -> list[int]:
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            words = (path / "cmdline").read_bytes()
+            command_line = (path / "cmdline").read_bytes()
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if parent == process and b"spawn_main" in words:
-            found.append(int(path.name))
-    return found
+        if parent == parent_pid and b"spawn_main" in command_line:
+            pids.append(int(path.name))
+    return pids
 
 
-def _is_alive(process: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
-        return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("force", [(), ("--force",)])
-def test_a_file_that_appears_while_rollouts_are_generated_stays(run, pair, tmp_path, force):
+def test_output_file_that_appears_while_rollouts_are_generated_is_kept(run, pair, tmp_path, force):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"text": "Anna has"}\n')
     command = ["rollout", str(pair.student), str(prompts), "--max-completion-length", "4", "-o", str(out), *force]

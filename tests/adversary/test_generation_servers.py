@@ -1,4 +1,4 @@
-"""Generation servers with other weights than the student's: restarted ones, and ones that keep a part of the old."""
+"""Generation servers whose weights are not the student's: restarted servers, and servers that keep old weights."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from xtk.training.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 
-PATIENT = RetryPolicy(
+PATIENT_POLICY = RetryPolicy(
     max_attempts=200, total_seconds=60, attempt_seconds=30, connect_seconds=5, initial_backoff=0.05, max_backoff=0.2
 )
 GREEDY = SamplingConfig(temperature=0, max_completion_length=6)
-RESTARTED = "was restarted without the student's weights; sent them again"
+RESTARTED_MESSAGE = "was restarted without the student's weights; sent them again"
 
 
 @pytest.fixture(scope="module")
 def students(tmp_path_factory) -> tuple[Path, Path]:
-    """A student before a step and after it; tied embeddings."""
+    """Return a student before a step and after it, with tied embeddings."""
     root = tmp_path_factory.mktemp("students")
     return small_inputs.make_teacher(root / "old", seed=1), small_inputs.make_teacher(root / "new", seed=5)
 
 
-def asks() -> list[GenerationRequest]:
-    draw = np.random.default_rng(3)
-    return [GenerationRequest(draw.integers(5, 400, 12).astype(np.int32), (1, at)) for at in range(8)]
+def generation_requests() -> list[GenerationRequest]:
+    rng = np.random.default_rng(3)
+    return [GenerationRequest(rng.integers(5, 400, 12).astype(np.int32), (1, index)) for index in range(8)]
 
 
-def greedily(folder: Path) -> list[list[int]]:
-    request = BackendConfig(folder, "student", Tokenizer(folder))
-    return ids_of(TransformersGenerator.open(request).generate(asks(), GREEDY))
+def greedy_ids(folder: Path) -> list[list[int]]:
+    config = BackendConfig(folder, "student", Tokenizer(folder))
+    return ids_of(TransformersGenerator.open(config).generate(generation_requests(), GREEDY))
 
 
 def ids_of(completions: list[Completion]) -> list[list[int]]:
     return [one.ids.tolist() for one in completions]
 
 
-def writer_of(folder: Path, *servers: Served) -> ServerGenerator:
-    options = {"servers": [one.url for one in servers], "patience": PATIENT, "concurrency": 4}
+def make_generator(folder: Path, *servers: Served) -> ServerGenerator:
+    options = {"servers": [one.url for one in servers], "patience": PATIENT_POLICY, "concurrency": 4}
     return ServerGenerator.open(BackendConfig(folder, "student", Tokenizer(folder), options=options))
 
 
-def with_its_head(student: Path, folder: Path) -> Path:
-    """The weights as a run hands them to servers."""
+def write_engine_weights(student: Path, folder: Path) -> Path:
+    """Write the weights of a student as a run sends them to servers, with the output head; return their folder."""
     from safetensors.torch import load_file
 
     from xtk.rollouts.engine_weight_files import save_weights
@@ -71,48 +71,48 @@ def with_its_head(student: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("dies_at", [None, 5], ids=["between two requests", "within a rollout batch"])
-def test_a_restarted_server_gets_the_weights_again(students, tmp_path, capsys, monkeypatch, dies_at):
+def test_restarted_server_receives_the_weights_again(students, tmp_path, capsys, monkeypatch, dies_at):
     monkeypatch.setattr(http_client_pool, "REPORT_INTERVAL_SECONDS", 0.5)
     old, new = students
-    first = Served(generate_as_vllm, str(old), {"dies_at": dies_at})
-    port = urlsplit(first.url).port
-    writer = writer_of(old, first)
-    writer.update_weights(with_its_head(new, tmp_path / "weights"))
-    expected = greedily(new)
-    assert expected != greedily(old)
-    second: list[Served] = []
+    first_server = Served(generate_as_vllm, str(old), {"dies_at": dies_at})
+    port = urlsplit(first_server.url).port
+    generator = make_generator(old, first_server)
+    generator.update_weights(write_engine_weights(new, tmp_path / "weights"))
+    expected = greedy_ids(new)
+    assert expected != greedy_ids(old)
+    restarted: list[Served] = []
 
-    def come_back() -> None:
-        first.process.join()
+    def restart_server() -> None:
+        first_server.process.join()
         time.sleep(1.5)
-        second.append(Served(generate_as_vllm, str(old), {"port": port, "seconds": 0.05}))
+        restarted.append(Served(generate_as_vllm, str(old), {"port": port, "seconds": 0.05}))
 
-    fate = threading.Thread(target=come_back)
-    fate.start()
+    restart_thread = threading.Thread(target=restart_server)
+    restart_thread.start()
     try:
         if dies_at is None:
-            first.kill()
-            fate.join()
-        assert ids_of(writer.generate(asks(), GREEDY)) == expected
-        assert ids_of(writer.generate(asks(), GREEDY)) == expected
-        told = capsys.readouterr().err
-        assert told.count(RESTARTED) == 1, told
+            first_server.kill()
+            restart_thread.join()
+        assert ids_of(generator.generate(generation_requests(), GREEDY)) == expected
+        assert ids_of(generator.generate(generation_requests(), GREEDY)) == expected
+        stderr = capsys.readouterr().err
+        assert stderr.count(RESTARTED_MESSAGE) == 1, stderr
         if dies_at is not None:
-            assert "; retrying" in told
-            assert f"{first.url}: no response for " in told, "a line every so many seconds"
-            assert "responding again after" in told
+            assert "; retrying" in stderr
+            assert f"{first_server.url}: no response for " in stderr, "a line every so many seconds"
+            assert "responding again after" in stderr
     finally:
-        first.kill()
-        fate.join()
-        for one in second:
-            one.kill()
+        first_server.kill()
+        restart_thread.join()
+        for server in restarted:
+            server.kill()
 
 
-def test_a_server_that_knows_no_version_of_its_weights_is_refused(students, tmp_path):
+def test_server_without_a_weight_version_is_refused(students, tmp_path):
     with served(generate_as_vllm, str(students[0]), {"unversioned": True}) as server:
-        with pytest.raises(XtkError, match="does not accept weight updates: HTTP 404") as refused:
-            writer_of(students[0], server).update_weights(with_its_head(students[1], tmp_path / "weights"))
-        assert "VLLM_SERVER_DEV_MODE=1" in str(refused.value.hint)
+        with pytest.raises(XtkError, match="does not accept weight updates: HTTP 404") as raised:
+            make_generator(students[0], server).update_weights(write_engine_weights(students[1], tmp_path / "weights"))
+        assert "VLLM_SERVER_DEV_MODE=1" in str(raised.value.hint)
 
 
 def test_weights_without_the_output_head_of_a_tied_student_are_refused(students):
@@ -120,22 +120,22 @@ def test_weights_without_the_output_head_of_a_tied_student_are_refused(students)
         served(generate_as_vllm, str(students[0]), {}) as server,
         pytest.raises(XtkError, match=r"missing: lm_head\.weight"),
     ):
-        writer_of(students[0], server).update_weights(students[1])
+        make_generator(students[0], server).update_weights(students[1])
 
 
 def train(student: Path, teacher: Path, tmp_path: Path, server: Served, code: int) -> str:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"Anna has {n} apples and"}) + "\n" for n in range(6)))
-    done = run_xtk("distill", student, data, "--on-policy", "--teacher", f"{teacher}:top_k=16",
-                   "--rollout-backend", "server", "--rollout-server", server.url, "--temperature", 1,
-                   "--loss", "reverse-kl", "--loss", "policy-gradient", "--per-device-train-batch-size", 3,
-                   "--max-completion-length", 8, "--max-steps", 3, "--learning-rate", "1e-2", "--warmup-steps", 0,
-                   "--lr-scheduler-type", "constant", "--logging-steps", 1,
-                   "-o", tmp_path / "out", code=code)  # fmt: skip
-    return done.stderr
+    result = run_xtk("distill", student, data, "--on-policy", "--teacher", f"{teacher}:top_k=16",
+                     "--rollout-backend", "server", "--rollout-server", server.url, "--temperature", 1,
+                     "--loss", "reverse-kl", "--loss", "policy-gradient", "--per-device-train-batch-size", 3,
+                     "--max-completion-length", 8, "--max-steps", 3, "--learning-rate", "1e-2", "--warmup-steps", 0,
+                     "--lr-scheduler-type", "constant", "--logging-steps", 1,
+                     "-o", tmp_path / "out", code=code)  # fmt: skip
+    return result.stderr
 
 
-def test_every_rollout_batch_of_a_tied_student_is_compared_with_the_student(pair, students, tmp_path):
+def test_rollout_batches_of_a_tied_student_match_its_log_probabilities(pair, students, tmp_path):
     with served(generate_as_vllm, str(students[0]), {}) as server:
         train(students[0], pair.teacher, tmp_path, server, 0)
     metrics = read_metrics(tmp_path / "out" / "metrics.jsonl")
@@ -147,14 +147,12 @@ def test_every_rollout_batch_of_a_tied_student_is_compared_with_the_student(pair
 
 
 @pytest.mark.parametrize("broken", [{"keeps_head": True}, {"shift": -0.3}], ids=["old output head", "wrong numbers"])
-def test_an_engine_with_other_weights_is_refused_before_a_step_is_taken_on_its_rollouts(
-    pair, students, tmp_path, broken
-):
+def test_engine_with_other_weights_is_refused_before_training_on_its_rollouts(pair, students, tmp_path, broken):
     with served(generate_as_vllm, str(students[0]), broken) as server:
-        told = train(students[0], pair.teacher, tmp_path, server, 1)
-        assert "the engine's log-probabilities differ from the student's by" in told
-        assert "nats per token on average, more than 0." in told
-        assert "Traceback" not in told
+        stderr = train(students[0], pair.teacher, tmp_path, server, 1)
+        assert "the engine's log-probabilities differ from the student's by" in stderr
+        assert "nats per token on average, more than 0." in stderr
+        assert "Traceback" not in stderr
     steps = [record["step"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")]
     assert steps == ([1] if broken.get("keeps_head") else [])
     with served(generate_as_vllm, str(students[0]), {}) as server:

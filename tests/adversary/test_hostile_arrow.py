@@ -1,4 +1,4 @@
-"""Arrow files made to lead a reader out of its memory: each is refused in a sentence, or read as what it states."""
+"""Arrow files made to cause out-of-bounds memory access: each is refused with an error, or read as it is."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def caches(run, pair, tmp_path_factory) -> dict[str, Path]:
 
 
 def forged(*arguments: object) -> dict[str, int]:
-    """Run the worker; one that is ended by a signal fails the test, with the forgery that did it."""
-    done = subprocess.run(
+    """Run the worker process; if it crashes, the test fails and shows the last forgery."""
+    result = subprocess.run(
         [sys.executable, str(WORKER), *map(str, arguments)],
         capture_output=True, text=True, check=False, timeout=1800, env=dict(os.environ),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    print(arguments[0], found)
-    assert found["tracebacks"] == 0, [line for line in done.stderr.splitlines() if line.startswith("TRACEBACK")]
-    return found
+    assert result.returncode == 0, result.stderr[-2000:]
+    counts = json.loads(result.stdout)
+    print(arguments[0], counts)
+    assert counts["tracebacks"] == 0, [line for line in result.stderr.splitlines() if line.startswith("TRACEBACK")]
+    return counts
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["packed", "raw"])
-def test_no_forged_shard_ends_the_process_even_if_its_checksums_match(caches, kind, count):
+def test_forged_shards_with_matching_checksums_do_not_crash_the_process(caches, kind, count):
     assert forged("shards", caches[kind], count, 1)["refused"] > count / 4
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.long)])
-def test_no_forged_data_file_ends_the_process(tmp_path, count):
+def test_forged_data_files_do_not_crash_the_process(tmp_path, count):
     assert forged("data", tmp_path, count, 2)["refused"] > count / 4
 
 
 @pytest.mark.parametrize("value", [-1, -(1 << 31), (1 << 31) - 1, 1 << 20])
-def test_data_with_absurd_offsets_is_refused_by_the_command(run, pair, tmp_path, value):
+def test_data_file_with_invalid_offsets_is_refused(run, pair, tmp_path, value):
     path = tmp_path / "texts.arrow"
     batch = pa.record_batch({"text": [f"text {number}" for number in range(50)]})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
@@ -69,21 +69,21 @@ def test_data_with_absurd_offsets_is_refused_by_the_command(run, pair, tmp_path,
     path.unlink()
     path.write_bytes(content)
     assert size >= 4 * 51
-    done = run("cache-teacher", pair.teacher, path, "-o", tmp_path / "cache", code=1)
-    assert "this data file cannot be read completely" in done.stderr
-    assert str(path) in done.stderr
+    result = run("cache-teacher", pair.teacher, path, "-o", tmp_path / "cache", code=1)
+    assert "this data file cannot be read completely" in result.stderr
+    assert str(path) in result.stderr
 
 
-def tokens_with(row: ScoredDocument, **changed: object) -> ScoredDocument:
-    parts = {
+def with_changed_tokens(row: ScoredDocument, **changed: object) -> ScoredDocument:
+    fields = {
         name: getattr(row.tokens, name)
         for name in ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens")
     }
-    return dataclasses.replace(row, tokens=TokenSequence(**{**parts, **changed}))
+    return dataclasses.replace(row, tokens=TokenSequence(**{**fields, **changed}))
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("field", "message"),
     [
         ("token", "token id 300000000 is outside of the teacher's vocabulary"),
         ("negative token", "token id -5"),
@@ -94,41 +94,41 @@ def tokens_with(row: ScoredDocument, **changed: object) -> ScoredDocument:
         ("positions", "trained tokens lie outside of the document"),
     ],
 )
-def test_absurd_numbers_in_a_shard_with_right_checksums_are_refused(caches, tmp_path, what, told):
+def test_out_of_range_values_in_a_shard_with_matching_checksums_are_refused(caches, tmp_path, field, message):
     cache = TeacherCache(caches["raw"])
     row = cache.read_document(0)
     row = ScoredDocument(row.document, row.tokens, row.stored_logprobs)
     ids, ends = row.tokens.ids.copy(), row.tokens.byte_ends.copy()
-    if what == "entry":
+    if field == "entry":
         entries = row.stored_logprobs.ids.copy()
         entries[-1] = 300_000_000
         row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, ids=entries))
-    elif what == "positions":
+    elif field == "positions":
         positions = row.stored_logprobs.positions.copy()
         positions[-1] = 1 << 30
         row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, positions=positions))
-    elif what == "ends":
+    elif field == "ends":
         ends[-1] = 1 << 30
-        row = tokens_with(row, byte_ends=ends)
-    elif what in ("text_runs", "segment_end_tokens"):
-        changed = getattr(row.tokens, what).copy()
+        row = with_changed_tokens(row, byte_ends=ends)
+    elif field in ("text_runs", "segment_end_tokens"):
+        changed = getattr(row.tokens, field).copy()
         changed[...] = 1 << 30
-        row = tokens_with(row, **{what: changed})
+        row = with_changed_tokens(row, **{field: changed})
     else:
-        ids[0] = 300_000_000 if what == "token" else -5
-        row = tokens_with(row, ids=ids)
+        ids[0] = 300_000_000 if field == "token" else -5
+        row = with_changed_tokens(row, ids=ids)
     writer = ShardedCacheWriter(
         LocalFolder(tmp_path / "forged"), {**cache.header, "data": {**cache.header["data"], "documents": 1}}, [1]
     )
     writer.write_shard(0, [row])
     writer.finish()
-    with pytest.raises(CorruptError, match=told) as caught:
+    with pytest.raises(CorruptError, match=message) as raised:
         _ = TeacherCache(tmp_path / "forged").read_document(0).stored_logprobs
-    assert caught.value.where.endswith("shard-00000.arrow, row 0")
+    assert raised.value.where.endswith("shard-00000.arrow, row 0")
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 1], [0, 1, 3], [-1, 0, 1], [0, 1, 300_000_000]])
-def test_a_vocabulary_order_that_is_no_order_of_ids_is_refused(ids):
+def test_vocabulary_order_that_is_not_a_permutation_of_the_ids_is_refused(ids):
     content = VocabularyOrder(np.array([0, 1, 2], np.int32), np.zeros(3, np.int32)).file_content
     batch = pa.record_batch({"id": pa.array(ids, pa.int32()), "num_bytes": pa.array([0, 0, 0], pa.int32())})
     sink = pa.BufferOutputStream()
@@ -144,9 +144,9 @@ def test_a_vocabulary_order_that_is_no_order_of_ids_is_refused(ids):
 
 
 @pytest.mark.parametrize("line", ['{"input_ids": [5, 6, 300000000, 8]}', '{"input_ids": [5, 6, -7, 8]}'])
-def test_an_absurd_token_id_in_pretokenized_data_is_refused(run, pair, tmp_path, line):
+def test_out_of_range_token_id_in_pretokenized_data_is_refused(run, pair, tmp_path, line):
     path = tmp_path / "ids.jsonl"
     path.write_text(line + "\n")
-    done = run("cache-teacher", pair.teacher, path, "-o", tmp_path / "cache", code=1)
-    assert "Traceback" not in done.stderr
-    assert str(path) in done.stderr
+    result = run("cache-teacher", pair.teacher, path, "-o", tmp_path / "cache", code=1)
+    assert "Traceback" not in result.stderr
+    assert str(path) in result.stderr

@@ -1,4 +1,4 @@
-"""Hostile HTTP servers: each answer ends in a sentence, within limits of memory and time."""
+"""Hostile HTTP servers: each response ends in an error message, within limits of memory and time."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from xtk.engines.server_responses import (
 from xtk.engines.vllm_servers import parse_models
 from xtk.errors import XtkError
 
-_LISTED = {"token": "17", "bytes": [49, 55], "logprob": -1.0, "top_logprobs": []}
+_TOKEN_ENTRY = {"token": "17", "bytes": [49, 55], "logprob": -1.0, "top_logprobs": []}
 _CHOICE = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "17"},
-           "logprobs": {"content": [_LISTED]}}  # fmt: skip
-# Parts of an answer that a service may get wrong, and the sentence of query-teacher; "": its answer is used.
+           "logprobs": {"content": [_TOKEN_ENTRY]}}  # fmt: skip
+# Malformed parts of a service's answer, and the error message of query-teacher; "": the answer is used.
 MALFORMED_ANSWERS = [
     *(({"usage": {"prompt_tokens": count, "completion_tokens": count}}, "")
       for count in ("abc", [1], {"a": 1}, 10**400, -(10**6), 1e300, True, None)),
@@ -51,8 +51,8 @@ HASTY = RetryPolicy(
 )
 
 
-def attack(told: Connection) -> None:
-    """Answer `/KIND/v1/models` in the way of KIND."""
+def attack(connection: Connection) -> None:
+    """Serve hostile responses; the first part of the path names the method that responds."""
 
     class Handler(_Handler):
         answers = 0
@@ -137,12 +137,12 @@ def attack(told: Connection) -> None:
                 self.answer(200, {"model": "m", "choices": [_CHOICE], "request": {"Authorization": header}})
 
         def malformed(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
-            changed = {} if asked == "m" else MALFORMED_ANSWERS[int(asked)][0]
-            self.answer(200, {"model": asked, "choices": [_CHOICE], **changed})
+            model = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
+            changed = {} if model == "m" else MALFORMED_ANSWERS[int(model)][0]
+            self.answer(200, {"model": model, "choices": [_CHOICE], **changed})
 
         def one_without(self) -> None:
-            """Answer the first question at once, without log-probabilities, and the others later."""
+            """Answer the first prompt at once without log-probabilities, and the others later."""
             raw = self.rfile.read(int(self.headers["Content-Length"]))
             if b"0 + 5?" in raw:
                 self.answer(200, {"model": "m", "choices": [{**_CHOICE, "logprobs": None}]})
@@ -151,12 +151,12 @@ def attack(told: Connection) -> None:
                 self.answer(200, {"model": "m", "choices": [_CHOICE]})
 
         def busy(self) -> None:
-            """Refuse the first question, until a date, and answer then."""
+            """Refuse the first request until a date, and answer later ones."""
             self.rfile.read(int(self.headers["Content-Length"]))
             Handler.times.append(time.time())
             if len(Handler.times) == 1:
-                at = formatdate(time.time() + 4, usegmt=True)
-                self.answer(429, {"error": {"message": "too many"}}, {"Retry-After": at})
+                retry_date = formatdate(time.time() + 4, usegmt=True)
+                self.answer(429, {"error": {"message": "too many"}}, {"Retry-After": retry_date})
             else:
                 self.answer(200, {"model": "m", "choices": [_CHOICE]})
 
@@ -166,7 +166,7 @@ def attack(told: Connection) -> None:
         def escapes(self) -> None:
             self.answer(404, {"error": {"message": "\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J"}})
 
-    _serve(Handler, told)
+    _serve(Handler, connection)
 
 
 @pytest.fixture(scope="module")
@@ -175,19 +175,19 @@ def server():
         yield running
 
 
-def ask(server: Served, kind: str) -> object:
-    one = Endpoint.parse(f"{server.host}/{kind}/v1")
-    those = EndpointPool([one], concurrency=2, max_weight=float("inf"), retry_policy=HASTY)
+def request_models(server: Served, kind: str) -> object:
+    endpoint = Endpoint.parse(f"{server.host}/{kind}/v1")
+    pool = EndpointPool([endpoint], concurrency=2, max_weight=float("inf"), retry_policy=HASTY)
 
-    async def asked() -> object:
-        async with those.connected():
-            return await those.request_one(one, "/models", None, parse_models, max_attempts=1)
+    async def send_request() -> object:
+        async with pool.connected():
+            return await pool.request_one(endpoint, "/models", None, parse_models, max_attempts=1)
 
-    return asyncio.run(asked())
+    return asyncio.run(send_request())
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [
         ("endless", "larger than 1,048,576 bytes"),
         ("bomb", "compressed \\(gzip\\)"),
@@ -206,152 +206,152 @@ def ask(server: Served, kind: str) -> object:
         ("error", "500 x"),
     ],
 )
-def test_an_answer_that_is_an_attack_is_one_sentence(server, kind, words):
+def test_hostile_response_ends_in_a_short_error(server, kind, message):
     tracemalloc.start()
     started = time.monotonic()
-    with pytest.raises(NoResponseError, match=words) as wrong:
-        ask(server, kind)
+    with pytest.raises(NoResponseError, match=message) as raised:
+        request_models(server, kind)
     assert time.monotonic() - started < 10
-    assert len(wrong.value.what) < 1000
+    assert len(raised.value.what) < 1000
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
 
 
-def test_a_question_without_a_body_is_not_waited_for_as_long_as_an_answer(server, monkeypatch):
+def test_request_without_a_body_has_the_shorter_status_timeout(server, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "HASTY", RetryPolicy(attempt_seconds=600, status_seconds=1))
     with pytest.raises(NoResponseError, match="within 1 seconds"):
-        ask(server, "hints")
+        request_models(server, "hints")
 
 
-def test_a_server_that_changes_its_model_is_refused(server):
-    one = Endpoint.parse(f"{server.host}/switch/v1")
-    those = EndpointPool([one], concurrency=1, max_weight=float("inf"), retry_policy=HASTY)
+def test_server_that_changes_its_model_is_refused(server):
+    endpoint = Endpoint.parse(f"{server.host}/switch/v1")
+    pool = EndpointPool([endpoint], concurrency=1, max_weight=float("inf"), retry_policy=HASTY)
 
-    async def asked() -> None:
-        async with those.connected():
+    async def send_requests() -> None:
+        async with pool.connected():
             for _ in range(3):
-                await those.request_one(one, "/completions", {}, parse_models, max_attempts=1)
+                await pool.request_one(endpoint, "/completions", {}, parse_models, max_attempts=1)
 
     with pytest.raises(XtkError, match="the server answered with the model 'm' first, and now with 'other'"):
-        asyncio.run(asked())
+        asyncio.run(send_requests())
 
 
 def test_redirects_are_not_followed(server):
     with pytest.raises(PermanentError, match=r"redirect to http://127\.0\.0\.1:9/v1/models, which xtk does not follow"):
-        ask(server, "redirect")
+        request_models(server, "redirect")
     with pytest.raises(PermanentError, match="redirect to an unknown address, which xtk does not follow"):
-        ask(server, "nowhere")
+        request_models(server, "nowhere")
 
 
-def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, monkeypatch):
+def test_server_that_hangs_is_reported_while_waiting(server, capsys, monkeypatch):
     monkeypatch.setattr(http_client_pool, "REPORT_INTERVAL_SECONDS", 0.4)
     with pytest.raises(NoResponseError):
-        ask(server, "hang")
+        request_models(server, "hang")
     assert "no response for" in capsys.readouterr().err
 
 
-def test_escape_codes_of_an_answer_do_not_reach_the_terminal(server, pair, corpus, tmp_path):
-    done = run_xtk("cache-teacher", pair.teacher, corpus, "--backend", "server", "--server",
-                   f"{server.host}/escapes/v1", "--top-k", 4, "-o", tmp_path / "cache", code=1)  # fmt: skip
-    assert "Traceback" not in done.stderr
-    assert r"\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J" in done.stderr
-    assert not any(mark in done.stderr for mark in "\x1b\x07\x9b\u202e")
+def test_escape_codes_in_a_response_do_not_reach_the_terminal(server, pair, corpus, tmp_path):
+    result = run_xtk("cache-teacher", pair.teacher, corpus, "--backend", "server", "--server",
+                     f"{server.host}/escapes/v1", "--top-k", 4, "-o", tmp_path / "cache", code=1)  # fmt: skip
+    assert "Traceback" not in result.stderr
+    assert r"\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J" in result.stderr
+    assert not any(mark in result.stderr for mark in "\x1b\x07\x9b\u202e")
 
 
-def test_a_key_that_a_service_repeats_is_in_no_error_and_no_file(server, corpus, tmp_path, monkeypatch):
+def test_api_key_that_a_service_repeats_is_redacted_in_errors_and_files(server, corpus, tmp_path, monkeypatch):
     secret = "sk-0123456789abcdef"
     monkeypatch.setenv("XTK_API_KEY", secret)
-    with pytest.raises(PermanentError) as refused:
-        ask(server, "key")
-    assert "Bearer ***" in str(refused.value)
-    assert secret not in str(refused.value)
+    with pytest.raises(PermanentError) as raised:
+        request_models(server, "key")
+    assert "Bearer ***" in str(raised.value)
+    assert secret not in str(raised.value)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "12 + 5?"}]}) + "\n")
-    done = run_xtk(
+    result = run_xtk(
         "query-teacher", f"{server.host}/key/v1#m", tmp_path / "prompts.jsonl", "-o", tmp_path / "answers.jsonl"
     )
     assert "Bearer ***" in (tmp_path / "answers.jsonl").read_text()
-    assert secret not in (tmp_path / "answers.jsonl").read_text() + done.stdout + done.stderr
+    assert secret not in (tmp_path / "answers.jsonl").read_text() + result.stdout + result.stderr
 
 
 @pytest.fixture
-def ask_service(server, run, tmp_path):
-    """Run query-teacher on a prompt that costs at most 20, or on several."""
+def query_teacher(server, run, tmp_path):
+    """Return a function that runs query-teacher on a prompt that costs at most 20, or on several."""
 
-    def ask_for(model: str, *options: object, number: int = 1, kind: str = "malformed", code: int = 0):
-        rows = ({"messages": [{"role": "user", "content": f"{one} + 5?"}]} for one in range(number))
+    def query(model: str, *options: object, num_prompts: int = 1, kind: str = "malformed", code: int = 0):
+        rows = ({"messages": [{"role": "user", "content": f"{one} + 5?"}]} for one in range(num_prompts))
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return run("query-teacher", f"{server.host}/{kind}/v1#{model}", tmp_path / "prompts.jsonl", "--json",
                    *options, "-o", tmp_path / "answers.jsonl", code=code)  # fmt: skip
 
-    return ask_for
+    return query
 
 
-@pytest.mark.parametrize("number", range(len(MALFORMED_ANSWERS)))
-def test_a_malformed_answer_is_a_sentence_and_a_malformed_usage_is_estimated(ask_service, tmp_path, number):
-    sentence = MALFORMED_ANSWERS[number][1]
+@pytest.mark.parametrize("index", range(len(MALFORMED_ANSWERS)))
+def test_malformed_answer_is_refused_and_malformed_usage_is_estimated(query_teacher, tmp_path, index):
+    message = MALFORMED_ANSWERS[index][1]
     prices = ("--output-price", 1e6, "--max-completion-length", 20, "--max-cost", 25)
-    done = ask_service(str(number), *prices, code=1 if sentence else 0)
-    assert sentence in " ".join(done.stderr.split())
-    if not sentence:
-        assert 0 < json.loads(done.stdout)["cost"] <= 20
+    result = query_teacher(str(index), *prices, code=1 if message else 0)
+    assert message in " ".join(result.stderr.split())
+    if not message:
+        assert 0 < json.loads(result.stdout)["cost"] <= 20
         assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     "damage", [{"response": None}, {"response": 5}, {"response": {}}, {"response": {"choices": 5}}]
 )
-def test_a_damaged_answer_of_the_file_is_named(ask_service, tmp_path, damage):
-    ask_service("m")
+def test_corrupt_answer_in_the_output_file_is_refused(query_teacher, tmp_path, damage):
+    query_teacher("m")
     row = json.loads((tmp_path / "answers.jsonl").read_text())
     damaged = json.dumps({key: value for key, value in {**row, **damage}.items() if value is not None}) + "\n"
     (tmp_path / "answers.jsonl").write_text(damaged)
-    assert "a line of the output file is not an answer" in ask_service("m", code=1).stderr
+    assert "a line of the output file is not an answer" in query_teacher("m", code=1).stderr
     assert (tmp_path / "answers.jsonl").read_text() == damaged
 
 
-def test_a_continued_file_has_answers_of_one_model(ask_service, tmp_path):
-    ask_service("m")
+def test_resumed_output_file_refuses_answers_of_another_model(query_teacher, tmp_path):
+    query_teacher("m")
     kept = (tmp_path / "answers.jsonl").read_bytes()
-    refused = ask_service("m", number=3, kind="other_model", code=1).stderr
-    assert "answered with the model 'm' first, and now with 'other'" in " ".join(refused.split())
+    stderr = query_teacher("m", num_prompts=3, kind="other_model", code=1).stderr
+    assert "answered with the model 'm' first, and now with 'other'" in " ".join(stderr.split())
     assert (tmp_path / "answers.jsonl").read_bytes() == kept
-    ask_service("m", number=3)
+    query_teacher("m", num_prompts=3)
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 3
 
 
-def test_answers_in_flight_are_kept_when_one_has_no_log_probabilities(ask_service, tmp_path):
-    refused = ask_service("m", "--concurrency", 3, number=5, kind="one_without", code=1)
-    assert "the service's answer has no log-probabilities" in " ".join(refused.stderr.split())
+def test_answers_in_flight_are_kept_when_one_has_no_log_probabilities(query_teacher, tmp_path):
+    result = query_teacher("m", "--concurrency", 3, num_prompts=5, kind="one_without", code=1)
+    assert "the service's answer has no log-probabilities" in " ".join(result.stderr.split())
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_busy_service_is_asked_again_at_the_date_that_it_states(ask_service):
+def test_busy_service_is_retried_at_its_retry_after_date(query_teacher):
     started = time.monotonic()
-    ask_service("m", kind="busy")
+    query_teacher("m", kind="busy")
     assert time.monotonic() - started > 2.5  # dates have whole seconds
 
 
 @pytest.mark.parametrize("name", ["1_2_3", " 3", "3 ", "+3", "-1", "٣", "0x1", "", "03", "9" * 30, "3000000000", "1.0"])
-def test_a_key_that_is_no_token_id_is_refused(name):
+def test_key_that_is_not_a_token_id_is_refused(name):
     with pytest.raises(RetryableError, match="token id"):
         parse_token_ids([name])
     assert parse_token_ids(["0", "123"]).tolist() == [0, 123]
 
 
 @pytest.mark.parametrize("values", [[True], [1.5], [-1], [1 << 40], ["3"], None, {"0": 1}])
-def test_a_value_that_is_no_token_id_is_refused(values):
+def test_value_that_is_not_a_token_id_is_refused(values):
     with pytest.raises(RetryableError, match="token id"):
         checked_token_ids(values)
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf"), 0.5, None, "-1", True, -(10**400)])
-def test_a_value_that_is_no_log_probability_is_refused(value):
+def test_value_that_is_not_a_log_probability_is_refused(value):
     with pytest.raises(RetryableError, match="log-probability"):
         checked_logprobs([-1.0, value])
     assert checked_logprobs([0, -2.5]).tolist() == [0, -2.5]
 
 
-def test_minus_infinity_in_json_is_refused():
+def test_infinity_and_nan_in_json_are_refused():
     for text in ("-Infinity", "Infinity", "NaN"):
         with pytest.raises(RetryableError, match="is not a JSON number"):
             parse_response(json.dumps({"logprob": 0}).replace("0", text).encode())

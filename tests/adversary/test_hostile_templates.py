@@ -1,4 +1,4 @@
-"""Chat templates and prompt templates that take endless memory, time or output."""
+"""Chat templates and prompt templates with unlimited memory, time or output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xtk.tokens.chat_template import ChatTemplate
 pytestmark = pytest.mark.slow
 
 CHAT = [{"role": "user", "content": "12 + 5?"}, {"role": "assistant", "content": "It is 17."}]
-EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
+CONTENT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ATTACKS = {
     "{{ 'a' * 2000000000 }}": "more than 1 GiB of memory",
     "{{ 'a' * 100000000 }}": "the chat template exceeds",
@@ -40,72 +40,74 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("source", ATTACKS, ids=[source[:60] for source in ATTACKS])
-def test_a_template_without_limits_ends_in_a_sentence(source):
+def test_template_that_exceeds_a_limit_is_refused(source):
     started = time.monotonic()
-    with pytest.raises(XtkError) as caught:
-        ChatTemplate(source + EACH, {}, "here").render(CHAT)
-    assert ATTACKS[source] in caught.value.what
-    assert caught.value.where == "here"
+    with pytest.raises(XtkError) as raised:
+        ChatTemplate(source + CONTENT_TEMPLATE, {}, "here").render(CHAT)
+    assert ATTACKS[source] in raised.value.what
+    assert raised.value.where == "here"
     assert time.monotonic() - started < 60
-    # The next one is rendered, by a new process if need be.
-    assert ChatTemplate(EACH, {}, "here").render(CHAT) == "12 + 5?It is 17."
+    # The next template is rendered, in a new process if needed.
+    assert ChatTemplate(CONTENT_TEMPLATE, {}, "here").render(CHAT) == "12 + 5?It is 17."
 
 
-def with_template(folder, to, source):
-    shutil.copytree(folder, to)
-    (to / "chat_template.jinja").write_text(source)
-    return to
+def with_template(folder, target, source):
+    shutil.copytree(folder, target)
+    (target / "chat_template.jinja").write_text(source)
+    return target
 
 
 @pytest.fixture
-def talks(tmp_path):
+def conversations(tmp_path):
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     return tmp_path / "talks.jsonl"
 
 
-def refused(done: subprocess.CompletedProcess[str], sentence: str) -> None:
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert sentence in done.stderr, done.stderr
+def assert_refused(result: subprocess.CompletedProcess[str], message: str) -> None:
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    assert message in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize("source", ["{{ 'a' * 2000000000 }}", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"])
-def test_commands_tell_what_a_template_did(run, pair, tmp_path, talks, source):
+def test_commands_refuse_templates_that_exceed_a_limit(run, pair, tmp_path, conversations, source):
     student, teacher = (
-        with_template(side, tmp_path / name, source) for side, name in ((pair.student, "s"), (pair.teacher, "t"))
+        with_template(model, tmp_path / name, source) for model, name in ((pair.student, "s"), (pair.teacher, "t"))
     )
     out = ("-o", tmp_path / "out")
     for command in (
-        ("cache-teacher", teacher, talks, *out),
-        ("distill", student, talks, "--loss", "ce", *out),
-        ("rollout", student, talks, "-o", tmp_path / "out.jsonl"),
-        ("evaluate", student, talks),
+        ("cache-teacher", teacher, conversations, *out),
+        ("distill", student, conversations, "--loss", "ce", *out),
+        ("rollout", student, conversations, "-o", tmp_path / "out.jsonl"),
+        ("evaluate", student, conversations),
     ):
-        refused(run(*command, code=None), "template")
+        assert_refused(run(*command, code=None), "template")
 
 
-def test_a_prompt_template_has_the_same_limits(run, pair, tmp_path):
+def test_prompt_template_has_the_same_limits(run, pair, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"problem": "12 + 5"}) + "\n")
     command = ("rollout", pair.student, tmp_path / "prompts.jsonl", "-o", tmp_path / "out.jsonl", "--prompt-template")
-    refused(run(*command, "{{ problem * 2000000000 }}", code=None), "more than 1 GiB of memory")
-    refused(run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "the prompt template is invalid")
+    assert_refused(run(*command, "{{ problem * 2000000000 }}", code=None), "more than 1 GiB of memory")
+    assert_refused(
+        run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "the prompt template is invalid"
+    )
 
 
-def test_a_template_that_drops_all_text_makes_no_cache(run, pair, tmp_path, talks):
+def test_cache_teacher_refuses_a_template_that_drops_all_text(run, pair, tmp_path, conversations):
     teacher = with_template(pair.teacher, tmp_path / "t", "{% for m in messages %}-{% endfor %}")
-    done = run("cache-teacher", teacher, talks, "-o", tmp_path / "cache", code=None)
-    refused(done, "the data has no trained tokens")
+    result = run("cache-teacher", teacher, conversations, "-o", tmp_path / "cache", code=None)
+    assert_refused(result, "the data has no trained tokens")
     assert not (tmp_path / "cache" / "manifest.json").exists()
 
 
-def test_a_fork_renders_with_a_process_of_its_own():
+def test_forked_processes_render_in_separate_template_processes():
     import multiprocessing
 
-    template = ChatTemplate(EACH, {}, "here")
+    template = ChatTemplate(CONTENT_TEMPLATE, {}, "here")
     assert template.render(CHAT) == "12 + 5?It is 17."
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        found = pool.starmap(_render, [(EACH, str(number)) for number in range(20)])
-    assert found == [str(number) for number in range(20)]
+        rendered = pool.starmap(_render, [(CONTENT_TEMPLATE, str(number)) for number in range(20)])
+    assert rendered == [str(number) for number in range(20)]
     assert template.render(CHAT) == "12 + 5?It is 17."
 
 

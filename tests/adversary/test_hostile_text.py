@@ -1,4 +1,4 @@
-"""Data that is broken or endless: each attack ends in a sentence that names the file and the place."""
+"""Malformed or too large data: each attack ends in an error that names the file and the location."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def refused(done: subprocess.CompletedProcess[str], *sentences: str) -> None:
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    for sentence in sentences:
-        assert sentence in done.stderr, done.stderr
+def assert_refused(result: subprocess.CompletedProcess[str], *messages: str) -> None:
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for message in messages:
+        assert message in result.stderr, result.stderr
 
 
 DEEP = "[" * 10_000 + "]" * 10_000
@@ -44,10 +44,10 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_broken_data_is_refused_with_its_place(run, pair, tmp_path, attack):
-    name, content, where, sentence = ATTACKS[attack]
+def test_malformed_data_is_refused_with_its_location(run, pair, tmp_path, attack):
+    name, content, location, message = ATTACKS[attack]
     (tmp_path / name).write_bytes(content)
-    refused(run("align", pair.student, pair.teacher, tmp_path / name, code=None), where, sentence)
+    assert_refused(run("align", pair.student, pair.teacher, tmp_path / name, code=None), location, message)
 
 
 def long_line(path):
@@ -69,92 +69,92 @@ def long_text(path):
 @pytest.mark.parametrize(
     ("write", "name"), [(long_line, "a.jsonl"), (long_array, "a.json"), (long_field, "a.csv"), (long_text, "a.txt")]
 )
-def test_a_document_of_50_mb_is_refused_at_once(run, pair, tmp_path, write, name):
+def test_document_of_50_mb_is_refused_quickly(run, pair, tmp_path, write, name):
     write(tmp_path / name)
     started = time.monotonic()
-    done = run("align", pair.student, pair.teacher, tmp_path / name, code=None)
-    refused(done, "larger than --max-document-bytes (16,000,000)", name)
+    result = run("align", pair.student, pair.teacher, tmp_path / name, code=None)
+    assert_refused(result, "larger than --max-document-bytes (16,000,000)", name)
     assert time.monotonic() - started < 30
 
 
-def test_the_limit_is_an_option_of_every_command_that_reads_data(run, pair, tmp_path):
+def test_max_document_bytes_applies_to_every_command_that_reads_data(run, pair, tmp_path):
     data = tmp_path / "a.jsonl"
     data.write_text(json.dumps({"text": "Anna has 12 apples."}) + "\n")
-    limit, sentence = ("--max-document-bytes", 20), "larger than --max-document-bytes (20)"
+    limit, message = ("--max-document-bytes", 20), "larger than --max-document-bytes (20)"
     out = ("-o", tmp_path / "out")
-    refused(run("cache-teacher", pair.teacher, data, *out, *limit, code=None), sentence, "line 1")
-    refused(run("distill", pair.student, data, "--loss", "ce", *out, *limit, code=None), sentence)
-    refused(run("rollout", pair.student, data, "-o", tmp_path / "out.jsonl", *limit, code=None), sentence)
-    refused(run("evaluate", pair.student, data, *limit, code=None), sentence)
-    refused(
+    assert_refused(run("cache-teacher", pair.teacher, data, *out, *limit, code=None), message, "line 1")
+    assert_refused(run("distill", pair.student, data, "--loss", "ce", *out, *limit, code=None), message)
+    assert_refused(run("rollout", pair.student, data, "-o", tmp_path / "out.jsonl", *limit, code=None), message)
+    assert_refused(run("evaluate", pair.student, data, *limit, code=None), message)
+    assert_refused(
         run("build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", data, *out, *limit,
-            code=None), sentence
+                   code=None), message
     )  # fmt: skip
     assert not (tmp_path / "out").exists()
 
 
-def test_an_id_of_3e8_is_named(run, pair, tmp_path):
+def test_token_id_of_3e8_is_refused(run, pair, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 300_000_000]}) + "\n")
-    done = run("cache-teacher", pair.teacher, tmp_path / "a.jsonl", "-o", tmp_path / "cache", code=None)
-    refused(done, "input_ids[1] of a document is 300000000")
+    result = run("cache-teacher", pair.teacher, tmp_path / "a.jsonl", "-o", tmp_path / "cache", code=None)
+    assert_refused(result, "input_ids[1] of a document is 300000000")
 
 
-def test_a_pipe_that_is_not_utf_8_is_refused(pair, tmp_path):
+def test_stdin_that_is_not_utf_8_is_refused(pair, tmp_path):
     import sys
 
     command = [sys.executable, "-m", "xtk", "align", str(pair.student), str(pair.teacher), "-"]
-    done = subprocess.run(command, input=b'{"text": "caf\xe9"}\n', capture_output=True, check=False)
-    assert done.returncode == 1
-    assert "this data file is not UTF-8: byte 0xe9 at offset 13" in done.stderr.decode()
+    result = subprocess.run(command, input=b'{"text": "caf\xe9"}\n', capture_output=True, check=False)
+    assert result.returncode == 1
+    assert "this data file is not UTF-8: byte 0xe9 at offset 13" in result.stderr.decode()
 
 
-# Without network.
+# Without network access.
 
 
 @pytest.fixture
 def silent_server() -> Iterator[int]:
-    """A server that accepts connections and never answers."""
+    """Yield the port of a server that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        held: list[socket.socket] = []
+        connections: list[socket.socket] = []
 
         def accept() -> None:
             while True:
                 try:
-                    held.append(server.accept()[0])
+                    connections.append(server.accept()[0])
                 except OSError:
                     return
 
         threading.Thread(target=accept, daemon=True).start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
-        for one in held:
-            one.close()
+        for connection in connections:
+            connection.close()
 
 
 SOURCES = ("owner/name", "owner/name:test", "hf://datasets/owner/name", "hf://datasets/owner/name/a.jsonl")
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_without_network_the_hub_ends_in_a_sentence(run, pair, tmp_path, source):
-    surroundings = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+def test_hub_data_without_network_is_an_error(run, pair, tmp_path, source):
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     started = time.monotonic()
-    # A fresh process: the hub's client reads its variables when it is imported.
+    # A fresh process, because the client of the hub reads its environment variables at import.
     out = tmp_path / "cache"
-    done = run("cache-teacher", pair.teacher, source, "-o", out, code=None, env=surroundings, fresh=True)
-    refused(done, "loading it from the Hugging Face hub failed")
-    assert time.monotonic() - started < 40  # under load; seconds on a machine that does nothing else
+    result = run("cache-teacher", pair.teacher, source, "-o", out, code=None, env=environment, fresh=True)
+    assert_refused(result, "loading it from the Hugging Face hub failed")
+    assert time.monotonic() - started < 40  # under load; a few seconds on an idle machine
 
 
-@pytest.mark.parametrize("model", [False, True])
-def test_a_hub_that_never_answers_ends_in_a_sentence_within_20_seconds(run, pair, tmp_path, silent_server, model):
-    surroundings = {"HF_ENDPOINT": f"http://127.0.0.1:{silent_server}", "HF_HUB_OFFLINE": "0"}
+@pytest.mark.parametrize("is_model", [False, True])
+def test_hub_that_never_responds_is_an_error_within_20_seconds(run, pair, tmp_path, silent_server, is_model):
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{silent_server}", "HF_HUB_OFFLINE": "0"}
     command = ("align", "owner/model", pair.teacher, "text")
-    if not model:
+    if not is_model:
         command = ("cache-teacher", pair.teacher, "owner/name", "-o", tmp_path / "cache")
     started = time.monotonic()
-    run("inspect", tmp_path, code=1, fresh=True)  # what imports take on this machine now
-    imports = time.monotonic() - started
+    run("inspect", tmp_path, code=1, fresh=True)  # measures the time of imports on this machine
+    import_seconds = time.monotonic() - started
     started = time.monotonic()
-    done = run(*command, code=None, env=surroundings, fresh=True)
-    refused(done, "loading it from the Hugging Face hub failed", "owner/")
-    assert time.monotonic() - started < 18 + imports
+    result = run(*command, code=None, env=environment, fresh=True)
+    assert_refused(result, "loading it from the Hugging Face hub failed", "owner/")
+    assert time.monotonic() - started < 18 + import_seconds

@@ -1,4 +1,4 @@
-"""tokenizer.json from outside: whatever is in it, it is read or refused in a sentence."""
+"""Untrusted tokenizer.json files: any content is read or refused with an error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from xtk.tokens.tokenizer import Tokenizer
 TEXTS = ["Anna has 12 apples.", "日本 😀 e\u0301\n", " </s>x", ""]
 
 
-def changed(folder: Path, to: Path, change) -> Path:
-    shutil.copytree(folder, to)
-    content = json.loads((to / "tokenizer.json").read_text())
+def copy_with_change(folder: Path, target: Path, change) -> Path:
+    shutil.copytree(folder, target)
+    content = json.loads((target / "tokenizer.json").read_text())
     change(content)
-    (to / "tokenizer.json").write_text(json.dumps(content))
-    return to
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    return target
 
 
 def large_id(content):
@@ -29,7 +29,7 @@ def large_id(content):
     content["model"]["vocab"][content["added_tokens"][0]["content"]] = 4_000_000_000
 
 
-def large_id_of_vocabulary(content):
+def large_id_in_vocabulary(content):
     content["model"]["vocab"]["zzzz"] = 300_000_000
 
 
@@ -37,68 +37,68 @@ def empty_added_token(content):
     content["added_tokens"].append({**content["added_tokens"][0], "content": "", "id": 5000})
 
 
-def missing_unknown(content):
+def missing_unknown_token(content):
     content["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
     content["added_tokens"], content["pre_tokenizer"] = [], None
 
 
-def megabyte_a_letter(content):
+def megabyte_per_letter(content):
     content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": "x" * 1_000_000}
 
 
-def doubling(content):
+def doubling_normalizer(content):
     double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     content["normalizer"] = {"type": "Sequence", "normalizers": [double] * 30}
 
 
-def deep(content):
-    part = {"type": "NFC"}
+def deeply_nested(content):
+    normalizer = {"type": "NFC"}
     for _ in range(150):
-        part = {"type": "Sequence", "normalizers": [part]}
-    content["normalizer"] = part
+        normalizer = {"type": "Sequence", "normalizers": [normalizer]}
+    content["normalizer"] = normalizer
 
 
 ATTACKS = {
     large_id: "has a token with id 4,000,000,000; ids must be at most 9,999,999",
-    large_id_of_vocabulary: "has a token with id 300,000,000",
+    large_id_in_vocabulary: "has a token with id 300,000,000",
     empty_added_token: "added token 5000 in tokenizer.json has no text",
-    missing_unknown: "the tokenizer cannot encode a text: WordLevel error: Missing [UNK] token",
-    megabyte_a_letter: "outputs up to 1,000,000 bytes per input byte",
-    doubling: "outputs up to 1,073,741,824 bytes per input byte",
-    deep: "nested more than 100 levels deep",
+    missing_unknown_token: "the tokenizer cannot encode a text: WordLevel error: Missing [UNK] token",
+    megabyte_per_letter: "outputs up to 1,000,000 bytes per input byte",
+    doubling_normalizer: "outputs up to 1,073,741,824 bytes per input byte",
+    deeply_nested: "nested more than 100 levels deep",
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_a_hostile_tokenizer_ends_in_a_sentence(run, pair, corpus, tmp_path, attack):
-    teacher = changed(pair.teacher, tmp_path / "teacher", attack)
+def test_hostile_tokenizer_is_refused(run, pair, corpus, tmp_path, attack):
+    teacher = copy_with_change(pair.teacher, tmp_path / "teacher", attack)
     for command in (
         ("align", pair.student, teacher, "Anna has 12 apples."),
         ("cache-teacher", teacher, corpus, "-o", tmp_path / "cache"),
     ):
-        done = run(*command, code=None)
-        assert done.returncode == 1, done.stderr
-        assert "Traceback" not in done.stderr
-        assert ATTACKS[attack] in done.stderr
+        result = run(*command, code=None)
+        assert result.returncode == 1, result.stderr
+        assert "Traceback" not in result.stderr
+        assert ATTACKS[attack] in result.stderr
 
 
-def test_json_of_10000_levels_is_refused(run, pair, tmp_path):
-    for name, told in (
+def test_tokenizer_json_nested_10000_levels_deep_is_refused(run, pair, tmp_path):
+    for name, message in (
         ("tokenizer.json", "xtk: invalid tokenizer.json"),
         ("tokenizer_config.json", "xtk: this file is nested more than 100 levels deep"),
     ):
         folder = shutil.copytree(pair.teacher, tmp_path / name)
         (folder / name).write_text('{"a": ' + "[" * 10_000 + "]" * 10_000 + "}")
-        done = run("align", pair.student, folder, "Anna", code=None)
-        assert done.returncode == 1
-        assert "Traceback" not in done.stderr
-        assert told in done.stderr
+        result = run("align", pair.student, folder, "Anna", code=None)
+        assert result.returncode == 1
+        assert "Traceback" not in result.stderr
+        assert message in result.stderr
 
 
-def test_dropout_is_switched_off_with_one_line(run, pair, corpus, tmp_path):
-    teacher = changed(pair.teacher, tmp_path / "teacher", lambda content: content["model"].update(dropout=0.5))
-    done = run("cache-teacher", teacher, corpus, "-o", tmp_path / "cache")
-    assert done.stderr.count("disabled this tokenizer's BPE dropout of 0.5") == 1
+def test_bpe_dropout_is_disabled_with_one_message(run, pair, corpus, tmp_path):
+    teacher = copy_with_change(pair.teacher, tmp_path / "teacher", lambda content: content["model"].update(dropout=0.5))
+    result = run("cache-teacher", teacher, corpus, "-o", tmp_path / "cache")
+    assert result.stderr.count("disabled this tokenizer's BPE dropout of 0.5") == 1
     plain = Tokenizer(pair.teacher).encode(TEXTS)
     assert [one.ids.tolist() for one in Tokenizer(teacher).encode(TEXTS)] == [one.ids.tolist() for one in plain]
 
@@ -108,36 +108,36 @@ def test_dropout_is_switched_off_with_one_line(run, pair, corpus, tmp_path):
 VALUES = [None, True, -1, 0, 1.5, 4_000_000_000, 1 << 80, "", "a", "\ud800", [], {}, [[]], {"type": "nosuch"}]
 
 
-def places(value, path=()):
-    """Every place in a JSON value, long tables by their first entries."""
+def json_paths(value, path=()):
+    """Yield the paths of all values in a JSON value; of each table only the first 12 entries."""
     yield path
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for number, (key, part) in enumerate(parts):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for number, (key, item) in enumerate(items):
         if number < 12:
-            yield from places(part, (*path, key))
+            yield from json_paths(item, (*path, key))
 
 
-def mutated(content, random_):
+def mutated(content, rng):
     content = copy.deepcopy(content)
-    for _ in range(random_.choice([1, 1, 2])):
-        path = random_.choice([path for path in places(content) if path])
+    for _ in range(rng.choice([1, 1, 2])):
+        path = rng.choice([path for path in json_paths(content) if path])
         parent = content
         for key in path[:-1]:
             parent = parent[key]
-        if random_.random() < 0.3:
+        if rng.random() < 0.3:
             del parent[path[-1]]
         else:
-            parent[path[-1]] = random_.choice(VALUES)
+            parent[path[-1]] = rng.choice(VALUES)
     return content
 
 
-def survive(folder: Path, name: str, count: int, seed: int) -> int:
-    """Read mutated files; return how many were refused. Anything but an XtkError is a failure."""
-    random_ = random.Random(seed)
-    whole = json.loads((folder / name).read_text())
+def count_refused(folder: Path, name: str, count: int, seed: int) -> int:
+    """Read mutated files and return how many were refused; any exception but XtkError fails the test."""
+    rng = random.Random(seed)
+    original = json.loads((folder / name).read_text())
     refused = 0
     for _ in range(count):
-        text = json.dumps(mutated(whole, random_))
+        text = json.dumps(mutated(original, rng))
         (folder / name).write_text(text)
         try:
             tokenizer = Tokenizer(folder)
@@ -147,24 +147,24 @@ def survive(folder: Path, name: str, count: int, seed: int) -> int:
             _ = tokenizer.start_id, tokenizer.end_ids, tokenizer.adds_prefix_space
         except XtkError:
             refused += 1
-        except BaseException as wrong:
-            raise AssertionError(text[:3000]) from wrong
+        except BaseException as error:
+            raise AssertionError(text[:3000]) from error
     return refused
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_mutated_tokenizers_are_read_or_refused(pair, metaspace, tmp_path, name):
     for number, folder in enumerate((pair.teacher, metaspace)):
-        copied = shutil.copytree(folder, tmp_path / str(number))
-        assert survive(copied, name, 60, seed=number) <= 60
+        copied_folder = shutil.copytree(folder, tmp_path / str(number))
+        assert count_refused(copied_folder, name, 60, seed=number) <= 60
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 def test_hundreds_of_mutated_tokenizers_are_read_or_refused(families, tmp_path, seed):
     for family, folder in families.items():
-        copied = shutil.copytree(folder, tmp_path / family)
+        copied_folder = shutil.copytree(folder, tmp_path / family)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if (folder / name).is_file():
-                survive(copied, name, 100, seed)
-                shutil.copy(folder / name, copied / name)
+                count_refused(copied_folder, name, 100, seed)
+                shutil.copy(folder / name, copied_folder / name)

@@ -1,4 +1,4 @@
-"""A finished output is found again only for the same inputs, also if a changed one has the same size and times."""
+"""A finished output is reused only for the same inputs, even if a changed input has the same size and timestamps."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SHORT_RUN = ["--max-steps", "2", "--per-device-train-batch-size", "2"]
 
 
 def rewrite(path: Path, change) -> None:
-    """Change a file but not its times of modification."""
+    """Change a file but keep its timestamps."""
     times = path.stat()
     change(path)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -42,47 +42,49 @@ def student(pair, tmp_path):
 
 
 @pytest.fixture
-def chat(tmp_path):
+def conversations(tmp_path):
     (tmp_path / "chat.jsonl").write_text((json.dumps(CHAT) + "\n") * 4)
     return tmp_path / "chat.jsonl"
 
 
-def other_template(folder: Path) -> None:
+def change_template(folder: Path) -> None:
     rewrite(folder / "chat_template.jinja", lambda one: one.write_text(TEMPLATE.replace("role }}\n", "role }}: ")))
 
 
-def other_end(folder: Path) -> None:
+def change_end_token(folder: Path) -> None:
     rewrite_json(folder / "tokenizer_config.json", eos_token="<|pad|>")
 
 
-def other_start(folder: Path) -> None:
+def remove_start_token(folder: Path) -> None:
     rewrite_json(folder / "tokenizer_config.json", bos_token=None)
 
 
-@pytest.mark.parametrize("change", [other_template, other_end, other_start])
+@pytest.mark.parametrize("change", [change_template, change_end_token, remove_start_token])
 @pytest.mark.parametrize("kind", ["text", pytest.param("cache", marks=pytest.mark.slow), "rollout"])
-def test_a_students_template_and_special_tokens_are_inputs(run, pair, student, chat, tmp_path, kind, change):
+def test_student_template_and_special_tokens_are_part_of_the_identity(
+    run, pair, student, conversations, tmp_path, kind, change
+):
     if kind == "rollout":
-        arguments = ["rollout", student, chat, "--max-completion-length", "8", "--apply-chat-template"]
+        arguments = ["rollout", student, conversations, "--max-completion-length", "8", "--apply-chat-template"]
         (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": CHAT["messages"][:1]}) + "\n")
         arguments[2] = tmp_path / "prompts.jsonl"
     elif kind == "text":
-        arguments = ["distill", student, chat, "--loss", "ce", *SHORT_RUN]
+        arguments = ["distill", student, conversations, "--loss", "ce", *SHORT_RUN]
     else:
         teacher = shutil.copytree(pair.teacher, tmp_path / "teacher")
         (teacher / "chat_template.jinja").write_text(TEMPLATE)
-        run("cache-teacher", teacher, chat, "-o", tmp_path / "cache")
+        run("cache-teacher", teacher, conversations, "-o", tmp_path / "cache")
         arguments = ["distill", student, tmp_path / "cache", *SHORT_RUN]
     output = tmp_path / ("out.jsonl" if kind == "rollout" else "out")
     run(*arguments, "-o", output)
-    written = output.stat().st_mtime_ns
+    written_at = output.stat().st_mtime_ns
     run(*arguments, "-o", output)
-    assert output.stat().st_mtime_ns == written
+    assert output.stat().st_mtime_ns == written_at
     change(student)
     assert "other" in run(*arguments, "-o", output, code=1).stderr
 
 
-def with_one_row_changed(path: Path) -> None:
+def change_one_row(path: Path) -> None:
     tensors = load_file(path)
     row = tensors["model.embed_tokens.weight"][223]
     row *= 1.5
@@ -90,8 +92,8 @@ def with_one_row_changed(path: Path) -> None:
 
 
 @pytest.fixture
-def large(pair, tmp_path):
-    """A model of 40 MB, in which one row of the embedding is between the blocks that a sample would read."""
+def large_model(pair, tmp_path):
+    """Return a model of 40 MB; one row of its embedding is between the blocks that a sampled hash would read."""
     folder = shutil.copytree(pair.teacher, tmp_path / "large")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -103,17 +105,17 @@ def large(pair, tmp_path):
     return folder
 
 
-def test_one_changed_row_is_another_model(run, large, corpus, tmp_path):
-    assert (large / "model.safetensors").stat().st_size > 16 << 20
-    arguments = ["cache-teacher", large, corpus, "--top-k", "4", "-o", tmp_path / "cache"]
+def test_model_with_one_changed_weight_row_is_another_model(run, large_model, corpus, tmp_path):
+    assert (large_model / "model.safetensors").stat().st_size > 16 << 20
+    arguments = ["cache-teacher", large_model, corpus, "--top-k", "4", "-o", tmp_path / "cache"]
     run(*arguments)
     assert "finished" in run(*arguments).stderr
-    rewrite(large / "model.safetensors", with_one_row_changed)
+    rewrite(large_model / "model.safetensors", change_one_row)
     run(*arguments, code=1)
 
 
-def test_one_changed_row_is_another_loaded_model(large, tmp_path):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(large), AutoTokenizer.from_pretrained(large)
+def test_loaded_model_with_one_changed_weight_row_is_another_model(large_model, tmp_path):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(large_model), AutoTokenizer.from_pretrained(large_model)
     arguments = (["Anna has 12 apples."], tmp_path / "cache")
     xtk.cache_teacher(model, *arguments, tokenizer=tokenizer)
     xtk.cache_teacher(model, *arguments, tokenizer=tokenizer)
@@ -123,7 +125,7 @@ def test_one_changed_row_is_another_loaded_model(large, tmp_path):
         xtk.cache_teacher(model, *arguments, tokenizer=tokenizer)
 
 
-def test_the_code_of_a_model_is_an_input(run, corpus, tmp_path):
+def test_model_code_is_part_of_the_identity(run, corpus, tmp_path):
     model = answer_lookup_model.make_oracle(tmp_path / "oracle", {"a": "b"})
     arguments = ["cache-teacher", model, corpus, "--top-k", "4", "--trust-remote-code", "-o", tmp_path / "cache"]
     run(*arguments)
@@ -133,40 +135,42 @@ def test_the_code_of_a_model_is_an_input(run, corpus, tmp_path):
     run(*arguments, code=1)
 
 
-def test_a_normalizer_that_was_set_in_memory_is_used(pair):
-    changed = AutoTokenizer.from_pretrained(pair.student)
-    changed.backend_tokenizer.normalizer = normalizers.NFC()
+def test_normalizer_set_in_memory_is_used(pair):
+    tokenizer = AutoTokenizer.from_pretrained(pair.student)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     text = "e\u0301 a\u0308 12"
-    expected = changed(text, add_special_tokens=False)["input_ids"]
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert expected != AutoTokenizer.from_pretrained(pair.student)(text, add_special_tokens=False)["input_ids"]
-    assert xtk.align(changed, pair.teacher, text).student_ids.tolist() == expected
+    assert xtk.align(tokenizer, pair.teacher, text).student_ids.tolist() == expected
 
 
-def test_the_hash_of_a_large_file_is_stored_until_the_file_changes_and_needs_no_folder(tmp_path, monkeypatch):
+def test_hash_of_a_large_file_is_stored_until_it_changes_and_needs_no_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_hash, "MIN_REMEMBERED_BYTES", 100)
-    reads, read = [], weight_hash._read_hash
-    monkeypatch.setattr(weight_hash, "_read_hash", lambda file, size: reads.append(file) or read(file, size))
+    hashed_files, read_hash = [], weight_hash._read_hash
+    monkeypatch.setattr(
+        weight_hash, "_read_hash", lambda file, size: hashed_files.append(file) or read_hash(file, size)
+    )
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"a" * 1000)
 
-    def hashed() -> str:
-        weight_hash._hash_of_version.cache_clear()  # as another process
+    def hash_folder() -> str:
+        weight_hash._hash_of_version.cache_clear()  # as in another process
         return weight_hash.hash_weights(tmp_path)
 
-    first = hashed()
-    assert hashed() == first
-    assert len(reads) == 1
+    first_hash = hash_folder()
+    assert hash_folder() == first_hash
+    assert len(hashed_files) == 1
     times = file.stat()
     file.write_bytes(b"a" * 999 + b"b")
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    changed = hashed()
-    assert changed != first
-    assert len(reads) == 2
+    changed_hash = hash_folder()
+    assert changed_hash != first_hash
+    assert len(hashed_files) == 2
 
-    def no_folder():
+    def fail_without_home():
         raise RuntimeError("no home")
 
-    monkeypatch.setattr(weight_hash, "user_cache_folder", no_folder)
-    assert hashed() == changed
-    assert len(reads) == 3
+    monkeypatch.setattr(weight_hash, "user_cache_folder", fail_without_home)
+    assert hash_folder() == changed_hash
+    assert len(hashed_files) == 3

@@ -1,4 +1,4 @@
-"""Every command that writes, killed at random moments: no half artifact, and the same command ends as undisturbed."""
+"""Commands killed at random moments leave no partial artifact, and running them again gives the same output."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ TRAINING = ["--max-steps", 6, "--save-steps", 2, "--logging-steps", 1, "--per-de
 
 
 @dataclass(frozen=True)
-class Writing:
-    """A command that writes, without its output.
+class Command:
+    """A command that writes an output, without the output path.
 
     Attributes:
-        arguments: of `xtk`.
-        flag: the option that takes the output.
-        name: of the output, below a folder of the test.
-        is_whole: says of an output under its final name whether a reader may use it; None: it always may.
+        arguments: arguments of `xtk`.
+        flag: option for the output path.
+        name: name of the output in a folder of the test.
+        is_complete: returns whether a reader may use an output with the final name; None: always.
     """
 
     arguments: list[object]
     flag: str = "-o"
     name: str = "out"
-    is_whole: Callable[[Path], bool] | None = None
+    is_complete: Callable[[Path], bool] | None = None
 
 
-def has(file: str) -> Callable[[Path], bool]:
+def has_file(file: str) -> Callable[[Path], bool]:
     return lambda output: (output / file).is_file()
 
 
 @pytest.fixture(scope="module")
 def inputs(pair, corpus, cache, projection, tmp_path_factory) -> Path:
-    """What the commands read: a second cache, prompts, a finished run."""
+    """Return a folder with inputs of the commands: a second cache, prompts, a finished run."""
     folder = tmp_path_factory.mktemp("inputs")
     small_inputs.write_jsonl(folder / "more.jsonl", small_inputs.sentences(30, seed=4))
     command = ["cache-teacher", pair.teacher, folder / "more.jsonl", "--top-k", 16, "--shard-tokens", 400]
@@ -56,34 +56,38 @@ def inputs(pair, corpus, cache, projection, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def commands(pair, corpus, cache, projection, inputs) -> dict[str, Writing]:
+def commands(pair, corpus, cache, projection, inputs) -> dict[str, Command]:
     text, shards = inputs / "more.jsonl", ["--shard-tokens", 300]
     run, prompts = inputs / "run", inputs / "prompts.jsonl"
-    manifest, done = has("manifest.json"), has("xtk.json")
+    has_manifest, is_finished = has_file("manifest.json"), has_file("xtk.json")
     student, teacher = pair.student, pair.teacher
     sampling = ["--max-completion-length", 12, "--num-generations", 2]
     return {
-        "build-projection": Writing(["build-projection", student, teacher]),
-        "counts": Writing(["build-projection", student, teacher, "--method", "cooccurrence", "--corpus", text]),
-        "prune-projection": Writing(["prune-projection", projection, "--top-k", 2]),
-        "cache-teacher": Writing(["cache-teacher", teacher, corpus, *shards], is_whole=manifest),
-        "raw": Writing(
-            ["cache-teacher", teacher, corpus, "--precision", "float32", "--top-k", 8, *shards], is_whole=manifest
+        "build-projection": Command(["build-projection", student, teacher]),
+        "counts": Command(["build-projection", student, teacher, "--method", "cooccurrence", "--corpus", text]),
+        "prune-projection": Command(["prune-projection", projection, "--top-k", 2]),
+        "cache-teacher": Command(["cache-teacher", teacher, corpus, *shards], is_complete=has_manifest),
+        "raw": Command(
+            ["cache-teacher", teacher, corpus, "--precision", "float32", "--top-k", 8, *shards],
+            is_complete=has_manifest
         ),
-        "merge": Writing(["cache-teacher", "--merge", cache, inputs / "more", "--rows", "3:60"], is_whole=manifest),
-        "rollout": Writing(["rollout", student, prompts, *sampling], name="out.jsonl"),
-        "distill": Writing(
-            ["distill", student, cache, "--projection", projection, *TRAINING], is_whole=done
+        "merge": Command(
+            ["cache-teacher", "--merge", cache, inputs / "more", "--rows", "3:60"], is_complete=has_manifest
         ),
-        "on-policy": Writing(
-            ["distill", student, prompts, "--on-policy", "--teacher", teacher, *sampling, *TRAINING], is_whole=done
+        "rollout": Command(["rollout", student, prompts, *sampling], name="out.jsonl"),
+        "distill": Command(
+            ["distill", student, cache, "--projection", projection, *TRAINING], is_complete=is_finished
         ),
-        "export": Writing(["export", run, "--max-shard-size", "60KB"], is_whole=done),
-        "report": Writing(["report", run], name="out.html"),
-        "align": Writing(["align", student, teacher, text, "--html"], name="out.html"),
-        "inspect": Writing(["inspect", cache], flag="--html", name="out.html"),
-        "sweep": Writing(
-            ["sweep", student, text, "--loss", "ce", "--max-steps", 2, "--vary", "seed=0 1"], is_whole=lambda _: True
+        "on-policy": Command(
+            ["distill", student, prompts, "--on-policy", "--teacher", teacher, *sampling, *TRAINING],
+            is_complete=is_finished
+        ),
+        "export": Command(["export", run, "--max-shard-size", "60KB"], is_complete=is_finished),
+        "report": Command(["report", run], name="out.html"),
+        "align": Command(["align", student, teacher, text, "--html"], name="out.html"),
+        "inspect": Command(["inspect", cache], flag="--html", name="out.html"),
+        "sweep": Command(
+            ["sweep", student, text, "--loss", "ce", "--max-steps", 2, "--vary", "seed=0 1"], is_complete=lambda _: True
         ),
     }  # fmt: skip
 
@@ -95,114 +99,114 @@ def start(command: list[object], folder: Path):
     for path in streams:
         Path(path).write_text("")
     arguments = [str(word) for word in command]
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = xtk_processes._forks.Process(
-        target=xtk_processes._child, args=(arguments, streams, str(folder), surroundings)
+        target=xtk_processes._child, args=(arguments, streams, str(folder), environment)
     )
     process.start()
     return process
 
 
 def contents(output: Path) -> dict[str, object]:
-    """What stays the same however often a command was killed: all files, without clocks."""
+    """Return what does not depend on the number of kills: the contents of all files, without times."""
     paths = [output] if output.is_file() else sorted(path for path in output.rglob("*") if path.is_file())
-    return {str(path.relative_to(output.parent)): timeless(path) for path in paths}
+    return {str(path.relative_to(output.parent)): content_without_times(path) for path in paths}
 
 
-def timeless(path: Path) -> object:
+def content_without_times(path: Path) -> object:
     if path.name == "metrics.jsonl":
         return [
             {key: value for key, value in line.items() if not key.endswith("_seconds")}
             for line in interrupted_runs.told(path.parent)
         ]
-    # They hold clocks, or checksums of what does.
+    # These files contain times, or checksums of files with times.
     if path.suffix in (".log", ".md") or path.name in ("xtk.json", "state.json", "manifest.json", "trainer.json"):
         return None if path.parent.name != "cache" else path.read_bytes()
     return path.read_bytes()
 
 
-def wait_for_an_instant(process, folder: Path, seconds: float, draw: random.Random) -> None:
-    """Wait for a while, or for one of the next changes of the files that are written: there a kill does most harm."""
-    until = time.monotonic() + draw.uniform(0, seconds)
-    if draw.random() < 0.5:
-        while time.monotonic() < until and process.is_alive():
+def wait_for_a_random_moment(process, folder: Path, seconds: float, rng: random.Random) -> None:
+    """Wait for a random time, or for one of the next changes of the output files, where a kill does most harm."""
+    deadline = time.monotonic() + rng.uniform(0, seconds)
+    if rng.random() < 0.5:
+        while time.monotonic() < deadline and process.is_alive():
             time.sleep(0.002)
         return
-    changes, seen = draw.randint(1, 25), None
-    until = time.monotonic() + seconds
-    while changes and time.monotonic() < until and process.is_alive():
-        now = frozenset(walk(folder))
-        changes -= now != seen
-        seen = now
+    changes, seen = rng.randint(1, 25), None
+    deadline = time.monotonic() + seconds
+    while changes and time.monotonic() < deadline and process.is_alive():
+        paths = frozenset(walk(folder))
+        changes -= paths != seen
+        seen = paths
 
 
 def walk(folder: Path) -> list[Path]:
-    found = []
+    paths = []
     for root, folders, files in os.walk(folder):
-        found += [Path(root, name) for name in [*folders, *files] if not name.startswith("std")]
-    return found
+        paths += [Path(root, name) for name in [*folders, *files] if not name.startswith("std")]
+    return paths
 
 
-def undisturbed(writing: Writing, folder: Path) -> tuple[dict[str, object], float]:
+def run_undisturbed(command: Command, folder: Path) -> tuple[dict[str, object], float]:
     started = time.monotonic()
-    process = start([*writing.arguments, writing.flag, folder / writing.name], folder)
+    process = start([*command.arguments, command.flag, folder / command.name], folder)
     process.join(300)
     assert process.exitcode == 0, (folder / "stderr").read_text()
-    return contents(folder / writing.name), time.monotonic() - started
+    return contents(folder / command.name), time.monotonic() - started
 
 
-def kill_and_finish(writing: Writing, folder: Path, seconds: float, expected: dict[str, object], draw) -> bool:
-    """Kill a command, up to three times, then let it end; say whether it was killed before its end."""
-    output = folder / writing.name
-    command = [*writing.arguments, writing.flag, output]
+def kill_and_finish(command: Command, folder: Path, seconds: float, expected: dict[str, object], rng) -> bool:
+    """Kill a command up to three times, then let it finish; return whether it was killed before its end."""
+    output = folder / command.name
+    arguments = [*command.arguments, command.flag, output]
     killed = False
-    for _ in range(draw.randint(1, 3)):
-        process = start(command, folder)
-        wait_for_an_instant(process, folder, seconds, draw)
-        how = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+    for _ in range(rng.randint(1, 3)):
+        process = start(arguments, folder)
+        wait_for_a_random_moment(process, folder, seconds, rng)
+        signal_number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
         if process.is_alive():
-            os.kill(process.pid, how)
+            os.kill(process.pid, signal_number)
         process.join(60)
         stderr = (folder / "stderr").read_text()
         assert "Traceback" not in stderr, stderr
         killed |= process.exitcode != 0
-        if output.is_file() or (output.is_dir() and writing.is_whole is not None and writing.is_whole(output)
-                                and writing.arguments[0] != "sweep"):  # fmt: skip
+        if output.is_file() or (output.is_dir() and command.is_complete is not None and command.is_complete(output)
+                                and command.arguments[0] != "sweep"):  # fmt: skip
             found = contents(output)
-            # What has its final name is whole; of a cache shards that a later file is written with may still be linked.
+            # Files with final names are complete; links to cache shards, used to write a later file, may still exist.
             assert {name: expected[name] for name in found if ".xtk-" not in name} == {
                 name: content for name, content in found.items() if ".xtk-" not in name
             }
-    process = start(command, folder)
+    process = start(arguments, folder)
     process.join(300)
     assert process.exitcode == 0, (folder / "stderr").read_text()
     assert contents(output) == expected
-    left = [str(path) for path in walk(folder) if ".xtk-" in path.name]
-    assert not left, left
+    leftovers = [str(path) for path in walk(folder) if ".xtk-" in path.name]
+    assert not leftovers, leftovers
     return killed
 
 
-def kill_everywhere(commands: dict[str, Writing], folder: Path, kills: int) -> dict[str, int]:
-    draw = random.Random(SEED)
-    print(f"instants are drawn from seed {SEED}")
+def kill_repeatedly(commands: dict[str, Command], folder: Path, kills: int) -> dict[str, int]:
+    rng = random.Random(SEED)
+    print(f"seed {SEED}")
     names = list(commands)
-    whole = {name: undisturbed(commands[name], folder / f"whole-{name}") for name in names}
-    counted = dict.fromkeys(names, 0)
-    number = 0
-    while sum(counted.values()) < kills:
-        name = names[number % len(names)]
-        expected, seconds = whole[name]
-        counted[name] += kill_and_finish(commands[name], folder / f"{number}-{name}", seconds, expected, draw)
-        number += 1
-        assert number < 10 * kills, counted
-    return counted
+    undisturbed_outputs = {name: run_undisturbed(commands[name], folder / f"whole-{name}") for name in names}
+    kill_counts = dict.fromkeys(names, 0)
+    attempt = 0
+    while sum(kill_counts.values()) < kills:
+        name = names[attempt % len(names)]
+        expected, seconds = undisturbed_outputs[name]
+        kill_counts[name] += kill_and_finish(commands[name], folder / f"{attempt}-{name}", seconds, expected, rng)
+        attempt += 1
+        assert attempt < 10 * kills, kill_counts
+    return kill_counts
 
 
 @pytest.mark.long
-def test_a_hundred_kills_over_all_commands_that_write(commands, tmp_path):
-    print(kill_everywhere(commands, tmp_path, KILLS))
+def test_writing_commands_recover_from_a_hundred_kills(commands, tmp_path):
+    print(kill_repeatedly(commands, tmp_path, KILLS))
 
 
 @pytest.mark.slow
-def test_each_command_that_writes_is_killed_once(commands, tmp_path):
-    print(kill_everywhere(commands, tmp_path, 8))
+def test_writing_commands_recover_from_a_few_kills(commands, tmp_path):
+    print(kill_repeatedly(commands, tmp_path, 8))

@@ -1,4 +1,4 @@
-"""config.json as nobody should have written it: a sentence before memory is taken, never a traceback."""
+"""Invalid config.json files: an error message before memory is allocated, never a traceback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xtk.tokens.tokenizer import Tokenizer
 pytestmark = pytest.mark.slow
 
 KERNEL = "the model needs the attention kernel evil/kernel, which is code from the Hugging Face hub"
-# {name: (what is changed in a configuration, or its whole text, the sentence)}
+# {name: (changed keys of config.json, or its whole text, the error message; "": any or none, None: it loads)}
 ATTACKS: dict[str, tuple[Any, str]] = {
     "nested": ('{"a":' + "[" * 10_000 + "]" * 10_000 + "}", "nested more than 100"),
     "open": ("[" * 10_000, "this config.json is "),
@@ -78,7 +78,7 @@ ATTACKS: dict[str, tuple[Any, str]] = {
 }
 
 
-def attacked(model: Path, folder: Path, change: Any) -> Path:
+def copy_with_config(model: Path, folder: Path, change: Any) -> Path:
     shutil.copytree(model, folder)
     path = folder / "config.json"
     if isinstance(change, dict):
@@ -88,29 +88,29 @@ def attacked(model: Path, folder: Path, change: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_configurations_end_in_a_sentence_before_a_model_is_built(name, pair, tmp_path):
+def test_invalid_configuration_is_refused_before_a_model_is_built(name, pair, tmp_path):
     change, expected = ATTACKS[name]
-    folder = attacked(pair.student, tmp_path / "model", change)
-    if expected is None:  # weights that are not used are noted
+    folder = copy_with_config(pair.student, tmp_path / "model", change)
+    if expected is None:  # unused weights are only reported
         load_causal_lm(folder)
         return
     for load in (load_causal_lm, lambda model: check_loadable(model, Tokenizer(model))):
-        with pytest.raises(XtkError) if expected else contextlib.suppress(XtkError) as refused:
+        with pytest.raises(XtkError) if expected else contextlib.suppress(XtkError) as raised:
             load(folder)
-        assert not expected or expected in str(refused.value)
+        assert not expected or expected in str(raised.value)
 
 
-def test_names_of_implementations_are_no_kernels(pair, tmp_path):
+def test_names_of_attention_implementations_are_not_hub_kernels(pair, tmp_path):
     for name in ("sdpa", "eager", "flash_attention_2", "paged|sdpa", None):
-        folder = attacked(pair.student, tmp_path / str(name), {"_attn_implementation": name})
+        folder = copy_with_config(pair.student, tmp_path / str(name), {"_attn_implementation": name})
         assert hub_kernel_repositories(read_model_config(folder)) == []
         load_model_config(folder)
 
 
 @pytest.mark.parametrize("name", ["nested", "list", "layers", "vocabulary", "vocabulary 1e12", "kernel"])
-def test_commands_refuse_them_in_a_sentence(name, pair, corpus, cache, tmp_path):
+def test_commands_refuse_invalid_configurations(name, pair, corpus, cache, tmp_path):
     change, expected = ATTACKS[name]
-    folder = attacked(pair.student, tmp_path / "model", change)
+    folder = copy_with_config(pair.student, tmp_path / "model", change)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", sentences(2, seed=7))
     for arguments in (
         ["evaluate", folder, corpus],
@@ -121,9 +121,9 @@ def test_commands_refuse_them_in_a_sentence(name, pair, corpus, cache, tmp_path)
         ["doctor", folder, pair.teacher],
         ["align", folder, pair.teacher, "a text"],
     ):
-        done = run_xtk(*arguments, code=None)
-        assert "Traceback" not in done.stderr
-        if arguments[0] == "align" and name == "kernel":  # reads the tokenizer alone
+        result = run_xtk(*arguments, code=None)
+        assert "Traceback" not in result.stderr
+        if arguments[0] == "align" and name == "kernel":  # align reads only the tokenizer
             continue
-        assert done.returncode == 1
-        assert expected in done.stderr + done.stdout
+        assert result.returncode == 1
+        assert expected in result.stderr + result.stdout

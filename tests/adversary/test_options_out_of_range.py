@@ -1,4 +1,4 @@
-"""Options that name more than there is: tokens that no vocabulary has, devices that no machine has."""
+"""Option values out of range: more tokens than the vocabulary, devices that the machine does not have, seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xtk.tokens.teacher_logprobs import make_support
 from xtk.training.parallel_config import parse_devices
 
 
-def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus, tmp_path):
+def test_top_k_is_limited_to_the_vocabulary_size_and_accepts_all(run, pair, corpus, tmp_path):
     command = ["cache-teacher", pair.teacher, corpus, "--support", "top-k", "-o", tmp_path / "cache", "--top-k"]
     stderr = run(*command, 99_999, code=1).stderr
     assert "--top-k is 99,999, but must be at most the teacher's vocabulary size 496" in stderr
@@ -23,13 +23,13 @@ def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus,
     assert record["header"]["options"]["top_k"] == 496
 
 
-def test_a_device_that_is_not_there_is_named():
+def test_missing_device_is_refused():
     assert parse_devices("teacher=0")["teacher"] == (0,)
     with pytest.raises(XtkError, match="this machine has no device 7"):
         parse_devices("teacher=7")
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 10**20])
-def test_a_seed_that_no_generator_takes_is_refused(seed):
+def test_seed_out_of_range_is_refused(seed):
     with pytest.raises(XtkError, match=f"--seed is {seed}, but must be from 0 to 9223372036854775807"):
         make_support("top-k+sample", seed=seed)

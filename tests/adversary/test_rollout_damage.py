@@ -24,8 +24,8 @@ def rollouts(pair, tmp_path_factory) -> Path:
     return folder / "r.jsonl"
 
 
-def read(path: Path) -> list[object]:
-    """All that training takes from a file of rollouts."""
+def read_rollouts(path: Path) -> list[object]:
+    """Return all values that training reads from a rollouts file."""
     return [
         (
             row.segments,
@@ -36,34 +36,34 @@ def read(path: Path) -> list[object]:
     ]
 
 
-def flip_many(rollouts: Path, folder: Path, flips: int) -> dict[str, int]:
-    draw, whole, expected = random.Random(18), rollouts.read_bytes(), read(rollouts)
-    counted = {"refused": 0, "read as written": 0}
+def flip_random_bits(rollouts: Path, folder: Path, flips: int) -> dict[str, int]:
+    rng, original, expected = random.Random(18), rollouts.read_bytes(), read_rollouts(rollouts)
+    counts = {"refused": 0, "read as written": 0}
     path = folder / "r.jsonl"
     for _ in range(flips):
-        damaged = bytearray(whole)
-        damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        damaged = bytearray(original)
+        damaged[rng.randrange(len(original))] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
         try:
-            found = read(path)
+            found = read_rollouts(path)
         except XtkError:
-            counted["refused"] += 1
+            counts["refused"] += 1
             continue
         assert found == expected, bytes(damaged)
-        counted["read as written"] += 1
-    return counted
+        counts["read as written"] += 1
+    return counts
 
 
-def test_a_flipped_bit_gives_no_wrong_number(rollouts, tmp_path):
-    print(flip_many(rollouts, tmp_path, 60))
+def test_flipped_bits_give_no_wrong_values(rollouts, tmp_path):
+    print(flip_random_bits(rollouts, tmp_path, 60))
 
 
 @pytest.mark.long
-def test_many_flipped_bits_give_no_wrong_number(rollouts, tmp_path):
-    print(flip_many(rollouts, tmp_path, 300))
+def test_many_flipped_bits_give_no_wrong_values(rollouts, tmp_path):
+    print(flip_random_bits(rollouts, tmp_path, 300))
 
 
-def test_an_edited_rollout_is_refused_and_one_without_its_checksum_is_data(run, pair, rollouts, tmp_path):
+def test_edited_rollout_is_refused_unless_its_checksum_is_removed(run, pair, rollouts, tmp_path):
     lines = [json.loads(line) for line in rollouts.read_text().splitlines()]
     lines[1]["student_logprobs"][-1] -= 1.0
     edited = tmp_path / "edited.jsonl"
@@ -78,7 +78,7 @@ def test_an_edited_rollout_is_refused_and_one_without_its_checksum_is_data(run, 
     run(*command)
 
 
-def test_inspect_checks_every_line(run, rollouts, tmp_path):
+def test_inspect_checks_every_rollout(run, rollouts, tmp_path):
     record = json.loads(run("inspect", rollouts, "--verify", "--json").stdout)
     assert record["kind"] == "rollouts"
     assert record["statistics"]["rollouts"] == len(rollouts.read_text().splitlines())
@@ -88,14 +88,14 @@ def test_inspect_checks_every_line(run, rollouts, tmp_path):
     assert "was not written by xtk rollout" in run("inspect", tmp_path / "r.jsonl", code=1).stderr
 
 
-def test_rollouts_in_a_table_are_rollouts_still(rollouts, tmp_path):
+def test_rollouts_in_parquet_are_read_like_jsonl(rollouts, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     lines = [json.loads(line) for line in rollouts.read_text().splitlines()]
-    # Parquet has no empty objects; nulls and missing keys are the same to a table, so to the checksum.
+    # Parquet has no empty objects. A table does not distinguish nulls from missing keys, so neither does the checksum.
     assert all(line.pop("rewards") == {} for line in lines)
     for line in lines:
         line["rollout_checksum"] = rollout_checksum(line)
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "r.parquet")
-    assert read(tmp_path / "r.parquet") == read(rollouts)
+    assert read_rollouts(tmp_path / "r.parquet") == read_rollouts(rollouts)

@@ -1,4 +1,4 @@
-"""Attacks on the memory limit of the sandbox: what fills more memory than it may is refused or killed."""
+"""Attacks on the memory limit of the sandbox: programs that exceed it are refused or killed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from xtk.errors import XtkError
 from xtk.rewards.sandbox import RunOutcome, Sandbox, SandboxLimits
 
-LIMIT = 256 << 20
-# Beyond the limit: what the processes fill between two measurements, and until the killed ones are gone.
+MEMORY_LIMIT = 256 << 20
+# Memory above the limit that processes may fill between two measurements and until the killed ones have exited.
 OVERSHOOT = 768 << 20
 
-START = """
+PRELUDE = """
 import ctypes, mmap, os, socket, sys, threading, time
 
 PAGE = b"x" * 4096
@@ -36,7 +36,7 @@ def six_children_hold(size):
         if os.fork() == 0:
             hold(size)
 """
-KILLED = {
+KILLED_PROGRAMS = {
     "a process that prints all the time": """
         six_children_hold(120 << 20)
         while True:
@@ -91,7 +91,7 @@ KILLED = {
         time.sleep(60)
     """,
 }
-REFUSED = {
+REFUSED_PROGRAMS = {
     "20 files without a name": """
         for number in range(20):
             file = os.memfd_create(str(number))
@@ -143,98 +143,100 @@ REFUSED = {
 }
 
 
-def start(**more: object) -> Sandbox:
+def start_sandbox(**options: object) -> Sandbox:
     try:
-        return Sandbox(SandboxLimits(seconds=20, memory=LIMIT, disk=64 << 20), **more)
+        return Sandbox(SandboxLimits(seconds=20, memory=MEMORY_LIMIT, disk=64 << 20), **options)
     except XtkError as error:
         pytest.skip(f"no sandbox here: {error.where}")
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    with start() as made:
-        yield made
+    with start_sandbox() as started:
+        yield started
 
 
-def below(process: int) -> list[int]:
-    found, todo = [], [process]
-    while todo:
-        found.append(todo.pop())
-        with contextlib.suppress(OSError):  # it may end while it is looked at
+def descendants(pid: int) -> list[int]:
+    found, pending = [], [pid]
+    while pending:
+        found.append(pending.pop())
+        with contextlib.suppress(OSError):  # the process may exit meanwhile
             for path in Path(f"/proc/{found[-1]}/task").iterdir():
-                todo += map(int, (path / "children").read_text().split())
+                pending += map(int, (path / "children").read_text().split())
     return found[1:]
 
 
-def held_by(process: int) -> int:
-    """Private memory and shared memory of the processes below one, and files without a name that they hold open."""
+def memory_of_descendants(pid: int) -> int:
+    """Return the bytes of private and shared memory, and of open files without a name, of all descendants."""
     total, files = 0, {}
-    for one in below(process):
+    for descendant in descendants(pid):
         with contextlib.suppress(OSError):
-            rows = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-            total += 1024 * sum(int(row.split()[1]) for row in rows if row.startswith("Pss:"))
+            lines = Path(f"/proc/{descendant}/smaps_rollup").read_text().splitlines()
+            total += 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         with contextlib.suppress(OSError):
-            for file in Path(f"/proc/{one}/fd").iterdir():
+            for file in Path(f"/proc/{descendant}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if "memfd" in str(file.readlink()):
-                        found = file.stat()
-                        files[found.st_dev, found.st_ino] = found.st_blocks * 512
+                        status = file.stat()
+                        files[status.st_dev, status.st_ino] = status.st_blocks * 512
     return total + sum(files.values())
 
 
-def run(sandbox: Sandbox, program: str) -> tuple[RunOutcome, int]:
-    """Return how an attack ended, and the most memory that was seen from outside while it ran."""
-    most, ended = 0, threading.Event()
+def run_attack(sandbox: Sandbox, program: str) -> tuple[RunOutcome, int]:
+    """Return how an attack ended, and the peak memory that was measured from outside while it ran."""
+    peak, ended = 0, threading.Event()
 
-    def look() -> None:
-        nonlocal most
+    def measure() -> None:
+        nonlocal peak
         while not ended.wait(0.02):
-            most = max(most, held_by(sandbox._process.pid))
+            peak = max(peak, memory_of_descendants(sandbox._process.pid))
 
-    watch = threading.Thread(target=look)
-    watch.start()
+    watcher = threading.Thread(target=measure)
+    watcher.start()
     try:
-        return sandbox.run(START + textwrap.dedent(program)), most
+        return sandbox.run(PRELUDE + textwrap.dedent(program)), peak
     finally:
         ended.set()
-        watch.join()
+        watcher.join()
 
 
-@pytest.mark.parametrize("name", KILLED)
-def test_memory_beyond_the_limit_is_killed(sandbox, name):
-    outcome, most = run(sandbox, KILLED[name])
+@pytest.mark.parametrize("name", KILLED_PROGRAMS)
+def test_program_beyond_the_memory_limit_is_killed(sandbox, name):
+    outcome, peak = run_attack(sandbox, KILLED_PROGRAMS[name])
     assert outcome.end == "memory", outcome
     assert outcome.seconds < 15
-    assert most < LIMIT + OVERSHOOT
+    assert peak < MEMORY_LIMIT + OVERSHOOT
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_memory_that_no_process_is_charged_for_is_refused(sandbox, name):
-    outcome, most = run(sandbox, REFUSED[name])
+@pytest.mark.parametrize("name", REFUSED_PROGRAMS)
+def test_memory_that_is_charged_to_no_process_is_refused(sandbox, name):
+    outcome, peak = run_attack(sandbox, REFUSED_PROGRAMS[name])
     assert (outcome.end, outcome.code) == ("ended", 1), outcome
     assert "PermissionError" in outcome.output or "FileNotFoundError" in outcome.output
-    assert most < LIMIT
+    assert peak < MEMORY_LIMIT
 
 
-def test_memory_of_the_weaker_sandbox_is_that_of_one_process(monkeypatch):
-    begin = Sandbox._start
+def test_weak_isolation_limits_the_memory_of_one_process(monkeypatch):
+    original_start = Sandbox._start
     monkeypatch.setattr(
-        Sandbox, "_start", lambda self, use_namespaces: "refused" if use_namespaces else begin(self, use_namespaces)
+        Sandbox,
+        "_start",
+        lambda self, use_namespaces: "refused" if use_namespaces else original_start(self, use_namespaces),
     )
-    with start(allow_weak_isolation=True) as sandbox:
+    with start_sandbox(allow_weak_isolation=True) as sandbox:
         for name in ("20 files without a name", "shared mappings of which one page stays",
                      "shared mappings of /dev/zero"):  # fmt: skip
-            outcome, most = run(sandbox, REFUSED[name])
+            outcome, peak = run_attack(sandbox, REFUSED_PROGRAMS[name])
             assert (outcome.end, outcome.code) == ("ended", 1), (name, outcome)
-            assert most < LIMIT
-        outcome, most = run(
+            assert peak < MEMORY_LIMIT
+        outcome, peak = run_attack(
             sandbox, "held = []\nwhile True:\n    held.append(mmap.mmap(-1, 1 << 24, 2)); fill(held[-1])"
         )
         assert "error" in outcome.output.lower() or outcome.end == "memory"
-        assert most < LIMIT + (64 << 20)
+        assert peak < MEMORY_LIMIT + (64 << 20)
 
 
-def test_what_needs_little_memory_is_not_killed(sandbox):
+def test_program_with_little_memory_is_not_killed(sandbox):
     program = """
         import asyncio, subprocess
         held = bytearray(b"1") * (150 << 20)  # shared with the children, who change none of it
@@ -251,6 +253,6 @@ def test_what_needs_little_memory_is_not_killed(sandbox):
         file.truncate(1 << 20)
         fill(mmap.mmap(file.fileno(), 1 << 20))
     """
-    outcome, most = run(sandbox, program)
+    outcome, peak = run_attack(sandbox, program)
     assert (outcome.end, outcome.code, outcome.output) == ("ended", 0, "done\n"), outcome
-    assert most < LIMIT
+    assert peak < MEMORY_LIMIT

@@ -1,4 +1,4 @@
-"""Control characters of data, servers and names are shown as text; results for programs stay as they are."""
+"""Control characters in data, responses and names are escaped in printed text; results for programs are unchanged."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from xtk_processes import run_xtk
 
 from xtk import terminal
 
-CODES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\x00"
-MARKS = "\x1b\x07\x9b\u202e\r\x00"
+CONTROL_TEXT = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\x00"
+CONTROL_CHARACTERS = "\x1b\x07\x9b\u202e\r\x00"
 
 
 def test_every_control_character_but_newline_and_tab_is_escaped():
@@ -24,20 +24,20 @@ def test_every_control_character_but_newline_and_tab_is_escaped():
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "data.jsonl"
-    path.write_text(json.dumps({"text": f"Anna has {CODES} apples."}) + "\n")
+    path.write_text(json.dumps({"text": f"Anna has {CONTROL_TEXT} apples."}) + "\n")
     return path
 
 
-def test_align_shows_control_characters_of_data(pair, texts):
-    done = run_xtk("align", pair.student, pair.teacher, texts)
-    assert not any(mark in done.stdout + done.stderr for mark in MARKS)
-    record = run_xtk("align", pair.student, pair.teacher, texts, "--json")
-    assert not any(mark in record.stdout for mark in MARKS)
+def test_align_escapes_control_characters_in_data(pair, texts):
+    result = run_xtk("align", pair.student, pair.teacher, texts)
+    assert not any(character in result.stdout + result.stderr for character in CONTROL_CHARACTERS)
+    json_result = run_xtk("align", pair.student, pair.teacher, texts, "--json")
+    assert not any(character in json_result.stdout for character in CONTROL_CHARACTERS)
 
 
-def test_errors_and_usage_errors_show_control_characters_of_arguments(tmp_path):
+def test_errors_and_usage_errors_escape_control_characters_in_arguments(tmp_path):
     for arguments in (["inspect", tmp_path / "no\x1b[31mwhere"], ["inspect", "--no\x1b[31mthing"]):
-        done = run_xtk(*arguments, code=None)
-        assert done.returncode in (1, 2)
-        assert "\x1b" not in done.stderr
-        assert "\\x1b[31m" in done.stderr
+        result = run_xtk(*arguments, code=None)
+        assert result.returncode in (1, 2)
+        assert "\x1b" not in result.stderr
+        assert "\\x1b[31m" in result.stderr

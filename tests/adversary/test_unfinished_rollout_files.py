@@ -1,4 +1,4 @@
-"""Rollouts of an unfinished on-policy run have checksums, and are kept as long as a run can go back to them."""
+"""Rollouts of an unfinished on-policy run have checksums, and are kept while the run can resume at them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def killed(pair, tmp_path_factory) -> tuple[list[object], Path]:
-    """A run of rounds of two steps, killed after the checkpoint of step 6; that of step 3 lies inside of a round."""
+def killed_run(pair, tmp_path_factory) -> tuple[list[object], Path]:
+    """Return the arguments and the folder of on-policy runs with rollout batches of two steps.
+
+    `killed` was killed after the checkpoint of step 6 (that of step 3 is within a rollout batch), `whole` is finished,
+    `other` has another seed.
+    """
     folder = tmp_path_factory.mktemp("rounds")
     prompts = write_jsonl(folder / "prompts.jsonl", [f"{n} plus {n} is" for n in range(12)])
     arguments = [
@@ -39,16 +43,16 @@ def killed(pair, tmp_path_factory) -> tuple[list[object], Path]:
 
 
 @pytest.mark.long
-def test_a_run_that_goes_back_a_checkpoint_reads_the_rollouts_of_that_time(killed, tmp_path):
-    arguments, folder = killed
+def test_run_resumed_from_an_older_checkpoint_reads_its_stored_rollouts(killed_run, tmp_path):
+    arguments, folder = killed_run
     run = Path(shutil.copytree(folder / "killed", tmp_path / "run"))
-    assert (run / "rollout_batches" / "000001").is_dir()  # steps 3 and 4: the student that wrote them is gone
+    assert (run / "rollout_batches" / "000001").is_dir()  # steps 3 and 4: the student that made them is gone
     for step in range(4, 11):
         if (run / f"checkpoint-{step}").is_dir():
             flip(run / f"checkpoint-{step}" / "model.safetensors", 9000, 4)
-    done = run_xtk(*arguments, run)
-    assert "skipping checkpoint-6" in done.stderr
-    assert "checkpoint-3" in done.stderr
+    result = run_xtk(*arguments, run)
+    assert "skipping checkpoint-6" in result.stderr
+    assert "checkpoint-3" in result.stderr
     whole = folder / "whole"
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     losses = [[line["loss"] for line in told(one)] for one in (run, whole)]
@@ -77,13 +81,13 @@ ATTACKS = {
         *ATTACKS,
     ],
 )
-def test_rollouts_that_were_altered_or_removed_are_not_trained_from(killed, tmp_path, attack):
-    arguments, folder = killed
+def test_changed_or_removed_rollouts_are_refused(killed_run, tmp_path, attack):
+    arguments, folder = killed_run
     run = Path(shutil.copytree(folder / "killed", tmp_path / "run"))
     for step in range(4, 11):
         shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
     (rollouts,) = (run / "rollout_batches" / "000001").glob("rollouts-*.jsonl")
-    shutil.copyfile(rollouts, rollouts.with_name(f"{rollouts.stem} (copy).jsonl"))  # of the user; not read
+    shutil.copyfile(rollouts, rollouts.with_name(f"{rollouts.stem} (copy).jsonl"))  # a copy by the user; not read
     if attack == "a bit is flipped":
         flip(rollouts, rollouts.read_bytes().index(b'"sampled_tokens": "') + 60, 1)
     elif attack == "the batch is removed":
@@ -96,11 +100,11 @@ def test_rollouts_that_were_altered_or_removed_are_not_trained_from(killed, tmp_
         shutil.copyfile(folder / "other" / rollouts.relative_to(run), rollouts)
     else:
         rollouts.write_text("".join(ATTACKS[attack](rollouts.read_text().splitlines(keepends=True))))
-    done = run_xtk(*arguments, run, code=1)
+    result = run_xtk(*arguments, run, code=1)
     if attack.startswith(("the batch", "renamed")):
-        assert "are missing" in done.stderr
+        assert "are missing" in result.stderr
     else:
-        assert "stored rollouts" in done.stderr
-    assert "rollout_batches/000001" in done.stderr
-    assert "move checkpoint-3 out of the run folder" in done.stderr  # nothing else could make them again
-    assert "Traceback" not in done.stderr
+        assert "stored rollouts" in result.stderr
+    assert "rollout_batches/000001" in result.stderr
+    assert "move checkpoint-3 out of the run folder" in result.stderr  # there is no other way to generate them again
+    assert "Traceback" not in result.stderr

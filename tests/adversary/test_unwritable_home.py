@@ -1,4 +1,4 @@
-"""Machines on which nothing but the output can be written: no HOME, a read-only package, a read-only /dev/shm."""
+"""Machines where only the output folder is writable: no HOME, a read-only package, a read-only /dev/shm."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from xtk.errors import XtkError
 
 pytestmark = pytest.mark.slow
 
-NOBODY = 65534
-WITHOUT_A_NAME = 54321  # a user whom the system does not know
+NOBODY = 65534  # the id of the Unix user nobody
+UNKNOWN_UID = 54321  # a user id without an account
 NOTE = "xtk: cannot write to "
 
 
-def start(script: str, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script with mounts of its own, as root of its own."""
+def run_in_namespace(script: str, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script as root in a separate mount namespace."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    command = ["unshare", *user, "--mount", "sh", "-e", "-c", script, "sh", *map(str, words)]
+    command = ["unshare", *user, "--mount", "sh", "-e", "-c", script, "sh", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
-    """A copy of the package, without compiled kernels, that every user may read."""
-    if shutil.which("unshare") is None or start("mount -t tmpfs tmpfs /mnt").returncode != 0:
+    """Return a copy of the package, without compiled kernels, that every user may read."""
+    if shutil.which("unshare") is None or run_in_namespace("mount -t tmpfs tmpfs /mnt").returncode != 0:
         pytest.skip("this machine allows no mounts")
     folder = tmp_path_factory.mktemp("installed")
     ignored = shutil.ignore_patterns("__pycache__")
@@ -45,8 +45,8 @@ def package(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path, pair) -> Path:
-    """A folder that every user may write, with the pair of models."""
+def work_folder(tmp_path, pair) -> Path:
+    """Return a folder that every user may write, with the pair of models."""
     for name in ("student", "teacher"):
         shutil.copytree(getattr(pair, name), tmp_path / name)
         for path in (tmp_path / name).iterdir():
@@ -62,57 +62,64 @@ def place(tmp_path, pair) -> Path:
     return tmp_path
 
 
-READ_ONLY = 'mount --bind "$1" "$1"; mount -o remount,ro,bind "$1"; mount -t tmpfs -o ro,size=4k tmpfs /dev/shm; '
-AS_USER = "setpriv --reuid={user} --regid={user} --clear-groups "
+READ_ONLY_MOUNTS = (
+    'mount --bind "$1" "$1"; mount -o remount,ro,bind "$1"; mount -t tmpfs -o ro,size=4k tmpfs /dev/shm; '
+)
+SET_USER = "setpriv --reuid={user} --regid={user} --clear-groups "
 
 
-def run_as(user: int | None, package: Path, place: Path, *arguments: str, home: str = "/proc/nonexistent", **env: str):
-    """Run a command as a user, with the package and /dev/shm read-only; None: root, of the machine or of its own."""
-    other = AS_USER.format(user=user) if user is not None and os.geteuid() == 0 else ""
-    script = READ_ONLY + f'cd "$2"; shift 2; exec {other}"$@"'
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(package), "HOME": home, "TMPDIR": str(place / "tmp"),
+def run_as(
+    user: int | None, package: Path, work_folder: Path, *arguments: str, home: str = "/proc/nonexistent", **env: str
+):
+    """Run a command as a user, with the package and /dev/shm read-only; None: root, of the machine or a namespace."""
+    set_user = SET_USER.format(user=user) if user is not None and os.geteuid() == 0 else ""
+    script = READ_ONLY_MOUNTS + f'cd "$2"; shift 2; exec {set_user}"$@"'
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(package), "HOME": home,
+                   "TMPDIR": str(work_folder / "tmp"),
                    "HF_HUB_OFFLINE": "1", "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "1", **env}  # fmt: skip
-    return start(script, package, place, sys.executable, "-P", "-m", "xtk", *arguments, **environment)
+    return run_in_namespace(script, package, work_folder, sys.executable, "-P", "-m", "xtk", *arguments, **environment)
 
 
-@pytest.mark.parametrize("user", [None, NOBODY, WITHOUT_A_NAME])
-def test_a_command_runs_where_home_and_package_cannot_be_written(package, place, user):
+@pytest.mark.parametrize("user", [None, NOBODY, UNKNOWN_UID])
+def test_command_runs_without_a_writable_home_and_package(package, work_folder, user):
     command = ("align", "student", "teacher", "One and two make three.")
-    done = run_as(user, package, place, *command)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(NOTE) == 1
-    assert "Traceback" not in done.stderr
-    assert "three" in done.stdout
-    (folder,) = (place / "tmp").iterdir()
+    result = run_as(user, package, work_folder, *command)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(NOTE) == 1
+    assert "Traceback" not in result.stderr
+    assert "three" in result.stdout
+    (folder,) = (work_folder / "tmp").iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert list((folder / "numba").rglob("*.nbi"))
-    assert sorted(path.name for path in place.iterdir()) == ["corpus.jsonl", "student", "teacher", "tmp"]
-    quiet = run_as(user, package, place, *command, "-q")
-    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, done.stdout, "")
-    assert list((place / "tmp").iterdir()) == [folder]
+    assert sorted(path.name for path in work_folder.iterdir()) == ["corpus.jsonl", "student", "teacher", "tmp"]
+    quiet = run_as(user, package, work_folder, *command, "-q")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, result.stdout, "")
+    assert list((work_folder / "tmp").iterdir()) == [folder]
 
 
-@pytest.mark.long  # a user without a cache of compiled functions compiles them all: a minute
-def test_a_run_with_loader_processes_needs_no_shared_memory(package, place):
-    assert run_as(NOBODY, package, place, "cache-teacher", "teacher", "corpus.jsonl", "-o", "cache").returncode == 0
-    done = run_as(NOBODY, package, place, "distill", "student", "cache", "--max-steps", "2",
-                  "--per-device-train-batch-size", "2", "--dataloader-num-workers", "2", "-o", "out")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "/dev/shm is not writable" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.long  # without a cache of compiled functions, compiling them takes a minute
+def test_run_with_dataloader_workers_needs_no_shared_memory(package, work_folder):
+    assert (
+        run_as(NOBODY, package, work_folder, "cache-teacher", "teacher", "corpus.jsonl", "-o", "cache").returncode == 0
+    )
+    result = run_as(NOBODY, package, work_folder, "distill", "student", "cache", "--max-steps", "2",
+                    "--per-device-train-batch-size", "2", "--dataloader-num-workers", "2", "-o", "out")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "/dev/shm is not writable" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_no_folder_at_all_is_an_error_in_one_sentence(alone, monkeypatch):
+def test_no_writable_temporary_folder_is_an_error(isolated_folder, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/proc/none")
     monkeypatch.setattr(writable_cache_folders, "TEMPORARY_FOLDERS", ("/proc", "/proc/nonexistent"))
-    with pytest.raises(XtkError, match="no folder for temporary files is writable") as refused:
+    with pytest.raises(XtkError, match="no folder for temporary files is writable") as raised:
         writable_cache_folders.use_writable_cache_folders(quiet=False)
-    assert refused.value.where == "/proc/none, /proc, /proc/nonexistent"
+    assert raised.value.where == "/proc/none, /proc, /proc/nonexistent"
 
 
 @pytest.fixture
-def alone(monkeypatch, tmp_path):
-    """No variable of the caches, and a HOME and a TMPDIR of the test."""
+def isolated_folder(monkeypatch, tmp_path):
+    """Yield a folder that contains TMPDIR; HOME does not exist, and no cache variables are set."""
     for name in (*writable_cache_folders.USER_CACHE_VARIABLES, *writable_cache_folders.HOME_VARIABLES,
         *writable_cache_folders.HF_HOME_VARIABLES, *writable_cache_folders.READABLE_HF_VARIABLES, "NUMBA_CACHE_DIR",
                  "XDG_CACHE_HOME", writable_cache_folders.INDUCTOR_CACHE_VARIABLE, "RANK",
@@ -127,50 +134,50 @@ def alone(monkeypatch, tmp_path):
     os.environ.update(before)
 
 
-def test_a_home_that_can_be_written_changes_nothing(alone, monkeypatch, capsys):
-    (alone / "home").mkdir()
-    monkeypatch.setenv("HOME", str(alone / "home"))
+def test_writable_home_changes_nothing(isolated_folder, monkeypatch, capsys):
+    (isolated_folder / "home").mkdir()
+    monkeypatch.setenv("HOME", str(isolated_folder / "home"))
     monkeypatch.setenv("USER", "somebody")
     before = dict(os.environ)
     writable_cache_folders.use_writable_cache_folders(quiet=False)
     assert dict(os.environ) == before
-    assert list((alone / "home").iterdir()) == list((alone / "tmp").iterdir()) == []
+    assert list((isolated_folder / "home").iterdir()) == list((isolated_folder / "tmp").iterdir()) == []
     assert capsys.readouterr().err == ""
 
 
-def test_models_in_a_folder_that_can_only_be_read_are_read(alone, monkeypatch):
-    shared = alone / "shared"
-    (shared / "hub").mkdir(parents=True)
-    (shared / "token").write_text("key")
-    monkeypatch.setenv("HF_HOME", str(shared))
+def test_models_in_a_read_only_hf_home_are_read(isolated_folder, monkeypatch):
+    hf_home = isolated_folder / "shared"
+    (hf_home / "hub").mkdir(parents=True)
+    (hf_home / "token").write_text("key")
+    monkeypatch.setenv("HF_HOME", str(hf_home))
     monkeypatch.setattr(writable_cache_folders, "_can_write", lambda path,
-        probe=True: path is not None and shared not in path.parents
-                        and path != shared and "/proc" not in str(path))  # fmt: skip
+        probe=True: path is not None and hf_home not in path.parents
+                        and path != hf_home and "/proc" not in str(path))  # fmt: skip
     writable_cache_folders.use_writable_cache_folders(quiet=True)
-    assert os.environ["HF_HUB_CACHE"] == str(shared / "hub")
-    assert os.environ["HF_TOKEN_PATH"] == str(shared / "token")
-    assert os.environ["HF_HOME"].startswith(str(alone / "tmp"))
+    assert os.environ["HF_HUB_CACHE"] == str(hf_home / "hub")
+    assert os.environ["HF_TOKEN_PATH"] == str(hf_home / "token")
+    assert os.environ["HF_HOME"].startswith(str(isolated_folder / "tmp"))
 
 
 @pytest.mark.parametrize("kind", ["a link", "open to others", "a file"])
-def test_a_folder_that_others_could_have_made_is_not_used(alone, kind):
-    known, other = alone / "tmp" / f"xtk-caches-{os.getuid()}", alone / "other"
+def test_folder_that_other_users_could_have_created_is_not_used(isolated_folder, kind):
+    default_folder, other = isolated_folder / "tmp" / f"xtk-caches-{os.getuid()}", isolated_folder / "other"
     other.mkdir(mode=0o700)
     if kind == "a link":
-        known.symlink_to(other)
+        default_folder.symlink_to(other)
     elif kind == "a file":
-        known.write_text("")
+        default_folder.write_text("")
     else:
-        known.mkdir()
-        known.chmod(0o777)
+        default_folder.mkdir()
+        default_folder.chmod(0o777)
     writable_cache_folders.use_writable_cache_folders(quiet=True)
     chosen = Path(os.environ["XTK_CACHE"]).parent
-    assert chosen != known
+    assert chosen != default_folder
     assert stat.S_IMODE(chosen.stat().st_mode) == 0o700
     assert list(other.iterdir()) == []
 
 
-def test_the_choice_is_fast(alone):
+def test_choice_of_cache_folders_is_fast(isolated_folder):
     started = time.monotonic()
     writable_cache_folders.use_writable_cache_folders(quiet=True)
     assert time.monotonic() - started < 0.1

@@ -1,4 +1,4 @@
-"""Code of the user that ends the process, raises anything or returns anything: an error names it, and a run fails."""
+"""User code that ends the process, raises or returns invalid values: the error names the code, and the run fails."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_a_reward_that_does_anything_is_an_error_that_names_it(tmp_path, name):
+def test_invalid_reward_is_an_error_that_names_it(tmp_path, name):
     code, message = REWARDS[name]
     (tmp_path / "own.py").write_text(f"def score(completion, prompt, row):\n    {code}\n")
     rewards = WeightedRewards([parse_reward(f"{tmp_path / 'own.py'}:score")])
     subject = "--reward" if "return" in code else "the reward"
-    with pytest.raises(XtkError, match=rf"{subject} .*own\.py:score") as refused:
+    with pytest.raises(XtkError, match=rf"{subject} .*own\.py:score") as raised:
         rewards("text", "prompt", {})
-    assert message in str(refused.value)
-    assert "completion 'text'" in str(refused.value)
+    assert message in str(raised.value)
+    assert "completion 'text'" in str(raised.value)
 
 
-def test_a_process_that_a_reward_forks_does_not_continue_the_command(tmp_path):
+def test_process_forked_by_a_reward_does_not_continue_the_command(tmp_path):
     (tmp_path / "own.py").write_text("import os\ndef score(completion, prompt, row):\n    os.fork()\n    return 1.0\n")
     code = textwrap.dedent(f"""
         from xtk.rewards.reward_spec import WeightedRewards, parse_reward
@@ -62,11 +62,11 @@ def test_a_process_that_a_reward_forks_does_not_continue_the_command(tmp_path):
         for number in range(3):
             print(rewards("text", "prompt", {{}})[0], flush=True)
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "1.0\n" * 3, done.stdout
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "1.0\n" * 3, result.stdout
 
 
-def test_code_of_the_user_changes_neither_the_row_nor_the_current_directory(tmp_path):
+def test_user_code_changes_neither_the_row_nor_the_current_directory(tmp_path):
     (tmp_path / "own.py").write_text(
         textwrap.dedent("""
         import os
@@ -97,20 +97,21 @@ def test_code_of_the_user_changes_neither_the_row_nor_the_current_directory(tmp_
     ("import sys; sys.exit(0)", "ended the process: sys.exit(0)"), ("import os; os._exit(0)", "os._exit(0)"),
     ("raise KeyboardInterrupt", "failed: KeyboardInterrupt"), ("def f(", "failed: SyntaxError"),
 ])  # fmt: skip
-def test_a_module_that_ends_the_process_is_an_error_that_names_it(tmp_path, code, message):
+def test_module_that_ends_the_process_is_an_error_that_names_it(tmp_path, code, message):
     (tmp_path / "own.py").write_text(code + "\ndef score(*given): return 1.0\n")
-    with pytest.raises(XtkError, match=r"importing .*own\.py") as refused:
+    with pytest.raises(XtkError, match=r"importing .*own\.py") as raised:
         parse_reward(f"{tmp_path / 'own.py'}:score").load_reward()
-    assert message in str(refused.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("method", ["__init__", "reset", "step", "reward"])
 @pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise KeyboardInterrupt"])
-def test_an_environment_that_ends_the_process_is_an_error_that_names_it(tmp_path, method, code):
+def test_environment_that_ends_the_process_is_an_error_that_names_it(tmp_path, method, code):
     methods = {"__init__": "self", "reset": "self, record", "step": "self, text", "reward": "self"}
     bodies = {"step": "return 'x', False", "reward": "return 1.0"} | {method: code}
     lines = [
-        f"    def {name}({given}):\n        {bodies.get(name, 'return None')}\n" for name, given in methods.items()
+        f"    def {name}({parameters}):\n        {bodies.get(name, 'return None')}\n"
+        for name, parameters in methods.items()
     ]
     (tmp_path / "own.py").write_text("class Own:\n" + "".join(lines))
     with pytest.raises(XtkError, match=f"{method} of the environment"):
@@ -118,16 +119,16 @@ def test_an_environment_that_ends_the_process_is_an_error_that_names_it(tmp_path
 
 
 def play(environment):
-    played = CheckedEnvironment(environment, {})
-    played.step("text")
-    played.reward()
+    checked = CheckedEnvironment(environment, {})
+    checked.step("text")
+    checked.reward()
 
 
 @pytest.mark.parametrize(("returned", "message"), [
     ("'x', 'no'", "step of the environment returned"), ("'x'", "step of the environment returned"),
     ("'x', True, 1", "step of the environment returned"), ("1, True", "step of the environment returned"),
 ])  # fmt: skip
-def test_an_environment_that_returns_anything_is_an_error(tmp_path, returned, message):
+def test_environment_that_returns_invalid_values_is_an_error(tmp_path, returned, message):
     (tmp_path / "own.py").write_text(
         f"class Own:\n    def reset(self, record): pass\n    def step(self, text): return {returned}\n"
     )
@@ -135,31 +136,34 @@ def test_an_environment_that_returns_anything_is_an_error(tmp_path, returned, me
         play(load_environment(f"{tmp_path / 'own.py'}:Own"))
 
 
-def test_signals_from_outside_pass():
-    for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+def test_signals_pass_through_user_code():
+    for number, exception in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
         # A shell starts programs in the background with SIGINT ignored.
-        before = [signal.signal(signal.SIGTERM, end), signal.signal(signal.SIGINT, signal.default_int_handler)]
+        handlers = [
+            signal.signal(signal.SIGTERM, raise_terminated),
+            signal.signal(signal.SIGINT, signal.default_int_handler),
+        ]
         timer = threading.Timer(0.2, os.kill, (os.getpid(), number))
         timer.start()
         try:
-            with pytest.raises(kind):
-                wait()
+            with pytest.raises(exception):
+                wait_in_user_code()
         finally:
             timer.join()
-            signal.signal(signal.SIGTERM, before[0])
-            signal.signal(signal.SIGINT, before[1])
+            signal.signal(signal.SIGTERM, handlers[0])
+            signal.signal(signal.SIGINT, handlers[1])
 
 
-def wait():
+def wait_in_user_code():
     with user_code_errors("the reward"):
         time.sleep(60)
 
 
-def end(number, frame):
+def raise_terminated(number, frame):
     raise Terminated(128 + number)
 
 
-def test_processes_that_code_forks_leave_as_they_did():
+def test_processes_forked_by_user_code_keep_their_exit_codes():
     program = """
         import os
         from xtk.user_code import user_code_errors
@@ -169,20 +173,22 @@ def test_processes_that_code_forks_leave_as_they_did():
                 os._exit(7)
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
-    assert done.stdout == "7\n"
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "7\n"
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)"])
-def test_a_command_fails_without_an_output(run, pair, tmp_path, code):
+def test_rollout_with_a_reward_that_exits_fails_without_output(run, pair, tmp_path, code):
     (tmp_path / "own.py").write_text(f"def score(completion, prompt, row):\n    {code}\n")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "One"}) + "\n" + json.dumps({"prompt": "Two"}) + "\n")
-    done = run("rollout", pair.student, "p.jsonl", "--reward", "own.py:score", "--max-completion-length", 4,
-               "-o", "r.jsonl", code=1, cwd=tmp_path)  # fmt: skip
-    assert "the reward own.py:score ended the process" in done.stderr
-    assert "row 0 of the data" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    result = run("rollout", pair.student, "p.jsonl", "--reward", "own.py:score", "--max-completion-length", 4,
+                 "-o", "r.jsonl", code=1, cwd=tmp_path)  # fmt: skip
+    assert "the reward own.py:score ended the process" in result.stderr
+    assert "row 0 of the data" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
     assert not (tmp_path / "r.jsonl").exists()
 
 
@@ -195,22 +201,22 @@ def test_a_command_fails_without_an_output(run, pair, tmp_path, code):
     ({"test_list": ["assert f()"], "test_setup_code": ["a"]}, "the column test_setup_code has ['a']"),
     ({"test": "assert f()", "entry_point": "f", "prompt": 5}, "the column prompt has 5"),
 ])  # fmt: skip
-def test_fields_of_a_wrong_type_are_an_error_that_names_them(row, message):
-    with pytest.raises(XtkError) as refused:
+def test_columns_of_a_wrong_type_are_an_error_that_names_them(row, message):
+    with pytest.raises(XtkError) as raised:
         code_tests.CodeTestsReward()("text", "prompt", row)
-    assert message in str(refused.value)
+    assert message in str(raised.value)
 
 
-def test_a_row_with_a_wrong_field_is_named(run, pair, tmp_path):
+def test_row_with_a_column_of_a_wrong_type_is_named(run, pair, tmp_path):
     rows = [{"prompt": "One", "test_list": ["assert f() == 1"]}, {"prompt": "Two", "test_list": 5}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run("evaluate", pair.student, "p.jsonl", "--reward", "tests", code=1, cwd=tmp_path)
-    assert "the column test_list has 5" in done.stderr
-    assert "row 1 of the data" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = run("evaluate", pair.student, "p.jsonl", "--reward", "tests", code=1, cwd=tmp_path)
+    assert "the column test_list has 5" in result.stderr
+    assert "row 1 of the data" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-EXPECTED = """
+RAISING_CODE = """
 class Own(KeyError): pass
 def type_error(): raise TypeError("no", 3)
 def decode(): b"\\xff".decode()
@@ -227,7 +233,7 @@ def odd():
         def __str__(self): raise TypeError
     raise Odd(object())
 """
-EXPECTS = {
+RAISED_BY = {
     "TypeError": "type_error", "UnicodeDecodeError": "decode", "UnicodeEncodeError": "encode",
     "FileNotFoundError": "missing", "ModuleNotFoundError": "imports", "SystemExit": "leaves",
     "KeyboardInterrupt": "interrupts", "StopIteration": "stops", "KeyError": "own", "ValueError": "odd",
@@ -237,22 +243,22 @@ EXPECTS = {
 @pytest.fixture(scope="module")
 def sandbox():
     try:
-        with Sandbox() as made:
-            yield made
+        with Sandbox() as started:
+            yield started
     except XtkError as error:
         pytest.skip(f"no sandbox here: {error.where}")
 
 
-@pytest.mark.parametrize("name", EXPECTS)
-def test_code_that_raises_what_its_tests_expect_is_right(sandbox, name):
-    tests = f"try:\n    {EXPECTS[name]}()\nexcept {name} as error:\n    assert type(error).__name__ == {name!r}\n"
+@pytest.mark.parametrize("name", RAISED_BY)
+def test_code_that_raises_the_expected_exception_passes(sandbox, name):
+    tests = f"try:\n    {RAISED_BY[name]}()\nexcept {name} as error:\n    assert type(error).__name__ == {name!r}\n"
     tests += "else:\n    assert False\n"
-    assert sandbox.test([EXPECTED], tests).all_passed is True
+    assert sandbox.test([RAISING_CODE], tests).all_passed is True
     other = "LookupError" if name != "KeyError" else "OSError"
-    assert sandbox.test([EXPECTED], tests.replace(f"except {name}", f"except {other}")).all_passed is False
+    assert sandbox.test([RAISING_CODE], tests.replace(f"except {name}", f"except {other}")).all_passed is False
 
 
-def test_what_an_exception_was_made_of_is_seen(sandbox):
+def test_code_tests_see_the_attributes_of_exceptions(sandbox):
     tests = """
         try:
             type_error()
@@ -267,20 +273,20 @@ def test_what_an_exception_was_made_of_is_seen(sandbox):
         except OSError as error:
             assert error.errno == 2
     """
-    assert sandbox.test([EXPECTED], textwrap.dedent(tests)).all_passed is True
+    assert sandbox.test([RAISING_CODE], textwrap.dedent(tests)).all_passed is True
 
 
-def test_an_error_of_the_code_is_not_one_of_its_tests(sandbox):
-    assert sandbox.test([EXPECTED], "x = imports()\nassert x").all_passed is False
-    assert sandbox.test([EXPECTED], "import no_such_module\nassert imports()").all_passed is None
-    assert sandbox.test([EXPECTED], "x = group()\nassert x").all_passed is False
-    assert sandbox.test([EXPECTED], "x = leaves()\nassert x").all_passed is False
-    partial = sandbox.test([EXPECTED], "assert leaves()\nassert own()\nassert not []", partial=True)
+def test_errors_of_the_code_are_distinguished_from_errors_of_its_tests(sandbox):
+    assert sandbox.test([RAISING_CODE], "x = imports()\nassert x").all_passed is False
+    assert sandbox.test([RAISING_CODE], "import no_such_module\nassert imports()").all_passed is None
+    assert sandbox.test([RAISING_CODE], "x = group()\nassert x").all_passed is False
+    assert sandbox.test([RAISING_CODE], "x = leaves()\nassert x").all_passed is False
+    partial = sandbox.test([RAISING_CODE], "assert leaves()\nassert own()\nassert not []", partial=True)
     assert (partial.all_passed, partial.num_passed, partial.num_asserts) == (False, 1, 3)
 
 
-def test_tests_that_catch_everything_do_not_hide_that_the_code_has_ended(sandbox):
-    caught = "try:\n    f()\nexcept BaseException:\n    assert True is True\nassert 1 == 1\n"
-    assert sandbox.test(["import os\ndef f(): os._exit(0)"], caught).all_passed is False
-    assert sandbox.test(["def f(): raise ValueError"], caught).all_passed is True
-    assert sandbox.test(["def f(x): pass"], caught.replace("f()", "f(object())")).all_passed is None
+def test_tests_that_catch_everything_do_not_hide_that_the_code_exited(sandbox):
+    tests = "try:\n    f()\nexcept BaseException:\n    assert True is True\nassert 1 == 1\n"
+    assert sandbox.test(["import os\ndef f(): os._exit(0)"], tests).all_passed is False
+    assert sandbox.test(["def f(): raise ValueError"], tests).all_passed is True
+    assert sandbox.test(["def f(x): pass"], tests.replace("f()", "f(object())")).all_passed is None

@@ -1,4 +1,4 @@
-"""What commands report is a distance: a model against itself is at 0, from the default cache too."""
+"""Reported divergences are true distances: a model compared with itself gives 0, also with the default cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAINING = (
 
 @pytest.fixture(scope="module")
 def folder(run, tmp_path_factory) -> Path:
-    """Two models with one tokenizer, and what one of them, the teacher, says: from samples, and whole."""
+    """Return a folder with two models that share a tokenizer, and sampled and complete caches of the teacher."""
     folder = tmp_path_factory.mktemp("values")
     small_inputs.write_jsonl(folder / "data.jsonl", TEXTS)
     small_inputs.make_student(folder / "teacher", seed=5)
@@ -49,7 +49,7 @@ def folder(run, tmp_path_factory) -> Path:
     return folder
 
 
-def last_line(folder: Path, run_folder: str) -> dict:
+def last_metrics(folder: Path, run_folder: str) -> dict:
     (path,) = (folder / run_folder).glob("**/metrics.jsonl")
     values: dict = {}
     for line in read_metrics(path):
@@ -58,26 +58,26 @@ def last_line(folder: Path, run_folder: str) -> dict:
 
 
 @pytest.mark.parametrize("precision", ["standard", "coarse"])
-def test_a_run_of_a_model_against_itself_reports_0_and_full_agreement(run, folder, precision):
+def test_model_distilled_from_itself_reports_0_and_full_agreement(run, folder, precision):
     output = f"itself-{precision}"
     run(
         "distill", "teacher", precision, "--loss", "forward-kl", "--loss", "byte-kl", "--eval-data", precision,
         *TRAINING, "-o", output, cwd=folder,
     )  # fmt: skip
-    found = last_line(folder, output)
+    metrics = last_metrics(folder, output)
     for name in ("loss", "distillation_loss", "forward-kl", "byte-kl", "eval_loss", "eval_forward-kl", "eval_byte-kl"):
-        # An untrained model has one entropy everywhere, so that its rounding, half a step, does not average out.
+        # An untrained model has the same entropy everywhere, so its rounding error, half a step, does not average out.
         terms = 2 if name.endswith(("loss", "distillation_loss")) else 1
-        assert abs(found[name]) < terms * {"standard": 0.04, "coarse": 0.075}[precision], name
-    assert found["eval_top1_agreement"] == 1.0
+        assert abs(metrics[name]) < terms * {"standard": 0.04, "coarse": 0.075}[precision], name
+    assert metrics["eval_top1_agreement"] == 1.0
     (evaluated,) = map(
         json.loads, run("evaluate", "teacher", precision, "--json", "-q", cwd=folder).stdout.splitlines()
     )
     assert evaluated["top1_agreement"] == 1.0
-    assert evaluated["forward-kl"] == pytest.approx(found["eval_forward-kl"], abs=1e-6)
+    assert evaluated["forward-kl"] == pytest.approx(metrics["eval_forward-kl"], abs=1e-6)
 
 
-def test_balance_from_samples_is_that_of_whole_distributions_and_is_bounded(run, folder):
+def test_kd_scale_from_samples_matches_complete_distributions_and_is_bounded(run, folder):
     factors = {}
     for student, cache in (
         ("student", "standard"),
@@ -90,7 +90,7 @@ def test_balance_from_samples_is_that_of_whole_distributions_and_is_bounded(run,
             "distill", student, cache, "--loss", "ce", "--loss", "forward-kl", "--scale-kd-to", "ce", *TRAINING,
             "-o", output, cwd=folder,
         )  # fmt: skip
-        factors[student, cache] = last_line(folder, output)["kd_scale"]
+        factors[student, cache] = last_metrics(folder, output)["kd_scale"]
     assert factors["student", "standard"] == pytest.approx(factors["student", "whole"], rel=0.1)
     assert factors["teacher", "whole"] == 100
     assert 0 < factors["teacher", "standard"] <= 100

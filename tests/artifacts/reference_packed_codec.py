@@ -1,6 +1,6 @@
-"""The packed codec read with plain Python, slowly, from docs/reference/codec.md alone: the twin of the fast one.
+"""Reference implementation of the packed codec: a slow decoder in plain Python, from docs/reference/codec.md alone.
 
-Nothing of xtk is used here, nor numba: who can follow this page can read a cache.
+It uses neither xtk nor numba, which shows that this page is enough to read a cache.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Classes of numbers: the first of each, and the raw bits that choose within it.
-FIRST = [*range(32), *(start << octave - 1 for octave in range(5, 20) for start in (2, 3))]
-RAW = [0] * 32 + [octave - 1 for octave in range(5, 20) for _ in range(2)]
-NONE, CERTAIN = 62, 63  # symbols that stand for no number
+# Classes of integers: the first integer of each, and the number of raw bits that select one within it.
+CLASS_STARTS = [*range(32), *(start << octave - 1 for octave in range(5, 20) for start in (2, 3))]
+RAW_BITS = [0] * 32 + [octave - 1 for octave in range(5, 20) for _ in range(2)]
+NONE, CERTAIN = 62, 63  # symbols that do not represent integers
 
 GAP_STATES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096, 16384]
 # first step, largest step, step of odds, step of entropy
@@ -26,7 +26,7 @@ PRECISIONS = {
 
 
 def levels(first_step: float, largest_step: float) -> list[float]:
-    """The log-probabilities that there are."""
+    """Return the log-probabilities of the 512 levels."""
     depth, found = 0.0, []
     for _ in range(512):
         found.append(-depth)
@@ -35,7 +35,7 @@ def levels(first_step: float, largest_step: float) -> list[float]:
 
 
 def base_128(content: bytes, count: int) -> tuple[list[int], bytes]:
-    """Some whole numbers from the front of bytes, and the bytes after them."""
+    """Return `count` non-negative integers in base 128 from the start of bytes, and the bytes after them."""
     numbers = []
     for _ in range(count):
         number = shift = 0
@@ -49,14 +49,14 @@ def base_128(content: bytes, count: int) -> tuple[list[int], bytes]:
     return numbers, content
 
 
-def parts(content: bytes, sizes: list[int]) -> list[bytes]:
-    """Parts of some sizes, and the rest."""
+def split_bytes(content: bytes, sizes: list[int]) -> list[bytes]:
+    """Return parts of these sizes, and the remaining bytes as the last part."""
     ends = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
     return [content[start:stop] for start, stop in zip(ends, [*ends[1:], None], strict=True)]
 
 
 def frequencies(content: bytes, contexts: int) -> list[list[int]]:
-    """The frequency of each symbol in each context."""
+    """Return the frequency of each symbol in each context."""
     bits = iter("".join(f"{byte:08b}"[::-1] for byte in content))
 
     def gamma() -> int:
@@ -74,7 +74,7 @@ def frequencies(content: bytes, contexts: int) -> list[list[int]]:
 
 
 class Stream:
-    """Symbols out of bytes: asymmetric numeral systems, with a state below 2^63 and words of 32 bits."""
+    """A stream of symbols in asymmetric numeral systems, with a state below 2^63 and words of 32 bits."""
 
     def __init__(self, content: bytes, tables: list[list[int]]) -> None:
         padded = content + bytes(-len(content) % 4)
@@ -87,43 +87,45 @@ class Stream:
             self.state = self.state << 32 | self.words.pop()
 
     def symbol(self, context: int) -> int:
-        place, start = self.state % 1024, 0
+        slot, start = self.state % 1024, 0
         for symbol, frequency in enumerate(self.tables[context]):
-            if place < start + frequency:
-                self.state = frequency * (self.state // 1024) + place - start
+            if slot < start + frequency:
+                self.state = frequency * (self.state // 1024) + slot - start
                 self._refill()
                 return symbol
             start += frequency
         raise AssertionError("nothing comes here")
 
-    def number(self, context: int) -> int | None:
-        """A number, or None for the symbol that stands for none."""
+    def integer(self, context: int) -> int | None:
+        """Return an integer; None for the symbol NONE, -1 for the symbol CERTAIN."""
         symbol = self.symbol(context)
         if symbol >= NONE:
             return None if symbol == NONE else -1
-        return self.within(symbol)
+        return self.integer_of_class(symbol)
 
-    def within(self, symbol: int) -> int:
-        number = FIRST[symbol] + self.state % (1 << RAW[symbol])
-        self.state >>= RAW[symbol]
+    def integer_of_class(self, symbol: int) -> int:
+        number = CLASS_STARTS[symbol] + self.state % (1 << RAW_BITS[symbol])
+        self.state >>= RAW_BITS[symbol]
         self._refill()
         return number
 
-    def ids(self, first_context: int) -> Iterator[int]:
-        """Rising numbers, without an end; None first if there are none."""
+    def increasing_integers(self, first_context: int) -> Iterator[int]:
+        """Yield increasing integers without end; only -1 for an empty list."""
         state = number = 0
         while True:
             symbol = self.symbol(first_context + state)
             if symbol == NONE:
                 yield -1
                 return
-            number += self.within(symbol)
-            state = max(at for at, value in enumerate(GAP_STATES) if value <= GAP_STATES[state] + FIRST[symbol] + 1)
+            number += self.integer_of_class(symbol)
+            state = max(
+                at for at, value in enumerate(GAP_STATES) if value <= GAP_STATES[state] + CLASS_STARTS[symbol] + 1
+            )
             self.gap_state = state
             yield number
             number += 1
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         assert self.state == 0
         assert not self.words
 
@@ -134,141 +136,146 @@ def zigzag(number: int) -> int:
 
 @dataclass
 class Position:
-    """What a position is told to be."""
+    """The decoded values of a position."""
 
     exact: dict[int, float]
-    tail_mass: float
-    realised: float
+    remainder_mass: float
+    observed_logprob: float
     entropy: float
-    kind: int
+    cluster: int
     draws: list[dict[int, int]] = field(default_factory=list)
 
 
 class PlainCodec:
-    """Reads the rows of a shard.
+    """Decoder of the rows of a shard.
 
     Args:
-        tables: of the shard.
-        order: ids, by rank.
-        lengths: bytes of each id.
-        precision, sets, draws: of the header's codec.
+        tables: codec tables of the shard.
+        order: ids, the most frequent first.
+        lengths: number of bytes of each id.
+        precision, num_sample_sets, num_samples: of the header's codec.
     """
 
     def __init__(
-        self, tables: bytes, order: list[int], lengths: list[int], precision: str, sets: int, draws: int
-    ) -> None:
-        self.order, self.lengths, self.sets, self.draws = order, lengths, sets, draws
+        self, tables: bytes, order: list[int], lengths: list[int], precision: str, num_sample_sets: int,
+        num_samples: int,
+    ) -> None:  # fmt: skip
+        self.order, self.lengths, self.num_sample_sets, self.num_samples = order, lengths, num_sample_sets, num_samples
         first_step, largest_step, self.odds_step, self.entropy_step = PRECISIONS[precision]
         self.levels = levels(first_step, largest_step)
-        (size,), rest = base_128(tables, 1)
-        self.token_tables = frequencies(rest[:size], 48 + 1)
-        (size,), rest = base_128(rest[size:], 1)
-        of_signals, rest = rest[:size], rest[size:]
-        (kinds, favourites, size), rest = base_128(rest, 3)
-        drawn = 21 if sets else 0
-        sizes = [kinds, 1, 17, kinds, 32, 17 + 32, 21, 8, drawn, drawn]
-        (self.kind, self.odds, self.count, self.floor, self.tail, self.entropy, self.gap, self.level, self.drawn_gap,
-         self.drawn_count) = (sum(sizes[:at]) for at in range(10))  # fmt: skip
-        self.signal_tables = frequencies(of_signals, sum(sizes))
-        self.favourites = self._favourites(Stream(rest[size:], frequencies(rest[:size], 1 + 21 + 1)), kinds)
-        assert sum(map(len, self.favourites)) == favourites
+        (size,), remaining = base_128(tables, 1)
+        self.token_tables = frequencies(remaining[:size], 48 + 1)
+        (size,), remaining = base_128(remaining[size:], 1)
+        logprob_frequencies, remaining = remaining[:size], remaining[size:]
+        (num_clusters, num_frequent_ids, size), remaining = base_128(remaining, 3)
+        sample_contexts = 21 if num_sample_sets else 0
+        sizes = [num_clusters, 1, 17, num_clusters, 32, 17 + 32, 21, 8, sample_contexts, sample_contexts]
+        (self.cluster, self.odds, self.count, self.floor, self.remainder, self.entropy, self.gap, self.level,
+         self.sample_gap, self.sample_count) = (sum(sizes[:at]) for at in range(10))  # fmt: skip
+        self.logprob_tables = frequencies(logprob_frequencies, sum(sizes))
+        self.frequent_ids = self._read_frequent_ids(
+            Stream(remaining[size:], frequencies(remaining[:size], 1 + 21 + 1)), num_clusters
+        )
+        assert sum(map(len, self.frequent_ids)) == num_frequent_ids
 
-    def _favourites(self, stream: Stream, kinds: int) -> list[list[tuple[int, int]]]:
+    def _read_frequent_ids(self, stream: Stream, num_clusters: int) -> list[list[tuple[int, int]]]:
         found = []
-        for _ in range(kinds):
-            own = []
-            for _ in range(stream.number(0)):
-                ranks = stream.ids(1)
-                own += [(self.order[next(ranks)], stream.number(22)) for _ in range(stream.number(0))]
-            found.append(own)
-        stream.end()
+        for _ in range(num_clusters):
+            cluster_ids = []
+            for _ in range(stream.integer(0)):
+                ranks = stream.increasing_integers(1)
+                cluster_ids += [(self.order[next(ranks)], stream.integer(22)) for _ in range(stream.integer(0))]
+            found.append(cluster_ids)
+        stream.check_end()
         return found
 
-    def named(self, kind: int, rank: int) -> tuple[int, int]:
-        """The id that has a rank where positions are of a kind, and the context of its levels."""
-        own = self.favourites[kind]
-        return own[rank] if rank < len(own) else (self.order[rank - len(own)], 7)
+    def id_of_rank(self, cluster: int, rank: int) -> tuple[int, int]:
+        """Return the id with this rank in a cluster, and the context of its levels."""
+        frequent_ids = self.frequent_ids[cluster]
+        return frequent_ids[rank] if rank < len(frequent_ids) else (self.order[rank - len(frequent_ids)], 7)
 
     def tokens(self, content: bytes, length: int) -> tuple[list[int], list[int]]:
-        stream, ids, ends, before, end = Stream(content, self.token_tables), [], [], 0, 0
+        stream, ids, ends, previous, end = Stream(content, self.token_tables), [], [], 0, 0
         for _ in range(length):
-            symbol = stream.symbol(before)
-            before = min(symbol, 47)
-            ids.append(self.order[stream.within(symbol)])
-            end += self.lengths[ids[-1]] + zigzag(stream.number(48))
+            symbol = stream.symbol(previous)
+            previous = min(symbol, 47)
+            ids.append(self.order[stream.integer_of_class(symbol)])
+            end += self.lengths[ids[-1]] + zigzag(stream.integer(48))
             ends.append(end)
-        stream.end()
+        stream.check_end()
         return ids, ends
 
-    def positions(self, content: bytes, realised: list[int]) -> list[Position]:
-        if not realised and not content:
+    def positions(self, content: bytes, observed_ids: list[int]) -> list[Position]:
+        if not observed_ids and not content:
             return []
-        numbers, rest = base_128(content, 3 + 2 * self.sets)
-        first, second, third, *drawn = (
-            Stream(part, self.signal_tables) for part in parts(rest, numbers[1 + self.sets :])
+        numbers, remaining = base_128(content, 3 + 2 * self.num_sample_sets)
+        position_stream, id_stream, level_stream, *sample_streams = (
+            Stream(part, self.logprob_tables) for part in split_bytes(remaining, numbers[1 + self.num_sample_sets :])
         )
-        found, kind = [], 0
-        for token in realised:
-            kind = first.symbol(self.kind + kind)
-            found.append(self._position(token, kind, first, second, third))
-        for stream, size in zip(drawn, numbers[1:], strict=False):
+        found, cluster = [], 0
+        for token in observed_ids:
+            cluster = position_stream.symbol(self.cluster + cluster)
+            found.append(self._position(token, cluster, position_stream, id_stream, level_stream))
+        for stream, size in zip(sample_streams, numbers[1:], strict=False):
             for position in found:
-                position.draws.append(self._set(position.kind, stream))
+                position.draws.append(self._sample_set(position.cluster, stream))
             assert sum(len(position.draws[-1]) for position in found) == size
         assert sum(len(position.exact) - 1 for position in found) == numbers[0]
-        for stream in (first, second, third, *drawn):
-            stream.end()
+        for stream in (position_stream, id_stream, level_stream, *sample_streams):
+            stream.check_end()
         return found
 
-    def _position(self, token: int, kind: int, first: Stream, second: Stream, third: Stream) -> Position:
-        code = first.number(self.odds)
-        if code is None:
-            own, others, chance = -math.inf, 0.0, 0
-        elif code < 0:
-            own, others, chance = 0.0, -math.inf, 16
+    def _position(
+        self, observed_id: int, cluster: int, position_stream: Stream, id_stream: Stream, level_stream: Stream
+    ) -> Position:
+        odds = position_stream.integer(self.odds)
+        if odds is None:
+            observed, others, odds_context = -math.inf, 0.0, 0
+        elif odds < 0:
+            observed, others, odds_context = 0.0, -math.inf, 16
         else:
-            logarithm = zigzag(code) * self.odds_step
-            own, others = -math.log1p(math.exp(-abs(logarithm))), 0.0
-            own, others = (own, own - logarithm) if logarithm >= 0 else (own + logarithm, own)
-            chance = min(max(math.floor(logarithm + 0.5) + 8, 0), 16)
-        count = first.number(self.count + chance)
+            logarithm = zigzag(odds) * self.odds_step
+            observed, others = -math.log1p(math.exp(-abs(logarithm))), 0.0
+            observed, others = (observed, observed - logarithm) if logarithm >= 0 else (observed + logarithm, observed)
+            odds_context = min(max(math.floor(logarithm + 0.5) + 8, 0), 16)
+        count = position_stream.integer(self.count + odds_context)
         if count == 0:
-            entropy = first.number(self.entropy + chance) * self.entropy_step
-            return Position({token: own}, math.exp(others), own, entropy, kind)
-        floor = first.number(self.floor + kind)
-        tail = first.number(self.tail + min((floor or 0) // 2, 31))
-        tail_context = 31 if tail is None else min(tail // 2, 31)
-        rest = zigzag(first.number(self.entropy + 17 + tail_context)) * self.entropy_step
-        logarithms = {}
-        ranks = second.ids(self.gap)
+            entropy = position_stream.integer(self.entropy + odds_context) * self.entropy_step
+            return Position({observed_id: observed}, math.exp(others), observed, entropy, cluster)
+        floor = position_stream.integer(self.floor + cluster)
+        remainder_level = position_stream.integer(self.remainder + min((floor or 0) // 2, 31))
+        remainder_context = 31 if remainder_level is None else min(remainder_level // 2, 31)
+        entropy_difference = zigzag(position_stream.integer(self.entropy + 17 + remainder_context)) * self.entropy_step
+        logprobs = {}
+        ranks = id_stream.increasing_integers(self.gap)
         for _ in range(count):
-            name, context = self.named(kind, next(ranks))
-            below = third.number(self.level + context)
-            logarithms[name] = -math.inf if below is None else self.levels[floor - below]
-        tail_level = -math.inf if tail is None else self.levels[tail]
+            token_id, context = self.id_of_rank(cluster, next(ranks))
+            below = level_stream.integer(self.level + context)
+            logprobs[token_id] = -math.inf if below is None else self.levels[floor - below]
+        remainder_logprob = -math.inf if remainder_level is None else self.levels[remainder_level]
         mass = products = 0.0
-        for logarithm in logarithms.values():
+        for logarithm in logprobs.values():
             mass += math.exp(logarithm)
             products += math.exp(logarithm) * logarithm if logarithm > -math.inf else 0.0
-        total = mass + math.exp(tail_level)
-        products += math.exp(tail_level) * tail_level if tail is not None else 0.0
+        total = mass + math.exp(remainder_logprob)
+        products += math.exp(remainder_logprob) * remainder_logprob if remainder_level is not None else 0.0
         shift = others - math.log(total) if total > 0 and others > -math.inf else 0.0
         entropy = -math.exp(shift) * (products + shift * total)
-        entropy += (-own * math.exp(own) if own > -math.inf else 0.0) + rest
-        exact = {token: own} | {
-            name: float(np.float32(logarithm) + np.float32(shift)) for name, logarithm in logarithms.items()
+        entropy += (-observed * math.exp(observed) if observed > -math.inf else 0.0) + entropy_difference
+        exact = {observed_id: observed} | {
+            token_id: float(np.float32(logarithm) + np.float32(shift)) for token_id, logarithm in logprobs.items()
         }
-        return Position(exact, math.exp(shift) * math.exp(tail_level), own, entropy, kind)
+        return Position(exact, math.exp(shift) * math.exp(remainder_logprob), observed, entropy, cluster)
 
-    def _set(self, kind: int, stream: Stream) -> dict[int, int]:
-        drawn, left, ranks = {}, self.draws, stream.ids(self.drawn_gap)
-        while left > 0:
+    def _sample_set(self, cluster: int, stream: Stream) -> dict[int, int]:
+        samples, remaining, ranks = {}, self.num_samples, stream.increasing_integers(self.sample_gap)
+        while remaining > 0:
             rank = next(ranks)
             if rank < 0:
                 break
             count = 1
-            if left > 1:
-                count += stream.number(self.drawn_count + stream.gap_state)
-            drawn[self.named(kind, rank)[0]] = count
-            left -= count
-        return drawn
+            if remaining > 1:
+                count += stream.integer(self.sample_count + stream.gap_state)
+            samples[self.id_of_rank(cluster, rank)[0]] = count
+            remaining -= count
+        return samples

@@ -1,4 +1,4 @@
-"""Reading documents from all formats."""
+"""Reading of documents from data files in all formats, and fingerprints of documents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def as_parquet(path: Path) -> Path:
     return path.with_suffix(".parquet")
 
 
-def as_datasets_saves_it(path: Path) -> Path:
+def as_saved_dataset(path: Path) -> Path:
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path)
     (file,) = path.glob("*.arrow")
@@ -70,14 +70,14 @@ def as_arrow_file(path: Path) -> Path:
         as_jsonl_with_escapes_and_empty_lines,
         as_jsonl_gz,
         as_parquet,
-        as_datasets_saves_it,
+        as_saved_dataset,
         as_arrow_file,
     ],
 )
-def test_every_format_holds_the_same_documents(tmp_path, write):
+def test_every_format_returns_the_same_documents(tmp_path, write):
     corpus = Corpus([str(write(tmp_path / "data"))])
     assert [document.text for document in corpus] == TEXTS
-    assert [document.text for document in corpus] == TEXTS  # and can be read again
+    assert [document.text for document in corpus] == TEXTS  # a corpus can be read twice
     assert all([segment.role for segment in document.segments] == ["text"] for document in corpus)
 
 
@@ -96,7 +96,7 @@ def test_bytes_that_are_not_utf_8_are_refused_with_their_offset(tmp_path):
     assert failure.where == str(tmp_path / "a.txt")
 
 
-def test_globs_and_folders_are_read_in_the_order_of_names(tmp_path):
+def test_globs_and_folders_are_read_in_the_order_of_file_names(tmp_path):
     for name in ("b.txt", "a.txt", "c.txt"):
         (tmp_path / name).write_text(name)
     (tmp_path / "notes.md").write_text("no data")
@@ -111,17 +111,17 @@ def test_globs_and_folders_are_read_in_the_order_of_names(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
+def test_file_whose_name_looks_like_a_glob_is_read(tmp_path):
     (tmp_path / "part[1].txt").write_text("this one")
     assert [document.text for document in Corpus([f"{tmp_path}/part[1].txt"])] == ["this one"]
 
 
-def test_remote_paths_go_through_fsspec(tmp_path):
+def test_file_urls_are_read_with_fsspec(tmp_path):
     path = as_jsonl(tmp_path / "data")
     assert [document.text for document in Corpus([path.as_uri()])] == TEXTS
 
 
-def test_a_prompt_is_read_and_its_completion_trained(tmp_path):
+def test_prompt_is_not_trained_and_completion_is(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines_of([{"prompt": "2 + 2 =", "completion": " 4"}]))
     (document,) = Corpus([str(tmp_path / "a.jsonl")])
     assert document == Document.from_completion("2 + 2 =", " 4")
@@ -145,9 +145,9 @@ def test_lone_surrogates_become_replacement_characters(tmp_path):
 
 
 def failure_of(sources: list[object], columns: dict[str, str] | None = None) -> XtkError:
-    with pytest.raises(XtkError) as caught:
+    with pytest.raises(XtkError) as raised:
         list(Corpus([str(source) for source in sources], columns))
-    return caught.value
+    return raised.value
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def failure_of(sources: list[object], columns: dict[str, str] | None = None) -> 
         ('"Anna"', "this document is not a JSON object"),
     ],
 )
-def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path, line, what):
+def test_invalid_line_is_reported_with_its_number(tmp_path, line, what):
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n\n' + line + "\n")
     failure = failure_of([tmp_path / "a.jsonl"])
     assert failure.what.startswith(what)
     assert failure.where == f"{tmp_path}/a.jsonl, line 3"
 
 
-def test_data_without_a_text_names_the_columns_that_it_has(tmp_path):
+def test_data_without_a_text_column_is_refused_with_its_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines_of([{"question": "2 + 2 =", "answer": " 4"}]))
     failure = failure_of([tmp_path / "a.jsonl"])
     assert "its columns: question, answer" in failure.what
@@ -175,7 +175,7 @@ def test_data_without_a_text_names_the_columns_that_it_has(tmp_path):
     assert "its columns: question, answer" in failure_of([tmp_path / "a.jsonl"], {"prompt": "question"}).what
 
 
-def test_a_text_that_is_a_number_or_nothing_is_refused(tmp_path):
+def test_text_that_is_a_number_or_null_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 12}')
     assert failure_of([tmp_path / "a.jsonl"]).what == "the column text must be text, not a number"
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "completion": null}')
@@ -183,7 +183,7 @@ def test_a_text_that_is_a_number_or_nothing_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_a_corpus_without_a_document_is_refused(tmp_path, name):
+def test_empty_corpus_is_refused(tmp_path, name):
     (tmp_path / name).write_text("")
     failure = failure_of([tmp_path / name])
     assert failure.what == "the data contains no documents"
@@ -191,14 +191,14 @@ def test_a_corpus_without_a_document_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "*.parquet", "no/such/folder/"])
-def test_data_that_is_not_there_is_named_before_anything_is_read(tmp_path, name):
-    with pytest.raises(XtkError, match="this data file, folder or dataset does not exist") as caught:
+def test_missing_data_is_reported_before_anything_is_read(tmp_path, name):
+    with pytest.raises(XtkError, match="this data file, folder or dataset does not exist") as raised:
         Corpus([f"{tmp_path}/{name}"])
-    assert caught.value.where == f"{tmp_path}/{name}"
-    assert caught.value.hint
+    assert raised.value.where == f"{tmp_path}/{name}"
+    assert raised.value.hint
 
 
-def test_an_unknown_ending_is_answered_with_the_known_ones(tmp_path):
+def test_unknown_file_extension_is_refused_with_the_supported_ones(tmp_path):
     (tmp_path / "a.xlsx").write_text("text\nAnna\n")
     failure = failure_of([tmp_path / "a.xlsx"])
     assert failure.what == "data files that end in .xlsx are not supported"
@@ -210,8 +210,8 @@ def test_a_folder_without_data_is_refused(tmp_path):
     assert failure_of([tmp_path]).what == "this folder contains no data files"
 
 
-@pytest.mark.parametrize("write", [as_parquet, as_arrow_file, as_datasets_saves_it, as_jsonl_gz])
-def test_a_file_cut_short_is_named(tmp_path, write):
+@pytest.mark.parametrize("write", [as_parquet, as_arrow_file, as_saved_dataset, as_jsonl_gz])
+def test_truncated_file_is_reported_with_its_path(tmp_path, write):
     path = write(tmp_path / "data")
     os.truncate(path, path.stat().st_size // 2)
     failure = failure_of([path])
@@ -219,18 +219,18 @@ def test_a_file_cut_short_is_named(tmp_path, write):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz"])
-def test_a_file_of_another_format_is_named(tmp_path, name):
+def test_file_in_another_format_is_reported_with_its_path(tmp_path, name):
     (tmp_path / name).write_text("Anna has 12 apples.")
     assert failure_of([tmp_path / name]).where.startswith(str(tmp_path / name))
 
 
-def test_an_unknown_field_in_columns_is_answered_with_the_nearest_one():
+def test_unknown_field_in_columns_is_refused_with_a_suggestion():
     with pytest.raises(XtkError, match=r"no document field called 'texts'; did you mean text\?"):
         Corpus([], {"texts": "body"})
 
 
 @pytest.mark.parametrize("value", ["text", "text=", "=body", "prompt=a,completion"])
-def test_columns_that_are_no_pairs_are_refused(value):
+def test_invalid_columns_option_is_refused(value):
     with pytest.raises(XtkError, match="--columns is"):
         parse_columns_option(value)
     assert parse_columns_option(None) == parse_columns_option("") == {}
@@ -244,27 +244,27 @@ def test_columns_that_are_no_pairs_are_refused(value):
         ("Anna has 12 apples.\nAnd Bert.\n", ["Anna has 12 apples.\nAnd Bert.\n"]),
     ],
 )
-def test_a_pipe_holds_json_lines_or_one_text(monkeypatch, piped, texts):
+def test_stdin_is_read_as_json_lines_or_as_one_text(monkeypatch, piped, texts):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
     corpus = Corpus(["-"])
     assert [document.text for document in corpus] == texts
     assert [document.text for document in corpus] == texts
 
 
-def test_an_empty_pipe_points_to_the_command_before_it(monkeypatch):
+def test_empty_stdin_is_refused_with_a_hint_to_the_previous_command(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" \n")))
     with pytest.raises(XtkError, match=r"the command before the \| probably failed"):
         Corpus(["-"])
 
 
 def fingerprint(*documents: Document) -> str:
-    whole = CorpusFingerprint()
+    corpus_fingerprint = CorpusFingerprint()
     for document in documents:
-        whole.add(document)
-    return str(whole)
+        corpus_fingerprint.add(document)
+    return str(corpus_fingerprint)
 
 
-def test_a_fingerprint_tells_documents_apart_by_text_order_and_training():
+def test_fingerprint_depends_on_text_order_and_training():
     one, other = Document.from_text("Anna"), Document.from_text("Bert")
     different = [
         fingerprint(one, other),
@@ -298,7 +298,7 @@ def chat_as_jsonl(folder):
 
 
 def chat_as_parquet(folder):
-    # Columns are filled up: every message has every key, and tools are JSON.
+    # As in Parquet: every message has every key, some with null, and tools are JSON text.
     full = [{"role": None, "content": None, "tool_calls": None, **message} for message in CHAT]
     pa.parquet.write_table(
         pa.Table.from_pylist([{"messages": full, "tools": json.dumps(TOOLS)}]), folder / "chat.parquet"
@@ -326,7 +326,7 @@ def test_conversations_keep_their_messages_and_tools(tmp_path, write):
     ]
 
 
-def test_the_sharegpt_format_is_read_by_its_column(tmp_path):
+def test_sharegpt_messages_are_read_from_a_mapped_column(tmp_path):
     turns = [
         {"from": "system", "value": "Be brief."},
         {"from": "human", "value": "5?"},
@@ -341,19 +341,19 @@ def test_the_sharegpt_format_is_read_by_its_column(tmp_path):
     ]
 
 
-def test_the_text_column_is_taken_from_data_with_messages_when_it_is_asked_for(tmp_path):
+def test_text_column_is_read_instead_of_messages_if_requested(tmp_path):
     (document,) = Corpus([str(chat_as_jsonl(tmp_path))], {"text": "text"})
     assert document == Document.from_text("rendered by somebody")
 
 
-def test_a_message_without_a_role_is_named_by_its_document(tmp_path):
+def test_message_without_a_role_is_reported_with_its_document(tmp_path):
     (tmp_path / "bad.jsonl").write_text(lines_of([{"messages": CHAT}, {"messages": [{"content": "who?"}]}]))
     failure = failure_of([tmp_path / "bad.jsonl"])
     assert "role" in failure.what
     assert failure.where.endswith("document 1")
 
 
-def test_a_fingerprint_tells_conversations_apart_by_what_templates_read():
+def test_fingerprint_depends_on_message_names_and_tools():
     def fingerprint(messages, tools=None) -> str:
         found = CorpusFingerprint()
         found.add(Document.from_messages(messages, tools=tools))
@@ -363,7 +363,7 @@ def test_a_fingerprint_tells_conversations_apart_by_what_templates_read():
     assert len({fingerprint(CHAT), fingerprint(renamed), fingerprint(CHAT, TOOLS)}) == 3
 
 
-def test_messages_and_tools_that_are_json_in_a_column_are_decoded(tmp_path):
+def test_messages_and_tools_in_json_text_are_decoded(tmp_path):
     record = {"messages": json.dumps(CHAT), "tools": ""}
     (tmp_path / "c.jsonl").write_text(lines_of([record]))
     (document,) = Corpus([str(tmp_path / "c.jsonl")])
@@ -380,7 +380,7 @@ def test_messages_and_tools_that_are_json_in_a_column_are_decoded(tmp_path):
         ({"messages": CHAT, "tools": "[{"}, "the text in the column tools is not valid JSON"),
     ],
 )
-def test_messages_that_are_none_are_refused_by_their_document(tmp_path, record, what):
+def test_invalid_messages_are_reported_with_their_document(tmp_path, record, what):
     (tmp_path / "c.jsonl").write_text(lines_of([record]))
     failure = failure_of([tmp_path / "c.jsonl"])
     assert what in failure.what
@@ -401,20 +401,20 @@ def test_times_bytes_and_surrogates_in_messages_become_text(tmp_path):
     assert document.conversation.messages[0]["name"] == "x\ufffd"
 
 
-def test_a_column_of_tools_alone_is_no_choice_of_text(tmp_path):
+def test_mapping_only_the_tools_column_keeps_the_messages(tmp_path):
     (tmp_path / "c.jsonl").write_text(lines_of([{"messages": CHAT, "functions": TOOLS}]))
     (document,) = Corpus([str(tmp_path / "c.jsonl")], {"tools": "functions"})
     assert document.conversation.tools == tuple(TOOLS)
 
 
-def test_a_fingerprint_tells_tools_apart_by_the_order_of_their_keys():
+def test_fingerprint_depends_on_the_order_of_keys_in_tools():
     one, other = CorpusFingerprint(), CorpusFingerprint()
     one.add(Document.from_messages(CHAT, tools=[{"a": 1, "b": 2}]))
     other.add(Document.from_messages(CHAT, tools=[{"b": 2, "a": 1}]))
     assert str(one) != str(other)
 
 
-def test_a_name_with_colons_is_a_local_file(tmp_path):
+def test_file_name_with_colons_is_a_local_path(tmp_path):
     for name, write in (
         ("a::b.jsonl", Path.write_bytes),
         ("c::d.jsonl.gz", lambda path, raw: path.write_bytes(gzip.compress(raw))),
@@ -424,7 +424,7 @@ def test_a_name_with_colons_is_a_local_file(tmp_path):
 
 
 def test_a_very_long_line_is_read_in_linear_time():
-    """Rows of caches of other tools may have a gigabyte."""
+    """A row of a cache of another tool may have a gigabyte."""
 
     def seconds(megabytes: int) -> float:
         stream = io.BytesIO(b"x" * (megabytes << 20) + b"\nnext\nlast")
@@ -434,4 +434,4 @@ def test_a_very_long_line_is_read_in_linear_time():
         return time.process_time() - started
 
     seconds(8)
-    assert min(seconds(64) for _ in range(3)) < 1.5  # 0.15; if each chunk is joined with all before it, 7
+    assert min(seconds(64) for _ in range(3)) < 1.5  # 0.15 s; 7 s if each chunk is joined with all previous ones

@@ -1,4 +1,4 @@
-"""JSON arrays, CSV and TSV, folders of `datasets.save_to_disk`, and the sentences for what is none of them."""
+"""Data formats: JSON arrays, CSV and TSV, folders of `datasets.save_to_disk`, compressed files, and their errors."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def texts_of(*sources, **options):
 
 
 def failure_of(*sources, **options) -> XtkError:
-    with pytest.raises(XtkError) as caught:
+    with pytest.raises(XtkError) as raised:
         texts_of(*sources, **options)
-    return caught.value
+    return raised.value
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("ascii_only", [False, True])
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_an_array_holds_documents(tmp_path, name, indent, ascii_only):
+def test_json_array_is_read_as_documents(tmp_path, name, indent, ascii_only):
     path = tmp_path / name
     path.write_text("\ufeff \n" + json.dumps(RECORDS, indent=indent, ensure_ascii=ascii_only) + "\n", encoding="utf-8")
     assert texts_of(path) == TEXTS
 
 
-def test_objects_over_several_lines_are_documents(tmp_path):
+def test_json_objects_over_several_lines_are_read_as_documents(tmp_path):
     (tmp_path / "a.json").write_text("\n".join(json.dumps(record, indent=1) for record in RECORDS))
     assert texts_of(tmp_path / "a.json") == TEXTS
     (tmp_path / "a.json").write_text("[]")
@@ -48,30 +48,30 @@ def test_objects_over_several_lines_are_documents(tmp_path):
 
 
 @pytest.mark.parametrize("shift", range(4))
-def test_an_array_is_read_piece_by_piece(tmp_path, shift):
+def test_json_array_larger_than_the_read_buffer_is_read(tmp_path, shift):
     texts = ["x" * shift, *["é😀" * 20_000, "y" * 3 * READ_BYTES, '"\\' * 50_000], *map(str, range(20_000))]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False))
     assert texts_of(tmp_path / "a.json") == texts
 
 
-def test_an_array_comes_through_a_pipe(monkeypatch):
+def test_json_array_is_read_from_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(RECORDS).encode())))
     assert texts_of("-") == TEXTS
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[1] A footnote.")))
     assert texts_of("-") == ["[1] A footnote."]
 
 
-@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t")])
-def test_rows_of_csv_are_documents(tmp_path, name, comma):
+@pytest.mark.parametrize(("name", "separator"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_rows_of_csv_and_tsv_are_read_as_documents(tmp_path, name, separator):
     def quoted(text: str) -> str:
         return '"' + text.replace('"', '""') + '"'
 
-    lines = [f"id{comma}text", *(f"{number}{comma}{quoted(text)}" for number, text in enumerate(TEXTS))]
+    lines = [f"id{separator}text", *(f"{number}{separator}{quoted(text)}" for number, text in enumerate(TEXTS))]
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\r\n\r\n")
     assert texts_of(tmp_path / name) == TEXTS
 
 
-def test_fields_of_csv_that_are_not_text_are_json(tmp_path):
+def test_csv_fields_other_than_text_are_parsed_as_json(tmp_path):
     chat = [{"role": "user", "content": "12?"}, {"role": "assistant", "content": "12."}]
     quoted = json.dumps(chat).replace('"', '""')
     (tmp_path / "a.csv").write_text(f'messages,quality,tools\n"{quoted}",0.5,\n')
@@ -83,18 +83,18 @@ def test_fields_of_csv_that_are_not_text_are_json(tmp_path):
     assert document == Document.from_teacher_ids([5, 6], [False, True])
     (tmp_path / "a.csv").write_text("question,answer\n12,17\n")
     (document,) = Corpus([str(tmp_path / "a.csv")], {"prompt": "question", "completion": "answer"})
-    assert document == Document.from_completion("12", "17")  # a number is text where text is asked for
+    assert document == Document.from_completion("12", "17")  # a number is read as text if the column must be text
 
 
-def saved(records):
+def as_dataset(records):
     return datasets.Dataset.from_list(records)
 
 
-def test_folders_that_datasets_saves_are_read_in_their_order(tmp_path):
+def test_saved_datasets_are_read_in_row_order(tmp_path):
     datasets.disable_progress_bars()
-    saved(RECORDS).save_to_disk(tmp_path / "one", num_shards=3)
+    as_dataset(RECORDS).save_to_disk(tmp_path / "one", num_shards=3)
     assert texts_of(tmp_path / "one") == TEXTS
-    both = datasets.DatasetDict(train=saved(RECORDS[:2]), test=saved(RECORDS[2:]))
+    both = datasets.DatasetDict(train=as_dataset(RECORDS[:2]), test=as_dataset(RECORDS[2:]))
     both.save_to_disk(tmp_path / "both")
     assert texts_of(tmp_path / "both") == TEXTS[:2]
     assert texts_of(f"{tmp_path}/both:test") == TEXTS[2:]
@@ -104,9 +104,9 @@ def test_folders_that_datasets_saves_are_read_in_their_order(tmp_path):
     assert "was saved without splits" in failure_of(f"{tmp_path}/one:test").what
 
 
-def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path):
+def test_saved_dataset_with_files_outside_its_folder_is_refused(tmp_path):
     datasets.disable_progress_bars()
-    saved(RECORDS).save_to_disk(tmp_path / "one")
+    as_dataset(RECORDS).save_to_disk(tmp_path / "one")
     state = json.loads((tmp_path / "one" / "state.json").read_text())
     state["_data_files"][0]["filename"] = "../elsewhere.arrow"
     (tmp_path / "one" / "state.json").write_text(json.dumps(state))
@@ -114,7 +114,7 @@ def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_two_columns_of_one_name_are_refused(tmp_path, form):
+def test_duplicate_column_names_are_refused(tmp_path, form):
     table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["other"])], ["text", "text"])
     path = tmp_path / f"a.{form}"
     if form == "parquet":
@@ -125,25 +125,25 @@ def test_two_columns_of_one_name_are_refused(tmp_path, form):
     assert failure_of(path).what == "this file has two columns named 'text'"
 
 
-@pytest.mark.parametrize("write", ["jsonl", "json", "csv", "txt", "parquet"])
-def test_a_document_above_the_limit_is_refused(tmp_path, write):
-    path = tmp_path / f"a.{write}"
-    frame = saved([{"text": "short"}, {"text": "x" * 1000}])
-    if write == "parquet":
-        frame.to_parquet(path)
-    elif write == "txt":
+@pytest.mark.parametrize("extension", ["jsonl", "json", "csv", "txt", "parquet"])
+def test_document_above_the_size_limit_is_refused(tmp_path, extension):
+    path = tmp_path / f"a.{extension}"
+    dataset = as_dataset([{"text": "short"}, {"text": "x" * 1000}])
+    if extension == "parquet":
+        dataset.to_parquet(path)
+    elif extension == "txt":
         path.write_text("x" * 1000)
-    elif write == "csv":
-        frame.to_csv(path, index=False)
+    elif extension == "csv":
+        dataset.to_csv(path, index=False)
     else:
-        path.write_text("\n".join(map(json.dumps, frame)) if write == "jsonl" else json.dumps(list(frame)))
+        path.write_text("\n".join(map(json.dumps, dataset)) if extension == "jsonl" else json.dumps(list(dataset)))
     assert len(texts_of(path, max_document_bytes=1100)[-1]) == 1000
     failure = failure_of(path, max_document_bytes=500)
     assert failure.what == "this document is larger than --max-document-bytes (500)"
     assert failure.where.startswith(str(path))
 
 
-def test_zstd_is_read_without_another_package_and_a_cut_file_is_named(tmp_path):
+def test_zstd_is_read_with_pyarrow_alone_and_a_truncated_file_is_refused(tmp_path):
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()
@@ -158,7 +158,7 @@ def test_zstd_is_read_without_another_package_and_a_cut_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("padding", [b"", bytes(4)])
-def test_xz_files_of_several_streams_are_read_whole_or_refused(tmp_path, padding):
+def test_xz_files_with_several_streams_are_read_completely_or_refused(tmp_path, padding):
     lines = [json.dumps(record).encode() + b"\n" for record in RECORDS]
     streams = [lzma.compress(b"".join(lines[:3])), lzma.compress(b"".join(lines[3:]))]
     path = tmp_path / "a.jsonl.xz"

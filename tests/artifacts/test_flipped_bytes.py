@@ -1,4 +1,4 @@
-"""Any byte of a cache that is not what was written is found: in every file, at every position."""
+"""Every changed byte of a cache is detected: in each file, at each position."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ FILES = {"tokenizer.json": b'{"model": {}}', "tokenizer_config.json": b"{}", "ch
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("flips") / "cache"
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     writer = ShardedCacheWriter(LocalFolder(folder), HEADER, [len(texts) for texts in TEXTS])
     for number, texts in enumerate(TEXTS):
-        writer.write_shard(number, [row_of(Document.from_text(text), 2, draw) for text in texts])
+        writer.write_shard(number, [row_of(Document.from_text(text), 2, rng) for text in texts])
     writer.write_shared_files(FILES)
     writer.finish()
     return folder
 
 
-def assert_found(folder: Path, path: Path) -> None:
-    """Verifying finds it, and names the file; so does reading, of a shard."""
-    with pytest.raises(XtkError) as caught:
+def assert_detected(folder: Path, path: Path) -> None:
+    """Check that `verify` raises an error that names the file, and that reading does if it is a shard."""
+    with pytest.raises(XtkError) as raised:
         TeacherCache(folder).verify()
-    # The version stands in the manifest too, and is looked at before its checksum.
-    assert isinstance(caught.value, CorruptError) or "this xtk reads version" in caught.value.what
-    assert path.name in caught.value.where
-    assert caught.value.hint
+    # The version is in the manifest too, and is checked before the checksum.
+    assert isinstance(raised.value, CorruptError) or "this xtk reads version" in raised.value.what
+    assert path.name in raised.value.where
+    assert raised.value.hint
     if path.suffix == ".arrow":
-        with pytest.raises(CorruptError) as caught:
+        with pytest.raises(CorruptError) as raised:
             list(TeacherCache(folder))
-        assert path.name in caught.value.where
+        assert path.name in raised.value.where
 
 
-def test_the_whole_cache_is_whole(cache):
+def test_intact_cache_is_verified(cache):
     TeacherCache(cache).verify()
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["manifest.json", "shard-00000.arrow", "shard-00001.arrow", *FILES])
-def test_a_flipped_byte_is_found_wherever_it_is(cache, name, every):
+def test_flipped_byte_is_detected_at_every_position(cache, name, step):
     path = cache / name
     raw = path.read_bytes()
-    draw = np.random.default_rng(len(raw))
+    rng = np.random.default_rng(len(raw))
     try:
         with path.open("r+b", buffering=0) as stream:
-            for position in range(0, len(raw), every):
+            for position in range(0, len(raw), step):
                 stream.seek(position)
-                stream.write(bytes([raw[position] ^ int(draw.integers(1, 256))]))
-                assert_found(cache, path)
+                stream.write(bytes([raw[position] ^ int(rng.integers(1, 256))]))
+                assert_detected(cache, path)
                 stream.seek(position)
                 stream.write(raw[position : position + 1])
     finally:
@@ -71,19 +71,19 @@ def test_a_flipped_byte_is_found_wherever_it_is(cache, name, every):
     TeacherCache(cache).verify()
 
 
-def test_white_space_that_json_does_not_mind_is_found_in_the_manifest(cache):
+def test_changed_white_space_in_the_manifest_is_detected(cache):
     path = cache / "manifest.json"
     raw = path.read_bytes()
     try:
-        for altered in (raw.replace(b"\n", b" ", 1), raw + b"\n", raw.replace(b",", b", ", 1)):
-            path.write_bytes(altered)
-            assert_found(cache, path)
+        for changed in (raw.replace(b"\n", b" ", 1), raw + b"\n", raw.replace(b",", b", ", 1)):
+            path.write_bytes(changed)
+            assert_detected(cache, path)
     finally:
         path.write_bytes(raw)
 
 
-def test_a_lost_tokenizer_file_is_found(cache):
+def test_missing_tokenizer_file_is_detected(cache):
     for name, content in FILES.items():
         (cache / name).unlink()
-        assert_found(cache, cache / name)
+        assert_detected(cache, cache / name)
         (cache / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Folders that are replaced whole."""
+"""Atomic replacement of output folders."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def test_the_old_folder_is_kept_if_the_new_one_cannot_be_renamed(tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / "old.txt").write_text("old")
-    made = []
-    kind = FolderKind("a folder", refuse_foreign=lambda folder: shutil.rmtree(made[0]))  # called before the renames
+    new = []
+    kind = FolderKind("a folder", refuse_foreign=lambda folder: shutil.rmtree(new[0]))  # called before the renames
     with pytest.raises(FileNotFoundError), replacing_folder(output, kind) as folder:
-        made.append(folder)
+        new.append(folder)
     assert (output / "old.txt").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,4 +1,4 @@
-"""One writer at a time, and none that is held up by the dead."""
+"""Write locks: one writer at a time, and the lock of a killed process blocks no other writer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from xtk.errors import XtkError
 _forks = multiprocessing.get_context("forkserver")
 
 
-def hold(folder: Path, rank: int, held: multiprocessing.Event, release: multiprocessing.Event) -> None:
-    with exclusive_write_lock(folder, "cache", rank):
+def hold(folder: Path, writer_index: int, held: multiprocessing.Event, release: multiprocessing.Event) -> None:
+    with exclusive_write_lock(folder, "cache", writer_index):
         held.set()
         release.wait(60)
 
 
 @pytest.fixture
 def holder():
-    """Start a process that holds a folder; end it at the end."""
+    """Return a function that starts a process which holds the lock of a folder; kill these processes at the end."""
     started = []
 
-    def start(folder: Path, rank: int = 0):
+    def start(folder: Path, writer_index: int = 0):
         held, release = _forks.Event(), _forks.Event()
-        process = _forks.Process(target=hold, args=(folder, rank, held, release))
+        process = _forks.Process(target=hold, args=(folder, writer_index, held, release))
         process.start()
         assert held.wait(60)
         started.append(process)
@@ -43,33 +43,33 @@ def holder():
         process.join()
 
 
-def test_a_second_writer_is_refused_and_told_who_holds_the_folder(holder, tmp_path):
+def test_second_writer_is_refused_and_the_error_names_the_lock_holder(holder, tmp_path):
     process, release = holder(tmp_path / "c")
     with (
-        pytest.raises(XtkError, match="another process is writing this cache") as caught,
+        pytest.raises(XtkError, match="another process is writing this cache") as raised,
         exclusive_write_lock(tmp_path / "c", "cache"),
     ):
         pass
-    assert f"process {process.pid} on {socket.gethostname()}" in caught.value.where
-    assert str(tmp_path / "c") in caught.value.where
-    assert caught.value.hint
+    assert f"process {process.pid} on {socket.gethostname()}" in raised.value.where
+    assert str(tmp_path / "c") in raised.value.where
+    assert raised.value.hint
     release.set()
     process.join(60)
     with exclusive_write_lock(tmp_path / "c", "cache"):
         pass
-    assert not (tmp_path / "c").exists()  # it was made for the lock, and nothing was written
+    assert not (tmp_path / "c").exists()  # created for the lock and left empty, so it was removed
 
 
-def test_ranks_do_not_hold_each_other_up(holder, tmp_path):
+def test_writers_with_different_indexes_do_not_block_each_other(holder, tmp_path):
     holder(tmp_path / "c", 1)
     with exclusive_write_lock(tmp_path / "c", "cache", 0):
         pass
     assert [path.name for path in (tmp_path / "c").iterdir()] == [".xtk-lock-1"]
 
 
-def test_a_killed_writer_holds_nobody_up_and_leaves_nothing(holder, tmp_path):
-    for rank in (0, 1):
-        process, _ = holder(tmp_path / "c", rank)
+def test_lock_of_a_killed_writer_is_ignored_and_removed(holder, tmp_path):
+    for writer_index in (0, 1):
+        process, _ = holder(tmp_path / "c", writer_index)
         process.kill()
         process.join()
     (tmp_path / "c" / "shard-00000.arrow").write_bytes(b"")
@@ -79,16 +79,16 @@ def test_a_killed_writer_holds_nobody_up_and_leaves_nothing(holder, tmp_path):
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["shard-00000.arrow"]
 
 
-def test_a_folder_that_cannot_be_written_to_or_is_none_is_left_to_the_writer(tmp_path):
+def test_locking_a_path_that_is_a_file_does_nothing(tmp_path):
     (tmp_path / "file").write_text("a file")
     with exclusive_write_lock(tmp_path / "file", "cache"):
         pass
     assert (tmp_path / "file").read_text() == "a file"
 
 
-def run_together(work, arguments: list[tuple]) -> None:
-    """Run a function in several processes at once; none of them may fail."""
-    processes = [_forks.Process(target=work, args=some) for some in arguments]
+def run_concurrently(target, argument_lists: list[tuple]) -> None:
+    """Run a function in several processes at once; all of them must exit with 0."""
+    processes = [_forks.Process(target=target, args=arguments) for arguments in argument_lists]
     for process in processes:
         process.start()
     for process in processes:
@@ -97,40 +97,40 @@ def run_together(work, arguments: list[tuple]) -> None:
 
 
 def contend(folder: Path, seed: int, until: float) -> None:
-    """Take and give back the lock; while it is held, nobody else may be inside."""
-    draw = random.Random(seed)
-    taken = 0
-    while time.time() < until or not taken:
+    """Acquire and release the lock repeatedly; fail if two processes hold it at the same time."""
+    rng = random.Random(seed)
+    num_acquired = 0
+    while time.time() < until or not num_acquired:
         try:
             with exclusive_write_lock(folder, "cache"):
-                inside = os.open(folder.with_name("inside"), os.O_CREAT | os.O_EXCL)  # fails if another one is there
-                taken += 1
-                time.sleep(draw.uniform(0, 0.002))
+                inside = os.open(folder.with_name("inside"), os.O_CREAT | os.O_EXCL)  # fails if it exists
+                num_acquired += 1
+                time.sleep(rng.uniform(0, 0.002))
                 folder.with_name("inside").unlink()
                 os.close(inside)
         except XtkError:
-            time.sleep(draw.uniform(0, 0.001))
+            time.sleep(rng.uniform(0, 0.001))
 
 
-def test_of_many_that_take_and_remove_the_lock_only_one_is_ever_inside(tmp_path):
+def test_concurrent_writers_never_hold_the_same_lock(tmp_path):
     until = time.time() + 2
-    run_together(contend, [(tmp_path / "c", seed, until) for seed in range(4)])
+    run_concurrently(contend, [(tmp_path / "c", seed, until) for seed in range(4)])
     assert list(tmp_path.glob("**/.xtk-lock*")) == []
 
 
-def take_again_and_again(folder: Path, rank: int, until: float) -> None:
+def acquire_repeatedly(folder: Path, writer_index: int, until: float) -> None:
     while time.time() < until:
-        with exclusive_write_lock(folder, "cache", rank):
+        with exclusive_write_lock(folder, "cache", writer_index):
             pass
 
 
-def test_a_writer_that_ends_never_refuses_one_that_starts_with_another_rank(tmp_path):
+def test_ending_writer_never_blocks_a_writer_with_another_index(tmp_path):
     until = time.time() + 3
-    run_together(take_again_and_again, [(tmp_path / "c", rank, until) for rank in range(4)])
+    run_concurrently(acquire_repeatedly, [(tmp_path / "c", writer_index, until) for writer_index in range(4)])
     assert list(tmp_path.glob("**/.xtk-lock*")) == []
 
 
-def make_and_remove(folder: Path, until: float) -> None:
+def create_and_remove_repeatedly(folder: Path, until: float) -> None:
     while time.time() < until:
         with contextlib.suppress(OSError):
             folder.mkdir()
@@ -138,9 +138,9 @@ def make_and_remove(folder: Path, until: float) -> None:
             folder.rmdir()
 
 
-def test_a_folder_that_others_make_and_remove_is_never_written_without_its_lock(tmp_path):
+def test_lock_is_held_although_another_process_creates_and_removes_the_folder(tmp_path):
     until = time.time() + 2
-    other = _forks.Process(target=make_and_remove, args=(tmp_path / "c", until))
+    other = _forks.Process(target=create_and_remove_repeatedly, args=(tmp_path / "c", until))
     other.start()
     while time.time() < until:
         with exclusive_write_lock(tmp_path / "c", "cache"):
@@ -148,7 +148,7 @@ def test_a_folder_that_others_make_and_remove_is_never_written_without_its_lock(
     other.join(60)
 
 
-def test_a_link_where_the_lock_would_be_changes_no_file_of_the_user(tmp_path):
+def test_symlink_in_place_of_the_lock_is_refused_and_its_target_unchanged(tmp_path):
     (tmp_path / "notes").write_text("notes")
     (tmp_path / "c").mkdir()
     for target in (tmp_path / "notes", tmp_path / "nowhere" / "lock"):

@@ -1,4 +1,4 @@
-"""An artifact of an older version is refused with its version and the command that makes it again."""
+"""Artifacts of older versions are refused with their version and the command that creates them again."""
 
 from __future__ import annotations
 
@@ -24,98 +24,102 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.tokens.tokenizer import Tokenizer
 
-AGAIN = "xtk cache-teacher TEACHER DATA -o FOLDER --force"
+REBUILD_COMMAND = "xtk cache-teacher TEACHER DATA -o FOLDER --force"
 
 
-def refused(call: Any, *arguments: Any) -> XtkError:
-    """Return the error of a call, which is not about damage."""
-    with pytest.raises(XtkError) as caught:
+def error_of(call: Any, *arguments: Any) -> XtkError:
+    """Return the error of a call, which must not be a CorruptError."""
+    with pytest.raises(XtkError) as raised:
         call(*arguments)
-    assert not isinstance(caught.value, CorruptError)
-    return caught.value
+    assert not isinstance(raised.value, CorruptError)
+    return raised.value
 
 
-def older_shard(path: Path) -> None:
-    """Turn a shard into one of version 5, whose position has other keys and no version."""
+def make_shard_version_5(path: Path) -> None:
+    """Rewrite a shard as one of version 5, whose position metadata has other keys and no version."""
     reader = pa.ipc.open_file(path.read_bytes())
-    batch, seal = reader.get_batch_with_custom_metadata(0)
-    position = json.loads(seal[b"xtk"])
-    stated = {"first_row": position["first_document"], "rows": position["documents"], "shard": position["shard"]}
-    seal = canonical_json({"checksum": "xxh3_128:" + "0" * shard_writing.CHECKSUM_DIGITS, **stated})
+    batch, metadata = reader.get_batch_with_custom_metadata(0)
+    position = json.loads(metadata[b"xtk"])
+    position_metadata = {
+        "first_row": position["first_document"],
+        "rows": position["documents"],
+        "shard": position["shard"],
+    }
+    metadata = canonical_json({"checksum": "xxh3_128:" + "0" * shard_writing.CHECKSUM_DIGITS, **position_metadata})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch, custom_metadata={"xtk": seal})
+        writer.write_batch(batch, custom_metadata={"xtk": metadata})
     content = path.read_bytes()
-    at = content.find(shard_writing.CHECKSUM_PREFIX) + len(shard_writing.CHECKSUM_PREFIX)
+    start = content.find(shard_writing.CHECKSUM_PREFIX) + len(shard_writing.CHECKSUM_PREFIX)
     with path.open("r+b") as stream:
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            digits = shard_writing._checksum_around(mapped, at)
-        stream.seek(at)
+            digits = shard_writing._checksum_around(mapped, start)
+        stream.seek(start)
         stream.write(digits.encode())
 
 
-def test_a_finished_cache(cache, tmp_path):
+def test_older_finished_cache_is_refused(cache, tmp_path):
     shutil.copytree(cache, tmp_path / "c")
     content = json.loads((tmp_path / "c" / "manifest.json").read_text())
     (tmp_path / "c" / "manifest.json").write_text(json.dumps({**content, "version": 5}))
-    failure = refused(TeacherCache, tmp_path / "c")
+    failure = error_of(TeacherCache, tmp_path / "c")
     assert failure.what == f"this teacher cache has version 5; this xtk reads version {cache_manifest.VERSION}"
-    assert AGAIN in str(failure.hint)
+    assert REBUILD_COMMAND in str(failure.hint)
 
 
-def test_a_shard_and_an_unfinished_cache(cache, tmp_path, run, pair, corpus):
+def test_older_shard_and_the_unfinished_cache_that_contains_it_are_refused(cache, tmp_path, run, pair, corpus):
     shutil.copytree(cache, tmp_path / "c")
     (tmp_path / "c" / "manifest.json").unlink()
     shard = tmp_path / "c" / "shard-00000.arrow"
-    older_shard(shard)
-    failure = refused(teacher_cache.open_verified_shard, shard, str(shard))
+    make_shard_version_5(shard)
+    failure = error_of(teacher_cache.open_verified_shard, shard, str(shard))
     assert failure.what == "this shard has version 5 of the teacher cache format; this xtk reads version 6"
-    assert AGAIN in str(failure.hint)
-    done = run(
+    assert REBUILD_COMMAND in str(failure.hint)
+    result = run(
         "cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", tmp_path / "c", code=1
     )
-    assert "has version 5" in done.stderr
-    assert AGAIN in done.stderr
+    assert "has version 5" in result.stderr
+    assert REBUILD_COMMAND in result.stderr
 
 
-def test_an_unfinished_cache_without_a_shard(cache, tmp_path):
+def test_older_unfinished_cache_without_shards_is_refused(cache, tmp_path):
     header = TeacherCache(cache).header
     (tmp_path / ".xtk-unfinished").write_text(canonical_json({"format": cache_manifest.FORMAT, "header": header}))
-    failure = refused(cache_writer.start_cache, LocalFolder(tmp_path), header)
+    failure = error_of(cache_writer.start_cache, LocalFolder(tmp_path), header)
     assert failure.what == "this teacher cache has version 5; this xtk reads version 6"
 
 
-def test_a_projection(projection, tmp_path):
+def test_older_projection_is_refused(projection, tmp_path):
     tensors = safetensors.numpy.load_file(projection)
     with safetensors.safe_open(projection, "numpy") as file:
         header = json.loads(file.metadata()["xtk"])
     safetensors.numpy.save_file(tensors, tmp_path / "p", metadata={"xtk": canonical_json({**header, "version": 1})})
-    failure = refused(read_projection, tmp_path / "p")
+    failure = error_of(read_projection, tmp_path / "p")
     assert failure.what == "this projection has version 1; this xtk reads version 2"
     assert "xtk build-projection STUDENT TEACHER -o FILE" in str(failure.hint)
 
 
 @pytest.mark.parametrize("kind", ["student", "checkpoint", "best", "exported-student"])
-def test_a_manifest_of_a_run(tmp_path, kind):
+def test_older_run_manifest_is_refused(tmp_path, kind):
     (tmp_path / "xtk.json").write_text(canonical_json({"kind": kind, "version": 3, "processes": 1}))
-    failure = refused(read_run_manifest, tmp_path)
+    failure = error_of(read_run_manifest, tmp_path)
     assert failure.what == f"this {kind} has version 3; this xtk reads version 4"
     assert "xtk distill" in str(failure.hint)
     assert "xtk export" in str(failure.hint)
 
 
-def test_a_recipe_and_with_it_the_metrics_of_its_run(tmp_path, run):
+def test_older_recipe_is_refused_also_by_xtk_report(tmp_path, run):
     (tmp_path / "recipe.json").write_text(canonical_json({"kind": "recipe", "version": 2, "identity": {}}))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kd": 0.5}\n')
-    failure = refused(read_recipe, tmp_path)
+    failure = error_of(read_recipe, tmp_path)
     assert failure.what == "this recipe of xtk distill has version 2; this xtk reads version 3"
     assert "xtk distill ... -o FOLDER --force" in str(failure.hint)
     assert failure.what in run("report", tmp_path, "-o", tmp_path / "page.html", code=1).stderr
 
 
-def test_unfinished_counts_are_counted_again(pair, corpus, tmp_path):
+def test_older_unfinished_counts_are_discarded_and_counted_again(pair, corpus, tmp_path):
     student, teacher = Tokenizer(pair.student), Tokenizer(pair.teacher)
     state = corpus_cooccurrence_counts.counting_state_path(tmp_path / "p")
-    stated = {
+    metadata = {
         "format": corpus_cooccurrence_counts.FORMAT,
         "version": 1,
         "rules": 3,
@@ -123,14 +127,14 @@ def test_unfinished_counts_are_counted_again(pair, corpus, tmp_path):
         "corpus": "sha256:0",
     }
     tensors = {"keys": np.zeros(1, np.int64), "times": np.ones(1, np.int64)}
-    safetensors.numpy.save_file(tensors, state, metadata={"xtk": canonical_json(stated)})
+    safetensors.numpy.save_file(tensors, state, metadata={"xtk": canonical_json(metadata)})
     documents = Corpus([str(corpus)])
     found = corpus_cooccurrence_counts.count_corpus_cooccurrences(student, teacher, documents, tmp_path / "p")
     assert found.num_documents == 40
 
 
-def test_rollouts():
+def test_older_rollout_is_refused():
     record = {"prompt": "a", "completion": "b", "student_ids": [1, 2], "student_mask": [0, 1], "ends": True}
-    failure = refused(record_to_document, record, {}, "r.jsonl, line 1")
+    failure = error_of(record_to_document, record, {}, "r.jsonl, line 1")
     assert "an older version of xtk wrote this rollout" in failure.what
     assert "xtk rollout MODEL PROMPTS -o FILE --force" in str(failure.hint)

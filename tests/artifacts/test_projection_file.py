@@ -1,4 +1,4 @@
-"""A projection as a file."""
+"""Writing and reading of projection files."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def built(families) -> SparseProjection:
     return build_projection(Tokenizer(families["student"]), Tokenizer(families["teacher"]))
 
 
-def side(name: str, tokens: int) -> dict[str, object]:
+def tokenizer_section(name: str, tokens: int) -> dict[str, object]:
     return {"tokenizer": f"sha256:{name}", "special_tokens": {"eos": 1}, "tokens": tokens, "embedding_rows": tokens}
 
 
 @pytest.fixture(scope="module")
 def small() -> SparseProjection:
-    """Seven entries, so that most bytes of its file are those of the header."""
+    """Return a projection with seven entries, so that most bytes of its file belong to the header."""
     return SparseProjection(
         row_offsets=np.array([0, 2, 2, 5, 6, 7], np.int64),
         teacher_ids=np.array([0, 3, 1, 2, 3, 0, 2], np.int32),
         weights=np.array([0.75, 0.25, 0.5, 0.25, 0.125, 1, 1], np.float32),
         student_cells=np.array([-1, 0, 1, -1, 2], np.int32),
         teacher_cells=np.array([-1, 0, 1, 2], np.int32),
-        header={"kind": "projection", "student": side("s", 5), "teacher": side("térmico", 4)},
+        header={"kind": "projection", "student": tokenizer_section("s", 5), "teacher": tokenizer_section("térmico", 4)},
     )
 
 
@@ -43,31 +43,31 @@ def flipped(raw: bytes, position: int, bits: int = 0xFF) -> bytes:
     return raw[:position] + bytes([raw[position] ^ bits]) + raw[position + 1 :]
 
 
-def test_what_is_written_is_read_back(built, small, tmp_path):
+def test_written_projection_is_read_back_exactly(built, small, tmp_path):
     for projection in (built, small):
         write_projection(projection, tmp_path / "p")
-        again = read_projection(tmp_path / "p")
+        read_back = read_projection(tmp_path / "p")
         for name in TENSOR_DTYPES:
-            assert getattr(again, name).dtype == getattr(projection, name).dtype
-            assert getattr(again, name).tobytes() == getattr(projection, name).tobytes()
-        assert again.header == projection.header
+            assert getattr(read_back, name).dtype == getattr(projection, name).dtype
+            assert getattr(read_back, name).tobytes() == getattr(projection, name).tobytes()
+        assert read_back.header == projection.header
 
 
-def test_same_inputs_give_the_same_bytes_wherever_they_lie(families, built, tmp_path):
+def test_projection_bytes_do_not_depend_on_paths(families, built, tmp_path):
     write_projection(built, tmp_path / "one")
     (tmp_path / "elsewhere").mkdir()
     for name in ("student", "teacher"):
         shutil.copytree(families[name], tmp_path / "elsewhere" / f"another {name}")
-    again = build_projection(
+    rebuilt = build_projection(
         Tokenizer(tmp_path / "elsewhere/another student", name="mine"),
         Tokenizer(tmp_path / "elsewhere/another teacher"),
     )
-    write_projection(again, tmp_path / "elsewhere/another name.bin")
+    write_projection(rebuilt, tmp_path / "elsewhere/another name.bin")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "elsewhere/another name.bin").read_bytes()
     assert str(tmp_path).encode() not in (tmp_path / "one").read_bytes()
 
 
-def test_the_standard_library_reads_the_header(built, families, tmp_path):
+def test_header_and_weights_are_readable_with_the_standard_library(built, families, tmp_path):
     write_projection(built, tmp_path / "p")
     raw = (tmp_path / "p").read_bytes()
     (size,) = struct.unpack("<Q", raw[:8])
@@ -82,18 +82,18 @@ def test_the_standard_library_reads_the_header(built, families, tmp_path):
     assert weights == tuple(built.weights.tolist())
 
 
-def test_nothing_but_the_file_is_left_and_an_old_one_is_replaced(small, tmp_path):
+def test_writing_replaces_an_old_file_and_leaves_no_other_files(small, tmp_path):
     (tmp_path / "p").write_text("an older file")
     write_projection(small, tmp_path / "p")
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
     assert read_projection(tmp_path / "p").header == small.header
 
 
-def refused(path) -> XtkError:
-    with pytest.raises(XtkError) as caught:
+def error_of(path) -> XtkError:
+    with pytest.raises(XtkError) as raised:
         read_projection(path)
-    assert caught.value.where == str(path)
-    return caught.value
+    assert raised.value.where == str(path)
+    return raised.value
 
 
 @pytest.mark.parametrize("bits", [0xFF, 0x01])
@@ -103,7 +103,7 @@ def test_a_flipped_byte_anywhere_is_refused(small, tmp_path, bits):
     raw = path.read_bytes()
     for position in range(bits % 2, len(raw), 5):
         path.write_bytes(flipped(raw, position, bits))
-        refused(path)
+        error_of(path)
 
 
 def test_a_flipped_byte_in_a_built_projection_is_refused(built, tmp_path):
@@ -112,18 +112,18 @@ def test_a_flipped_byte_in_a_built_projection_is_refused(built, tmp_path):
     raw = path.read_bytes()
     for position in np.linspace(0, len(raw) - 1, 60).astype(int).tolist():
         path.write_bytes(flipped(raw, position))
-        refused(path)
+        error_of(path)
 
 
-def test_a_file_cut_short_or_too_long_is_refused(small, tmp_path):
+def test_truncated_or_extended_file_is_refused(small, tmp_path):
     path = tmp_path / "p"
     write_projection(small, path)
     raw = path.read_bytes()
     for size in [*range(0, len(raw), 7), len(raw) - 1]:
         path.write_bytes(raw[:size])
-        assert isinstance(refused(path), CorruptError)
+        assert isinstance(error_of(path), CorruptError)
     path.write_bytes(raw + b"\0")
-    assert isinstance(refused(path), CorruptError)
+    assert isinstance(error_of(path), CorruptError)
 
 
 @pytest.mark.parametrize(
@@ -138,20 +138,20 @@ def test_a_file_cut_short_or_too_long_is_refused(small, tmp_path):
         struct.pack("<Q", 100_000) + b"[" * 100_000,
     ],
 )
-def test_another_file_is_no_projection(tmp_path, content):
+def test_file_that_is_not_a_projection_is_refused(tmp_path, content):
     (tmp_path / "p").write_bytes(content)
-    assert isinstance(refused(tmp_path / "p"), CorruptError)
+    assert isinstance(error_of(tmp_path / "p"), CorruptError)
 
 
-def test_a_file_that_is_not_there_is_named_with_the_command_that_makes_one(tmp_path):
-    assert "build-projection" in refused(tmp_path / "p").hint
+def test_missing_file_is_reported_with_the_command_that_builds_one(tmp_path):
+    assert "build-projection" in error_of(tmp_path / "p").hint
 
 
-def test_another_version_is_refused_by_its_number(small, tmp_path, monkeypatch):
+def test_another_version_is_refused_with_its_number(small, tmp_path, monkeypatch):
     monkeypatch.setattr("xtk.artifacts.projection_file.VERSION", 7)
     write_projection(small, tmp_path / "p")
     monkeypatch.undo()
-    failure = refused(tmp_path / "p")
+    failure = error_of(tmp_path / "p")
     assert failure.what == "this projection has version 7; this xtk reads version 2"
     assert failure.hint
 
@@ -174,27 +174,27 @@ def test_another_version_is_refused_by_its_number(small, tmp_path, monkeypatch):
         ({"teacher_ids": np.zeros((7, 1), np.int32)}, "lacks a 1-dimensional tensor teacher_ids of dtype int32"),
     ],
 )
-def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(
-    small, tmp_path, monkeypatch, changes, message
-):
-    wrong = replace(small, **changes)
+def test_invalid_values_are_refused_despite_a_matching_checksum(small, tmp_path, monkeypatch, changes, message):
+    invalid = replace(small, **changes)
     if not message.startswith("lacks a 1-dimensional tensor "):
         with pytest.raises((XtkError, ValueError)):
-            write_projection(wrong, tmp_path / "p")
+            write_projection(invalid, tmp_path / "p")
         assert not any(tmp_path.iterdir())
     monkeypatch.setattr(SparseProjection, "validate", lambda projection: None)
-    write_projection(wrong, tmp_path / "p")
+    write_projection(invalid, tmp_path / "p")
     monkeypatch.undo()
-    failure = refused(tmp_path / "p")
+    failure = error_of(tmp_path / "p")
     assert isinstance(failure, CorruptError)
     assert message in failure.what
 
 
 @pytest.mark.parametrize("name", ["student", "teacher"])
-@pytest.mark.parametrize("told", [None, [], {}, {"tokenizer": "sha256:0", "embedding_rows": "many"}])
-def test_a_projection_that_does_not_tell_whose_it_is_is_refused(small, tmp_path, name, told):
-    header = {key: value for key, value in small.header.items() if key != name} | ({} if told is None else {name: told})
+@pytest.mark.parametrize("section", [None, [], {}, {"tokenizer": "sha256:0", "embedding_rows": "many"}])
+def test_projection_without_tokenizer_information_is_refused(small, tmp_path, name, section):
+    header = {key: value for key, value in small.header.items() if key != name} | (
+        {} if section is None else {name: section}
+    )
     write_projection(replace(small, header=header), tmp_path / "p")
-    failure = refused(tmp_path / "p")
+    failure = error_of(tmp_path / "p")
     assert isinstance(failure, CorruptError)
     assert name in failure.what

@@ -1,4 +1,4 @@
-"""What columns say: what the teacher reads, which tokens are trained, and what is refused."""
+"""Conversion of data rows to documents: teacher prompts, trained tokens, weights, routes, and invalid columns."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def document(record: dict[str, object], **columns: str) -> Document:
 
 
 def failure_of(record: dict[str, object], **columns: str) -> XtkError:
-    with pytest.raises(XtkError) as caught:
+    with pytest.raises(XtkError) as raised:
         document(record, **columns)
-    assert caught.value.where == "here"
-    return caught.value
+    assert raised.value.where == "here"
+    return raised.value
 
 
 def fingerprint(document: Document) -> str:
@@ -48,30 +48,32 @@ def fingerprint(document: Document) -> str:
     return str(found)
 
 
-# The page.
+# Examples of docs/how-to/data.md.
 
 
-def test_the_page_shows_every_column_and_nothing_else():
+def test_data_page_shows_every_column_and_no_other():
     assert len(EXAMPLES) == PAGE.read_text(encoding="utf-8").count("```json")
     shown = {column for record, _ in EXAMPLES for column in record}
     assert shown == set(RECORD_FIELDS)
 
 
 @pytest.mark.parametrize(("record", "trained"), EXAMPLES, ids=[" ".join(record) for record, _ in EXAMPLES])
-def test_what_the_page_shows_is_read_and_trained_as_it_says(real_data, tmp_path, record, trained):
+def test_examples_of_the_data_page_are_trained_as_documented(real_data, tmp_path, record, trained):
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     documents = list(Corpus([str(tmp_path / "a.jsonl")]))
     teacher = Tokenizer(real_data / "tokenizers" / "qwen")
-    ((read, sequence),) = teacher_views(teacher, documents)
-    spelled = teacher.vocabulary.bytes_by_id
-    said = b"".join(spelled[token] for token in sequence.ids[sequence.train_mask & sequence.text_mask].tolist())
-    assert said.decode() == trained == "".join(part.text for part in read.segments if part.train)
+    ((viewed_document, sequence),) = teacher_views(teacher, documents)
+    bytes_by_id = teacher.vocabulary.bytes_by_id
+    trained_bytes = b"".join(
+        bytes_by_id[token] for token in sequence.ids[sequence.train_mask & sequence.text_mask].tolist()
+    )
+    assert trained_bytes.decode() == trained == "".join(part.text for part in viewed_document.segments if part.train)
 
 
-# A prompt for the teacher.
+# Teacher prompts.
 
 
-def test_a_prompt_of_the_teacher_is_text_or_messages():
+def test_teacher_prompt_is_text_or_messages():
     pair = {"prompt": "a", "completion": "b"}
     assert document({**pair, "teacher_prompt": "c\ud800"}) == Document.from_completion("a", "b").with_teacher_prompt(
         "c\ufffd"
@@ -79,9 +81,9 @@ def test_a_prompt_of_the_teacher_is_text_or_messages():
     assert document({**pair, "teacher_prompt": None}) == Document.from_completion("a", "b")
     assert document({**pair, "hint": "c"}, teacher_prompt="hint").teacher_prompt == "c"
     turns = [{"from": "human", "value": "12?", "weight": 1}, {"role": "tool", "content": None, "name": None}]
-    talk = document({"messages": CHAT, "teacher_prompt": turns})
-    assert talk.teacher_prompt == ({"role": "user", "content": "12?"}, {"role": "tool", "content": ""})
-    assert talk.conversation == document({"messages": CHAT}).conversation
+    chat = document({"messages": CHAT, "teacher_prompt": turns})
+    assert chat.teacher_prompt == ({"role": "user", "content": "12?"}, {"role": "tool", "content": ""})
+    assert chat.conversation == document({"messages": CHAT}).conversation
 
 
 @pytest.mark.parametrize(
@@ -96,11 +98,11 @@ def test_a_prompt_of_the_teacher_is_text_or_messages():
         ({"messages": CHAT, "teacher_prompt": ["a"]}, "each message must be an object"),
     ],
 )
-def test_a_prompt_of_the_teacher_that_is_none_is_refused(record, what):
+def test_invalid_teacher_prompt_is_refused(record, what):
     assert what in failure_of(record).what
 
 
-def test_a_column_that_was_asked_for_and_is_not_there_is_missed():
+def test_missing_requested_column_is_refused():
     failure = failure_of({"text": "a", "hints": "b"}, teacher_prompt="hint")
     assert failure.what == "this document has no column hint; its columns: text, hints; did you mean hints?"
     assert "labels" in failure_of({"input_ids": [1]}, labels="labels").what
@@ -109,7 +111,7 @@ def test_a_column_that_was_asked_for_and_is_not_there_is_missed():
 # Masks of messages.
 
 
-def test_marks_are_read_from_messages_of_both_formats():
+def test_train_flags_are_read_from_messages_of_both_formats():
     turns = [{**CHAT[2], "train": False}, {**CHAT[2], "weight": 0}, {"from": "gpt", "value": "a", "train": False},
              {"from": "gpt", "value": "a", "weight": 1}, {**CHAT[1], "train": True}]  # fmt: skip
     assert [part.train for part in document({"messages": turns}).segments] == [False, False, False, True, True]
@@ -119,22 +121,22 @@ def test_marks_are_read_from_messages_of_both_formats():
 # Tokens.
 
 
-def training(record: dict[str, object], **columns: str) -> tuple[list[int], list[bool]]:
+def ids_and_train_mask(record: dict[str, object], **columns: str) -> tuple[list[int], list[bool]]:
     tokens = document(record, **columns).teacher_tokens
     assert tokens is not None
     return tokens.ids.tolist(), tokens.train_mask.tolist()
 
 
-def test_what_is_trained_of_tokens_is_what_every_mask_leaves():
+def test_trained_tokens_are_those_that_all_masks_select():
     ids = [5, 6, 7, 8]
-    assert training({"input_ids": ids}) == (ids, [True] * 4)
-    assert training({"input_ids": ids, "labels": [-100, 6, 7, 8]}) == (ids, [False, True, True, True])
+    assert ids_and_train_mask({"input_ids": ids}) == (ids, [True] * 4)
+    assert ids_and_train_mask({"input_ids": ids, "labels": [-100, 6, 7, 8]}) == (ids, [False, True, True, True])
     for mask in ("completion_mask", "assistant_masks", "loss_mask"):
-        assert training({"input_ids": ids, mask: [0, 1, 0, True]}) == (ids, [False, True, False, True])
+        assert ids_and_train_mask({"input_ids": ids, mask: [0, 1, 0, True]}) == (ids, [False, True, False, True])
         both = {"input_ids": ids, "labels": [-100, -100, 7, 8], mask: [1, 1, 1, 0]}
-        assert training(both) == (ids, [False, False, True, False])
-    assert training({"input_ids": ids, "loss_mask": None}) == (ids, [True] * 4)
-    assert training({"tokens": ids, "y": [-100, 6, 7, 8]}, input_ids="tokens", labels="y")[1] == [
+        assert ids_and_train_mask(both) == (ids, [False, False, True, False])
+    assert ids_and_train_mask({"input_ids": ids, "loss_mask": None}) == (ids, [True] * 4)
+    assert ids_and_train_mask({"tokens": ids, "y": [-100, 6, 7, 8]}, input_ids="tokens", labels="y")[1] == [
         False,
         True,
         True,
@@ -142,12 +144,12 @@ def test_what_is_trained_of_tokens_is_what_every_mask_leaves():
     ]
 
 
-def test_padding_on_either_side_is_left_out():
+def test_padding_on_either_side_is_removed():
     record = {"input_ids": [0, 5, 6, 0], "attention_mask": [0, 1, 1, 0], "labels": [9, -100, 6, 9]}
-    assert training(record) == ([5, 6], [False, True])
+    assert ids_and_train_mask(record) == ([5, 6], [False, True])
 
 
-def test_tokens_come_from_parquet_as_from_json(tmp_path):
+def test_parquet_and_json_give_the_same_tokens(tmp_path):
     record = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 0], "candidate_ids": [[1], []]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     schema = pa.schema(
@@ -155,9 +157,9 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
          ("candidate_ids", pa.list_(pa.list_(pa.int32())))]
     )  # fmt: skip
     pa.parquet.write_table(pa.Table.from_pylist([record], schema), tmp_path / "a.parquet")
-    one, other = (list(Corpus([str(tmp_path / name)])) for name in ("a.jsonl", "a.parquet"))
-    assert one == other
-    assert one[0].candidate_ids.to_padded().tolist() == [[1], [-1]]
+    from_jsonl, from_parquet = (list(Corpus([str(tmp_path / name)])) for name in ("a.jsonl", "a.parquet"))
+    assert from_jsonl == from_parquet
+    assert from_jsonl[0].candidate_ids.to_padded().tolist() == [[1], [-1]]
 
 
 @pytest.mark.parametrize(
@@ -177,30 +179,30 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
         ({"input_ids": [5, 6], "candidate_ids": [["a"]]}, "candidate_ids must be a flat list of integers"),
     ],
 )
-def test_tokens_and_masks_that_are_none_are_refused(record, what):
+def test_invalid_tokens_and_masks_are_refused(record, what):
     assert what in failure_of(record).what
 
 
-def test_tokens_beside_a_text_are_read_when_it_is_said_which():
+def test_text_and_input_ids_together_need_an_explicit_column():
     record = {"text": "Anna", "input_ids": [5, 6]}
     failure = failure_of(record)
     assert "text and input_ids" in failure.what
     assert "--columns input_ids=input_ids" in failure.hint
     assert document(record, text="text") == Document.from_text("Anna")
     assert document(record, input_ids="input_ids") == Document.from_teacher_ids([5, 6])
-    # Columns that are filled up with nothing are no choice.
+    # A column of nulls counts as missing.
     assert document({"text": None, "input_ids": [5, 6], "messages": None}) == Document.from_teacher_ids([5, 6])
     assert document({"text": "Anna", "input_ids": None}) == Document.from_text("Anna")
     assert "text and input_ids" in failure_of(record, text="text", input_ids="input_ids").what
 
 
-def test_a_document_of_nothing_names_what_it_could_have():
+def test_row_without_a_known_column_is_refused_with_the_supported_columns():
     failure = failure_of({"tokens": [5]})
     assert "or input_ids; its columns: tokens" in failure.what
     assert "input_ids=COLUMN" in failure.hint
 
 
-def test_every_field_can_be_named_and_a_mistyped_one_is_told():
+def test_columns_option_maps_every_field_and_refuses_unknown_fields():
     for field in RECORD_FIELDS:
         assert parse_columns_option(f"{field}=other") == {field: "other"}
         Corpus([], {field: "other"})
@@ -208,10 +210,10 @@ def test_every_field_can_be_named_and_a_mistyped_one_is_told():
         Corpus([], {"teacher_promt": "hint"})
 
 
-# What training is told.
+# Weights and routes.
 
 
-def test_weights_and_routes_are_read_from_the_columns_that_are_asked_for_and_no_other():
+def test_weights_and_routes_are_read_only_from_requested_columns():
     record = {"text": "a", "weight": 3, "route": "one", "quality": 0.5}
     assert document(record) == Document.from_text("a")
     found = document(record, weight="quality", route="route")
@@ -219,27 +221,27 @@ def test_weights_and_routes_are_read_from_the_columns_that_are_asked_for_and_no_
     assert document({**record, "quality": 0}, weight="quality").weight == 0
     assert found.byte_slice(0, 1).weight == 0.5
     assert parse_columns_option("text=body", weight="quality", route="") == {"text": "body", "weight": "quality"}
-    with pytest.raises(XtkError) as told:
+    with pytest.raises(XtkError) as raised:
         parse_columns_option("weight=quality")
-    assert told.value.hint == "use --weight-column COLUMN"
+    assert raised.value.hint == "use --weight-column COLUMN"
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "2", None, True, [1]])
-def test_a_weight_that_is_none_is_refused(weight):
+def test_invalid_weight_is_refused(weight):
     failure = failure_of({"text": "a", "quality": weight}, weight="quality")
     assert failure.what == f"the column quality is {weight!r}, but must be a number from 0 to 1e12"
 
 
-def test_a_weight_that_is_missing_is_named_with_its_file_and_row(tmp_path):
+def test_missing_weight_column_is_reported_with_file_and_row(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "a", "quality": 1}\n{"text": "b"}\n')
-    with pytest.raises(XtkError) as told:
+    with pytest.raises(XtkError) as raised:
         list(Corpus([str(tmp_path / "data.jsonl")], {"weight": "quality"}))
-    assert told.value.what == "this document has no column quality; its columns: text"
-    assert told.value.where == f"{tmp_path / 'data.jsonl'}, document 1"
-    assert told.value.hint == "add this column to every document, or name another one with --weight-column"
+    assert raised.value.what == "this document has no column quality; its columns: text"
+    assert raised.value.where == f"{tmp_path / 'data.jsonl'}, document 1"
+    assert raised.value.hint == "add this column to every document, or name another one with --weight-column"
 
 
-def test_a_route_is_a_name():
+def test_route_that_is_not_a_name_is_refused():
     failure = failure_of({"text": "a", "by": 3}, route="by")
     assert failure.what == "the column by is 3, but must be the NAME of a --teacher"
 
@@ -247,14 +249,14 @@ def test_a_route_is_a_name():
 # Fingerprints.
 
 
-def test_a_fingerprint_tells_apart_all_that_changes_what_is_read_or_trained():
+def test_fingerprint_depends_on_everything_that_is_read_or_trained():
     pair, ids = Document.from_completion("a", "b"), Document.from_teacher_ids([5, 6, 7])
-    talk = Document.from_messages(CHAT)
+    chat = Document.from_messages(CHAT)
     different = [
         pair, pair.with_teacher_prompt("c"), pair.with_teacher_prompt(""), pair.with_candidate_ids([[1]]),
         pair.with_candidate_ids([[1], []]), pair.with_candidate_ids([[], [1]]), pair.with_candidate_ids([]),
-        talk, talk.with_teacher_prompt("c"), talk.with_teacher_prompt([CHAT[0]]), talk.with_teacher_prompt([]),
-        talk.with_teacher_prompt([{**CHAT[0], "name": "Anna"}]),
+        chat, chat.with_teacher_prompt("c"), chat.with_teacher_prompt([CHAT[0]]), chat.with_teacher_prompt([]),
+        chat.with_teacher_prompt([{**CHAT[0], "name": "Anna"}]),
         Document.from_messages([*CHAT[:2], {**CHAT[2], "train": False}]),
         replace(pair, weight=2.0), replace(pair, weight=0.0), replace(pair, teacher_name="one"),
         ids, Document.from_teacher_ids([5, 6, 8]), Document.from_teacher_ids([5, 6, 7], [1, 1, 0]),
@@ -264,7 +266,7 @@ def test_a_fingerprint_tells_apart_all_that_changes_what_is_read_or_trained():
     assert all(one != other for at, one in enumerate(different) for other in different[:at])
 
 
-def test_a_fingerprint_of_tokens_needs_no_tokenizer_and_marks_that_say_nothing_change_none():
+def test_fingerprint_ignores_train_flags_that_equal_the_default():
     assert fingerprint(Document.from_teacher_ids(np.array([5, 6]))) == fingerprint(
         Document.from_teacher_ids([5, 6], [True, True])
     )

@@ -1,9 +1,9 @@
-"""`cache-teacher` against the bare forward passes of the same batches.
+"""`cache-teacher` compared with the bare forward passes of the same batches.
 
-The teacher: a Qwen3 of 12 layers, H = 1,024, U = 151,936, fp32 (on a GPU 28 layers, bf16), with random weights, on
-which time does not depend.
-Forward passes alone give logits [B, S, U]; the cache adds the top 64, tail, realised token and entropy of every
-position, and writes the shard. In turns, median of 3.
+The teacher: a Qwen3 of 12 layers, H = 1,024, U = 151,936, fp32 (on a GPU 28 layers, bf16), with random weights, which
+do not affect the time.
+Forward passes alone return logits [B, S, U]; the cache adds the top 64, remainder, observed token and entropy of every
+position, and writes the shard. Runs alternate, median of 3.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
-TOP_K, TIMES = 64, 3
+TOP_K, REPEATS = 64, 3
 CUDA = torch.cuda.is_available()
 
 
@@ -40,25 +40,23 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384 if CUDA else 1024)
     parser.add_argument("--dtype", default="bfloat16" if CUDA else "float32")
     parser.add_argument("--layers", type=int, default=28 if CUDA else 12)
-    given = parser.parse_args()
+    args = parser.parse_args()
     silence_transformers()
     torch.manual_seed(0)
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
-    shape["num_hidden_layers"] = given.layers
-    configuration = Qwen3Config(
-        **shape, vocab_size=151936, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True
-    )
+    shape["num_hidden_layers"] = args.layers
+    model_config = Qwen3Config(**shape, vocab_size=151936, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True)
     with tempfile.TemporaryDirectory() as name:
-        folder = model_folder(Path(name) / "teacher", "qwen", Qwen3ForCausalLM(configuration))
-        documents = [Document.from_text(text) for text in gsm8k(given.documents)]
+        folder = model_folder(Path(name) / "teacher", "qwen", Qwen3ForCausalLM(model_config))
+        documents = [Document.from_text(text) for text in gsm8k(args.documents)]
         tokens = tokenize_documents(Tokenizer(folder), documents)
         support = Support("top-k", top_k=TOP_K)
-        request = TeacherConfig(folder, name, Tokenizer(folder), given.dtype, given.batch_tokens, support=support)
-        teacher = TransformersTeacher(request)
+        teacher_config = TeacherConfig(folder, name, Tokenizer(folder), args.dtype, args.batch_tokens, support=support)
+        teacher = TransformersTeacher(teacher_config)
         header = {"codec": {"name": "raw", "num_samples": 0, "num_sample_sets": 0}}
         writer = ShardedCacheWriter(LocalFolder(Path(name) / "cache"), header, [len(documents)])
         batches = []
-        for batch in batches_by_length([len(document) for document in tokens], given.batch_tokens):
+        for batch in batches_by_length([len(document) for document in tokens], args.batch_tokens):
             ids = torch.zeros(len(batch), max(len(tokens[at]) for at in batch), dtype=torch.int64)
             for row, at in enumerate(batch):
                 ids[row, : len(tokens[at])] = torch.from_numpy(tokens[at].ids)
@@ -76,16 +74,16 @@ def main() -> None:
             writer.write_shard(0, [ScoredDocument(*row) for row in zip(documents, tokens, scores, strict=True)])
 
         seconds: dict[str, list[float]] = {"bare": [], "cache": []}
-        for _ in range(TIMES + 1):
-            for label, work in (("bare", bare), ("cache", cache)):
+        for _ in range(REPEATS + 1):
+            for label, function in (("bare", bare), ("cache", cache)):
                 started = time.perf_counter()
-                work()
+                function()
                 seconds[label].append(time.perf_counter() - started)
     count = sum(map(len, tokens))
-    rates = {label: count / statistics.median(found[1:]) for label, found in seconds.items()}
-    told = f"{rates['cache'] / rates['bare']:.0%} ({rates['cache']:.0f} of {rates['bare']:.0f} tokens/s)"
+    rates = {label: count / statistics.median(times[1:]) for label, times in seconds.items()}
+    result = f"{rates['cache'] / rates['bare']:.0%} ({rates['cache']:.0f} of {rates['bare']:.0f} tokens/s)"
     device = ("device", f"{'cuda' if CUDA else 'cpu'}, {torch.get_num_threads()} threads", "")
-    report(__file__, [device, ("`cache-teacher`, tokens/s of the bare forward passes", told, "95 %")])
+    report(__file__, [device, ("`cache-teacher`, tokens/s of the bare forward passes", result, "95 %")])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`distill` from a cache against cross-entropy alone: the same student, steps and documents.
+"""`distill` from a cache compared with cross-entropy alone: the same student, steps and documents.
 
 Two students: one of the quickstart's size (V = 4,000), and one with Llama-3's vocabulary (V = 128,256) that learns
-from a teacher with Qwen's (U = 151,936), trained for a few steps so that its supports hold the frequent tokens. The
-rates are those that `distill` itself writes, without its first step; in turns, median of 3 runs.
+from a teacher with Qwen's (U = 151,936), which is trained for a few steps so that its supports contain the frequent
+tokens. The rates are those that `distill` logs, without its first step; runs alternate, median of 3.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import RunPaths, TrainConfig
 
-TIMES = 3
+REPEATS = 3
 LOSSES = {
     "ce": (),
     "ce and p-kl": ("--loss", "p-kl"),
@@ -34,14 +34,14 @@ LOSSES = {
 
 
 def xtk(*arguments: str) -> None:
-    """Run a command."""
+    """Run an xtk command."""
     import sys
 
     process(sys.executable, "-m", "xtk", *arguments)
 
 
 def rate(folder: Path) -> float:
-    """Return tokens/s of a run, without its first step."""
+    """Return the tokens per second of a run, without its first step."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if "tokens_per_second" in record]
     return float(statistics.median(record["tokens_per_second"] for record in records[1:]))
@@ -50,16 +50,16 @@ def rate(folder: Path) -> float:
 def measure(name: str, folder: Path, student: Path, steps: int, batch: int) -> list[tuple[str, str, str]]:
     """Train with each loss in turns; return rows of the table."""
     rates: dict[str, list[float]] = {losses: [] for losses in LOSSES}
-    for turn in range(TIMES):
-        for number, (losses, options) in enumerate(LOSSES.items()):
-            out = folder / f"{turn}-{number}"
+    for repeat in range(REPEATS):
+        for index, (losses, options) in enumerate(LOSSES.items()):
+            out = folder / f"{repeat}-{index}"
             xtk(
                 "distill", str(student), str(folder / "cache"), "--projection", str(folder / "p"),
                 "--loss", "ce", *options, "--max-steps", str(steps), "--per-device-train-batch-size", str(batch),
                 "--logging-steps", str(steps // 4), "--save-steps", "0", "-o", str(out),
             )  # fmt: skip
             rates[losses].append(rate(out))
-    medians = {losses: statistics.median(found) for losses, found in rates.items()}
+    medians = {losses: statistics.median(values) for losses, values in rates.items()}
     return [
         (
             f"{name}: {losses}, tokens/s of ce alone",
@@ -100,7 +100,7 @@ def small(folder: Path) -> list[tuple[str, str, str]]:
     xtk("distill", str(folder / "untrained"), str(folder / "data.jsonl"), "--loss", "ce", "--max-steps", "100",
         "--learning-rate", "3e-3", "--save-steps", "0", "-o", str(folder / "teacher"))  # fmt: skip
     prepare(folder)
-    return [*measure("V = 4,000", folder, folder / "student", steps=80, batch=8), floor(folder)]
+    return [*measure("V = 4,000", folder, folder / "student", steps=80, batch=8), minimal_cost(folder)]
 
 
 def prepare(folder: Path) -> None:
@@ -110,41 +110,43 @@ def prepare(folder: Path) -> None:
         "-o", str(folder / "cache"))  # fmt: skip
 
 
-def floor(folder: Path) -> tuple[str, str, str]:
-    """Measure what any loss over these entries costs: each is made once, read with an exponential, and written once."""
-    places = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "nowhere")
-    recipe = TrainConfig(losses=tuple(parse_losses(["p-kl"])), max_steps=1)
-    inputs = open_inputs(places, recipe, Tokenizer(folder / "student"))
-    maker = inputs.batch_builder(None)
-    batch = maker.build(range(8))
+def minimal_cost(folder: Path) -> tuple[str, str, str]:
+    """Measure the cost of creating, reading with an exponential, and writing each entry of p-kl once."""
+    paths = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "nowhere")
+    config = TrainConfig(losses=tuple(parse_losses(["p-kl"])), max_steps=1)
+    inputs = open_inputs(paths, config, Tokenizer(folder / "student"))
+    builder = inputs.batch_builder(None)
+    batch = builder.build(range(8))
     (term,) = batch.terms
     rows, tokens = term.rows.numpy(), term.tokens.numpy()
     logits = np.zeros((int(rows.max()) + 1, inputs.tokenizer.embedding_rows), np.float32)
-    seconds = median_seconds(lambda: touch(logits, rows, tokens), 11)
-    per_token = len(rows) / batch.tokens
-    told = f"{per_token:.0f} entries a token, {1e6 * seconds / batch.tokens:.1f} microseconds a token on one core"
-    return ("V = 4,000: making, reading and writing each entry of p-kl once", told, "(none)")
+    seconds = median_seconds(lambda: touch_entries(logits, rows, tokens), 11)
+    entries_per_token = len(rows) / batch.tokens
+    result = (
+        f"{entries_per_token:.0f} entries a token, {1e6 * seconds / batch.tokens:.1f} microseconds a token on one core"
+    )
+    return ("V = 4,000: making, reading and writing each entry of p-kl once", result, "(none)")
 
 
 @njit  # type: ignore[untyped-decorator]
-def touch(logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Make, read and write each entry once."""
-    made = np.empty((3, len(rows)), np.int32)
+def touch_entries(logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Create, read and write each entry once."""
+    entries = np.empty((3, len(rows)), np.int32)
     for at in range(len(rows)):
-        made[0, at], made[1, at] = rows[at], tokens[at]
-        made[2, at] = np.exp(logits[rows[at], tokens[at]])
+        entries[0, at], entries[1, at] = rows[at], tokens[at]
+        entries[2, at] = np.exp(logits[rows[at], tokens[at]])
     for at in range(len(rows)):
-        logits[made[0, at], made[1, at]] += made[2, at] * 1e-6
-    return made
+        logits[entries[0, at], entries[1, at]] += entries[2, at] * 1e-6
+    return entries
 
 
 def main() -> None:
     """Measure and print."""
     silence_transformers()
     rows = []
-    for work in (small, large):
+    for measure_student in (small, large):
         with tempfile.TemporaryDirectory() as folder:
-            rows += work(Path(folder))
+            rows += measure_student(Path(folder))
     report(__file__, rows)
 
 

@@ -1,13 +1,13 @@
-"""The memory that `xtk doctor` forecasts, against what `distill` and `cache-teacher` hold on a CPU.
+"""The memory that `xtk doctor` estimates, compared with that of `distill` and `cache-teacher` on a CPU.
 
     python tests/benchmarks/bench_doctor.py [--only PART ...] [--at-once 1]
 
-Students and teachers are Llamas with random weights and real or made tokenizers. Each case is a doctor and a run, as
-processes; the peak of the run is what Linux says (VmHWM; ru_maxrss begins with what the parent had). Numba's kernels
-are compiled before by a run that does not count. Cases marked `fitted` were looked at when the constants of
-xtk/doctor/memory_disk_and_time_estimates.py were chosen, and all of `distill` when its margins for the heap were
-chosen; the others never. Reach: 15 %. With MALLOC_MMAP_THRESHOLD_=1048576 in the environment glibc gives memory back,
-and both the forecast and the run know that.
+Students and teachers are Llamas with random weights and real or generated tokenizers. Each case is a doctor process and
+a run process; the peak of the run is VmHWM of Linux (ru_maxrss starts with the memory of the parent). A run that is not
+measured compiles Numba's kernels beforehand. Cases marked `fitted` were used to choose the constants of
+xtk/doctor/memory_disk_and_time_estimates.py, and all cases of `distill` to choose its margins for the heap; the others
+were not. Limit: 15 %. With MALLOC_MMAP_THRESHOLD_=1048576 in the environment glibc returns memory to the system, and
+both the estimate and the run account for that.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import small_inputs
 from measurement import real_data, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
-REACH, STEPS = 0.15, 3
-PEAK = (
+TOLERANCE, STEPS = 0.15, 3
+RUN_AND_PRINT_PEAK = (
     "import sys; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "
     "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr); "
     "sys.exit(code)"
 )
-# name: tokenizer, hidden, layers, rows, whether embedding and head are one matrix
+# name: tokenizer, hidden size, layers, vocabulary rows, whether the embeddings are tied
 MODELS = {
     "11 MiB": ("student", 128, 4, 8192, False),
     "250 MiB": ("student", 768, 8, 8192, False),
@@ -51,7 +51,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run: `distill` of a student, or `cache-teacher` of a teacher, with options that the doctor knows too."""
+    """A run: `distill` of a student, or `cache-teacher` of a teacher, with options that the doctor also accepts."""
 
     command: str
     model: str
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The name of the case in the table."""
         return f"{self.command}, {self.model}, {self.options}"
 
 
@@ -95,70 +95,70 @@ CASES = (
 
 
 def xtk(folder: Path, *arguments: str) -> tuple[list[dict[str, object]], int]:
-    """Run xtk; return its JSON lines, and the peak of its memory in bytes."""
-    command = [sys.executable, "-c", PEAK, *arguments, "--json", "--quiet"]
-    surroundings = {**os.environ, "XTK_CACHE": str(folder / "kept")}
-    done = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
-    if done.returncode and arguments[0] != "doctor":
-        raise SystemExit(f"{' '.join(arguments)}\n{done.stdout}{done.stderr}")
-    return [json.loads(line) for line in done.stdout.splitlines()], 1024 * int(done.stderr.splitlines()[-1])
+    """Run xtk; return its JSON lines, and its peak memory in bytes."""
+    command = [sys.executable, "-c", RUN_AND_PRINT_PEAK, *arguments, "--json", "--quiet"]
+    env = {**os.environ, "XTK_CACHE": str(folder / "kept")}
+    completed = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    if completed.returncode and arguments[0] != "doctor":
+        raise SystemExit(f"{' '.join(arguments)}\n{completed.stdout}{completed.stderr}")
+    return [json.loads(line) for line in completed.stdout.splitlines()], 1024 * int(completed.stderr.splitlines()[-1])
 
 
 def model(folder: Path, name: str) -> None:
-    """Write a Llama beside its tokenizer."""
+    """Write a Llama and its tokenizer into one folder."""
     tokenizer, hidden, layers, rows, tied = MODELS[name]
     folder.mkdir()
-    made = {"student": small_inputs.make_student_tokenizer, "teacher": small_inputs.make_teacher_tokenizer}
-    if tokenizer in made:
-        made[tokenizer](folder)
+    writers = {"student": small_inputs.make_student_tokenizer, "teacher": small_inputs.make_teacher_tokenizer}
+    if tokenizer in writers:
+        writers[tokenizer](folder)
     else:
         for file in (real_data() / "tokenizers" / tokenizer).iterdir():
             shutil.copyfile(file, folder / file.name)
-    configuration = LlamaConfig(
+    config = LlamaConfig(
         vocab_size=rows, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
         num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, max_position_embeddings=4096,
         bos_token_id=0, eos_token_id=1, tie_word_embeddings=tied,
     )  # fmt: skip
-    LlamaForCausalLM(configuration).save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def teacher_of(case: Case) -> str:
-    """Return which teacher a student has."""
+    """Return the name of the teacher of a case."""
     if case.command == "cache-teacher":
         return case.model
     return "teacher of 152k rows" if case.model.startswith("128k") else "teacher of 8k rows"
 
 
 def measure(folder: Path, case: Case) -> tuple[int, int]:
-    """Return the bytes that were forecast, and those that were held."""
+    """Return the estimated and the measured bytes."""
     teacher, options = teacher_of(case), case.options.split()
     output = str(folder / f"out {CASES.index(case)}")
     if case.command == "distill":
-        found, _ = xtk(folder, "doctor", case.model, teacher, f"cache of {teacher}", "data.jsonl", *options)
+        findings, _ = xtk(folder, "doctor", case.model, teacher, f"cache of {teacher}", "data.jsonl", *options)
         run = ["distill", case.model, f"cache of {teacher}", "--max-steps", str(STEPS), *options]
     else:
-        said = [word.replace("--dtype", "--teacher-dtype") for word in options]
-        found, _ = xtk(folder, "doctor", "11 MiB", teacher, "data.jsonl", *said)
+        doctor_options = [word.replace("--dtype", "--teacher-dtype") for word in options]
+        findings, _ = xtk(folder, "doctor", "11 MiB", teacher, "data.jsonl", *doctor_options)
         run = ["cache-teacher", teacher, "data.jsonl", *options]
     (forecast,) = [
-        int(one["values"]["bytes"])  # type: ignore[index]
-        for one in found
-        if one["check"] == "memory" and one["values"]["command"] == case.command  # type: ignore[index]
+        int(finding["values"]["bytes"])  # type: ignore[index]
+        for finding in findings
+        if finding["check"] == "memory" and finding["values"]["command"] == case.command  # type: ignore[index]
     ]
-    _, held = xtk(folder, *run, "-o", output)
+    _, measured = xtk(folder, *run, "-o", output)
     shutil.rmtree(output)
-    return forecast, held
+    return forecast, measured
 
 
 def prepare(folder: Path, cases: list[Case]) -> None:
-    """Write data, models and caches, and compile what numba has to."""
+    """Write data, models and caches, and compile the Numba kernels."""
     texts = small_inputs.sentences(64 * 15)
     small_inputs.write_jsonl(folder / "data.jsonl", [" ".join(texts[at : at + 15]) for at in range(0, len(texts), 15)])
-    for name in {one.model for one in cases} | {teacher_of(one) for one in cases} | {"11 MiB"}:
+    for name in {case.model for case in cases} | {teacher_of(case) for case in cases} | {"11 MiB"}:
         model(folder / name, name)
-    for teacher in {teacher_of(one) for one in cases}:
+    for teacher in {teacher_of(case) for case in cases}:
         xtk(folder, "cache-teacher", teacher, "data.jsonl", "-o", f"cache of {teacher}")
-        # Other supports have kernels of their own.
+        # Other supports use other kernels.
         xtk(folder, "cache-teacher", teacher, "data.jsonl", "--top-k", "8", "-o", f"likeliest of {teacher}")
         student = "128k rows" if "152k" in teacher and (folder / "128k rows").is_dir() else "11 MiB"
         xtk(folder, "distill", student, f"cache of {teacher}", "-o", f"warm {teacher}", "--max-steps", "1",
@@ -166,32 +166,36 @@ def prepare(folder: Path, cases: list[Case]) -> None:
 
 
 def main() -> None:
-    """Measure all and print a table."""
+    """Measure all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of cases")
     parser.add_argument("--at-once", type=int, default=1, help="cases measured at the same time")
-    asked = parser.parse_args()
-    cases = [case for case in CASES if any(part in case.name for part in asked.only)]
-    with tempfile.TemporaryDirectory() as named:
-        folder = Path(named)
+    args = parser.parse_args()
+    cases = [case for case in CASES if any(part in case.name for part in args.only)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         prepare(folder, cases)
 
-        def measured(case: Case) -> tuple[Case, int, int]:
-            found = (case, *measure(folder, case))
-            sys.stderr.write(f"{case.name}: {found[1] / 2**30:.2f} of {found[2] / 2**30:.2f} GiB\n")
-            return found
+        def measure_case(case: Case) -> tuple[Case, int, int]:
+            result = (case, *measure(folder, case))
+            sys.stderr.write(f"{case.name}: {result[1] / 2**30:.2f} of {result[2] / 2**30:.2f} GiB\n")
+            return result
 
-        with ThreadPoolExecutor(asked.at_once) as pool:
-            every = list(pool.map(measured, cases))
+        with ThreadPoolExecutor(args.at_once) as pool:
+            results = list(pool.map(measure_case, cases))
     rows = []
-    for case, said, held in every:
-        off = said / held - 1
-        verdict = "within 15 %" if abs(off) <= REACH else "MISSED"
-        told = f"{said / 2**30:.2f} of {held / 2**30:.2f} GiB, {off:+.1%}"
-        rows.append((case.name + (" (fitted)" if case.fitted else ""), told, verdict))
-    for name, some in (("fitted", True), ("held out", False)):
-        near = [abs(said / held - 1) <= REACH for case, said, held in every if case.fitted == some]
-        rows.append((f"share of the {name} within 15 %", f"{sum(near)} of {len(near)}", "all"))
+    for case, forecast, measured_bytes in results:
+        deviation = forecast / measured_bytes - 1
+        verdict = "within 15 %" if abs(deviation) <= TOLERANCE else "MISSED"
+        cell = f"{forecast / 2**30:.2f} of {measured_bytes / 2**30:.2f} GiB, {deviation:+.1%}"
+        rows.append((case.name + (" (fitted)" if case.fitted else ""), cell, verdict))
+    for name, fitted in (("fitted", True), ("held out", False)):
+        within_tolerance = [
+            abs(forecast / measured_bytes - 1) <= TOLERANCE
+            for case, forecast, measured_bytes in results
+            if case.fitted == fitted
+        ]
+        rows.append((f"share of the {name} within 15 %", f"{sum(within_tolerance)} of {len(within_tolerance)}", "all"))
     report(__file__, rows, ("case", "forecast of measured", "reach"))
 
 

@@ -1,4 +1,4 @@
-"""How long a user waits for `xtk --help`: the whole process, median of 15."""
+"""Time of `xtk --help`: the whole process, median of 15."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The Python API against `xtk distill`: time of a step on the same documents, and students at equal steps.
+"""The Python API compared with `xtk distill`: time per step on the same documents, and students at equal steps.
 
-The time: `distill` trains a student from a cache; the same documents then go through `DistillationCollator` (one
-DataLoader worker) and `DistillationLoss` in a plain loop, packed, with AdamW and clipping. In turns in one process, the
-first step left out; median of the ratios.
+Time: `distill` trains a student from a cache; then a plain loop trains on the same documents with
+`DistillationCollator` (one DataLoader worker) and `DistillationLoss`, packed, with AdamW and clipping. Both alternate
+in one process, without the first step; median of the ratios.
 
-The students: the quickstart's pair, a teacher trained for a few hundred steps, and students of `distill` and of the
+Students: the quickstart's pair, a teacher trained for a few hundred steps, and students trained by `distill` and by the
 programs in `examples`, with equal options and numbers of steps.
 """
 
@@ -31,15 +31,15 @@ from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.training.micro_batches import BatchSampler
 
-TIMES = 3
+REPEATS = 3
 LOSSES = ("ce", "p-kl:weight=2")
 TEACHER_STEPS, STUDENT_STEPS = 200, 800
 PROGRAMS = {"own loop": ("own_loop.py",), "Trainer": ("trainer.py",), "SFTTrainer": ("trl_sft.py",),
             "SFTTrainer, mixin": ("trl_sft.py", "--mixin")}  # fmt: skip
 
 
-def with_the_library(folder: Path, loss: str, steps: int, batch: int) -> list[float]:
-    """Take the documents of the steps of `distill` through a plain loop; return when each step ended."""
+def train_with_library(folder: Path, loss: str, steps: int, batch: int) -> list[float]:
+    """Train on the documents of the steps of `distill` in a plain loop; return the end time of each step."""
     torch.manual_seed(0)
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float32).train()
     xtk.enable_packing(student)
@@ -53,38 +53,38 @@ def with_the_library(folder: Path, loss: str, steps: int, batch: int) -> list[fl
         num_workers=1, multiprocessing_context="fork",
     )  # fmt: skip
     optimizer = torch.optim.AdamW(parameter_groups(student, 0.0), lr=5e-5, fused=True)
-    parameters, ends = list(student.parameters()), []
-    for taken in loader:
-        states = student.model(**taken.model_inputs).last_hidden_state
-        losses(states, student.lm_head, taken).backward()
+    parameters, end_times = list(student.parameters()), []
+    for inputs in loader:
+        states = student.model(**inputs.model_inputs).last_hidden_state
+        losses(states, student.lm_head, inputs).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        ends.append(time.perf_counter())
-    return ends
+        end_times.append(time.perf_counter())
+    return end_times
 
 
-def cost(folder: Path, name: str, steps: int, batch: int) -> list[tuple[str, str, str]]:
+def step_time_rows(folder: Path, name: str, steps: int, batch: int) -> list[tuple[str, str, str]]:
     """Return a row of the table for each loss."""
     rows = []
     for loss in ("ce", "byte-kl"):
         ratios = []
-        for turn in range(TIMES):
-            _, ends = with_the_loop(folder, loss, steps, batch, f"{loss}-{turn}")
-            own = with_the_library(folder, loss, steps, batch)
-            ratios.append((own[-1] - own[0]) / (ends[-1] - ends[0]))
-        found = f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
-        rows.append((f"{name}: {loss if loss == 'ce' else f'ce and {loss}'}, step relative to distill", found, "+3 %"))
+        for repeat in range(REPEATS):
+            _, command_times = with_the_loop(folder, loss, steps, batch, f"{loss}-{repeat}")
+            library_times = train_with_library(folder, loss, steps, batch)
+            ratios.append((library_times[-1] - library_times[0]) / (command_times[-1] - command_times[0]))
+        change = f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
+        rows.append((f"{name}: {loss if loss == 'ce' else f'ce and {loss}'}, step relative to distill", change, "+3 %"))
     return rows
 
 
 def bits_per_byte(model: Path, data: Path) -> float:
     """Return the bits per byte of a model."""
-    _, _, out = process(sys.executable, "-m", "xtk", "evaluate", str(model), str(data), "--json", "-q")
-    return float(json.loads(out.splitlines()[0])["bits_per_byte"])
+    _, _, output = process(sys.executable, "-m", "xtk", "evaluate", str(model), str(data), "--json", "-q")
+    return float(json.loads(output.splitlines()[0])["bits_per_byte"])
 
 
-def students(folder: Path) -> list[tuple[str, str, str]]:
+def student_rows(folder: Path) -> list[tuple[str, str, str]]:
     """Return a row of the table for each way to train the quickstart's student."""
     training, held_out = train_test_split(python_documents())
     make_student(folder / "student", training, 0)
@@ -105,17 +105,17 @@ def students(folder: Path) -> list[tuple[str, str, str]]:
     process(*python, "distill", str(folder / "untrained"), str(folder / "train.jsonl"), "--loss", "ce", *options,
             "--max-steps", str(TEACHER_STEPS), "-o", str(folder / "teacher"))  # fmt: skip
     process(*python, "cache-teacher", str(folder / "teacher"), str(folder / "part.jsonl"), "-o", str(folder / "cache"))
-    losses = [word for loss in LOSSES for word in ("--loss", loss)]
+    losses = [option for loss in LOSSES for option in ("--loss", loss)]
     process(*python, "distill", str(folder / "student"), str(folder / "cache"), *losses, *options,
             "--max-steps", str(STUDENT_STEPS), "-o", str(folder / "command"))  # fmt: skip
     expected = bits_per_byte(folder / "command", folder / "test.jsonl")
     rows = [(f"`xtk distill`, {STUDENT_STEPS} steps: bits per byte", f"{expected:.4f}", "")]
-    for name, (program, *more) in PROGRAMS.items():
-        out = folder / name
+    for name, (program, *flags) in PROGRAMS.items():
+        output = folder / name
         process(sys.executable, str(ROOT / "examples" / program), str(folder / "student"), str(folder / "cache"),
-                str(out), *more, "--steps", str(STUDENT_STEPS), "--loss", *LOSSES)  # fmt: skip
-        found = bits_per_byte(out, folder / "test.jsonl")
-        rows.append((f"{name}, the same", f"{found:.4f} ({found / expected - 1:+.2%})", "1 %"))
+                str(output), *flags, "--steps", str(STUDENT_STEPS), "--loss", *LOSSES)  # fmt: skip
+        value = bits_per_byte(output, folder / "test.jsonl")
+        rows.append((f"{name}, the same", f"{value:.4f} ({value / expected - 1:+.2%})", "1 %"))
     return rows
 
 
@@ -124,18 +124,18 @@ def main() -> None:
     silence_transformers()
     terminal.set_quiet(True)
     rows = []
-    wanted = sys.argv[1:] or ["cost", "large", "students"]
-    if "cost" in wanted:
-        with tempfile.TemporaryDirectory() as place:
-            small(Path(place))
-            rows += cost(Path(place), "V = 4,000, 0.9 M parameters", steps=80, batch=8)
-    if "large" in wanted:
-        with tempfile.TemporaryDirectory() as place:
-            large(Path(place))
-            rows += cost(Path(place), "V = 128,256, 39 M parameters", steps=8, batch=4)
-    if "students" in wanted:
-        with tempfile.TemporaryDirectory() as place:
-            rows += students(Path(place))
+    parts = sys.argv[1:] or ["cost", "large", "students"]
+    if "cost" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            small(Path(folder))
+            rows += step_time_rows(Path(folder), "V = 4,000, 0.9 M parameters", steps=80, batch=8)
+    if "large" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            large(Path(folder))
+            rows += step_time_rows(Path(folder), "V = 128,256, 39 M parameters", steps=8, batch=4)
+    if "students" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += student_rows(Path(folder))
     report(__file__, rows)
 
 

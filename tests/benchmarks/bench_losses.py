@@ -1,16 +1,16 @@
-"""What the losses take: the loader, the memory of the head, its time beside cross-entropy, a dense W, and TRL.
+"""Cost of the losses: data loader, memory of the fused head, time relative to cross-entropy, a dense W, and TRL.
 
     python tests/benchmarks/bench_losses.py [cells] [memory] [time] [dense] [trl] [--rows N] [--hidden H] [--rounds R]
         [--losses NAME ...] [--memory-rows N ...] [--dtype float32|bfloat16]
 
-GSM8K as the real tokenizers of Llama 3 (student, V = 128,256) and Qwen (teacher) read it; supports of 64 tokens and a
-tail, half of them tokens that begin like the one that stands there. On CUDA if there is one: then N = 8,192, bf16,
-Liger's cross-entropy and `max_memory_allocated`. On a CPU N = 256 and fp32: few CPUs multiply bf16 in hardware.
-Times are medians, and ratios are of one round each, since all take turns. On a CPU they are seconds of the processor in
-one thread, which other work on the machine moves little.
+GSM8K, tokenized by the real tokenizers of Llama 3 (student, V = 128,256) and Qwen (teacher); supports of 64 tokens and
+a remainder, half of them tokens with the same first bytes as the observed one. On CUDA if it is available: then
+N = 8,192, bf16, Liger's cross-entropy and `max_memory_allocated`. On a CPU N = 256 and fp32: few CPUs multiply bf16 in
+hardware. Times are medians, and ratios are of one repetition each, since all functions alternate. On a CPU they are CPU
+seconds of one thread, which other load on the machine hardly affects.
 
-Memory on a CPU is the allocator's trace (every block that torch takes or gives back), of a bf16 head, beyond inputs and
-their gradients. Arithmetic on whole chunks is skipped while it is traced: it does not change who allocates what.
+Memory on a CPU is the allocator's trace (every block that torch allocates or frees), of a bf16 head, beyond inputs and
+their gradients. Arithmetic on whole chunks is skipped during the trace: it does not change which blocks are allocated.
 """
 
 from __future__ import annotations
@@ -50,57 +50,66 @@ from xtk.training.losses_per_teacher import PAIR_PROJECTION_METHOD
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SORTED = ("uld", "gold", "h-kl")
-COMPARED = ("byte-kl", "bpm", "escd", "simct", "strict")  # with the mean of the others
+COMPARED = ("byte-kl", "bpm", "escd", "simct", "strict")  # compared with the mean of the others
 Row = tuple[str, str, str]
 
 K = 64
 
 
-def supports(
-    draw: np.random.Generator, side: SortedVocabulary, ids: np.ndarray, frequent: np.ndarray
+def random_supports(
+    rng: np.random.Generator, side: SortedVocabulary, ids: np.ndarray, frequent: np.ndarray
 ) -> TeacherLogprobs:
-    """A teacher who names 64 tokens at each position."""
-    chosen = []
+    """Return random teacher log-probabilities of 64 tokens per position."""
+    support_ids = []
     for token in ids[1:].tolist():
-        near = np.zeros(0, np.int32)
+        similar = np.zeros(0, np.int32)
         if side.sorted_indices[token] >= 0:
             low, _, high = prefix_range(
                 side, token, min(2, int(np.diff(side.byte_offsets)[side.sorted_indices[token]]))
             )
-            near = side.token_ids[draw.integers(low, high, K // 2)]
-        chosen.append(np.unique(np.concatenate([[token], near, draw.choice(frequent, K // 2)])).astype(np.int32))
-    sizes = [len(some) for some in chosen]
-    said = [np.log(draw.dirichlet(np.full(size, 0.3)) * 0.95 + 1e-9) for size in sizes]
-    nothing = np.full(len(sizes), 0.05, np.float32)
+            similar = side.token_ids[rng.integers(low, high, K // 2)]
+        support_ids.append(np.unique(np.concatenate([[token], similar, rng.choice(frequent, K // 2)])).astype(np.int32))
+    sizes = [len(ids_of_position) for ids_of_position in support_ids]
+    logprobs = [np.log(rng.dirichlet(np.full(size, 0.3)) * 0.95 + 1e-9) for size in sizes]
+    remainders = np.full(len(sizes), 0.05, np.float32)
     positions = np.arange(1, len(ids), dtype=np.int32)
     offsets = np.cumsum([0, *sizes])
     return TeacherLogprobs(
-        positions, offsets, np.concatenate(chosen), np.concatenate(said).astype(np.float32), *[nothing] * 3
+        positions, offsets, np.concatenate(support_ids), np.concatenate(logprobs).astype(np.float32), *[remainders] * 3
     )
 
 
-def batch(student: Tokenizer, teacher: Tokenizer, side: SortedVocabulary, rows: int) -> LossInputs:
-    """Some documents, seen by both."""
-    draw = np.random.default_rng(0)
+def loss_inputs(student: Tokenizer, teacher: Tokenizer, side: SortedVocabulary, rows: int) -> LossInputs:
+    """Return the loss inputs of some documents, with tokens of both tokenizers."""
+    rng = np.random.default_rng(0)
     lines = (DATA / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()
     texts = (" ".join(map(str, json.loads(line).values())) for line in lines)
     documents, tokens = list[Document](), 0
-    while tokens < rows:  # the last document is cut
+    while tokens < rows:  # the last document may exceed the number of rows
         documents.append(Document.from_text(next(texts)))
         tokens += len(tokenize_documents(student, documents[-1:])[0])
     examples = []
     pairs = list(zip(tokenize_documents(student, documents), tokenize_documents(teacher, documents), strict=True))
-    frequent = np.concatenate([theirs.ids for _, theirs in pairs])
-    for ours, theirs in pairs:
-        signal = supports(draw, side, theirs.ids, frequent)
-        places = np.flatnonzero(ours.train_mask).astype(np.int64) - 1
-        drawn = np.full(len(places), -2, np.float32)
-        examples.append(LossInputs(ours.ids, places, align_sequences(ours, theirs), theirs.ids, signal, drawn))
+    frequent = np.concatenate([teacher_tokens.ids for _, teacher_tokens in pairs])
+    for student_tokens, teacher_tokens in pairs:
+        teacher_logprobs = random_supports(rng, side, teacher_tokens.ids, frequent)
+        positions = np.flatnonzero(student_tokens.train_mask).astype(np.int64) - 1
+        sampling_logprobs = np.full(len(positions), -2, np.float32)
+        examples.append(
+            LossInputs(
+                student_tokens.ids,
+                positions,
+                align_sequences(student_tokens, teacher_tokens),
+                teacher_tokens.ids,
+                teacher_logprobs,
+                sampling_logprobs,
+            )
+        )
     return join_inputs(examples)
 
 
-class Bench:
-    """The batches, of so many rows or a few more, and what the losses stand on."""
+class LossBenchmark:
+    """Loss inputs of at least a number of rows, and the comparison spaces of the losses."""
 
     def __init__(self, rows: int) -> None:
         folder = real_data() / "tokenizers"
@@ -110,26 +119,30 @@ class Bench:
             build_projection(self.student, self.teacher, method).columns
             for method in ("multitoken", PAIR_PROJECTION_METHOD)
         )
-        self.across = batch(self.student, self.teacher, self.bytes.teacher, rows)
-        self.same = batch(self.student, self.student, self.bytes.student, rows)
-        self.width, self.rows = self.student.embedding_rows, len(self.across.positions)
+        self.cross_tokenizer = loss_inputs(self.student, self.teacher, self.bytes.teacher, rows)
+        self.same_tokenizer = loss_inputs(self.student, self.student, self.bytes.student, rows)
+        self.width, self.rows = self.student.embedding_rows, len(self.cross_tokenizer.positions)
 
     def cells(self, name: str) -> LossCells:
         """Return the cells of a loss."""
-        rule = load_registered(LOSSES, name, "loss")()
-        grounds: dict[str, ComparisonSpace] = {"bytes": self.bytes, "projection": self.columns, "pairs": self.pairs}
-        if rule.comparison_space == "tokens":
-            return rule.build_cells(self.same, SparseProjection.identity(self.width).columns)
-        return rule.build_cells(self.across, grounds.get(rule.comparison_space))
+        loss = load_registered(LOSSES, name, "loss")()
+        comparison_spaces: dict[str, ComparisonSpace] = {
+            "bytes": self.bytes,
+            "projection": self.columns,
+            "pairs": self.pairs,
+        }
+        if loss.comparison_space == "tokens":
+            return loss.build_cells(self.same_tokenizer, SparseProjection.identity(self.width).columns)
+        return loss.build_cells(self.cross_tokenizer, comparison_spaces.get(loss.comparison_space))
 
     def term(self, name: str) -> LossCells:
-        """Return the mean over the items of a loss."""
+        """Return the cells of a loss on the device, scaled to the mean over its items."""
         term = self.cells(name)
         return term.to(DEVICE, 1 / max(1, term.num_items))
 
 
-def head_of(rows: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return states and a matrix, to be trained."""
+def random_head(rows: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return hidden states and the matrix of an output head, both trainable."""
     torch.manual_seed(0)
     states = torch.randn(rows, hidden, dtype=dtype, device=DEVICE)
     weight = torch.randn(width, hidden, dtype=dtype, device=DEVICE).mul_(hidden**-0.5)
@@ -137,7 +150,7 @@ def head_of(rows: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def step_of(term: LossCells, states: Tensor, weight: Tensor) -> Callable[[], None]:
-    """Return one forward and backward pass of a loss."""
+    """Return a function that runs one forward and backward pass of a loss."""
 
     def step() -> None:
         states.grad = weight.grad = None
@@ -147,7 +160,7 @@ def step_of(term: LossCells, states: Tensor, weight: Tensor) -> Callable[[], Non
 
 
 def chunked_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], None]:
-    """Return cross-entropy in as little as it takes: three products a chunk and a softmax in place."""
+    """Return a minimal cross-entropy step: three matrix products per chunk and a softmax in place."""
     chunk = chunk_rows(len(weight))
     memory = torch.empty(min(chunk, len(states)), len(weight), dtype=states.dtype, device=DEVICE)
 
@@ -156,13 +169,13 @@ def chunked_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], 
         states.grad, weight.grad = torch.empty_like(states), torch.zeros_like(weight)
         total = torch.zeros((), device=DEVICE)
         for start in range(0, len(states), chunk):
-            rows, some = states[start : start + chunk], targets[start : start + chunk, None]
+            rows, chunk_targets = states[start : start + chunk], targets[start : start + chunk, None]
             logits = torch.mm(rows, weight.T, out=memory[: len(rows)])
-            actual = logits.gather(1, some)
-            highest = logits.amax(1, keepdim=True)
-            sums = logits.sub_(highest).exp_().sum(1, keepdim=True)
-            total += (sums.log() + highest - actual).sum()
-            logits.div_(sums).scatter_add_(1, some, torch.full_like(actual, -1))
+            target_logits = logits.gather(1, chunk_targets)
+            maxima = logits.amax(1, keepdim=True)
+            sums = logits.sub_(maxima).exp_().sum(1, keepdim=True)
+            total += (sums.log() + maxima - target_logits).sum()
+            logits.div_(sums).scatter_add_(1, chunk_targets, torch.full_like(target_logits, -1))
             torch.mm(logits, weight, out=states.grad[start : start + chunk])
             weight.grad.addmm_(logits.T, rows)
 
@@ -170,7 +183,7 @@ def chunked_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], 
 
 
 def liger_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], None] | None:
-    """Return Liger's fused linear cross-entropy, if it is there."""
+    """Return a step of Liger's fused linear cross-entropy, or None if it is not installed."""
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     except ImportError:
@@ -184,14 +197,14 @@ def liger_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], No
     return step
 
 
-def in_turns(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each, called in turns, after a call that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(rounds + 1):
-        for name, work in works.items():
+def in_turns(functions: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each function; they alternate, after one warm-up call each."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(rounds + 1):
+        for name, function in functions.items():
             started = _clock()
-            work()
-            if number:
+            function()
+            if repeat:
                 seconds[name].append(_clock() - started)
     return seconds
 
@@ -204,7 +217,7 @@ def _clock() -> float:
 
 
 class NoArithmetic(TorchDispatchMode):
-    """Products, and what is done in place to a whole chunk, take the memory which they take and compute nothing."""
+    """Matrix products, and in-place operations on whole chunks, allocate their memory and compute nothing."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         aten = torch.ops.aten
@@ -218,50 +231,50 @@ class NoArithmetic(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def peak_bytes(work: Callable[[], None]) -> int:
-    """Return the most bytes that were held at one time, beyond those at the start."""
+def peak_bytes(function: Callable[[], None]) -> int:
+    """Return the peak of allocated bytes, beyond those at the start."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        work()
+        function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        work()
+        function()
     assert profile.profiler is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    return int(held.max(initial=0))
+    allocated = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return int(allocated.max(initial=0))
 
 
 def measure_cells(options: argparse.Namespace) -> list[Row]:
-    """What the loader takes."""
+    """Return rows with the time of the data loader."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     build_byte_partition(*(Tokenizer(DATA / "tokenizers" / name) for name in ("llama3", "qwen")))
     rows = [("cells of bytes, once a run", f"{time.perf_counter() - started:.1f} s", "")]
-    bench, taken = Bench(1000), {}
+    bench, loader_seconds = LossBenchmark(1000), {}
     for name in options.losses:
-        made: list[LossCells] = []
-        seconds = median_seconds(lambda name=name, made=made: made.append(bench.cells(name)), 3)
-        size = f"{made[-1].num_items} items, {len(made[-1].rows)} entries"
-        taken[name] = seconds
+        cells: list[LossCells] = []
+        seconds = median_seconds(lambda name=name, cells=cells: cells.append(bench.cells(name)), 3)
+        size = f"{cells[-1].num_items} items, {len(cells[-1].rows)} entries"
+        loader_seconds[name] = seconds
         rows.append((f"{name}, loader, 1,000 student tokens", f"{1e3 * seconds:.1f} ms ({size})", ""))
     others = [name for name in options.losses if name not in (*SORTED, *COMPARED, "ce")]
-    for name in [one for one in COMPARED if one in taken and others]:
-        ratio = taken[name] / statistics.mean(taken[other] for other in others)
+    for name in [one for one in COMPARED if one in loader_seconds and others]:
+        ratio = loader_seconds[name] / statistics.mean(loader_seconds[other] for other in others)
         rows.append((f"{name}, loader, over the mean of {', '.join(others)}", f"{ratio:.2f} x", "1.3 x"))
     return rows
 
 
 def measure_memory(options: argparse.Namespace) -> Iterator[Row]:
-    """What the head takes beyond inputs and their gradients."""
+    """Yield rows with the memory of the fused head beyond inputs and their gradients."""
     for count in options.memory_rows:
-        bench = Bench(count)
+        bench = LossBenchmark(count)
         for name in options.losses:
-            states, weight = head_of(bench.rows, options.hidden, bench.width, torch.bfloat16)
+            states, weight = random_head(bench.rows, options.hidden, bench.width, torch.bfloat16)
             step = step_of(bench.term(name), states, weight)
             if DEVICE.type == "cuda":
                 peak = peak_bytes(step)
@@ -273,24 +286,24 @@ def measure_memory(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def measure_time(options: argparse.Namespace) -> list[Row]:
-    """Forward and backward of each loss over cross-entropy."""
+    """Return rows with the time of forward and backward of each loss, relative to cross-entropy."""
     torch.set_num_threads(1)
-    bench = Bench(options.rows)
-    states, weight = head_of(bench.rows, options.hidden, bench.width, getattr(torch, options.dtype))
-    targets = torch.from_numpy(bench.across.student_ids[bench.across.positions + 1].astype(np.int64))
+    bench = LossBenchmark(options.rows)
+    states, weight = random_head(bench.rows, options.hidden, bench.width, getattr(torch, options.dtype))
+    targets = torch.from_numpy(bench.cross_tokenizer.student_ids[bench.cross_tokenizer.positions + 1].astype(np.int64))
     targets = targets.to(DEVICE)
-    works = {"own chunked cross-entropy": chunked_ce(targets, states, weight)}
+    functions = {"own chunked cross-entropy": chunked_ce(targets, states, weight)}
     liger = liger_ce(targets, states, weight) if DEVICE.type == "cuda" else None
     if liger is not None:
-        works = {"Liger's cross-entropy": liger}
-    (base,) = works
-    works |= {name: step_of(bench.term(name), states, weight) for name in options.losses}
-    seconds = in_turns(works, options.rounds)
+        functions = {"Liger's cross-entropy": liger}
+    (baseline,) = functions
+    functions |= {name: step_of(bench.term(name), states, weight) for name in options.losses}
+    seconds = in_turns(functions, options.rounds)
     shape = f"N = {bench.rows:,}, H = {options.hidden:,}, {options.dtype}"
     kilo = 1e3 / bench.rows
-    rows = [(f"{base}, {shape}", f"{statistics.median(seconds[base]) * kilo:.2f} s for 1,000 tokens", "")]
+    rows = [(f"{baseline}, {shape}", f"{statistics.median(seconds[baseline]) * kilo:.2f} s for 1,000 tokens", "")]
     for name in options.losses:
-        ratio = statistics.median([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
+        ratio = statistics.median([one / other for one, other in zip(seconds[name], seconds[baseline], strict=True)])
         rows.append((f"{name}, time over it", f"{ratio:.3f} x", f"{1.6 if name in SORTED else 1.15} x"))
     others = [name for name in options.losses if name not in (*SORTED, *COMPARED, "ce")]
     for name in [one for one in COMPARED if one in seconds and others]:
@@ -301,34 +314,37 @@ def measure_time(options: argparse.Namespace) -> list[Row]:
 
 
 def measure_dense(options: argparse.Namespace) -> list[Row]:
-    """p-kl against a product with W as a dense matrix; sizes are an eighth of the real ones, as W is [V, U]."""
+    """Return rows that compare p-kl with a product with W as a dense matrix.
+
+    Sizes are an eighth of the real ones, because W is [V, U].
+    """
     torch.set_num_threads(1)
     width, hidden, count = 16_032, options.hidden // 8, options.rows
-    draw = np.random.default_rng(0)
-    sizes = draw.integers(1, 4, width)
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 4, width)
     projection = SparseProjection(
         row_offsets=np.concatenate([[0], np.cumsum(sizes)]),
-        teacher_ids=np.concatenate([np.sort(draw.choice(width, size, replace=False)) for size in sizes]).astype(
+        teacher_ids=np.concatenate([np.sort(rng.choice(width, size, replace=False)) for size in sizes]).astype(
             np.int32
         ),
         weights=np.repeat(1 / sizes, sizes).astype(np.float32),
         student_cells=np.full(width, -1, np.int32),
         teacher_cells=np.full(width, -1, np.int32),
     )
-    reached = np.unique(projection.teacher_ids)
-    ids = np.sort(np.stack([draw.choice(reached, K, replace=False) for _ in range(count)]), 1).astype(np.int32)
-    probs = (draw.dirichlet(np.full(K, 0.3), count) * 0.95).astype(np.float32) + 1e-9
+    teacher_ids = np.unique(projection.teacher_ids)
+    ids = np.sort(np.stack([rng.choice(teacher_ids, K, replace=False) for _ in range(count)]), 1).astype(np.int32)
+    probs = (rng.dirichlet(np.full(K, 0.3), count) * 0.95).astype(np.float32) + 1e-9
     positions = np.arange(1, count + 1, dtype=np.int32)
-    signal = TeacherLogprobs(
+    teacher_logprobs = TeacherLogprobs(
         positions, np.arange(0, count * K + 1, K), ids.ravel(), np.log(probs).ravel(), *[probs[:, 0]] * 3
     )
     spans = np.stack([positions, positions + 1, positions, positions + 1], 1)
     tokens = np.zeros(count + 1, np.int32)
-    example = LossInputs(tokens, np.arange(count), spans, tokens, signal)
+    example = LossInputs(tokens, np.arange(count), spans, tokens, teacher_logprobs)
     cells = load_registered(LOSSES, "p-kl", "loss")().build_cells(example, projection.columns)
-    states, weight = head_of(count, hidden, width, torch.float32)
+    states, weight = random_head(count, hidden, width, torch.float32)
     sparse = step_of(cells.to(DEVICE, 1.0), states, weight)
-    targets, places = torch.from_numpy(probs).to(DEVICE), torch.from_numpy(ids.astype(np.int64)).to(DEVICE)
+    targets, columns = torch.from_numpy(probs).to(DEVICE), torch.from_numpy(ids.astype(np.int64)).to(DEVICE)
     matrix = torch.zeros(width, width, device=DEVICE)
     matrix[projection.entry_rows, torch.from_numpy(projection.teacher_ids.astype(np.int64))] = torch.from_numpy(
         projection.weights
@@ -336,34 +352,38 @@ def measure_dense(options: argparse.Namespace) -> list[Row]:
 
     def dense() -> None:
         states.grad = weight.grad = None
-        y = (torch.softmax(states @ weight.T, 1) @ matrix).gather(1, places)
-        t, y = (torch.cat([some, 1 - some.sum(1, keepdim=True)], 1) for some in (targets, y))
+        y = (torch.softmax(states @ weight.T, 1) @ matrix).gather(1, columns)
+        t, y = (torch.cat([entries, 1 - entries.sum(1, keepdim=True)], 1) for entries in (targets, y))
         (t * (t / y.clamp_min(1e-9)).log()).sum().backward()
 
     seconds = in_turns({"sparse": sparse, "dense": dense}, options.rounds)
-    ours = weight.grad  # of the last in turn: the dense one
-    assert ours is not None
-    expected = ours.clone()
+    dense_gradient = weight.grad  # of the last function that ran: the dense one
+    assert dense_gradient is not None
+    expected = dense_gradient.clone()
     sparse()
     assert weight.grad is not None
     distance = float((weight.grad - expected).norm() / expected.norm())
-    faster = statistics.median([one / other for one, other in zip(seconds["dense"], seconds["sparse"], strict=True)])
+    speedup = statistics.median([one / other for one, other in zip(seconds["dense"], seconds["sparse"], strict=True)])
     peaks = []
-    for work in (sparse, dense):
-        states.grad = weight.grad = None  # what is given back while it is traced would count as less than nothing
-        peaks.append(peak_bytes(work))
-    own = [peak - 4 * (states.numel() + weight.numel()) for peak in peaks]
-    held = [own[0] + 8 * len(projection.weights), own[1] + 4 * width**2]
-    where = f"V = U = {width:,}, H = {hidden}, N = {count}"
+    for function in (sparse, dense):
+        states.grad = weight.grad = None  # memory that is freed during the trace would count as negative
+        peaks.append(peak_bytes(function))
+    extra_bytes = [peak - 4 * (states.numel() + weight.numel()) for peak in peaks]
+    total_bytes = [extra_bytes[0] + 8 * len(projection.weights), extra_bytes[1] + 4 * width**2]
+    shape = f"V = U = {width:,}, H = {hidden}, N = {count}"
     return [
-        (f"p-kl over a dense product with W, {where}", f"{faster:.1f} x faster", "5 x"),
-        ("the same, memory beyond gradients, with W", f"{held[0] / 1e9:.3f} of {held[1] / 1e9:.3f} GB", "a tenth"),
+        (f"p-kl over a dense product with W, {shape}", f"{speedup:.1f} x faster", "5 x"),
+        (
+            "the same, memory beyond gradients, with W",
+            f"{total_bytes[0] / 1e9:.3f} of {total_bytes[1] / 1e9:.3f} GB",
+            "a tenth",
+        ),
         ("the same, distance of the gradients", f"{distance:.1e}", ""),
     ]
 
 
 def measure_trl(options: argparse.Namespace) -> list[Row]:
-    """TRL's losses on the same states and head; a teacher's whole logits are given to it for nothing."""
+    """Return rows with TRL's losses on the same states and head; the teacher's full logits cost TRL nothing here."""
     try:
         from bench_trl import FOLDER, VERSION
 
@@ -372,46 +392,50 @@ def measure_trl(options: argparse.Namespace) -> list[Row]:
             subprocess.run([*command, f"trl=={VERSION}"], check=True, capture_output=True)
         sys.path.insert(0, str(FOLDER))
         from trl.experimental.gold.gold_trainer import GOLDTrainer, ULDLoss
-    except (ImportError, subprocess.CalledProcessError, OSError, RuntimeError) as wrong:
-        return [("TRL", f"is not there: {wrong}", "")]
+    except (ImportError, subprocess.CalledProcessError, OSError, RuntimeError) as error:
+        return [("TRL", f"is not there: {error}", "")]
     torch.set_num_threads(1)
-    bench = Bench(options.rows)
+    bench = LossBenchmark(options.rows)
     count = bench.rows
-    states, weight = head_of(count, options.hidden, bench.width, getattr(torch, options.dtype))
+    states, weight = random_head(count, options.hidden, bench.width, getattr(torch, options.dtype))
     teacher = torch.randn(1, count, bench.width, dtype=states.dtype, device=DEVICE)
-    ids = torch.from_numpy(bench.across.student_ids[bench.across.positions].astype(np.int64))[None].to(DEVICE)
+    ids = torch.from_numpy(bench.cross_tokenizer.student_ids[bench.cross_tokenizer.positions].astype(np.int64))[
+        None
+    ].to(DEVICE)
     names = {f"{number}": number for number in range(bench.width)}
-    half = {(name if number % 5 else f"other {name}"): number for name, number in names.items()}
-    settings = SimpleNamespace(
+    partly_shared = {(name if number % 5 else f"other {name}"): number for name, number in names.items()}
+    config = SimpleNamespace(
         uld_crossentropy_weight=0.0, uld_distillation_weight=1.0, uld_student_temperature=1.0,
         uld_teacher_temperature=1.0, uld_skip_student_eos=False, uld_skip_teacher_eos=False, use_extended_uld=False,
         uld_token_merge_strategy="bayesian", uld_use_hybrid_loss=True, uld_hybrid_matched_weight=None,
         uld_hybrid_unmatched_weight=None, beta=0.5,
     )  # fmt: skip
-    sides = [SimpleNamespace(get_vocab=lambda table=table: table, vocab_size=len(table)) for table in (names, half)]
-    gold = ULDLoss(settings, *sides, device=DEVICE)
+    tokenizers = [
+        SimpleNamespace(get_vocab=lambda table=table: table, vocab_size=len(table)) for table in (names, partly_shared)
+    ]
+    gold = ULDLoss(config, *tokenizers, device=DEVICE)
 
-    def of(loss: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    def step_with(loss: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         def step() -> None:
             states.grad = weight.grad = None
             loss((states @ weight.T)[None]).sum().backward()
 
         return step
 
-    works = {
+    functions = {
         "jsd": step_of(bench.term("jsd"), states, weight),
         "byte-kl": step_of(bench.term("byte-kl"), states, weight),
-        "TRL's JSD": of(lambda logits: GOLDTrainer.generalized_jsd_loss(logits, teacher)),
-        "TRL's GOLD": of(lambda logits: gold(logits, teacher, ids, ids, ids, ids)),
+        "TRL's JSD": step_with(lambda logits: GOLDTrainer.generalized_jsd_loss(logits, teacher)),
+        "TRL's GOLD": step_with(lambda logits: gold(logits, teacher, ids, ids, ids, ids)),
     }
     if "gold" in LOSSES:
-        works["gold"] = step_of(bench.term("gold"), states, weight)
-    seconds, rows = in_turns(works, options.rounds), list[Row]()
-    for name, work in works.items():
+        functions["gold"] = step_of(bench.term("gold"), states, weight)
+    seconds, rows = in_turns(functions, options.rounds), list[Row]()
+    for name, function in functions.items():
         states.grad = weight.grad = None
-        extra = peak_bytes(work) - sum(tensor.numel() * tensor.element_size() for tensor in (states, weight))
-        told = f"{statistics.median(seconds[name]):.2f} s, {extra / 1e9:.2f} GB beyond gradients"
-        rows.append((f"{name}, N = {count:,}, H = {options.hidden:,}, {options.dtype}", told, ""))
+        extra = peak_bytes(function) - sum(tensor.numel() * tensor.element_size() for tensor in (states, weight))
+        result = f"{statistics.median(seconds[name]):.2f} s, {extra / 1e9:.2f} GB beyond gradients"
+        rows.append((f"{name}, N = {count:,}, H = {options.hidden:,}, {options.dtype}", result, ""))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What a student learns from each objective: several pairs of models, one cache each, equal steps and documents.
+"""Bits per byte of students that learn from each objective: several model pairs, one cache each, equal steps.
 
     python tests/benchmarks/bench_objectives.py FOLDER [--settings quickstart ...] [--seeds 3] [--lines "ce+alm" ...]
 
@@ -12,10 +12,10 @@
 | code-reversed | trained here, one token per space | merges spaces | Python functions |
 
 Every student trains with `xtk distill` on 15 % of the documents, from the teacher's default cache. Two further rows
-limit what can be expected: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer. With
-`--peer`, TRL's own GOLD trainer takes the same steps, with its teacher in each (`trl_gold_trainer.py`).
-Results are kept in FOLDER/results.jsonl with their times; a second run continues. Two processes run at a time, with
-one thread each (`--jobs`). `--supports` compares caches instead of objectives.
+are upper limits: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer. With `--peer`,
+TRL's GOLD trainer takes the same steps, with an online teacher (`trl_gold_trainer.py`).
+Results are stored in FOLDER/results.jsonl with their times; a second run continues. `--jobs` processes run at a time,
+with one thread each. `--supports` compares caches instead of objectives.
 The on-policy setting is `examples/arithmetic.py`.
 """
 
@@ -61,7 +61,7 @@ from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import train_tokenizer, write_llama, write_qwen3
 
 RECOMMENDED = "ce:weight=0.3+byte-kl"
-STRICT = "strict:divergence=forward-kl"  # of the published reverse KL, a cache lacks probabilities that it needs
+STRICT = "strict:divergence=forward-kl"  # the published reverse KL needs probabilities that a cache does not contain
 LINES = (
     "ce",
     RECOMMENDED,
@@ -72,16 +72,16 @@ LINES = (
 )
 ALL_DOCUMENTS, SAME_TOKENIZER = "ce, all documents", "ce:weight=0.3+forward-kl, teacher's tokenizer"
 STUDENT_SPECIALS, TEACHER_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"], ["<|endoftext|>"]
-# TRL's trainer: {line: weight of its cross-entropy}.
+# Students of TRL's trainer: {name in the table: weight of its cross-entropy}.
 PEERS = {"TRL's GOLD": 0.0, "TRL's GOLD with ce": 1.0}
-SHORT = ("ce", RECOMMENDED, "ce+p-kl:weight=2", "ce+gold")
-# Of the default lines, those that run on the first pair of each kind of teacher only: they decide nothing elsewhere.
-EXTRA_LINES, WITH_EXTRA_LINES = ("ce:weight=0.3+p-kl:weight=2", "byte-kl", "bpm"), ("quickstart", "real")
+SHORT_LINES = ("ce", RECOMMENDED, "ce+p-kl:weight=2", "ce+gold")
+# Default losses that are trained with the first pair of each kind of teacher only: they are not informative elsewhere.
+EXTRA_LINES, EXTRA_LINE_SETTINGS = ("ce:weight=0.3+p-kl:weight=2", "byte-kl", "bpm"), ("quickstart", "real")
 CODE_PROMPTS = 40
-LONGEST_COMMAND_SECONDS = 12 * 3600
-Key = tuple[str, str, int]  # setting, line of losses, seed
-ONE_AT_A_TIME = threading.Lock()  # models are written with torch's global seed
-# Caches of the same documents, from the most bytes to the fewest.
+COMMAND_TIMEOUT_SECONDS = 12 * 3600
+Key = tuple[str, str, int]  # setting, losses of a run joined by +, seed
+MODEL_WRITING_LOCK = threading.Lock()  # models are initialized with torch's global seed
+# Options of caches of the same documents, from the most bytes to the fewest.
 SUPPORTS = (
     "--support top-k --top-k 64",
     "",
@@ -95,7 +95,7 @@ SUPPORTS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """A pair of models: which text, and how the two tokenizers differ."""
+    """A pair of models: their kind of text, and how the two tokenizers differ."""
 
     text: str  # docs or code
     student_digits: str = "{1,3}"
@@ -117,19 +117,19 @@ SETTINGS = {
 
 
 def run(*arguments: object) -> str:
-    """Run a command of xtk, and return what it printed. Its process is a fork of one that has imported everything."""
+    """Run an xtk command and return its stdout. Its process is a fork of a process that has imported everything."""
     start_fork_server()
-    done = xtk_processes.run_xtk(
-        *arguments, "--quiet", env={"HF_HUB_OFFLINE": "1"}, code=None, timeout=LONGEST_COMMAND_SECONDS
+    completed = xtk_processes.run_xtk(
+        *arguments, "--quiet", env={"HF_HUB_OFFLINE": "1"}, code=None, timeout=COMMAND_TIMEOUT_SECONDS
     )
-    if done.returncode:
-        raise SystemExit(f"xtk {shlex.join(map(str, arguments))}\n{done.stderr}")
-    return done.stdout.strip()
+    if completed.returncode:
+        raise SystemExit(f"xtk {shlex.join(map(str, arguments))}\n{completed.stderr}")
+    return completed.stdout.strip()
 
 
 @functools.cache
 def start_fork_server() -> None:
-    """Start the process that commands are forks of, once."""
+    """Start the process that is forked for each command, once."""
     xtk_processes.start_fork_server()
 
 
@@ -151,7 +151,7 @@ def python_functions() -> list[tuple[str, str]]:
 
 
 def documents(text: str) -> tuple[list[str], list[str]]:
-    """Return training and held-out documents; a source is in one of them only."""
+    """Return training and held-out documents; no source file is in both."""
     if text == "docs":
         return train_test_split(python_documents())
     train, held_out = train_test_split(python_functions())
@@ -163,8 +163,8 @@ def write_texts(path: Path, texts: list[str]) -> None:
 
 
 def prepare(folder: Path, setting: Setting, seeds: int) -> Path:
-    """Make data, teacher, students and cache, where they are not there yet; return the teacher."""
-    with ONE_AT_A_TIME:
+    """Create the missing data, teacher, students and cache; return the teacher's path."""
+    with MODEL_WRITING_LOCK:
         teacher = write_models(folder, setting, seeds)
     if setting.teacher_digits is not None:
         options = f"{TEACHER_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS}".split()
@@ -174,7 +174,7 @@ def prepare(folder: Path, setting: Setting, seeds: int) -> Path:
 
 
 def write_models(folder: Path, setting: Setting, seeds: int) -> Path:
-    """Write data and untrained models, where they are not there yet; return where the trained teacher is."""
+    """Write the missing data and untrained models; return the path of the trained teacher."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = documents(setting.text)
     if not (folder / "test.jsonl").is_file():
@@ -208,7 +208,7 @@ def write_models(folder: Path, setting: Setting, seeds: int) -> Path:
 
 
 def measure(model: Path | str, folder: Path, *, code: bool) -> dict[str, float]:
-    """Return bits per byte of held-out text, in all and by category; for code also how many samples parse."""
+    """Return bits per byte of held-out text, overall and by category; for code also the share of samples that parse."""
     result = json.loads(run("evaluate", model, folder / "test.jsonl", "--by-category", "--json"))
     figures = {"bits_per_byte": result["bits_per_byte"]}
     for name, category in result["categories"].items():
@@ -233,11 +233,11 @@ def parses(line: str) -> bool:
 
 
 def letters(text: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in text)
+    return "".join(character if character.isalnum() else "-" for character in text)
 
 
 def support_table(folder: Path, name: str, seeds: int, pool: ThreadPoolExecutor) -> None:
-    """Print what students learn from caches of other supports, and what the caches take."""
+    """Print bits per byte of students that learn from caches of different supports, and the sizes of the caches."""
     setting, folder = SETTINGS[name], folder / name
     teacher = prepare(folder, setting, seeds)
     rows, reference = [], list[float]()
@@ -250,12 +250,16 @@ def support_table(folder: Path, name: str, seeds: int, pool: ThreadPoolExecutor)
         run("cache-teacher", teacher, folder / "part.jsonl", *options.split(), "-o", cache)
     learned = {options: [pool.submit(learn, cache, seed) for seed in range(seeds)] for options, cache in caches.items()}
     for options, cache in caches.items():
-        size = json.loads(run("inspect", cache, "--json"))["statistics"]
-        bits = [one.result() for one in learned[options]]
+        sizes = json.loads(run("inspect", cache, "--json"))["statistics"]
+        bits = [value.result() for value in learned[options]]
         reference = reference or bits
-        signal = size["bytes_by_section"]["teacher_logprobs"] / size["positions"]
-        told = (f"{size['bytes_per_position']:.1f}", f"{signal:.1f}", ", ".join(f"{one:.3f}" for one in bits))
-        rows.append((options or "(default: 16 and 16)", *told, differences(bits, reference)))
+        logprob_bytes = sizes["bytes_by_section"]["teacher_logprobs"] / sizes["positions"]
+        cells = (
+            f"{sizes['bytes_per_position']:.1f}",
+            f"{logprob_bytes:.1f}",
+            ", ".join(f"{value:.3f}" for value in bits),
+        )
+        rows.append((options or "(default: 16 and 16)", *cells, differences(bits, reference)))
     columns = ("cache", "bytes a position", "of log-probabilities", "bits per byte, by seed", "minus the first")
     report(__file__, rows, columns)
 
@@ -265,35 +269,35 @@ def train_with_trl(folder: Path, teacher: Path, line: str, seed: int) -> Path:
     output = folder / "runs" / f"{letters(line)}-{seed}"
     if not (output / "config.json").is_file():
         script = Path(__file__).parent / "trl_gold_trainer.py"
-        given = [
+        paths = [
             folder / f"student-{seed}",
             resolve_model_folder(str(teacher), with_weights=True),
             folder / "part.jsonl",
         ]
         options = ["--seed", seed, "--ce", PEERS[line]]
-        done = subprocess.run([sys.executable, *map(str, [script, *given, output, *options])], capture_output=True,
+        completed = subprocess.run([sys.executable, *map(str, [script, *paths, output, *options])], capture_output=True,
                               text=True, check=False)  # fmt: skip
-        if done.returncode:
-            raise SystemExit(done.stderr)
+        if completed.returncode:
+            raise SystemExit(completed.stderr)
     return output
 
 
 def train(folder: Path, line: str, seed: int, cache: Path | None = None) -> Path:
-    """Train a student with a line of losses; return its folder."""
+    """Train a student with losses, joined by +; return its folder."""
     student, source, losses = folder / f"student-{seed}", cache or folder / "cache", line
     if line == ALL_DOCUMENTS:
         source, losses = folder / "train.jsonl", "ce"
     elif line == SAME_TOKENIZER:
         student, losses = folder / f"same-tokenizer-{seed}", "ce:weight=0.3+forward-kl"
-    words = [word for name in losses.split("+") for word in ("--loss", name)]
+    loss_options = [word for name in losses.split("+") for word in ("--loss", name)]
     options = f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --seed {seed}".split()
     output = folder / "runs" / f"{letters(line)}{letters(cache.name) if cache else ''}-{seed}"
-    run("distill", student, source, *words, *options, "-o", output)
+    run("distill", student, source, *loss_options, *options, "-o", output)
     return output
 
 
 def learn(folder: Path, teacher: Path, key: Key) -> dict[str, float]:
-    """Return the figures of a setting's teacher, or of a student that learned with a line of losses and a seed."""
+    """Return the figures of a setting's teacher, or of a student trained with the losses and seed of a key."""
     name, line, seed = key
     if line in PEERS:
         model = train_with_trl(folder, teacher, line, seed)
@@ -303,14 +307,14 @@ def learn(folder: Path, teacher: Path, key: Key) -> dict[str, float]:
 
 
 class ObjectiveResults:
-    """Figures in a file of JSON lines, each computed once, with the time that it took.
+    """Figures in a file of JSON lines, each computed once, with its computation time.
 
     Args:
         path: the file.
 
     Attributes:
-        figures: {(setting, line of losses, seed): figures}.
-        seconds: of all of them together.
+        figures: {(setting, losses, seed): figures}.
+        seconds: total computation time of all figures.
     """
 
     def __init__(self, path: Path) -> None:
@@ -323,35 +327,35 @@ class ObjectiveResults:
             self.seconds += row.get("seconds", 0.0)
 
     @staticmethod
-    def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-        """Return what a function returns, and the seconds that it took."""
+    def timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+        """Return the result of a function, and its seconds."""
         started = time.monotonic()
-        return work(*arguments), time.monotonic() - started
+        return function(*arguments), time.monotonic() - started
 
     def add_finished(self, running: Mapping[Future[tuple[Any, float]], Key]) -> None:
-        """Wait for results, and add each as it comes."""
+        """Wait for results, and add each when it is finished."""
         for future in as_completed(running):
             setting, line, seed = key = running[future]
-            found, seconds = future.result()
+            result, seconds = future.result()
             if key in self.figures:
                 continue
-            figures = self.figures[key] = found if isinstance(found, dict) else {}
+            figures = self.figures[key] = result if isinstance(result, dict) else {}
             self.seconds += seconds
             row = {"setting": setting, "line": line, "seed": seed, "figures": figures, "seconds": round(seconds, 1)}
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
-def differences(own: list[float], other: list[float]) -> str:
+def differences(values: list[float], reference: list[float]) -> str:
     """Return the mean of the paired differences and its standard error."""
-    if len(own) < 2:
-        return "" if not own else f"{own[0] - other[0]:+.3f}"
-    paired = [one - two for one, two in zip(own, other, strict=True)]
+    if len(values) < 2:
+        return "" if not values else f"{values[0] - reference[0]:+.3f}"
+    paired = [value - reference_value for value, reference_value in zip(values, reference, strict=True)]
     return f"{statistics.mean(paired):+.3f} ± {statistics.stdev(paired) / math.sqrt(len(paired)):.3f}"
 
 
 def table(name: str, results: Mapping[Key, dict[str, float]], seeds: int) -> None:
-    """Print the results of a setting, the best first."""
+    """Print the results of a setting, best first."""
     lines = {line for setting, line, _ in results if setting == name and line not in ("teacher", "models")}
     done = {
         line: [results[name, line, seed] for seed in range(seeds) if (name, line, seed) in results] for line in lines
@@ -366,15 +370,15 @@ def table(name: str, results: Mapping[Key, dict[str, float]], seeds: int) -> Non
     rows = [("teacher", f"{results[name, 'teacher', 0]['bits_per_byte']:.3f}", "", *("" for _ in columns))]
     for line in sorted(lines, key=lambda one: statistics.mean(bits(one))):
         reference = bits(RECOMMENDED)[: len(bits(line))] if RECOMMENDED in done else bits(line)
-        own = bits(line)[: len(reference)]
+        paired = bits(line)[: len(reference)]
         means = [f"{statistics.mean(bits(line, column)):.2f}" for column in columns]
-        rows.append((line, ", ".join(f"{one:.3f}" for one in bits(line)), differences(own, reference), *means))
+        rows.append((line, ", ".join(f"{one:.3f}" for one in bits(line)), differences(paired, reference), *means))
     sys.stdout.write(f"\n**{name}**\n\n")
     report(__file__, rows, ("losses", "bits per byte, by seed", f"minus {RECOMMENDED}", *columns))
 
 
 def main() -> None:
-    """Train all, seed by seed, and print the tables."""
+    """Train all students, seed by seed, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
@@ -384,40 +388,40 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--peer", action="store_true", help="also TRL's GOLD trainer")
     parser.add_argument("--short", action="store_true", help="few losses, one seed, the quickstart's pair")
-    given = parser.parse_args()
-    if given.short:
-        given.settings, given.lines, given.seeds = ["quickstart"], SHORT, 1
+    args = parser.parse_args()
+    if args.short:
+        args.settings, args.lines, args.seeds = ["quickstart"], SHORT_LINES, 1
     silence_transformers()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(given.jobs) as pool:
-        if given.supports:
-            for name in given.settings:
-                support_table(given.folder, name, given.seeds, pool)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        if args.supports:
+            for name in args.settings:
+                support_table(args.folder, name, args.seeds, pool)
             return
-        results = ObjectiveResults(given.folder / "results.jsonl")
+        results = ObjectiveResults(args.folder / "results.jsonl")
         preparing = {
-            pool.submit(results.timed, prepare, given.folder / name, SETTINGS[name], given.seeds): (name, "models", 0)
-            for name in given.settings
+            pool.submit(results.timed, prepare, args.folder / name, SETTINGS[name], args.seeds): (name, "models", 0)
+            for name in args.settings
         }
         teachers = {key[0]: future.result()[0] for future, key in preparing.items()}
         results.add_finished(preparing)
         running: dict[Future[tuple[Any, float]], Key] = {}
-        for seed, name in itertools.product(range(given.seeds), given.settings):
-            extra = EXTRA_LINES if name in WITH_EXTRA_LINES and given.lines is LINES else ()
-            ceilings = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if SETTINGS[name].teacher_digits is not None else [])
-            for line in ["teacher", *given.lines, *extra, *ceilings, *(PEERS if given.peer else ())]:
+        for seed, name in itertools.product(range(args.seeds), args.settings):
+            extra = EXTRA_LINES if name in EXTRA_LINE_SETTINGS and args.lines is LINES else ()
+            upper_limits = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if SETTINGS[name].teacher_digits is not None else [])
+            for line in ["teacher", *args.lines, *extra, *upper_limits, *(PEERS if args.peer else ())]:
                 key = name, line, 0 if line == "teacher" else seed
                 if key not in results.figures and key not in running.values():
-                    running[pool.submit(results.timed, learn, given.folder / name, teachers[name], key)] = key
+                    running[pool.submit(results.timed, learn, args.folder / name, teachers[name], key)] = key
         try:
             results.add_finished(running)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    for name in given.settings:
-        table(name, results.figures, given.seeds)
-    hours = results.seconds / given.jobs / 3600
-    sys.stdout.write(f"\nAll results together took {hours:.1f} hours with {given.jobs} processes at a time.\n")
+    for name in args.settings:
+        table(name, results.figures, args.seeds)
+    hours = results.seconds / args.jobs / 3600
+    sys.stdout.write(f"\nAll results together took {hours:.1f} hours with {args.jobs} processes at a time.\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Rounds of on-policy training: what is neither writing, nor the teacher, nor the student's step; and bytes of signal.
+"""On-policy training: time outside of generation, teacher and student's step; peak memory; bytes of log-probabilities.
 
-A student with Llama 3's vocabulary writes 48 tokens behind each of 32 prompts of GSM8K, a teacher with Qwen's of four
-times its size scores that, and the student trains from it with byte-kl. Timed inside of one process: `write` of the
-writer, `score` of the teacher, the optimisation step; the rest of a round is what xtk adds. The first round, which
-compiles, is left out; median of the others. The peak of a round is that of a process with two rounds, beside those of
-processes that do one thing each: write, score, train from the scores; on a CPU, where all of them share one memory. The
-bytes are those of the signals of a round's cache, where the teacher is
-asked about the 32 tokens that the student found likeliest.
+A student with Llama 3's vocabulary generates 48 tokens after each of 32 prompts of GSM8K, a teacher with Qwen's
+vocabulary and four times its size scores them, and the student trains on the scores with byte-kl. Timed inside of one
+process: generation, `score` of the teacher, the optimization step; the remainder of a rollout batch is
+xtk's overhead. The first rollout batch, which compiles, is left out; median of the others. The peak memory of a process
+with two rollout batches is compared with those of processes that do one thing each: generate, score, train from the
+scores; on a CPU, where all of them share one memory. The bytes are those of the log-probabilities in a rollout batch's
+cache, where the teacher scores the student's 32 most likely tokens.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
-PROMPTS, TOKENS, ROUNDS = 32, 48, 6
+PROMPTS, TOKENS, STEPS = 32, 48, 6
 Seconds = dict[str, float]
 
 
 def make_models(folder: Path) -> None:
-    """Write a student, a teacher, and one with the student's tokenizer."""
+    """Write a student, a teacher, and a model with the student's tokenizer."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
     for name, size in (("student", 192), ("alike", 192)):
@@ -57,74 +57,76 @@ def make_models(folder: Path) -> None:
     model_folder(folder / "teacher", "qwen", Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, **shape, **heads)))
 
 
-def timed(owner: Any, name: str, seconds: Seconds, label: str) -> Callable[[], None]:
-    """Count what a function takes, and return what undoes that."""
-    plain = getattr(owner, name)
+def record_time(owner: Any, name: str, seconds: Seconds, label: str) -> Callable[[], None]:
+    """Replace a function by one that adds up its time; return a function that undoes this."""
+    original = getattr(owner, name)
 
-    def counted(*arguments: Any, **options: Any) -> Any:
+    def timed_function(*arguments: Any, **options: Any) -> Any:
         started = time.perf_counter()
         try:
-            return plain(*arguments, **options)
+            return original(*arguments, **options)
         finally:
             seconds[label] = seconds.get(label, 0.0) + time.perf_counter() - started
 
-    setattr(owner, name, counted)
-    return lambda: setattr(owner, name, plain)
+    setattr(owner, name, timed_function)
+    return lambda: setattr(owner, name, original)
 
 
-def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds], float]:
-    """Train some rounds; return the seconds of each by what they were for, and bytes of signal a position."""
+def train_and_time(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds], float]:
+    """Train on-policy; return seconds by activity of each rollout batch, and bytes of stored scores per position."""
     student = folder / "student"
-    places = RunPaths(student, (str(folder / "prompts.jsonl"),), (), folder / name, online_teachers=(
+    paths = RunPaths(student, (str(folder / "prompts.jsonl"),), (), folder / name, online_teachers=(
         parse_online_teacher(teacher, long_documents="truncate", trust_remote_code=False),))  # fmt: skip
-    sampling = SamplingConfig(max_completion_length=TOKENS, top_logprobs=places.online_teachers[0].num_candidates)
-    recipe = TrainConfig(losses=tuple(parse_losses([loss])), max_steps=ROUNDS, per_device_train_batch_size=PROMPTS,
-                    on_policy=OnPolicyConfig(sampling=sampling))  # fmt: skip
+    sampling = SamplingConfig(max_completion_length=TOKENS, top_logprobs=paths.online_teachers[0].num_candidates)
+    config = TrainConfig(losses=tuple(parse_losses([loss])), max_steps=STEPS, per_device_train_batch_size=PROMPTS,
+                         on_policy=OnPolicyConfig(sampling=sampling))  # fmt: skip
     seconds: Seconds = {}
-    lines: list[Seconds] = []
-    bytes_a_position: list[float] = []
-    undo = [
-        timed(TransformersGenerator, "write", seconds, "writing"),
-        timed(TransformersTeacher, "score", seconds, "teacher"),
-        timed(training_loop, "_step", seconds, "step"),
+    seconds_of_batches: list[Seconds] = []
+    bytes_per_position: list[float] = []
+    restore_functions = [
+        record_time(TransformersGenerator, "generate", seconds, "generation"),
+        record_time(TransformersTeacher, "score", seconds, "teacher"),
+        record_time(training_loop, "_step", seconds, "step"),
     ]
-    score, began = on_policy_loop.OnPolicyLoop._score_block, [0.0]
+    original_score, started = on_policy_loop.OnPolicyLoop._score_block, [0.0]
 
-    def scored(self: on_policy_loop.OnPolicyLoop, block: range, place: Path, stop: StopListener) -> bool:
-        found = score(self, block, place, stop)
-        cache = TeacherCache(next(path for path in place.iterdir() if path.is_dir()))
+    def recorded_score(
+        self: on_policy_loop.OnPolicyLoop, block: range, folder_of_block: Path, stop: StopListener
+    ) -> bool:
+        result = original_score(self, block, folder_of_block, stop)
+        cache = TeacherCache(next(path for path in folder_of_block.iterdir() if path.is_dir()))
         shards = list(cache.shards())
         positions = sum(shard.counts()["positions"] for shard in shards)
-        bytes_a_position.append(sum(shard.bytes_by_section()["teacher_logprobs"] for shard in shards) / positions)
-        return found
+        bytes_per_position.append(sum(shard.bytes_by_section()["teacher_logprobs"] for shard in shards) / positions)
+        return result
 
-    step = training_loop._step
+    original_step = training_loop._step
 
-    def stepped(*arguments: Any) -> Any:
-        found = step(*arguments)
+    def recorded_step(*arguments: Any) -> Any:
+        result = original_step(*arguments)
         now = time.perf_counter()
-        if began[0]:
-            lines.append({**seconds, "all": now - began[0]})
+        if started[0]:
+            seconds_of_batches.append({**seconds, "all": now - started[0]})
         seconds.clear()
-        began[0] = now
-        return found
+        started[0] = now
+        return result
 
-    on_policy_loop.OnPolicyLoop._score_block = scored  # type: ignore[method-assign]
-    training_loop._step = stepped
+    on_policy_loop.OnPolicyLoop._score_block = recorded_score  # type: ignore[method-assign]
+    training_loop._step = recorded_step
     terminal.set_quiet(True)
     try:
-        inputs = open_inputs(places, recipe, Tokenizer(student))
-        distill(places, recipe, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
+        inputs = open_inputs(paths, config, Tokenizer(student))
+        distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
     finally:
-        on_policy_loop.OnPolicyLoop._score_block = score  # type: ignore[method-assign]
-        training_loop._step = step
-        for back in undo:
-            back()
-    return lines, statistics.median(bytes_a_position)
+        on_policy_loop.OnPolicyLoop._score_block = original_score  # type: ignore[method-assign]
+        training_loop._step = original_step
+        for restore in restore_functions:
+            restore()
+    return seconds_of_batches, statistics.median(bytes_per_position)
 
 
-def peak(*arguments: object) -> float:
-    """Run a command; return the peak of its memory, GiB."""
+def peak_memory(*arguments: object) -> float:
+    """Run an xtk command; return its peak memory in GiB."""
     child = subprocess.Popen([sys.executable, "-m", "xtk", *map(str, arguments), "-q"], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     if status:
@@ -132,48 +134,57 @@ def peak(*arguments: object) -> float:
     return used.ru_maxrss / 2**20
 
 
-def memory(folder: Path) -> tuple[str, str, str]:
-    """Return the row about the peak of a round."""
+def memory_row(folder: Path) -> tuple[str, str, str]:
+    """Return the row about the peak memory of a rollout batch."""
     student, teacher, prompts = folder / "student", folder / "teacher", folder / "prompts.jsonl"
     rollouts, batch = folder / "r.jsonl", ("--per-device-train-batch-size", PROMPTS, "--save-steps", 0)
-    writing = peak("rollout", student, prompts, "--max-completion-length", TOKENS, "--batch-tokens", 16384,
-                   "-o", rollouts)  # fmt: skip
-    scoring = peak("cache-teacher", teacher, rollouts, "--top-k", 32, "-o", folder / "r")
-    training = peak("distill", student, folder / "r", "--loss", "byte-kl", *batch, "-o", folder / "one")
-    whole = peak("distill", student, prompts, "--on-policy", "--teacher", f"{teacher}:top_k=32", "--loss", "byte-kl",
-                 "--max-completion-length", TOKENS, "--max-steps", 2, *batch, "-o", folder / "round")  # fmt: skip
-    highest = max(writing, scoring, training)
-    told = f"{whole / highest - 1:+.0%} ({whole:.2f} GiB; {writing:.2f} to write, {scoring:.2f} to score, "
-    return ("peak of a round over the largest of its parts", f"{told}{training:.2f} to train)", "+10 %")
+    generate_gib = peak_memory("rollout", student, prompts, "--max-completion-length", TOKENS, "--batch-tokens", 16384,
+                               "-o", rollouts)  # fmt: skip
+    score_gib = peak_memory("cache-teacher", teacher, rollouts, "--top-k", 32, "-o", folder / "r")
+    train_gib = peak_memory("distill", student, folder / "r", "--loss", "byte-kl", *batch, "-o", folder / "one")
+    peak_gib = peak_memory("distill", student, prompts, "--on-policy", "--teacher", f"{teacher}:top_k=32",
+                           "--loss", "byte-kl", "--max-completion-length", TOKENS, "--max-steps", 2, *batch,
+                           "-o", folder / "round")  # fmt: skip
+    phase_gib = max(generate_gib, score_gib, train_gib)
+    parts = (
+        f"{peak_gib / phase_gib - 1:+.0%} ({peak_gib:.2f} GiB; {generate_gib:.2f} to generate, {score_gib:.2f} to score, "
+    )
+    return ("peak memory of a rollout batch relative to its largest phase", f"{parts}{train_gib:.2f} to train)", "+10 %")
 
 
 def main() -> None:
     """Measure and print."""
     silence_transformers()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         make_models(folder)
         rows = [{"prompt": " ".join(text.split()[:24])} for text in gsm8k(PROMPTS)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        held = memory(folder)
-        lines, _ = run(folder, f"{folder / 'teacher'}:top_k=32", "byte-kl", "across")
-        shares = [1 - (line["writing"] + line["teacher"] + line["step"]) / line["all"] for line in lines]
-        parts = {key: statistics.median(line[key] for line in lines) for key in ("writing", "teacher", "step", "all")}
-        given = {
-            precision: run(
+        memory = memory_row(folder)
+        seconds_of_batches, _ = train_and_time(folder, f"{folder / 'teacher'}:top_k=32", "byte-kl", "across")
+        overheads = [
+            1 - (seconds["generation"] + seconds["teacher"] + seconds["step"]) / seconds["all"]
+            for seconds in seconds_of_batches
+        ]
+        median_seconds = {
+            key: statistics.median(seconds[key] for seconds in seconds_of_batches)
+            for key in ("generation", "teacher", "step", "all")
+        }
+        bytes_per_position = {
+            precision: train_and_time(
                 folder, f"{folder / 'alike'}:support=candidates,top_k=32,precision={precision}", "reverse-kl", precision
             )[1]
             for precision in ("float32", "fine", "standard")
         }  # fmt: skip
-        told = ", ".join(f"{key} {value:.2f} s" for key, value in parts.items())
+        medians = ", ".join(f"{key} {value:.2f} s" for key, value in median_seconds.items())
         report(
             Path(__file__).name,
             [
-                ("a round: time outside of writing, the teacher's pass and the step",
-                 f"{statistics.median(shares):.1%} ({told})", "5 %"),
-                held,
-                *((f"signal a position, `given` K=32, `precision={precision}`", f"{found:.0f} bytes", "160 bytes")
-                  for precision, found in given.items()),
+                ("a rollout batch: time outside of generation, the teacher's pass and the step",
+                 f"{statistics.median(overheads):.1%} ({medians})", "5 %"),
+                memory,
+                *((f"bytes of log-probabilities per position, `candidates` with K = 32, `precision={precision}`", f"{size:.0f} bytes", "160 bytes")
+                  for precision, size in bytes_per_position.items()),
             ],
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""An epoch from a cache against an epoch beside the live teacher, which is four times as large as the student.
+"""Time of an epoch from a cache compared with an epoch with an online teacher, four times as large as the student.
 
-Both vocabularies are the real ones of Llama 3 and Qwen; the sizes are of what is between embedding and head, and of the
-head. The epochs are taken in turns; seconds are those that `distill` itself writes, without the start and without the
-first step, which compiles. Median of 3.
+Both vocabularies are the real ones of Llama 3 and Qwen; the ratio of sizes holds for the backbone and for the output
+head. Epochs alternate; seconds are those that `distill` logs, without the start and without the first step, which
+compiles. Median of 3.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from xtk.models.causal_lm import silence_transformers
 from xtk.training.metrics_file import read_metrics
 
-TIMES = 3
+REPEATS = 3
 DOCUMENTS, BATCH = 48, 8
 
 
 def make_models(folder: Path) -> float:
-    """Write a student and a teacher; return by how much the teacher's weights are more."""
+    """Write a student and a teacher; return the ratio of the teacher's number of weights to the student's."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
     student = LlamaForCausalLM(
@@ -41,16 +41,16 @@ def make_models(folder: Path) -> float:
     return float(teacher.num_parameters() / student.num_parameters())
 
 
-def epoch(folder: Path, name: str, *arguments: str) -> tuple[float, float]:
-    """Train an epoch; return its seconds without those before the end of its first step, and those of the teacher."""
+def train_epoch(folder: Path, name: str, *arguments: str) -> tuple[float, float]:
+    """Train an epoch; return the seconds of its steps and its teacher, and those of the teacher."""
     command = [sys.executable, "-m", "xtk", "distill", str(folder / "student"), *arguments]
     common = ["--loss", "ce", "--loss", "byte-kl", "--per-device-train-batch-size", str(BATCH), "--logging-steps", "1",
               "--save-steps", "0", "-o", str(folder / name)]  # fmt: skip
     process(*command, *common)
-    lines = read_metrics(folder / name / "metrics.jsonl")
-    teacher = float(lines[-1].get("teacher_seconds", 0.0))
-    # All is scored before the first step: it is one block.
-    steps = len(lines) / (len(lines) - 1) * (lines[-1]["training_seconds"] - lines[0]["training_seconds"])
+    records = read_metrics(folder / name / "metrics.jsonl")
+    teacher = float(records[-1].get("teacher_seconds", 0.0))
+    # The teacher scores everything before the first step, as one block.
+    steps = len(records) / (len(records) - 1) * (records[-1]["training_seconds"] - records[0]["training_seconds"])
     return steps + teacher, teacher
 
 
@@ -59,22 +59,24 @@ def main() -> None:
     silence_transformers()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        larger = make_models(folder)
+        size_ratio = make_models(folder)
         data = folder / "data.jsonl"
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in gsm8k(DOCUMENTS)))
         cache = ["cache-teacher", str(folder / "teacher"), str(data), "--top-k", "64", "-o", str(folder / "cache")]
         process(sys.executable, "-m", "xtk", *cache)
-        cached, live, teaching = [], [], []
-        for turn in range(TIMES):
-            cached.append(epoch(folder, f"cached-{turn}", str(folder / "cache"))[0])
-            seconds, teacher = epoch(folder, f"live-{turn}", str(data), "--teacher", f"{folder / 'teacher'}:top_k=64")
-            live.append(seconds)
-            teaching.append(teacher)
-    ratio = statistics.median(live) / statistics.median(cached)
-    told = f"{ratio:.1f} x ({statistics.median(live):.1f} s, {statistics.median(cached):.1f} s from the cache)"
-    share = f"{statistics.median(teaching):.1f} s, the teacher {larger:.1f} x the student"
-    report(__file__, [("an epoch with the live teacher over one from a cache", told, "4 x"),
-                      ("of it the teacher's", share, "(none)")])  # fmt: skip
+        from_cache, online, teacher_times = [], [], []
+        for repeat in range(REPEATS):
+            from_cache.append(train_epoch(folder, f"cached-{repeat}", str(folder / "cache"))[0])
+            seconds, teacher = train_epoch(
+                folder, f"live-{repeat}", str(data), "--teacher", f"{folder / 'teacher'}:top_k=64"
+            )
+            online.append(seconds)
+            teacher_times.append(teacher)
+    ratio = statistics.median(online) / statistics.median(from_cache)
+    result = f"{ratio:.1f} x ({statistics.median(online):.1f} s, {statistics.median(from_cache):.1f} s from the cache)"
+    teacher_share = f"{statistics.median(teacher_times):.1f} s, the teacher {size_ratio:.1f} x the student"
+    report(__file__, [("an epoch with the live teacher over one from a cache", result, "4 x"),
+                      ("of it the teacher's", teacher_share, "(none)")])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The table of layouts: by how much losses, gradients and weights differ from those of one process.
+"""The table of parallel layouts: differences of losses, gradients and weights from those of one process.
 
     python tests/benchmarks/bench_parity.py [--processes 1 2 3 4 8]
 
-On a CPU with gloo, fp32, a Llama and a Qwen3 whose head is its embedding, of 657 vocabulary rows, eight losses at once
-from the cache of a teacher with another tokenizer, documents of unequal length. A row is the worst of both students, of
-steps of eight and of five documents (the last process of some has none), cut into the passes that
-tests/training/parallel_layouts.py names. Weights are those after five steps of AdamW at 1e-3.
+On a CPU with gloo, fp32, a Llama and a Qwen3 with tied embeddings, of 657 vocabulary rows, eight losses at once from
+the cache of a teacher with another tokenizer, documents of unequal length. A row is the worst of both students, of
+steps of eight and of five documents (the last process of some layouts has none), split into the passes that
+tests/training/parallel_layouts.py lists. Weights are those after five steps of AdamW at 1e-3.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from parallel_layouts import LIKE_ONE, LIKE_ONE_LONG, WAYS, Difference, Taken, c
 
 from xtk.training.parallel_config import parse_parallel  # noqa: E402
 
-NAMES = {
+OPTION_LABELS = {
     "max_batch_tokens": "passes of {} tokens", "packing": "padded", "gradient_checkpointing": "checkpointed gradients",
     "fsdp_offload": "offloaded", "lora_r": "LoRA",
 }  # fmt: skip
 
 
-def called(processes: int, options: dict[str, object]) -> str:
-    """Return how the table calls a layout."""
+def layout_label(processes: int, options: dict[str, object]) -> str:
+    """Return the name of a layout in the table."""
     parts = ["one process" if processes == 1 else str(parse_parallel(str(options.get("parallel", "")), processes))]
-    parts += [NAMES[name].format(value) for name, value in options.items() if name != "parallel"]
+    parts += [OPTION_LABELS[name].format(value) for name, value in options.items() if name != "parallel"]
     return ", ".join(parts)
 
 
-def worst(found: list[Difference]) -> str:
-    """Return the columns of a row; of eight processes no weights are moved."""
-    told = []
+def worst(differences: list[Difference]) -> str:
+    """Return the columns of a row; with eight processes no weights are updated."""
+    columns = []
     for name in ("loss", "gradient", "norm", "weights"):
-        known = [value for one in found if (value := getattr(one, name)) is not None]
-        told.append(f"{max(known):.0e}" if known else "")
-    return " | ".join(told)
+        values = [value for difference in differences if (value := getattr(difference, name)) is not None]
+        columns.append(f"{max(values):.0e}" if values else "")
+    return " | ".join(columns)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, nargs="+", default=sorted(WAYS))
-    chosen = parser.parse_args().processes
+    requested = parser.parse_args().processes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         students = make_students(folder)
@@ -69,22 +69,22 @@ def main() -> None:
             "| processes | layout | loss | gradient | its norm | weights |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
-        alone: Taken | None = None
-        for processes in sorted({1, *chosen}):
+        reference: Taken | None = None
+        for processes in sorted({1, *requested}):
             layouts = [*LIKE_ONE.get(processes, []), *LIKE_ONE_LONG.get(processes, [])]
-            place = folder / f"of-{processes}"
-            place.mkdir()
-            wanted = cases(layouts) + (references() if processes == 1 else [])
-            taken = take(processes, wanted, folder / "cache", students, place)
-            alone = alone or taken
+            output = folder / f"of-{processes}"
+            output.mkdir()
+            selected_cases = cases(layouts) + (references() if processes == 1 else [])
+            result = take(processes, selected_cases, folder / "cache", students, output)
+            reference = reference or result
             for options in layouts:
-                found = [
-                    taken.difference(student, other, way, alone)
-                    for student, other in cases(layouts)
-                    if other == options
+                differences = [
+                    result.difference(student, layout, way, reference)
+                    for student, layout in cases(layouts)
+                    if layout == options
                     for way in WAYS[processes]
                 ]
-                lines.append(f"| {processes} | {called(processes, options)} | {worst(found)} |")
+                lines.append(f"| {processes} | {layout_label(processes, options)} | {worst(differences)} |")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""`build-projection llama3 qwen` against its floor.
+"""Time of `build-projection llama3 qwen` relative to a lower bound.
 
-The floor: reading both tokenizers, decoding both vocabularies once and encoding each with the other side.
+The lower bound: reading both tokenizers, decoding both vocabularies once and encoding each with the other tokenizer.
 Both are whole processes, one after the other, median of 5.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from measurement import process, real_data, report
 
-FLOOR = """
+LOWER_BOUND = """
 import sys
 from tokenizers import Tokenizer
 sides = [Tokenizer.from_file(f"{folder}/tokenizer.json") for folder in sys.argv[1:3]]
@@ -22,33 +22,33 @@ texts = [side.decode_batch(tokens, skip_special_tokens=False) for side, tokens i
 for side, foreign in zip(sides, reversed(texts)):
     side.encode_batch_fast(foreign, add_special_tokens=False)
 """
-TIMES = 5
+REPEATS = 5
 METHODS = ("exact", "first-token", "multitoken", "partition")
 
 
 def main() -> None:
     """Measure and print."""
-    sides = [str(real_data() / "tokenizers" / name) for name in ("llama3", "qwen")]
+    paths = [str(real_data() / "tokenizers" / name) for name in ("llama3", "qwen")]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         results: dict[str, list[float]] = {"floor": []}
-        memory = 0.0
-        for number in range(TIMES + 1):
+        peak_memory = 0.0
+        for repeat in range(REPEATS + 1):
             for method in METHODS:
-                out = str(Path(folder) / f"{method}-{number}")
-                command = (sys.executable, "-m", "xtk", "build-projection", *sides, "--method", method, "-o", out)
+                out = str(Path(folder) / f"{method}-{repeat}")
+                command = (sys.executable, "-m", "xtk", "build-projection", *paths, "--method", method, "-o", out)
                 seconds, peak, _ = process(*command)
-                memory = max(memory, peak)
+                peak_memory = max(peak_memory, peak)
                 results.setdefault(method, []).append(seconds)
-            results["floor"].append(process(sys.executable, "-c", FLOOR, *sides)[0])
+            results["floor"].append(process(sys.executable, "-c", LOWER_BOUND, *paths)[0])
         medians = {name: statistics.median(seconds[1:]) for name, seconds in results.items()}
         for method in METHODS:
             ratio = medians[method] / medians["floor"]
-            told = f"{ratio:.2f} x ({medians[method]:.1f} s; floor {medians['floor']:.1f} s)"
+            result = f"{ratio:.2f} x ({medians[method]:.1f} s; floor {medians['floor']:.1f} s)"
             rows.append(
-                (f"`build-projection llama3 qwen --method {method}`, whole process over its floor", told, "1.3 x")
+                (f"`build-projection llama3 qwen --method {method}`, whole process over its floor", result, "1.3 x")
             )
-    rows.append(("its peak memory", f"{memory:.2f} GiB", "1 GB"))
+    rows.append(("its peak memory", f"{peak_memory:.2f} GiB", "1 GB"))
     report(__file__, rows)
 
 

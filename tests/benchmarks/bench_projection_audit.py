@@ -1,4 +1,4 @@
-"""The audit of a projection with 151,646 rows, qwen x llama3, the categories of both vocabularies among it."""
+"""Time of the audit of a projection with 151,646 rows, qwen x llama3, including the categories of both vocabularies."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from xtk.tokens.tokenizer import Tokenizer
 
 def main() -> None:
     """Measure and print."""
-    sides = [Tokenizer(real_data() / "tokenizers" / name) for name in ("qwen", "llama3")]
-    projection, matched = build_projection(*sides), match_special_tokens(*sides)
-    seconds = median_seconds(lambda: audit_projection(projection, VocabularyPair(*sides), *matched), 7)
+    tokenizers = [Tokenizer(real_data() / "tokenizers" / name) for name in ("qwen", "llama3")]
+    projection, special_tokens = build_projection(*tokenizers), match_special_tokens(*tokenizers)
+    seconds = median_seconds(lambda: audit_projection(projection, VocabularyPair(*tokenizers), *special_tokens), 7)
     report(__file__, [(f"audit of {projection.student_width:,} rows", f"{seconds:.2f} s", "0.5 s")])
 
 

@@ -1,10 +1,10 @@
-"""`distill` from a cache with a student of SmolLM2-135M's shape, beside cross-entropy alone and a plain loop.
+"""`distill` from a cache with a student of SmolLM2-135M's shape, compared with cross-entropy alone and a plain loop.
 
 The student has SmolLM2's layers with random weights, and the vocabulary of GPT-2 (50,257 tokens; SmolLM2 has 49,152)
 or of Qwen (151,646), tied. It learns from a cache of a one-layer teacher with the other vocabulary, on GSM8K. The plain
-loop is what a user of transformers writes: batches padded to their longest document, the model's own loss on `labels`,
-AdamW, clipping. In turns; tokens are those of documents, without padding; without the first step; medians of the turns'
-ratios. `--profile`: where the time of the steps with each loss goes, by PyTorch's operators, in one run.
+loop is a usual loop with transformers: batches padded to their longest document, the model's own loss on `labels`,
+AdamW, clipping. Runs alternate; tokens are those of documents, without padding; without the first step; medians of the
+ratios. `--profile`: the time of the steps by PyTorch operator, for each loss, in one run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from measurement import gsm8k, model_folder, report
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 LOSSES = {"ce": (), "ce and p-kl": ("--loss", "p-kl"), "ce and byte-kl": ("--loss", "byte-kl")}
-# The student's tokenizer, its rows, the teacher's tokenizer, its rows.
+# The student's tokenizer and vocabulary rows, the teacher's tokenizer and vocabulary rows.
 PAIRS = {"V = 50,257": ("gpt2", 50304, "qwen", 151936), "V = 151,646": ("qwen", 151936, "gpt2", 50304)}
 BODY = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3}  # fmt: skip
@@ -44,7 +44,7 @@ def write_pair(folder: Path, student: tuple[str, int], teacher: tuple[str, int],
 
 
 def plain_loop(folder: Path, texts: list[str], steps: int, batch: int) -> float:
-    """Train as a user of transformers does; return tokens/s without the first step."""
+    """Train with a usual loop of transformers; return tokens/s without the first step."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float32).train()
     tokenizer = AutoTokenizer.from_pretrained(folder / "student")
@@ -52,14 +52,14 @@ def plain_loop(folder: Path, texts: list[str], steps: int, batch: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
     rates = []
     for step in range(steps):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         rows = tokenizer(texts[step * batch : (step + 1) * batch], padding=True, return_tensors="pt")
         labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
         model(**rows, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        rates.append(int(rows["attention_mask"].sum()) / (time.perf_counter() - begun))
+        rates.append(int(rows["attention_mask"].sum()) / (time.perf_counter() - started))
     return statistics.median(rates[1:])
 
 
@@ -74,42 +74,47 @@ def train(folder: Path, name: str, losses: tuple[str, ...], steps: int, batch: i
 
 
 def measure(
-    name: str, folder: Path, texts: list[str], turns: int, steps: int, batch: int
+    name: str, folder: Path, texts: list[str], repeats: int, steps: int, batch: int
 ) -> list[tuple[str, str, str]]:
     """Return rows of the table."""
-    found: dict[str, list[float]] = {way: [] for way in ("plain", *LOSSES)}
-    for _ in range(turns):
-        found["plain"].append(plain_loop(folder, texts, steps, batch))
+    rates: dict[str, list[float]] = {way: [] for way in ("plain", *LOSSES)}
+    for _ in range(repeats):
+        rates["plain"].append(plain_loop(folder, texts, steps, batch))
         for losses, options in LOSSES.items():
-            found[losses].append(train(folder, "out", options, steps, batch))
+            rates[losses].append(train(folder, "out", options, steps, batch))
     rows = []
     for losses in LOSSES:
         for other in ("ce", "plain"):
             if losses == other:
                 continue
-            ratios = [mine / its for mine, its in zip(found[losses], found[other], strict=True)]
-            against = "ce alone" if other == "ce" else "a plain loop"
-            told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            rows.append((f"{name}: {losses}, tokens/s relative to {against}", told, "0.97" if other == "ce" else "1"))
+            ratios = [
+                rate_of_loss / rate_of_other
+                for rate_of_loss, rate_of_other in zip(rates[losses], rates[other], strict=True)
+            ]
+            baseline = "ce alone" if other == "ce" else "a plain loop"
+            result = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            rows.append(
+                (f"{name}: {losses}, tokens/s relative to {baseline}", result, "0.97" if other == "ce" else "1")
+            )
     return rows
 
 
 def profile(folder: Path, steps: int, batch: int) -> None:
-    """Print where the time goes, for each loss."""
+    """Print the time of each operator, for each loss."""
     from xtk.losses.loss_spec import parse_losses
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill
     from xtk.training.runs.open_inputs import open_inputs
     from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
-    places = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "profiled")
+    paths = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "profiled")
     for losses, options in LOSSES.items():
         specs = tuple(parse_losses(["ce", *options[1:]]))
-        recipe = TrainConfig(losses=specs, max_steps=steps, per_device_train_batch_size=batch)
-        inputs = open_inputs(places, recipe, Tokenizer(folder / "student"))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-            distill(places, recipe, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
-        table = found.key_averages().table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=40)
+        config = TrainConfig(losses=specs, max_steps=steps, per_device_train_batch_size=batch)
+        inputs = open_inputs(paths, config, Tokenizer(folder / "student"))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
+        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=40)
         sys.stdout.write(f"\n{losses}\n{table}\n")
 
 
@@ -120,16 +125,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of a run")
     parser.add_argument("--batch", type=int, default=4, help="documents of a step")
     parser.add_argument("--profile", action="store_true", help="print profiles instead of the table")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows = []
-    for name, (student, rows_of_student, teacher, rows_of_teacher) in PAIRS.items():
-        with tempfile.TemporaryDirectory() as place:
-            pair = (student, rows_of_student), (teacher, rows_of_teacher)
-            texts = write_pair(Path(place), *pair, given.steps * given.batch)
-            if given.profile:
-                profile(Path(place), given.steps, given.batch)
+    for name, (student, student_rows, teacher, teacher_rows) in PAIRS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            pair = (student, student_rows), (teacher, teacher_rows)
+            texts = write_pair(Path(folder), *pair, args.steps * args.batch)
+            if args.profile:
+                profile(Path(folder), args.steps, args.batch)
             else:
-                rows += measure(name, Path(place), texts, given.turns, given.steps, given.batch)
+                rows += measure(name, Path(folder), texts, args.turns, args.steps, args.batch)
     if rows:
         report(__file__, rows)
 

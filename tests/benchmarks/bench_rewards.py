@@ -1,4 +1,4 @@
-"""How many completions the sandbox judges in a second: HumanEval's solutions."""
+"""Completions per second that the sandbox checks: HumanEval's solutions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AT_ONCE = 8
 
 
 def main() -> None:
-    """Print checks a second on one core: one after the other, and several at once."""
+    """Print checks per second on one core: one after the other, and several at once."""
     text = gzip.decompress((DATA / "corpora" / "HumanEval.jsonl.gz").read_bytes())
     rows = [json.loads(line) for line in text.splitlines()][:COUNT]
     solutions = [(row["canonical_solution"], row["prompt"], row) for row in rows]

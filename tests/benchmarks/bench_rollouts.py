@@ -1,4 +1,4 @@
-"""Rollouts: vLLM through xtk against bare `LLM.generate`, the same requests, in turns, in one run.
+"""Rollouts by vLLM through xtk compared with bare `LLM.generate`: the same requests, alternating, in one run.
 
 Needs vLLM: run it in the environment of `nox -s vllm`, with OMP_NUM_THREADS=1 and TORCHDYNAMO_DISABLE=1 on a CPU.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-PROMPTS, SAMPLES, PROMPT, COMPLETION, TURNS = 16, 4, 128, 64, 31
+PROMPTS, SAMPLES, PROMPT_TOKENS, COMPLETION_TOKENS, REPEATS = 16, 4, 128, 64, 31
 
 
 def main() -> None:
@@ -39,66 +39,76 @@ def main() -> None:
     from xtk.rollouts.vllm_generator import VllmGenerator
     from xtk.tokens.tokenizer import Tokenizer
 
-    # On a CPU vLLM 0.32 cannot draw with seeds where a prompt is read in two passes.
-    whole = [*ENGINE, f"max_num_batched_tokens={2 * PROMPTS * SAMPLES * PROMPT}"]
+    # On a CPU vLLM 0.32 cannot sample with seeds if a prompt is prefilled in two passes.
+    one_pass_options = [*ENGINE, f"max_num_batched_tokens={2 * PROMPTS * SAMPLES * PROMPT_TOKENS}"]
     with tempfile.TemporaryDirectory() as folder:
         model = make_llama(Path(folder) / "student", context=512)
         tokenizer = Tokenizer(model)
-        request = BackendConfig(
-            model, "student", tokenizer, options={"engine": [] if torch.cuda.is_available() else whole}
+        config = BackendConfig(
+            model, "student", tokenizer, options={"engine": [] if torch.cuda.is_available() else one_pass_options}
         )
-        writer = VllmGenerator.open(request)
-        apart = SubprocessGenerator(request, "vllm", {**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-        bare = writer._engine.llm
-        sampling = SamplingConfig(max_completion_length=COMPLETION)
+        generator = VllmGenerator.open(config)
+        subprocess_generator = SubprocessGenerator(
+            config, "vllm", {**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        )
+        llm = generator._engine.llm
+        sampling = SamplingConfig(max_completion_length=COMPLETION_TOKENS)
         parameters = import_vllm().SamplingParams
 
-        def asks(turn: int) -> list[GenerationRequest]:
-            # Other prompts in each turn: nobody has read them before.
-            prompts = np.random.default_rng(turn).integers(5, 400, (PROMPTS, PROMPT)).astype(np.int32)
-            return [GenerationRequest(prompts[at // SAMPLES], (turn, at)) for at in range(PROMPTS * SAMPLES)]
+        def requests(repeat: int) -> list[GenerationRequest]:
+            # New prompts in each repetition, so that no prefix cache contains them.
+            prompts = np.random.default_rng(repeat).integers(5, 400, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
+            return [GenerationRequest(prompts[at // SAMPLES], (repeat, at)) for at in range(PROMPTS * SAMPLES)]
 
-        def plainly(turn: int) -> int:
-            wanted = [
+        def generate_bare(repeat: int) -> int:
+            sampling_params = [
                 parameters(
                     temperature=1.0,
-                    max_tokens=COMPLETION,
-                    seed=seed_from_key(ask.seed_key),
+                    max_tokens=COMPLETION_TOKENS,
+                    seed=seed_from_key(request.seed_key),
                     logprobs=0,
                     flat_logprobs=True,
                     detokenize=False,
                     ignore_eos=True,
                     stop_token_ids=sorted(tokenizer.end_ids),
-                    logit_bias=writer._padding_bias,
+                    logit_bias=generator._padding_bias,
                 )
-                for ask in asks(turn)
+                for request in requests(repeat)
             ]
-            bare.reset_prefix_cache()
-            found = bare.generate(
-                [{"prompt_token_ids": ask.input_ids.tolist()} for ask in asks(turn)], wanted, use_tqdm=False
+            llm.reset_prefix_cache()
+            values = llm.generate(
+                [{"prompt_token_ids": request.input_ids.tolist()} for request in requests(repeat)],
+                sampling_params,
+                use_tqdm=False,
             )
-            return sum(len(one.outputs[0].token_ids) for one in found)
+            return sum(len(output.outputs[0].token_ids) for output in values)
 
-        def through(which: VllmGenerator | SubprocessGenerator) -> Callable[[int], int]:
-            def write(turn: int) -> int:
-                bare.reset_prefix_cache()
-                return sum(len(one.ids) for one in which.generate(asks(turn), sampling))
+        def generate_with(backend: VllmGenerator | SubprocessGenerator) -> Callable[[int], int]:
+            def generate(repeat: int) -> int:
+                llm.reset_prefix_cache()
+                return sum(len(output.ids) for output in backend.generate(requests(repeat), sampling))
 
-            return write
+            return generate
 
-        ways = {"bare": plainly, "here": through(writer), "apart": through(apart)}
-        rates: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(TURNS + 1):
-            names = list(ways) if turn % 2 else list(ways)[::-1]
+        functions = {
+            "bare": generate_bare,
+            "here": generate_with(generator),
+            "apart": generate_with(subprocess_generator),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in functions}
+        for repeat in range(REPEATS + 1):
+            names = list(functions) if repeat % 2 else list(functions)[::-1]
             for name in names:
                 started = time.perf_counter()
-                tokens = ways[name](turn)
-                if turn:  # the first one warms up
+                tokens = functions[name](repeat)
+                if repeat:  # the first repetition is a warm-up
                     rates[name].append(tokens / (time.perf_counter() - started))
-        apart.close()
-        writer.close()
-    median = {name: statistics.median(found) for name, found in rates.items()}
-    ratio = {name: statistics.median(a / b for a, b in zip(rates[name], rates["bare"], strict=True)) for name in ways}
+        subprocess_generator.close()
+        generator.close()
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    ratio = {
+        name: statistics.median(a / b for a, b in zip(rates[name], rates["bare"], strict=True)) for name in functions
+    }
     report(
         __file__,
         [

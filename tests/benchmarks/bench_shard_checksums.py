@@ -1,6 +1,6 @@
-"""What the checksum of a shard costs: when it is written, when an unfinished cache is resumed, when a shard is opened.
+"""Cost of a shard's checksum when it is written, when an unfinished cache is resumed, and when a shard is opened.
 
-Shards of 64 documents of 512 tokens over 151,936 ids, 16 exact ids and 16 samples a position, with each codec, made of
+Shards of 64 documents of 512 tokens over 151,936 ids, 16 exact ids and 16 samples per position, with each codec, of
 random numbers (their packed size is not that of a language model). Best of 5.
 """
 
@@ -22,25 +22,25 @@ from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 from xtk.tokens.token_sequence import TokenSequence
 
-DOCUMENTS, TOKENS, WIDTH, TOP_K, SAMPLES, ROUNDS = 64, 512, 151_936, 16, 16, 5
+DOCUMENTS, TOKENS, VOCAB_SIZE, TOP_K, SAMPLES, REPEATS = 64, 512, 151_936, 16, 16, 5
 
 
-def row_of(draw: np.random.Generator) -> ScoredDocument:
-    """Return a document of random words with random scores."""
+def random_document(rng: np.random.Generator) -> ScoredDocument:
+    """Return a document of random tokens with random scores."""
     text = "abcd" * TOKENS
-    ends = np.arange(4, 4 * TOKENS + 1, 4, dtype=np.int32)
-    ids = np.minimum(draw.zipf(1.2, TOKENS), WIDTH // 2).astype(np.int32)
+    byte_ends = np.arange(4, 4 * TOKENS + 1, 4, dtype=np.int32)
+    ids = np.minimum(rng.zipf(1.2, TOKENS), VOCAB_SIZE // 2).astype(np.int32)
     trained = np.ones(TOKENS, np.bool_)
     trained[0] = False
-    tokens = TokenSequence(ids, ends, trained, np.array([[0, TOKENS, 0]], np.int32), np.array([-1], np.int32))
+    tokens = TokenSequence(ids, byte_ends, trained, np.array([[0, TOKENS, 0]], np.int32), np.array([-1], np.int32))
     positions = np.arange(1, TOKENS, dtype=np.int32)
-    exact = [np.unique([*np.minimum(draw.zipf(1.2, TOP_K), WIDTH // 2 - 1), ids[at]]) for at in positions]
+    exact = [np.unique([*np.minimum(rng.zipf(1.2, TOP_K), VOCAB_SIZE // 2 - 1), ids[at]]) for at in positions]
     sampled = [
-        np.unique(draw.integers(WIDTH // 2 + 1, WIDTH, SAMPLES) // 64 * 64 % WIDTH, return_counts=True)
+        np.unique(rng.integers(VOCAB_SIZE // 2 + 1, VOCAB_SIZE, SAMPLES) // 64 * 64 % VOCAB_SIZE, return_counts=True)
         for _ in positions
     ]
-    mass = [draw.dirichlet(np.ones(len(part) + 1)) for part in exact]
-    logprobs = [np.log(part[:-1]) for part in mass]
+    probs = [rng.dirichlet(np.ones(len(part) + 1)) for part in exact]
+    logprobs = [np.log(part[:-1]) for part in probs]
     scores = StoredLogprobs(
         positions=positions,
         offsets=np.cumsum([0, *map(len, exact)]),
@@ -48,55 +48,62 @@ def row_of(draw: np.random.Generator) -> ScoredDocument:
         logprobs=np.concatenate(logprobs).astype(np.float32),
         sample_offsets=np.cumsum([0, *(len(part) for part, _ in sampled)]),
         sample_ids=np.concatenate([part for part, _ in sampled]).astype(np.int32),
-        sample_counts=np.concatenate([times for _, times in sampled]).astype(np.int32),
-        remainder_mass=np.array([part[-1] for part in mass], np.float32),
+        sample_counts=np.concatenate([counts for _, counts in sampled]).astype(np.int32),
+        remainder_mass=np.array([part[-1] for part in probs], np.float32),
         observed_logprobs=np.array(
             [row[part == ids[at]][0] for at, part, row in zip(positions, exact, logprobs, strict=True)], np.float32
         ),
-        entropy=draw.exponential(size=len(positions)).astype(np.float32),
+        entropy=rng.exponential(size=len(positions)).astype(np.float32),
     )
     return ScoredDocument(Document.from_text(text), tokens, scores)
 
 
-def best(work: Callable[[], object]) -> float:
-    """Return the least seconds of some calls."""
-    found = []
-    for _ in range(ROUNDS):
+def best_seconds(function: Callable[[], object]) -> float:
+    """Return the least seconds of several calls."""
+    seconds = []
+    for _ in range(REPEATS):
         started = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - started)
-    return min(found)
+        function()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 def main() -> None:
     """Measure and print."""
-    draw = np.random.default_rng(0)
-    rows = [row_of(draw) for _ in range(DOCUMENTS)]
-    counts = np.bincount(np.concatenate([row.tokens.ids for row in rows]), minlength=WIDTH)
-    ranks = VocabularyOrder.from_counts(counts, np.full(WIDTH, 4, np.int32))
-    found = []
+    rng = np.random.default_rng(0)
+    rows = [random_document(rng) for _ in range(DOCUMENTS)]
+    counts = np.bincount(np.concatenate([row.tokens.ids for row in rows]), minlength=VOCAB_SIZE)
+    order = VocabularyOrder.from_counts(counts, np.full(VOCAB_SIZE, 4, np.int32))
+    table = []
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "shard.arrow"
         for codec, precision in (("packed", "standard"), ("raw", "float32")):
             options = {"name": codec, "precision": precision, "num_samples": SAMPLES, "num_sample_sets": 1}
-            header = {"codec": {**options, "vocabulary_order": ranks.file_name}}
-            place = ShardPosition(0, 0, len(rows))
-            whole = best(lambda header=header, place=place: write_shard(path, header, place, rows, ranks))
+            header = {"codec": {**options, "vocabulary_order": order.file_name}}
+            position = ShardPosition(0, 0, len(rows))
+            write_seconds = best_seconds(
+                lambda header=header, position=position: write_shard(path, header, position, rows, order)
+            )
             size = path.stat().st_size
             with (
                 path.open("rb") as stream,
-                shards.mmap.mmap(stream.fileno(), 0, access=shards.mmap.ACCESS_READ) as held,
+                shards.mmap.mmap(stream.fileno(), 0, access=shards.mmap.ACCESS_READ) as content,
             ):
-                at = held.find(shards.CHECKSUM_PREFIX) + len(shards.CHECKSUM_PREFIX)
-                checksum = best(lambda held=held, at=at: shards._checksum_around(held, at))
-            checked, opened = best(lambda: check_file_checksum(path, "shard")), best(lambda: CacheShard(path))
-            found += [
-                (f"{codec}: writing a shard of {size / 1e6:.1f} MB", f"{whole * 1e3:.1f} ms", "-"),
-                (f"{codec}: its checksum, of writing", f"{checksum / whole:.2%}", "1 %"),
-                (f"{codec}: comparing it when a run goes on", f"{checked * 1e3:.2f} ms", "-"),
-                (f"{codec}: opening it, columns and offsets checked", f"{opened * 1e3:.2f} ms", "-"),
+                offset = content.find(shards.CHECKSUM_PREFIX) + len(shards.CHECKSUM_PREFIX)
+                checksum_seconds = best_seconds(
+                    lambda content=content, offset=offset: shards._checksum_around(content, offset)
+                )
+            verify_seconds, open_seconds = (
+                best_seconds(lambda: check_file_checksum(path, "shard")),
+                best_seconds(lambda: CacheShard(path)),
+            )
+            table += [
+                (f"{codec}: writing a shard of {size / 1e6:.1f} MB", f"{write_seconds * 1e3:.1f} ms", "-"),
+                (f"{codec}: its checksum, of writing", f"{checksum_seconds / write_seconds:.2%}", "1 %"),
+                (f"{codec}: comparing it when a run goes on", f"{verify_seconds * 1e3:.2f} ms", "-"),
+                (f"{codec}: opening it, columns and offsets checked", f"{open_seconds * 1e3:.2f} ms", "-"),
             ]
-    report(__file__, found)
+    report(__file__, table)
 
 
 if __name__ == "__main__":

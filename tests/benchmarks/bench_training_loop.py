@@ -1,11 +1,11 @@
-"""What the loop adds to a step, and how long it takes to the first one.
+"""Overhead of the training loop per step, and time until the first step.
 
-The loop: `distill` trains a student from a cache; a bare loop of PyTorch then takes the same micro-batches, which are
-ready, through the same model and loss, with AdamW and clipping, and nothing else. In turns in one process, the first
-step left out; median of the ratios.
+The loop: `distill` trains a student from a cache; then a bare PyTorch loop trains on the same micro-batches, which are
+already built, with the same model and loss, AdamW and clipping, and nothing else. Both alternate in one process,
+without the first step; median of the ratios.
 
-The start: from the start of the process to the first line of `metrics.jsonl`, the quickstart's student (0.9 M), its
-cache and its projection there; beside it a process that only imports torch and transformers, and one that trains on two
+The start: from the start of the process to the first line of `metrics.jsonl`, with the quickstart's student (0.9 M) and
+an existing cache and projection; for comparison, a process that only imports torch and transformers, and a run on two
 processes. Medians.
 """
 
@@ -40,42 +40,42 @@ from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.student_with_losses import StudentWithLoss
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
-TIMES = 3
+REPEATS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def with_the_loop(folder: Path, loss: str, steps: int, batch: int, name: str) -> tuple[list[Any], list[float]]:
-    """Train; return the micro-batches of each step, and when each step ended."""
-    places = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / name)
+    """Train with `distill`; return the micro-batches of each step, and the end time of each step."""
+    paths = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / name)
     losses = tuple(parse_losses(["ce", loss] if loss != "ce" else ["ce"]))
-    recipe = TrainConfig(losses=losses, max_steps=steps, per_device_train_batch_size=batch)
-    taken, ends, plain = [], [], training_loop._step
+    config = TrainConfig(losses=losses, max_steps=steps, per_device_train_batch_size=batch)
+    batches, end_times, original_step = [], [], training_loop._step
 
     def step(run: Any, optimizer: Any, micro_batches: Any) -> Any:
-        found = plain(run, optimizer, micro_batches)
-        taken.append(micro_batches)
-        ends.append(time.perf_counter())
-        return found
+        result = original_step(run, optimizer, micro_batches)
+        batches.append(micro_batches)
+        end_times.append(time.perf_counter())
+        return result
 
     training_loop._step = step
     try:
-        inputs = open_inputs(places, recipe, Tokenizer(folder / "student"))
-        distill(places, recipe, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
+        inputs = open_inputs(paths, config, Tokenizer(folder / "student"))
+        distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
     finally:
-        training_loop._step = plain
-    return taken, ends
+        training_loop._step = original_step
+    return batches, end_times
 
 
-def bare(folder: Path, batches: list[Any]) -> list[float]:
-    """Take micro-batches through the model and the loss; return when each step ended."""
+def bare_loop(folder: Path, batches: list[Any]) -> list[float]:
+    """Train on micro-batches in a bare loop; return the end time of each step."""
     torch.manual_seed(0)
     model = load_causal_lm(folder / "student", dtype=torch.float32, device=DEVICE, trust_remote_code=False)
-    cut = BackboneWithHead(model)
-    assert cut.enable_packing()
-    student = StudentWithLoss(cut).train()
+    backbone = BackboneWithHead(model)
+    assert backbone.enable_packing()
+    student = StudentWithLoss(backbone).train()
     parameters = list(student.parameters())
-    optimizer = torch.optim.AdamW(parameter_groups(cut.model, 0.0), lr=5e-5, fused=True)
-    ends = []
+    optimizer = torch.optim.AdamW(parameter_groups(backbone.model, 0.0), lr=5e-5, fused=True)
+    end_times = []
     for (batch,) in batches:
         terms = [term.to(DEVICE, 1 / max(term.denominator, 1)) for term in batch.terms]
         ids = torch.from_numpy(batch.input_ids).to(DEVICE)
@@ -86,36 +86,36 @@ def bare(folder: Path, batches: list[Any]) -> list[float]:
         optimizer.zero_grad(set_to_none=True)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        ends.append(time.perf_counter())
-    return ends
+        end_times.append(time.perf_counter())
+    return end_times
 
 
-def overhead(folder: Path, name: str, steps: int, batch: int) -> list[tuple[str, str, str]]:
+def overhead_rows(folder: Path, name: str, steps: int, batch: int) -> list[tuple[str, str, str]]:
     """Return a row of the table for each loss."""
     rows = []
     for loss in ("ce", "byte-kl"):
         ratios = []
-        for turn in range(TIMES):
-            batches, ends = with_the_loop(folder, loss, steps, batch, f"{loss}-{turn}")
-            without = bare(folder, batches)
-            ratios.append((ends[-1] - ends[0]) / (without[-1] - without[0]))
-        told = f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
-        what = loss if loss == "ce" else f"ce and {loss}"
-        rows.append((f"{name}: {what}, time of a step over a bare loop's", told, "+3 %"))
+        for repeat in range(REPEATS):
+            batches, end_times = with_the_loop(folder, loss, steps, batch, f"{loss}-{repeat}")
+            bare_end_times = bare_loop(folder, batches)
+            ratios.append((end_times[-1] - end_times[0]) / (bare_end_times[-1] - bare_end_times[0]))
+        change = f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
+        label = loss if loss == "ce" else f"ce and {loss}"
+        rows.append((f"{name}: {label}, time of a step over a bare loop's", change, "+3 %"))
     return rows
 
 
-def idle(folder: Path, steps: int, batch: int) -> tuple[str, str, str]:
-    """Return the part of the time in which the GPU computes nothing, from the second step on."""
+def idle_row(folder: Path, steps: int, batch: int) -> tuple[str, str, str]:
+    """Return the fraction of the time in which the GPU computes nothing, from the second step on."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _, ends = with_the_loop(folder, "byte-kl", steps, batch, "idle")
+        _, end_times = with_the_loop(folder, "byte-kl", steps, batch, "idle")
     kernels = sorted((event.time_range.start, event.time_range.end) for event in profile.events())
-    begin = kernels[-1][1] - 1e6 * (ends[-1] - ends[0])
-    busy, last = 0.0, begin
+    window_start = kernels[-1][1] - 1e6 * (end_times[-1] - end_times[0])
+    busy, busy_until = 0.0, window_start
     for start, end in kernels:
-        busy += max(0.0, end - max(start, last))
-        last = max(last, end)
-    return f"ce and byte-kl, {steps} steps: the GPU is idle", f"{1 - busy / (kernels[-1][1] - begin):.1%}", "3 %"
+        busy += max(0.0, end - max(start, busy_until))
+        busy_until = max(busy_until, end)
+    return f"ce and byte-kl, {steps} steps: the GPU is idle", f"{1 - busy / (kernels[-1][1] - window_start):.1%}", "3 %"
 
 
 def small(folder: Path) -> None:
@@ -139,14 +139,14 @@ def large(folder: Path) -> None:
     prepare(folder)
 
 
-def seconds_to_the_first_step(folder: Path, name: str, *options: str) -> float:
-    """Return the time until the first step is told of."""
+def seconds_to_first_step(folder: Path, name: str, *options: str) -> float:
+    """Return the time until the first step is logged."""
     models = [str(folder / "student"), str(folder / "cache")]
     command = [sys.executable, "-m", "xtk", "distill", *models, "--loss", "ce", "--loss", "byte-kl",
                "--max-steps", "1", "--save-steps", "0", "-q", "-o", str(folder / name)]  # fmt: skip
-    started, told = time.perf_counter(), folder / name / "metrics.jsonl"
+    started, metrics = time.perf_counter(), folder / name / "metrics.jsonl"
     child = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
-    while child.poll() is None and not (told.is_file() and told.stat().st_size):
+    while child.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
         time.sleep(0.01)
     seconds = time.perf_counter() - started
     if child.wait():
@@ -154,17 +154,17 @@ def seconds_to_the_first_step(folder: Path, name: str, *options: str) -> float:
     return seconds
 
 
-def starts(folder: Path) -> list[tuple[str, str, str]]:
+def start_rows(folder: Path) -> list[tuple[str, str, str]]:
     """Return rows of the table."""
-    floor = median_seconds(
-        lambda: process(sys.executable, "-c", "import torch; from transformers import AutoModelForCausalLM"), TIMES
+    import_seconds = median_seconds(
+        lambda: process(sys.executable, "-c", "import torch; from transformers import AutoModelForCausalLM"), REPEATS
     )
-    rows = [("importing torch and transformers", f"{floor:.1f} s", "(none)")]
+    rows = [("importing torch and transformers", f"{import_seconds:.1f} s", "(none)")]
     for processes in (1, 2):
         options = ("--num-processes", str(processes)) if processes > 1 else ()
-        found = [seconds_to_the_first_step(folder, f"{processes}-{turn}", *options) for turn in range(TIMES)]
-        what = "a process" if processes == 1 else "two processes"
-        rows.append((f"start to first step, 0.9 M parameters, {what}", f"{statistics.median(found):.1f} s", "15 s"))
+        seconds = [seconds_to_first_step(folder, f"{processes}-{repeat}", *options) for repeat in range(REPEATS)]
+        label = "a process" if processes == 1 else "two processes"
+        rows.append((f"start to first step, 0.9 M parameters, {label}", f"{statistics.median(seconds):.1f} s", "15 s"))
     return rows
 
 
@@ -173,21 +173,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("small", "large"), help="one of the two students")
     parser.add_argument("--steps", type=int, help="steps of a run (80 for the small student, 8 for the large one)")
-    given = parser.parse_args()
+    args = parser.parse_args()
     silence_transformers()
     terminal.set_quiet(True)
     rows = [("device", f"{DEVICE.type}, {torch.get_num_threads()} threads", "")]
-    with tempfile.TemporaryDirectory() as place:
-        if given.only != "large":
-            small(Path(place))
-            rows += [] if given.only else starts(Path(place))
-            rows += overhead(Path(place), "V = 4,000, 0.9 M parameters", steps=given.steps or 80, batch=8)
-    with tempfile.TemporaryDirectory() as place:
-        if given.only != "small":
-            large(Path(place))
-            rows += overhead(Path(place), "V = 128,256, 39 M parameters", steps=given.steps or 8, batch=4)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.only != "large":
+            small(Path(folder))
+            rows += [] if args.only else start_rows(Path(folder))
+            rows += overhead_rows(Path(folder), "V = 4,000, 0.9 M parameters", steps=args.steps or 80, batch=8)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.only != "small":
+            large(Path(folder))
+            rows += overhead_rows(Path(folder), "V = 128,256, 39 M parameters", steps=args.steps or 8, batch=4)
             if DEVICE.type == "cuda":
-                rows.append(idle(Path(place), given.steps or 8, 4))
+                rows.append(idle_row(Path(folder), args.steps or 8, 4))
     report(__file__, rows)
 
 

@@ -1,4 +1,4 @@
-"""`xtk transplant` to Qwen's 151,646 tokens, in a new process: time and memory of `subword` and of `omp`.
+"""Time and memory of `xtk transplant` to Qwen's 151,646 tokens, in a new process, with `subword` and `omp`.
 
 The model has the shape of SmolLM2-135M (30 layers, 576 columns), GPT-2's tokenizer and random weights; the donor
 has 896 columns. With random rows, matching pursuit uses all of its atoms.
@@ -29,8 +29,8 @@ def random_model(vocab_size: int, shape: dict[str, int]) -> LlamaForCausalLM:
 def main() -> None:
     """Measure and print."""
     transformers.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         model = model_folder(folder / "model", "gpt2", random_model(50_257, MODEL))
         donor = model_folder(folder / "donor", "qwen", random_model(151_936, DONOR))
         rows = []
@@ -39,8 +39,8 @@ def main() -> None:
                        "--method", method, *options, "-o", str(folder / method)]  # fmt: skip
             seconds, memory, _ = process(*command)
             weights = (model / "model.safetensors").stat().st_size / 2**30
-            what = f"transplant with `{method}`; peak memory (weights of the model: {weights:.1f} GiB)"
-            rows.append((what, f"{seconds:.0f} s; {memory:.1f} GiB", target))
+            label = f"transplant with `{method}`; peak memory (weights of the model: {weights:.1f} GiB)"
+            rows.append((label, f"{seconds:.0f} s; {memory:.1f} GiB", target))
     report(__file__, rows)
 
 

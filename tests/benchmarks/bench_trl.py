@@ -1,6 +1,6 @@
-"""TRL's GOLD aligner on the same texts: its time a token and its wrong spans beside ours.
+"""xtk's aligner compared with TRL's GOLD aligner on the same texts: time per token and wrong spans.
 
-TRL is installed from the registry, without what it depends on, into a folder of its own (.nox/trl), at the first run.
+On the first run, TRL is installed from the registry, without its dependencies, into a separate folder (.nox/trl).
 """
 
 from __future__ import annotations
@@ -28,69 +28,72 @@ from xtk.tokens.tokenizer import EncodedText, Tokenizer
 VERSION = "1.16.0"
 FOLDER = ROOT / ".nox" / "trl"
 PAIRS = (("llama3", "qwen"), ("llama3", "mistral-v1"))
-ROUNDS = 3
+REPEATS = 3
 
-Sides = tuple[Tokenizer, Tokenizer]
+TokenizerPair = tuple[Tokenizer, Tokenizer]
 Groups = list[tuple[list[int], list[int]]]
 
 
 def trl() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return TRL's tokenising with byte offsets and its aligner, or end with one line that says why not."""
+    """Return TRL's tokenization with byte offsets and its aligner, or exit with one line that names the reason."""
     if not (FOLDER / "trl").is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(FOLDER)]
-        done = subprocess.run([*command, f"trl=={VERSION}"], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"skipped: trl {VERSION} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+        completed = subprocess.run([*command, f"trl=={VERSION}"], capture_output=True, text=True, check=False)
+        if completed.returncode:
+            raise SystemExit(f"skipped: trl {VERSION} cannot be installed: {completed.stderr.strip().splitlines()[-1]}")
     sys.path.insert(0, str(FOLDER))
     try:
         from trl.experimental.gold.gold_trainer import ULDLoss
         from trl.experimental.utils import encode_with_byte_offsets
-    except ImportError as wrong:
-        raise SystemExit(f"skipped: trl {VERSION} cannot be imported here: {wrong}") from None
+    except ImportError as error:
+        raise SystemExit(f"skipped: trl {VERSION} cannot be imported here: {error}") from None
     return encode_with_byte_offsets, ULDLoss._align_by_byte_offsets
 
 
-def in_turns(*works: Callable[[], object]) -> list[float]:
-    """Return the median time of each, called in turns, so that other work on the machine hits all of them."""
-    times: list[list[float]] = [[] for _ in works]
+def in_turns(*functions: Callable[[], object]) -> list[float]:
+    """Return the median time of each function; they alternate, so that other load affects all of them."""
+    times: list[list[float]] = [[] for _ in functions]
     gc.collect()
-    gc.freeze()  # what the other side made is not searched for garbage while this one is timed
-    for _ in range(ROUNDS):
-        for work, found in zip(works, times, strict=True):
+    gc.freeze()  # the other functions' objects are not garbage-collected while one is timed
+    for _ in range(REPEATS):
+        for function, seconds in zip(functions, times, strict=True):
             started = time.perf_counter()
-            work()
-            found.append(time.perf_counter() - started)
-    return [statistics.median(found) for found in times]
+            function()
+            seconds.append(time.perf_counter() - started)
+    return [statistics.median(seconds) for seconds in times]
 
 
-def each(work: Callable[..., object], pairs: list[tuple[Any, Any]]) -> Callable[[], None]:
-    """Return a function that works on one pair after the other and keeps nothing."""
+def for_each_pair(function: Callable[..., object], pairs: list[tuple[Any, Any]]) -> Callable[[], None]:
+    """Return a function that calls another one with each pair and discards the results."""
 
     def loop() -> None:
         for one, other in pairs:
-            work(one, other)
+            function(one, other)
 
     return loop
 
 
-def wrong_spans(sides: Sides, ids: tuple[list[int], list[int]], groups: Groups, text: bytes) -> int:
-    """Count groups of tokens that spell different bytes on the two sides; text that no group spells is one more."""
-    wrong, whole = 0, []
+def wrong_spans(sides: TokenizerPair, ids: tuple[list[int], list[int]], groups: Groups, text: bytes) -> int:
+    """Return the number of groups whose tokens spell different bytes on the two sides.
+
+    Plus one if the groups do not spell the text.
+    """
+    wrong, spellings = 0, []
     for number, group in enumerate(groups):
         one, other = (
-            b"".join(side.vocabulary.bytes_by_id[tokens[at]] for at in places)
-            for side, tokens, places in zip(sides, ids, group, strict=True)
+            b"".join(side.vocabulary.bytes_by_id[tokens[at]] for at in positions)
+            for side, tokens, positions in zip(sides, ids, group, strict=True)
         )
         if number == 0:
-            # Of " Anna" and "Anna", the text tells whose space it is.
+            # A leading space that the text does not have is ignored (" Anna" for "Anna").
             one, other = (side[side[:1] == b" " != text[:1] :] for side in (one, other))
         wrong += one != other
-        whole.append(one)
-    return wrong + (b"".join(whole) != text)
+        spellings.append(one)
+    return wrong + (b"".join(spellings) != text)
 
 
-def our_wrong_spans(sides: Sides, pairs: list[tuple[EncodedText, EncodedText]], texts: list[str]) -> str:
-    """Count the wrong spans of xtk, and all."""
+def xtk_wrong_spans(sides: TokenizerPair, pairs: list[tuple[EncodedText, EncodedText]], texts: list[str]) -> str:
+    """Return the numbers of xtk's wrong spans and of all its spans, as text."""
     wrong = total = 0
     for (one, other), text in zip(pairs, texts, strict=True):
         spans = align(one, other).tolist()
@@ -100,8 +103,10 @@ def our_wrong_spans(sides: Sides, pairs: list[tuple[EncodedText, EncodedText]], 
     return f"{wrong:,} of {total:,}"
 
 
-def their_wrong_spans(aligner: Callable[..., Any], sides: Sides, pairs: list[tuple[Any, Any]], texts: list[str]) -> str:
-    """Count the wrong groups of TRL, and all."""
+def trl_wrong_spans(
+    aligner: Callable[..., Any], sides: TokenizerPair, pairs: list[tuple[Any, Any]], texts: list[str]
+) -> str:
+    """Return the numbers of TRL's wrong groups and of all its groups, as text."""
     wrong = total = 0
     for (one, other), text in zip(pairs, texts, strict=True):
         groups = list(zip(*aligner(one[1], other[1]), strict=True))
@@ -110,37 +115,45 @@ def their_wrong_spans(aligner: Callable[..., Any], sides: Sides, pairs: list[tup
     return f"{wrong:,} of {total:,}"
 
 
-def compare(encode: Callable[..., Any], aligner: Callable[..., Any], sides: Sides, texts: list[str]) -> list[list[str]]:
-    """Return for time of aligning, time of byte ends and wrong spans: what, ours, TRL's."""
+def compare(
+    encode: Callable[..., Any], aligner: Callable[..., Any], sides: TokenizerPair, texts: list[str]
+) -> list[list[str]]:
+    """Return rows for the time of aligning, the time of byte ends, and wrong spans: label, xtk, TRL."""
 
-    def plain() -> None:
+    def encode_ids() -> None:
         for side in sides:
             side._backend.encode_batch_fast(texts, add_special_tokens=False)
 
-    def encode_ours() -> list[tuple[EncodedText, EncodedText]]:
+    def encode_xtk() -> list[tuple[EncodedText, EncodedText]]:
         return list(zip(*(side.encode(texts) for side in sides), strict=True))
 
-    def encode_theirs() -> list[tuple[Any, Any]]:
+    def encode_trl() -> list[tuple[Any, Any]]:
         return list(zip(*(encode(side._backend, texts) for side in sides), strict=True))
 
-    ours = encode_ours()
-    align(*ours[0])
-    tokens = sum(len(one.ids) + len(other.ids) for one, other in ours) / 1e9
-    whats = ["aligning, a token of either side", "ids and byte ends, over ids alone", "wrong spans"]
+    xtk_pairs = encode_xtk()
+    align(*xtk_pairs[0])
+    billion_tokens = sum(len(one.ids) + len(other.ids) for one, other in xtk_pairs) / 1e9
+    labels = ["aligning, a token of either side", "ids and byte ends, over ids alone", "wrong spans"]
     try:
-        theirs = encode_theirs()
-    except (NotImplementedError, ValueError) as refused:
-        alone, offsets, aligning = in_turns(plain, encode_ours, each(align, ours))
-        told = [f"refused: {str(refused).partition(' (')[0]}", "refused", "refused"]
-    else:
-        by_offsets = [(one[1], other[1]) for one, other in theirs]
-        alone, offsets, aligning, their_offsets, their_aligning = in_turns(
-            plain, encode_ours, each(align, ours), encode_theirs, each(aligner, by_offsets)
+        trl_pairs = encode_trl()
+    except (NotImplementedError, ValueError) as error:
+        ids_seconds, xtk_offsets_seconds, xtk_align_seconds = in_turns(
+            encode_ids, encode_xtk, for_each_pair(align, xtk_pairs)
         )
-        told = [f"{their_aligning / tokens:.0f} ns", f"{their_offsets / alone:.2f} x"]
-        told.append(their_wrong_spans(aligner, sides, theirs, texts))
-    mine = [f"{aligning / tokens:.1f} ns", f"{offsets / alone:.2f} x", our_wrong_spans(sides, ours, texts)]
-    return [list(line) for line in zip(whats, mine, told, strict=True)]
+        trl_cells = [f"refused: {str(error).partition(' (')[0]}", "refused", "refused"]
+    else:
+        by_offsets = [(one[1], other[1]) for one, other in trl_pairs]
+        ids_seconds, xtk_offsets_seconds, xtk_align_seconds, trl_offsets_seconds, trl_align_seconds = in_turns(
+            encode_ids, encode_xtk, for_each_pair(align, xtk_pairs), encode_trl, for_each_pair(aligner, by_offsets)
+        )
+        trl_cells = [f"{trl_align_seconds / billion_tokens:.0f} ns", f"{trl_offsets_seconds / ids_seconds:.2f} x"]
+        trl_cells.append(trl_wrong_spans(aligner, sides, trl_pairs, texts))
+    xtk_cells = [
+        f"{xtk_align_seconds / billion_tokens:.1f} ns",
+        f"{xtk_offsets_seconds / ids_seconds:.2f} x",
+        xtk_wrong_spans(sides, xtk_pairs, texts),
+    ]
+    return [list(row) for row in zip(labels, xtk_cells, trl_cells, strict=True)]
 
 
 def main() -> None:
@@ -155,8 +168,8 @@ def main() -> None:
     for one, other in PAIRS:
         sides = Tokenizer(folder / one), Tokenizer(folder / other)
         for corpus, texts in corpora.items():
-            for what, mine, told in compare(encode, aligner, sides, texts):
-                sys.stdout.write(f"| {corpus}, {one} x {other}: {what} | {mine} | {told} |\n")
+            for label, xtk_cell, trl_cell in compare(encode, aligner, sides, texts):
+                sys.stdout.write(f"| {corpus}, {one} x {other}: {label} | {xtk_cell} | {trl_cell} |\n")
 
 
 if __name__ == "__main__":

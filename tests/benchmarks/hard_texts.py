@@ -1,4 +1,4 @@
-"""Texts that two tokenizers cut differently, made the same in every run: documents of about 6,000 characters."""
+"""Texts that two tokenizers split differently: reproducible documents of about 6,000 characters."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ CJK = (
 )
 
 
-def number_table(draw: random.Random) -> str:
-    """Return rows of numbers of many lengths and forms."""
+def number_table(rng: random.Random) -> str:
+    """Return a table of numbers of many lengths and formats."""
     rows = [
-        f"{draw.randint(0, 10**9)},{draw.uniform(-1e4, 1e4):.4f},{draw.randint(0, 99999):05d},"
-        f"20{draw.randint(10, 39)}-{draw.randint(1, 12):02d}-{draw.randint(1, 28):02d},{draw.random():.3e},"
-        f"{draw.randint(0, 10**7):,}"
+        f"{rng.randint(0, 10**9)},{rng.uniform(-1e4, 1e4):.4f},{rng.randint(0, 99999):05d},"
+        f"20{rng.randint(10, 39)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d},{rng.random():.3e},"
+        f"{rng.randint(0, 10**7):,}"
         for _ in range(CHARACTERS // 60)
     ]
     return "\n".join(rows)
 
 
-def repetitive(draw: random.Random) -> str:
-    """Return one short text again and again."""
-    piece = draw.choice(["x = x + 1\n", "ab", "-", " ", "=", "na ", "0", "\t\n", "the the ", "a\n\n", ".,"])
+def repetitive(rng: random.Random) -> str:
+    """Return one short random text, repeated."""
+    piece = rng.choice(["x = x + 1\n", "ab", "-", " ", "=", "na ", "0", "\t\n", "the the ", "a\n\n", ".,"])
     return piece * (CHARACTERS // len(piece))
 
 
-def multilingual(draw: random.Random) -> str:
+def multilingual(rng: random.Random) -> str:
     """Return sentences in twelve languages."""
-    return _drawn(draw, lambda: draw.choice(SENTENCES))
+    return _concatenate(rng, lambda: rng.choice(SENTENCES))
 
 
-def emoji(draw: random.Random) -> str:
-    """Return emoji of one and of many code points, and a few words."""
-    return _drawn(draw, lambda: draw.choice(EMOJI if draw.random() < 0.7 else WORDS))
+def emoji(rng: random.Random) -> str:
+    """Return emoji of one or several code points, and a few words."""
+    return _concatenate(rng, lambda: rng.choice(EMOJI if rng.random() < 0.7 else WORDS))
 
 
-def cjk(draw: random.Random) -> str:
-    """Return Chinese, Japanese and Korean letters, common and rare, without spaces."""
-    return _drawn(draw, lambda: "".join(draw.choices(draw.choice(CJK), k=draw.randint(1, 9))))
+def cjk(rng: random.Random) -> str:
+    """Return common and rare Chinese, Japanese and Korean characters, without spaces."""
+    return _concatenate(rng, lambda: "".join(rng.choices(rng.choice(CJK), k=rng.randint(1, 9))))
 
 
-MADE: dict[str, Callable[[random.Random], str]] = {
+GENERATORS: dict[str, Callable[[random.Random], str]] = {
     "number tables": number_table,
     "repetitive": repetitive,
     "multilingual": multilingual,
@@ -78,27 +78,27 @@ MADE: dict[str, Callable[[random.Random], str]] = {
 
 
 def made(name: str, documents: int) -> list[str]:
-    """Return documents of a kind, the same ones each time."""
-    draw = random.Random(name)
-    return [MADE[name](draw) for _ in range(documents)]
+    """Return generated documents of a kind of GENERATORS, the same in every run."""
+    rng = random.Random(name)
+    return [GENERATORS[name](rng) for _ in range(documents)]
 
 
 def wikitext() -> list[str]:
-    """Return the articles of WikiText-2's validation and test parts."""
+    """Return the articles of WikiText-2's validation and test files."""
     corpora = real_data() / "corpora"
-    whole = "".join((corpora / f"wikitext2-{part}.txt").read_text(encoding="utf-8") for part in ("valid", "test"))
-    return [article for article in re.split(r"(?m)^(?= = [^=])", whole) if article.strip()]
+    text = "".join((corpora / f"wikitext2-{part}.txt").read_text(encoding="utf-8") for part in ("valid", "test"))
+    return [article for article in re.split(r"(?m)^(?= = [^=])", text) if article.strip()]
 
 
 def corpora(documents: int) -> dict[str, list[str]]:
-    """Return all of them: real ones whole, and some documents of each that is made."""
-    return {"GSM8K": gsm8k(), "WikiText-2": wikitext(), **{name: made(name, documents) for name in MADE}}
+    """Return all texts by name: the real corpora, and `documents` documents of each generated kind."""
+    return {"GSM8K": gsm8k(), "WikiText-2": wikitext(), **{name: made(name, documents) for name in GENERATORS}}
 
 
-def _drawn(draw: random.Random, piece: Callable[[], str]) -> str:
+def _concatenate(rng: random.Random, generate_piece: Callable[[], str]) -> str:
     parts: list[str] = []
-    size = 0
-    while size < CHARACTERS:
-        parts.append(piece())
-        size += len(parts[-1])
+    length = 0
+    while length < CHARACTERS:
+        parts.append(generate_piece())
+        length += len(parts[-1])
     return "".join(parts)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, medians, tables, real data."""
+"""Helpers of the benchmarks: description of the machine, median times, tables, real data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-BEGUN = time.monotonic()
+START_TIME = time.monotonic()
 DATA = Path(os.environ.get("XTK_DATA", ROOT.parent / "shared" / "data"))
 
 
 def machine() -> str:
-    """Return one line about this machine and the versions that matter."""
+    """Return one line with the processor, memory and versions of the important packages."""
     from importlib.metadata import version
 
     model = "unknown processor"
@@ -34,30 +34,30 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, {versions}"
 
 
-def median_seconds(work: Callable[[], object], times: int) -> float:
-    """Return the median time of some calls, after one that is not counted."""
-    work()
+def median_seconds(function: Callable[[], object], repeats: int) -> float:
+    """Return the median time of `repeats` calls, after one warm-up call."""
+    function()
     seconds = []
-    for _ in range(times):
+    for _ in range(repeats):
         started = time.perf_counter()
-        work()
+        function()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
 
-def processor_seconds(work: Callable[[], object], times: int) -> float:
-    """Return the median time that the processor worked in some calls, after one that is not counted."""
-    work()
+def processor_seconds(function: Callable[[], object], repeats: int) -> float:
+    """Return the median CPU time of `repeats` calls, after one warm-up call."""
+    function()
     seconds = []
-    for _ in range(times):
+    for _ in range(repeats):
         started = time.process_time()
-        work()
+        function()
         seconds.append(time.process_time() - started)
     return statistics.median(seconds)
 
 
 def process(*command: str) -> tuple[float, float, str]:
-    """Run a process; return its seconds, the peak of its memory in GiB, and its stdout."""
+    """Run a command; return its wall time in seconds, the peak memory of the child processes in GiB, and its stdout."""
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     out, err = child.communicate()
@@ -70,30 +70,30 @@ def process(*command: str) -> tuple[float, float, str]:
 def report(
     script: str, rows: Sequence[tuple[str, ...]], columns: tuple[str, ...] = ("what", "measured", "reach")
 ) -> None:
-    """Print a table, on which machine it was measured, and how long that has taken so far."""
-    minutes, seconds = divmod(round(time.monotonic() - BEGUN), 60)
+    """Print a table with the machine and the time that the script has taken so far."""
+    minutes, seconds = divmod(round(time.monotonic() - START_TIME), 60)
     lines = [
         f"\n`{Path(script).name}` on {machine()}; it took {minutes} min {seconds} s\n",
         *(" | ".join(row) for row in (columns, ("---",) * len(columns), *rows)),
     ]
-    sys.stdout.write("".join(f"| {line} |\n" if number else f"{line}\n" for number, line in enumerate(lines)))
+    sys.stdout.write("".join(f"| {line} |\n" if index else f"{line}\n" for index, line in enumerate(lines)))
 
 
 def real_data() -> Path:
-    """Return the folder of real tokenizers and corpora, or end with one line that says what is missing."""
+    """Return the folder of real tokenizers and corpora, or exit with one line that names what is missing."""
     if not (DATA / "tokenizers" / "llama3").is_dir():
         raise SystemExit("skipped: XTK_DATA does not point to real tokenizers and corpora")
     return DATA
 
 
 def gsm8k(rows: int | None = None, part: str = "train") -> list[str]:
-    """Return problems of "train" or "test" with their answers."""
+    """Return problems of "train" or "test" with their answers, one text each."""
     lines = (real_data() / "corpora" / f"gsm8k_{part}.jsonl").read_text(encoding="utf-8").splitlines()[:rows]
     return [f"{row['question']}\n{row['answer']}" for row in map(json.loads, lines)]
 
 
 def model_folder(folder: Path, tokenizer: str, model: object) -> Path:
-    """Write a model with a real tokenizer beside it."""
+    """Write a model and the files of a real tokenizer into one folder; return the folder."""
     model.save_pretrained(folder)  # type: ignore[attr-defined]
     for file in (real_data() / "tokenizers" / tokenizer).iterdir():
         shutil.copyfile(file, folder / file.name)

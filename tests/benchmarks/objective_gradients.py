@@ -1,12 +1,12 @@
-"""The direction in which each objective changes a student, compared with that of the teacher's own continuations.
+"""The gradient of each objective, compared with that of cross-entropy on the teacher's sampled continuations.
 
     python tests/benchmarks/objective_gradients.py FOLDER [--setting quickstart] [--documents 60] [--cuts 8]
 
-FOLDER is that of `bench_objectives.py`, after its line `ce`. The reference is the gradient of cross-entropy on
+FOLDER is that of `bench_objectives.py`, after its losses `ce`. The reference is the gradient of cross-entropy on
 continuations that the teacher samples after prefixes of held-out documents: an unbiased estimate of the gradient of the
-divergence of the two models' texts, for any tokenizers, without a cache. An objective sees the same documents through
-the default cache (16 most likely ids, 16 samples), and through one of all probabilities. The weights are those of the
-student that has learned with `ce`. Two halves of the continuations bound the cosine that can be measured.
+divergence of the two models' texts, for any tokenizers, without a cache. An objective gets the same documents through
+the default cache (16 most likely ids, 16 samples), and through a cache of all probabilities. The weights are those of
+the student trained with `ce`. Two halves of the continuations bound the cosine that can be measured.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ COMPLETION_TOKENS, BATCH = 24, 4
 
 
 def continuations(folder: Path, teacher: Path, documents: int, cuts: int) -> list[tuple[str, str]]:
-    """Return prefixes of documents that end before a space, and what the teacher samples after them."""
+    """Return prefixes of documents that end before a space, and their continuations, sampled from the teacher."""
     texts = [json.loads(line)["text"] for line in (folder / "test.jsonl").read_text().splitlines()[:documents]]
-    draw, rows = random.Random(0), []
+    rng, rows = random.Random(0), []
     for text in texts:
-        spaces = [at for at, letter in enumerate(text) if letter == " " and at > 20]
-        rows += [{"prompt": text[:at]} for at in sorted(draw.sample(spaces, min(cuts, len(spaces))))]
+        spaces = [at for at, character in enumerate(text) if character == " " and at > 20]
+        rows += [{"prompt": text[:at]} for at in sorted(rng.sample(spaces, min(cuts, len(spaces))))]
     data, output = folder / "prefixes.jsonl", folder / "continuations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("rollout", teacher, data, "--temperature", 1, "--max-completion-length", COMPLETION_TOKENS, "--seed", 0,
         "--force", "-o", output)  # fmt: skip
-    found = [json.loads(line) for line in output.read_text().splitlines()]
-    return [(row["prompt"], row["completion"]) for row in found if row["completion"].strip()]
+    completions = [json.loads(line) for line in output.read_text().splitlines()]
+    return [(row["prompt"], row["completion"]) for row in completions if row["completion"].strip()]
 
 
 def reference_gradient(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
@@ -62,7 +62,7 @@ def objective_gradient(model: Any, tokenizer: Any, cache: Any, name: str, projec
     """Return the gradient of an objective over all documents of a cache."""
     loss = xtk.DistillationLoss(name)
     collator = xtk.DistillationCollator(tokenizer, cache, loss, projection=str(projection))
-    batches = [collator([cache[number] for number in some]) for some in chunks(len(cache))]
+    batches = [collator([cache[number] for number in numbers]) for numbers in chunks(len(cache))]
     num_items = loss.num_items(batches)
     model.zero_grad()
     for batch in batches:
@@ -77,7 +77,9 @@ def chunks(size: int) -> Iterator[range]:
 
 
 def flat_gradient(model: Any) -> torch.Tensor:
-    return torch.cat([one.grad.flatten().double() for one in model.parameters() if one.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten().double() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -91,42 +93,44 @@ def main() -> None:
     parser.add_argument("--setting", default="quickstart", choices=list(SETTINGS))
     parser.add_argument("--documents", type=int, default=60)
     parser.add_argument("--cuts", type=int, default=8)
-    given = parser.parse_args()
-    setting, folder = SETTINGS[given.setting], given.folder / given.setting
+    args = parser.parse_args()
+    setting, folder = SETTINGS[args.setting], args.folder / args.setting
     teacher = prepare(folder, setting, 1)
     student = folder / "runs" / "ce-0"
     data = folder / "some.jsonl"
-    data.write_text("\n".join((folder / "test.jsonl").read_text().splitlines()[: given.documents]) + "\n")
-    places = {"default": folder / "some-default", "all": folder / "some-all"}
-    run("cache-teacher", teacher, data, "-o", places["default"])
+    data.write_text("\n".join((folder / "test.jsonl").read_text().splitlines()[: args.documents]) + "\n")
+    cache_paths = {"default": folder / "some-default", "all": folder / "some-all"}
+    run("cache-teacher", teacher, data, "-o", cache_paths["default"])
     run("cache-teacher", teacher, data, "--support", "top-k", "--top-k", "all", "--precision", "float32", "-o",
-        places["all"])  # fmt: skip
+        cache_paths["all"])  # fmt: skip
     projection = folder / "projection"
     if not projection.exists():
         run("build-projection", student, teacher, "-o", projection)
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(student)
-    pairs = continuations(folder, teacher, given.documents, given.cuts)
+    pairs = continuations(folder, teacher, args.documents, args.cuts)
     halves = [reference_gradient(model, tokenizer, pairs[first::2]) for first in (0, 1)]
     reference = (halves[0] + halves[1]) / 2
     agreement = cosine(*halves)
-    ceiling = (2 * agreement / (1 + agreement)) ** 0.5  # of the mean of both with the exact gradient
+    ceiling = (2 * agreement / (1 + agreement)) ** 0.5  # cosine of the mean of both halves with the exact gradient
     rows = []
-    caches = {name: xtk.TeacherCache(place) for name, place in places.items()}
+    caches = {name: xtk.TeacherCache(path) for name, path in cache_paths.items()}
     scale = 0.0
     for name in OBJECTIVES:
-        whole = objective_gradient(model, tokenizer, caches["all"], name, projection)
+        dense = objective_gradient(model, tokenizer, caches["all"], name, projection)
         sparse = objective_gradient(model, tokenizer, caches["default"], name, projection)
-        scale = scale or float(whole.norm())
-        form = f"{name},where=common" if ":" in name else f"{name}:where=common"
-        common = objective_gradient(model, tokenizer, caches["all"], form, projection) if name != "ce" else whole
+        scale = scale or float(dense.norm())
+        spec = f"{name},where=common" if ":" in name else f"{name}:where=common"
+        shared_boundaries = (
+            objective_gradient(model, tokenizer, caches["all"], spec, projection) if name != "ce" else dense
+        )
         rows.append(
             (
                 name,
-                f"{cosine(whole, reference) / ceiling:.3f}",
-                f"{cosine(common, reference) / ceiling:.3f}" if name != "ce" else "",
-                f"{cosine(sparse, whole):.3f}",
-                f"{float(whole.norm()) / scale:.2f}",
+                f"{cosine(dense, reference) / ceiling:.3f}",
+                f"{cosine(shared_boundaries, reference) / ceiling:.3f}" if name != "ce" else "",
+                f"{cosine(sparse, dense):.3f}",
+                f"{float(dense.norm()) / scale:.2f}",
             )
         )
     columns = (

@@ -1,4 +1,4 @@
-"""Bytes a position of the layouts in which other toolkits keep a teacher's likeliest tokens.
+"""Bytes per position of the formats in which other toolkits store a teacher's top tokens.
 
 They do not depend on the distributions, so they are computed from the formats alone: DistillKit's from
 `distillkit/compression/config.py` and its README, Megatron-LM's from its offline distillation.
@@ -17,12 +17,12 @@ class DistillKit:
     """A configuration of DistillKit's compressor.
 
     Attributes:
-        ids: k, kept of a position.
-        exact: of the k, how many log-probabilities are kept as they are.
-        exact_bits: of each of those.
-        terms: of the polynomial that stands for the others.
-        term_bits: of each term.
-        bins: residuals of the polynomial, in bins of (bits of the scale, bits a residual, residuals).
+        ids: k, the stored ids per position.
+        exact: how many of the k log-probabilities are stored without approximation.
+        exact_bits: bits of each of them.
+        terms: terms of the polynomial that approximates the others.
+        term_bits: bits of each term.
+        bins: residuals of the polynomial, in bins of (bits of the scale, bits per residual, residuals).
     """
 
     ids: int
@@ -33,11 +33,11 @@ class DistillKit:
     bins: tuple[tuple[int, int, int], ...] = ()
 
     def bytes(self, vocabulary: int) -> int:
-        """Return the bytes of a position.
+        """Return the bytes per position.
 
         ceil(k * ceil(log2 d) / 8)                        ids, packed
         + ceil((exact_k * exact_bits + terms * term_bits + bins) / 8)
-        where a bin is its scale and its residuals, filled up to whole bytes.
+        where a bin is its scale and its residuals, padded to whole bytes.
         """
         ids = -(-self.ids * (vocabulary - 1).bit_length() // 8)
         bins = sum(-(-(scale + bits * count) // 8) * 8 for scale, bits, count in self.bins)
@@ -45,12 +45,12 @@ class DistillKit:
 
 
 def raw(ids: int) -> int:
-    """Return the bytes of ids as int32 with log-probabilities as fp32."""
+    """Return the bytes per position of int32 ids with fp32 log-probabilities."""
     return 8 * ids
 
 
 def megatron(ids: int) -> int:
-    """Return the bytes of Megatron-LM's entries, five each before zstd; its ids end at 131,071."""
+    """Return the bytes per position of Megatron-LM's entries, five each before zstd; its largest id is 131,071."""
     return 5 * ids
 
 
@@ -67,7 +67,7 @@ LAYOUTS = {
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table."""
     rows = [(name, layout.bytes(QWEN), layout.bytes(LLAMA_3)) for name, layout in LAYOUTS.items()]
     rows += [("int32 and fp32 at k = 64", raw(64), raw(64)), ("Megatron-LM at k = 64, before zstd", 0, megatron(64))]
     sys.stdout.write("| layout | Qwen, 151,936 | Llama-3, 128,256 |\n| --- | --- | --- |\n")

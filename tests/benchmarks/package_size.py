@@ -1,4 +1,4 @@
-"""The size of the package: lines of code, docstrings, comments and blank lines by part, and its largest pieces."""
+"""Size of the package: lines of code, docstrings, comments and blank lines by part; its largest functions and files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def count_lines(path: Path) -> collections.Counter[str]:
 
 
 def largest(tree: ast.Module) -> tuple[int, int]:
-    """Return the lines of the longest function without its docstring, and the most parameters of one."""
+    """Return the lines of the longest function without its docstring, and the most parameters of a function."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     sizes = [
         (node.end_lineno or 0) - node.lineno + 1 - len((ast.get_docstring(node) or "").splitlines())
@@ -44,21 +44,23 @@ def largest(tree: ast.Module) -> tuple[int, int]:
 def main() -> None:
     """Print the tables."""
     parts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    longest, widest, long_files = 0, 0, 0
+    longest, most_parameters, long_files = 0, 0, 0
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).parts[0].removesuffix(".py") if path.parent != PACKAGE else "(top level)"
-        found = count_lines(path)
-        parts[name] += found
-        long_files += found.total() > 500
+        counts = count_lines(path)
+        parts[name] += counts
+        long_files += counts.total() > 500
         size, parameters = largest(ast.parse(path.read_text(encoding="utf-8")))
-        longest, widest = max(longest, size), max(widest, parameters)
+        longest, most_parameters = max(longest, size), max(most_parameters, parameters)
     rows = [*sorted(parts.items()), ("all", sum(parts.values(), collections.Counter()))]
     lines = ["| part | lines | " + " | ".join(KINDS) + " |", "| --- |" + " --- |" * (len(KINDS) + 1)]
     lines += [
-        f"| {name} | {found.total():,} | " + " | ".join(f"{found[kind]:,}" for kind in KINDS) + " |"
-        for name, found in rows
+        f"| {name} | {counts.total():,} | " + " | ".join(f"{counts[kind]:,}" for kind in KINDS) + " |"
+        for name, counts in rows
     ]
-    lines += [f"\nlongest function {longest} lines, most parameters {widest}, files above 500 lines {long_files}"]
+    lines += [
+        f"\nlongest function {longest} lines, most parameters {most_parameters}, files above 500 lines {long_files}"
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

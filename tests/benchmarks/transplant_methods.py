@@ -2,8 +2,8 @@
 
     python tests/benchmarks/transplant_methods.py MODEL [--methods fvt subword ...] [--tokenizers gpt2 qwen]
 
-MODEL is a folder or a GGUF file; XTK_DATA has `tokenizers/NAME` and `corpora`. The documents are the first 20 problems
-of GSM8K's test file, as `question\\nanswer`, and the first 10 kB of WikiText-2's test file. Not part of
+MODEL is a folder or a GGUF file; XTK_DATA contains `tokenizers/NAME` and `corpora`. The documents are the first 20
+problems of GSM8K's test file, as `question\\nanswer`, and the first 10 kB of WikiText-2's test file. Not part of
 `nox -s bench`, because it needs a pretrained model.
 """
 
@@ -50,26 +50,28 @@ def row(label: str, folder: Path, data: dict[str, Corpus], seconds: float) -> No
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("model")
-    options.add_argument("--methods", nargs="+", default=METHODS)
-    options.add_argument("--tokenizers", nargs="+", default=("gpt2", "qwen"))
-    options.add_argument("--problems", type=int, default=20)
-    options.add_argument("--wiki-bytes", type=int, default=10_000)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--tokenizers", nargs="+", default=("gpt2", "qwen"))
+    parser.add_argument("--problems", type=int, default=20)
+    parser.add_argument("--wiki-bytes", type=int, default=10_000)
+    args = parser.parse_args()
     terminal.set_quiet(True)
-    base = resolve_model_folder(given.model, with_weights=True)
+    base = resolve_model_folder(args.model, with_weights=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data = corpora(folder, given.problems, given.wiki_bytes)
-        heads = [f"{one}{kind}" for one in data for kind in ("", ", digits")]
-        print(f"| tokenizer, method | {' | '.join(heads)} | seconds |\n| --- |{' --- |' * (len(heads) + 1)}")
+        data = corpora(folder, args.problems, args.wiki_bytes)
+        headings = [f"{corpus}{suffix}" for corpus in data for suffix in ("", ", digits")]
+        print(f"| tokenizer, method | {' | '.join(headings)} | seconds |\n| --- |{' --- |' * (len(headings) + 1)}")
         row("original", base, data, 0)
-        for tokenizer in given.tokenizers:
-            for method in given.methods:
-                new = Tokenizer(DATA / "tokenizers" / tokenizer)
+        for tokenizer in args.tokenizers:
+            for method in args.methods:
+                target = Tokenizer(DATA / "tokenizers" / tokenizer)
                 started = time.monotonic()
-                transplant_model(TransplantConfig(base, None, Tokenizer(base), new, method), folder / "new", force=True)
+                transplant_model(
+                    TransplantConfig(base, None, Tokenizer(base), target, method), folder / "new", force=True
+                )
                 row(f"{tokenizer}, {method}", folder / "new", data, time.monotonic() - started)
     print(f"largest memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
 

@@ -1,8 +1,8 @@
-"""Train a student with TRL's own GOLD trainer on the steps of `bench_objectives.py`, with its teacher at every step.
+"""Train a student with TRL's GOLD trainer for the steps of `bench_objectives.py`, with an online teacher.
 
     python tests/benchmarks/trl_gold_trainer.py STUDENT TEACHER DATA OUTPUT --steps 800 --seed 0 [--ce 1]
 
-Defaults of TRL but for: texts instead of generated completions (lmbda 0; the first token is the prompt), the hybrid
+Defaults of TRL, except: texts instead of generated completions (lmbda 0; the first token is the prompt), the hybrid
 loss for two tokenizers, and the learning rate, schedule and batch of the other students. `--ce` is the weight of
 cross-entropy (0 in TRL).
 """
@@ -21,7 +21,7 @@ from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 
 def split(text: str, tokenizer: Any) -> dict[str, str]:
-    """Return a text's first token as a prompt, which TRL needs, and the rest as its completion."""
+    """Return a text's first token as the prompt, which TRL requires, and the remaining text as its completion."""
     at = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][0][1]
     return {"prompt": text[:at], "completion": text[at:]}
 
@@ -36,28 +36,28 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ce", type=float, default=0.0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(given.student)
+    tokenizer = AutoTokenizer.from_pretrained(args.student)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()]
     config = GOLDConfig(
-        output_dir=str(given.output / "trainer"), max_steps=given.steps, per_device_train_batch_size=given.batch,
-        gradient_accumulation_steps=1, learning_rate=given.learning_rate, warmup_steps=given.steps // 10,
-        weight_decay=0.1, seed=given.seed, lmbda=0.0, use_uld_loss=True, uld_use_hybrid_loss=True,
-        uld_crossentropy_weight=given.ce, teacher_tokenizer_name_or_path=str(given.teacher), use_cpu=True, bf16=False,
+        output_dir=str(args.output / "trainer"), max_steps=args.steps, per_device_train_batch_size=args.batch,
+        gradient_accumulation_steps=1, learning_rate=args.learning_rate, warmup_steps=args.steps // 10,
+        weight_decay=0.1, seed=args.seed, lmbda=0.0, use_uld_loss=True, uld_use_hybrid_loss=True,
+        uld_crossentropy_weight=args.ce, teacher_tokenizer_name_or_path=str(args.teacher), use_cpu=True, bf16=False,
         report_to="none", save_strategy="no", logging_steps=50, max_length=2048, gradient_checkpointing=False,
         dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = GOLDTrainer(
-        model=AutoModelForCausalLM.from_pretrained(given.student, dtype=torch.float32),
-        teacher_model=AutoModelForCausalLM.from_pretrained(given.teacher, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(args.student, dtype=torch.float32),
+        teacher_model=AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32),
         args=config, train_dataset=Dataset.from_list([split(row["text"], tokenizer) for row in rows]),
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
-    trainer.model.save_pretrained(given.output)
-    AutoTokenizer.from_pretrained(given.student).save_pretrained(given.output)
+    trainer.model.save_pretrained(args.output)
+    AutoTokenizer.from_pretrained(args.student).save_pretrained(args.output)
 
 
 if __name__ == "__main__":

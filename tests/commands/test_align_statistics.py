@@ -1,4 +1,4 @@
-"""`xtk align --stats` and `--html`: the counts are those of the spans that it prints, the page shows every token."""
+"""`xtk align --stats` and `--html`: the counts match the printed spans, and the page shows every token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_bad_input import refused
 from xtk.commands.terminal_tables import print_wide
 from xtk.tokens.tokenizer import Tokenizer
 
-TRAPS = [
+SPECIAL_TEXTS = [
     "<script>alert('1 & 2')</script> \"quoted\" </style> <!-- x --> &amp;",
     "tab\there\nnew line\r\n\x00\x07\x7f\u0085\u200d\u202e\ufeff",
     "שלום עולם 12345",
@@ -25,17 +25,16 @@ TRAPS = [
     "· ⏎ ␇ U+200D ∅ ◌ E6",
     "",
 ]
-VOID = {"meta", "br"}
+VOID_TAGS = {"meta", "br"}
 
 
 class Page(HTMLParser):
-    """Reads a page: its elements nest, and the tokens of each document, as bytes, by side."""
+    """Parser that checks the nesting of a page and collects the tokens of each document, as bytes, by model."""
 
     def __init__(self, content: str) -> None:
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.tags: set[str] = set()
-        self.request = ""
         self.documents: dict[int, dict[str, list[bytes]]] = {}
         self.titles: list[str] = []
         self._side: str | None = None
@@ -46,17 +45,17 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
-        given = dict(attrs)
-        assert not set(given) & {"src", "href", "onclick", "onload"}
-        if tag not in VOID:
+        values = dict(attrs)
+        assert not set(values) & {"src", "href", "onclick", "onload"}
+        if tag not in VOID_TAGS:
             self.open.append(tag)
         if tag == "article":
-            self._tokens = self.documents[int(given["id"].removeprefix("document-"))] = {"student": [], "teacher": []}
-        elif given.get("class") in ("student", "teacher"):
-            self._side = given["class"]
+            self._tokens = self.documents[int(values["id"].removeprefix("document-"))] = {"student": [], "teacher": []}
+        elif values.get("class") in ("student", "teacher"):
+            self._side = values["class"]
         elif tag == "bdi" and self._tokens is not None:
             self._tokens[self._side].append(b"")
-            self.titles.append(given["title"])
+            self.titles.append(values["title"])
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -65,36 +64,36 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         if self._tokens is not None and "bdi" in self.open:
-            self._tokens[self._side][-1] += shown(data, self.open[-1])
+            self._tokens[self._side][-1] += displayed_bytes(data, self.open[-1])
 
 
-def shown(data: str, inside: str) -> bytes:
-    """Turn what is drawn back into bytes: `i` stands for a character, `b` for a byte."""
-    if inside == "b":
+def displayed_bytes(data: str, tag: str) -> bytes:
+    """Return the bytes of displayed text: `i` has a symbol for a character, `b` a byte in hexadecimal."""
+    if tag == "b":
         return bytes.fromhex(data)
-    if inside != "i":
+    if tag != "i":
         return data.encode()
     if data in ("◌", "∅"):
         return b""
     if data.startswith("U+"):
         return chr(int(data[2:], 16)).encode()
-    known = {"·": " ", "⏎": "\n", "⇥": "\t", "␍": "\r", "␡": "\x7f"}
-    return known.get(data, chr(ord(data[0]) - 0x2400 if data not in known else 0)).encode()
+    symbols = {"·": " ", "⏎": "\n", "⇥": "\t", "␍": "\r", "␡": "\x7f"}
+    return symbols.get(data, chr(ord(data[0]) - 0x2400 if data not in symbols else 0)).encode()
 
 
 def json_lines(text: str) -> list[dict]:
-    # Not splitlines(): JSON strings may hold U+0085 as it is.
+    # Not splitlines(): JSON strings may contain an unescaped U+0085.
     return [json.loads(line) for line in text.removesuffix("\n").split("\n")]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return small_inputs.write_jsonl(
-        tmp_path_factory.mktemp("align") / "data.jsonl", [*TRAPS, *small_inputs.sentences(30, seed=5)]
+        tmp_path_factory.mktemp("align") / "data.jsonl", [*SPECIAL_TEXTS, *small_inputs.sentences(30, seed=5)]
     )
 
 
-def test_statistics_are_those_of_the_spans_that_align_prints(run, pair, metaspace, data):
+def test_statistics_match_the_spans_that_align_prints(run, pair, metaspace, data):
     student, teacher = pair.student, metaspace
     documents = json_lines(run("align", student, teacher, data).stdout)
     done = run("align", student, teacher, data, "--stats", "--json")
@@ -106,7 +105,7 @@ def test_statistics_are_those_of_the_spans_that_align_prints(run, pair, metaspac
             kind = ("1:" if s1 - s0 == 1 else "n:") + ("1" if t1 - t0 == 1 else "n" if s1 - s0 == 1 else "m")
             counts[kind][0] += 1
             counts[kind][1] += len(b"".join(map(vocabulary.bytes_of, document["student_ids"][s0:s1])))
-    assert {kind: [found["spans"], found["bytes"]] for kind, found in record["span_kinds"].items()} == counts
+    assert {kind: [figures["spans"], figures["bytes"]] for kind, figures in record["span_kinds"].items()} == counts
     assert min(spans for spans, _ in counts.values()) > 0
     assert record["documents"] == len(documents) == 36
     assert record["bytes"] == sum(len(document["text"].encode()) for document in documents)
@@ -116,7 +115,7 @@ def test_statistics_are_those_of_the_spans_that_align_prints(run, pair, metaspac
     assert record["nanoseconds_per_token"] > 0
 
 
-def test_statistics_of_a_pipe_and_of_a_text(run, pair, data):
+def test_statistics_of_piped_data_and_of_a_single_text(run, pair, data):
     whole = json.loads(run("align", pair.student, pair.teacher, data, "--stats", "--json").stdout)
     piped = json.loads(run("align", pair.student, pair.teacher, "--stats", "--json", stdin=data.read_text()).stdout)
     for key in set(whole) - {"seconds", "nanoseconds_per_token"}:
@@ -126,7 +125,7 @@ def test_statistics_of_a_pipe_and_of_a_text(run, pair, data):
     refused(run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before the |")
 
 
-def test_the_table_is_plain_text_elsewhere_than_on_a_terminal(run, pair, data):
+def test_the_table_is_plain_text_when_stdout_is_not_a_terminal(run, pair, data):
     done = run("align", pair.student, pair.teacher, data, "--stats", "--quiet")
     assert done.stderr == ""
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u0085\u200d\u202e]", done.stdout)
@@ -136,7 +135,7 @@ def test_the_table_is_plain_text_elsewhere_than_on_a_terminal(run, pair, data):
 
 
 @pytest.mark.parametrize("order", ["first", "worst"])
-def test_the_page_shows_every_token_once_a_side_in_order(run, pair, metaspace, data, tmp_path, order):
+def test_the_page_shows_every_token_of_both_models_once_and_in_order(run, pair, metaspace, data, tmp_path, order):
     student, teacher = pair.student, metaspace
     arguments = ("align", student, teacher, data, "--html", "-o", "page.html", "--limit", 40, "--order", order)
     done = run(*arguments, cwd=tmp_path)
@@ -145,62 +144,66 @@ def test_the_page_shows_every_token_once_a_side_in_order(run, pair, metaspace, d
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     lines = json_lines(run("align", student, teacher, data).stdout)
     assert sorted(page.documents) == list(range(len(lines)))
-    sides = [(name, Tokenizer(side).vocabulary) for name, side in (("student", student), ("teacher", teacher))]
-    for number, tokens in page.documents.items():
-        document = lines[number]
-        for name, vocabulary in sides:
+    vocabularies = [
+        (name, Tokenizer(folder).vocabulary) for name, folder in (("student", student), ("teacher", teacher))
+    ]
+    for index, tokens in page.documents.items():
+        document = lines[index]
+        for name, vocabulary in vocabularies:
             assert tokens[name] == [vocabulary.bytes_of(token) for token in document[f"{name}_ids"]]
         assert b"".join(tokens["student"]) == document["text"].encode()
     if order == "first":
         assert list(page.documents) == sorted(page.documents)
     assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
     assert page.tags >= {"style", "main", "table", "caption", "article", "h1", "h2", "h3"}
-    raw = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "<script" not in raw
-    assert "http" not in raw
-    assert 'dir="rtl"' in raw
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u0085\u200d\u202e\ufeff]", raw)
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script" not in html
+    assert "http" not in html
+    assert 'dir="rtl"' in html
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u0085\u200d\u202e\ufeff]", html)
 
 
-def test_titles_tell_ids_and_bytes(run, pair, tmp_path):
+def test_token_titles_show_ids_and_bytes(run, pair, tmp_path):
     run("align", pair.student, pair.teacher, "Anna 日", "--html", "-o", "p.html", cwd=tmp_path)
     page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))
     tokens = page.documents[0]
-    vocabularies = [Tokenizer(side).vocabulary for side in (pair.student, pair.teacher)]
-    told = {re.fullmatch(r"id (\d+), bytes ([0-9A-F ]+)", title).groups() for title in page.titles}
-    assert {bytes.fromhex(spelled) for _, spelled in told} == set(tokens["student"]) | set(tokens["teacher"])
-    for number, spelled in told:
-        assert bytes.fromhex(spelled) in {
-            vocabulary.bytes_of(int(number)) for vocabulary in vocabularies if int(number) < len(vocabulary)
+    vocabularies = [Tokenizer(folder).vocabulary for folder in (pair.student, pair.teacher)]
+    ids_and_bytes = {re.fullmatch(r"id (\d+), bytes ([0-9A-F ]+)", title).groups() for title in page.titles}
+    assert {bytes.fromhex(hex_bytes) for _, hex_bytes in ids_and_bytes} == set(tokens["student"]) | set(
+        tokens["teacher"]
+    )
+    for token_id, hex_bytes in ids_and_bytes:
+        assert bytes.fromhex(hex_bytes) in {
+            vocabulary.bytes_of(int(token_id)) for vocabulary in vocabularies if int(token_id) < len(vocabulary)
         }
 
 
-def test_the_page_tells_what_it_leaves_out(run, pair, tmp_path):
+def test_the_page_states_what_it_leaves_out(run, pair, tmp_path):
     long = "Anna has 1234 apples. " * 2000
     data = small_inputs.write_jsonl(tmp_path / "long.jsonl", [long, *small_inputs.sentences(20)])
     run("align", pair.student, pair.teacher, data, "--html", "-o", "p.html", "--limit", 3, "--order", "first",
         cwd=tmp_path)  # fmt: skip
-    raw = (tmp_path / "p.html").read_text(encoding="utf-8")
-    assert "3 of 21 documents" in raw
-    assert "Shown up to byte 16,3" in raw
-    page = Page(raw)
+    html = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "3 of 21 documents" in html
+    assert "Shown up to byte 16,3" in html
+    page = Page(html)
     assert list(page.documents) == [0, 1, 2]
-    whole = b"".join(page.documents[0]["student"])
-    assert long.encode().startswith(whole)
-    assert whole == b"".join(page.documents[0]["teacher"])
-    assert len(raw) < 4_000_000
+    shown_bytes = b"".join(page.documents[0]["student"])
+    assert long.encode().startswith(shown_bytes)
+    assert shown_bytes == b"".join(page.documents[0]["teacher"])
+    assert len(html) < 4_000_000
     run("align", pair.student, pair.teacher, data, "--html", "-o", "none.html", "--limit", 0, cwd=tmp_path)
     assert Page((tmp_path / "none.html").read_text(encoding="utf-8")).documents == {}
 
 
-def test_tokens_in_no_span_are_on_the_page_too(run, pair, families, tmp_path):
+def test_unaligned_tokens_are_on_the_page(run, pair, families, tmp_path):
     run("align", pair.student, families["word-piece"], "   \n", "--html", "-o", "p.html", cwd=tmp_path)
-    raw = (tmp_path / "p.html").read_text(encoding="utf-8")
-    assert b"".join(Page(raw).documents[0]["student"]) == b"   \n"
-    assert "The last 4 bytes are unaligned." in raw
+    html = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert b"".join(Page(html).documents[0]["student"]) == b"   \n"
+    assert "The last 4 bytes are unaligned." in html
 
 
-def test_the_page_obeys_o_and_replaces_nothing_else(run, pair, data, tmp_path):
+def test_the_page_is_written_to_the_output_path_and_replaces_nothing_else(run, pair, data, tmp_path):
     arguments = ("align", pair.student, pair.teacher, data, "--html", "-o", "sub/no-ending")
     record = json.loads(run(*arguments, "--json", cwd=tmp_path).stdout)
     assert (record["path"], record["kind"], record["documents"]) == ("sub/no-ending", "alignment-page", 36)
@@ -219,7 +222,7 @@ def test_the_page_obeys_o_and_replaces_nothing_else(run, pair, data, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [("--html",), ("-o", "p.html"), ("--html", "-o", "p.html", "--limit", "-1")])
-def test_a_page_without_its_place_is_wrong_usage(run, pair, tmp_path, arguments):
+def test_invalid_page_options_are_refused(run, pair, tmp_path, arguments):
     done = run("align", pair.student, pair.teacher, "text", *arguments, cwd=tmp_path, code=2)
     assert done.stdout == ""
     assert not any(tmp_path.iterdir())
@@ -227,12 +230,12 @@ def test_a_page_without_its_place_is_wrong_usage(run, pair, tmp_path, arguments)
 
 
 @pytest.mark.slow
-def test_real_tokenizers_on_real_problems(run, real_data, tmp_path):
-    sides = (real_data / "tokenizers" / "llama3", real_data / "tokenizers" / "mistral-v1")
+def test_statistics_and_page_of_real_tokenizers_on_gsm8k(run, real_data, tmp_path):
+    tokenizers = (real_data / "tokenizers" / "llama3", real_data / "tokenizers" / "mistral-v1")
     lines = (real_data / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()[:200]
     (tmp_path / "some.jsonl").write_text("\n".join(lines) + "\n")
     data = ("some.jsonl", "--columns", "prompt=question,completion=answer")
-    record = json.loads(run("align", *sides, *data, "--stats", "--json", cwd=tmp_path).stdout)
+    record = json.loads(run("align", *tokenizers, *data, "--stats", "--json", cwd=tmp_path).stdout)
     assert record["documents"] == 200
     assert record["unaligned_bytes"] == 0
     assert record["normalized_documents"]["either"] == 0
@@ -241,14 +244,14 @@ def test_real_tokenizers_on_real_problems(run, real_data, tmp_path):
         record["span_kinds"]["1:n"]["spans"] > record["span_kinds"]["n:1"]["spans"] > 0
     )  # mistral-v1 has single digits
     assert len(record["worst_documents"]) == len(record["longest_spans"]) == 5
-    run("align", *sides, *data, "--html", "-o", "p.html", cwd=tmp_path)
+    run("align", *tokenizers, *data, "--html", "-o", "p.html", cwd=tmp_path)
     page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))
     assert list(page.documents)[:5] == [worst["document"] for worst in record["worst_documents"]]
     for tokens in page.documents.values():
         assert b"".join(tokens["teacher"]) == b" " + b"".join(tokens["student"])
 
 
-def test_tables_of_a_narrow_terminal_have_all_digits():
+def test_tables_on_a_narrow_terminal_have_all_digits():
     stream = io.StringIO()
     table = Table(title="spans")
     for name in ("pattern", "spans", "share of all spans", "bytes"):

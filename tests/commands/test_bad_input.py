@@ -1,4 +1,4 @@
-"""What a user can get wrong: exit code 1, a message that says what, where and what next, and nothing half-made."""
+"""Invalid input: exit code 1, an error that names what is wrong, where and what to do, and no partial output."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import small_inputs
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Assert that a command failed with exit code 1 and with these words on stderr."""
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -27,7 +28,7 @@ def copy(folder: Path, target: Path) -> Path:
     return Path(shutil.copytree(folder, target))
 
 
-def test_a_tokenizer_without_a_fast_backend(run, pair, tmp_path):
+def test_build_projection_refuses_a_slow_tokenizer(run, pair, tmp_path):
     slow = copy(pair.student, tmp_path / "slow")
     (slow / "tokenizer.json").rename(slow / "vocab.txt")
     done = run("build-projection", slow, pair.teacher, "-o", "p", cwd=tmp_path, code=None)
@@ -35,7 +36,7 @@ def test_a_tokenizer_without_a_fast_backend(run, pair, tmp_path):
     assert not (tmp_path / "p").exists()
 
 
-def test_a_model_folder_without_a_tokenizer(run, pair, corpus, tmp_path):
+def test_cache_teacher_refuses_a_model_folder_without_a_tokenizer(run, pair, corpus, tmp_path):
     bare = copy(pair.teacher, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     refused(
@@ -46,26 +47,28 @@ def test_a_model_folder_without_a_tokenizer(run, pair, corpus, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_a_tokenizer_folder_where_a_model_is_needed(run, pair, corpus, tmp_path):
+def test_cache_teacher_refuses_a_tokenizer_folder_without_a_model(run, pair, corpus, tmp_path):
     bare = small_inputs.make_teacher_tokenizer(tmp_path / "tokenizer")
     refused(run("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None), "the folder contains no model")
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
-def test_an_empty_corpus(run, pair, tmp_path, content):
+def test_cache_teacher_refuses_an_empty_corpus(run, pair, tmp_path, content):
     (tmp_path / "empty.jsonl").write_text(content)
     refused(run("cache-teacher", pair.teacher, "empty.jsonl", "-o", "c", cwd=tmp_path, code=None), "empty.jsonl")
     assert not (tmp_path / "c").exists()
 
 
-def test_documents_longer_than_the_teachers_context_are_counted_and_told(run, pair, tmp_path):
+def test_cache_teacher_counts_documents_longer_than_the_teachers_context(run, pair, tmp_path):
     texts = [*small_inputs.sentences(3), "many words " * 300]
     corpus = small_inputs.write_jsonl(tmp_path / "long.jsonl", texts)
     done = run("cache-teacher", pair.teacher, corpus, "-o", "c", cwd=tmp_path, code=None)
     refused(done, "1 of 4 documents", "256 tokens", "--long-documents")
     assert not (tmp_path / "c").exists()
-    for way, documents in (("skip", 3), ("truncate", 4)):
-        done = run("cache-teacher", pair.teacher, corpus, "--long-documents", way, "-o", way, "--json", cwd=tmp_path)
+    for policy, documents in (("skip", 3), ("truncate", 4)):
+        done = run(
+            "cache-teacher", pair.teacher, corpus, "--long-documents", policy, "-o", policy, "--json", cwd=tmp_path
+        )
         assert json.loads(done.stdout)["documents"] == documents
         assert "1 of 4 documents" in done.stderr
     done = run(
@@ -74,7 +77,7 @@ def test_documents_longer_than_the_teachers_context_are_counted_and_told(run, pa
     assert json.loads(done.stdout)["documents"] > 5
 
 
-def test_pieces_of_a_split_document_spell_it_again(run, pair, tmp_path):
+def test_the_parts_of_a_split_document_concatenate_to_its_text(run, pair, tmp_path):
     from xtk.artifacts.teacher_cache import TeacherCache
 
     text = "日本語 with emoji 😀 and numbers 12345. " * 40
@@ -86,7 +89,7 @@ def test_pieces_of_a_split_document_spell_it_again(run, pair, tmp_path):
     assert all(len(row.tokens) <= 256 for row in rows)
 
 
-def test_documents_longer_than_the_students_context_are_counted_and_told(run, pair, cache, projection, tmp_path):
+def test_distill_counts_documents_longer_than_the_students_context(run, pair, cache, projection, tmp_path):
     short = small_inputs.make_student(tmp_path / "short", context=24)
     arguments = ("distill", short, cache, "--projection", projection, "--max-steps", 1)
     done = run(*arguments, "-o", "out", cwd=tmp_path, code=None)
@@ -96,57 +99,57 @@ def test_documents_longer_than_the_students_context_are_counted_and_told(run, pa
     assert "40 documents have more tokens than the limit of 24: --long-documents truncate" in done.stderr
 
 
-def test_a_projection_of_another_teacher(run, pair, cache, metaspace, tmp_path):
+def test_distill_refuses_a_projection_for_another_teacher(run, pair, cache, metaspace, tmp_path):
     run("build-projection", pair.student, metaspace, "-o", "p", cwd=tmp_path)
     done = run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
     refused(done, "built for another teacher", str(cache), "xtk build-projection")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_projection_of_another_student(run, pair, cache, metaspace, tmp_path):
+def test_distill_refuses_a_projection_for_another_student(run, pair, cache, metaspace, tmp_path):
     run("build-projection", metaspace, pair.teacher, "-o", "p", cwd=tmp_path)
     done = run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
     refused(done, "built for another student")
 
 
-def with_other_eos(folder: Path, target: Path) -> Path:
+def copy_with_other_eos(folder: Path, target: Path) -> Path:
     path = copy(folder, target) / "tokenizer_config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "eos_token": content["pad_token"]}))
     return target
 
 
-def test_a_projection_knows_roles_and_no_chat_template(run, pair, cache, tmp_path):
+def test_a_projection_depends_on_special_tokens_but_not_on_the_chat_template(run, pair, cache, tmp_path):
     template = copy(pair.teacher, tmp_path / "template")
     (template / "chat_template.jinja").write_text("{{ messages }}")
     build = ("build-projection", pair.student)
     run(*build, pair.teacher, "-o", "p", cwd=tmp_path)
-    run(*build, template, "-o", "p", cwd=tmp_path)  # the same
+    run(*build, template, "-o", "p", cwd=tmp_path)  # the same request: the file is reused
     steps = ("--max-steps", 1)
     run("distill", pair.student, cache, "--projection", "p", "-o", "out", *steps, cwd=tmp_path)
-    eos = with_other_eos(pair.teacher, tmp_path / "eos")
+    eos = copy_with_other_eos(pair.teacher, tmp_path / "eos")
     refused(run(*build, eos, "-o", "p", cwd=tmp_path, code=None), "different teacher", "--force")
     run(*build, eos, "-o", "p2", cwd=tmp_path)
     done = run("prune-projection", "p", "--merge", "p2=0.5", "-o", "p3", cwd=tmp_path, code=None)
     refused(done, "different teacher tokenizers", "eos")
-    student = with_other_eos(pair.student, tmp_path / "student")
+    student = copy_with_other_eos(pair.student, tmp_path / "student")
     done = run("distill", student, cache, "--projection", "p", "-o", "out2", *steps, cwd=tmp_path, code=None)
     refused(done, "built for another student", "eos")
 
 
-def test_forward_kl_wants_one_tokenizer(run, pair, cache, tmp_path):
+def test_forward_kl_needs_a_teacher_with_the_students_tokenizer(run, pair, cache, tmp_path):
     done = run("distill", pair.student, cache, "--loss", "forward-kl", "-o", "out", cwd=tmp_path, code=None)
     refused(done, "the loss forward-kl needs a teacher with the student's tokenizer", "--loss byte-kl")
 
 
-def test_a_cache_that_lost_its_tokenizer(run, pair, cache, tmp_path):
+def test_distill_refuses_a_cache_without_its_tokenizer(run, pair, cache, tmp_path):
     broken = copy(cache, tmp_path / "broken")
     (broken / "tokenizer.json").unlink()
     done = run("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
     refused(done, "the teacher's tokenizer cannot be loaded from the cache", str(broken), "--projection")
 
 
-def test_a_cache_with_the_tokenizer_of_another_teacher(run, pair, cache, tmp_path):
+def test_distill_refuses_a_cache_with_a_replaced_tokenizer(run, pair, cache, tmp_path):
     broken = copy(cache, tmp_path / "broken")
     (broken / "tokenizer.json").write_bytes((pair.student / "tokenizer.json").read_bytes())
     done = run("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
@@ -154,7 +157,7 @@ def test_a_cache_with_the_tokenizer_of_another_teacher(run, pair, cache, tmp_pat
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
-def test_a_damaged_shard(run, pair, cache, projection, tmp_path, damage):
+def test_distill_and_inspect_name_a_corrupt_shard(run, pair, cache, projection, tmp_path, damage):
     broken = copy(cache, tmp_path / "broken")
     shard = broken / "shard-00001.arrow"
     raw = bytearray(shard.read_bytes())
@@ -171,7 +174,7 @@ def test_a_damaged_shard(run, pair, cache, projection, tmp_path, damage):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered"])
-def test_a_damaged_projection(run, pair, cache, projection, tmp_path, damage):
+def test_a_corrupt_projection_is_refused(run, pair, cache, projection, tmp_path, damage):
     raw = bytearray(projection.read_bytes())
     raw[-40] ^= 1
     (tmp_path / "p").write_bytes(raw[:-100] if damage == "truncated" else raw)
@@ -180,7 +183,7 @@ def test_a_damaged_projection(run, pair, cache, projection, tmp_path, damage):
     assert not (tmp_path / "p1").exists()
 
 
-def test_a_student_without_the_rows_that_its_tokenizer_names(run, pair, cache, tmp_path):
+def test_a_student_with_fewer_embedding_rows_than_tokens_is_refused(run, pair, cache, tmp_path):
     small = copy(pair.student, tmp_path / "small")
     from transformers import AutoModelForCausalLM
 
@@ -206,15 +209,15 @@ def test_a_student_without_the_rows_that_its_tokenizer_names(run, pair, cache, t
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_a_dash_with_an_empty_stdin(run, pair, tmp_path, arguments):
-    names = {"STUDENT": pair.student, "TEACHER": pair.teacher}
-    done = run(*(names.get(word, word) for word in arguments), cwd=tmp_path, stdin="", code=None)
+def test_a_dash_argument_with_an_empty_stdin_is_refused(run, pair, tmp_path, arguments):
+    paths = {"STUDENT": pair.student, "TEACHER": pair.teacher}
+    done = run(*(paths.get(word, word) for word in arguments), cwd=tmp_path, stdin="", code=None)
     refused(done, "standard input is empty: the command before the | probably failed")
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_what_all_processes_find_is_told_once(run, pair, cache, projection, tmp_path):
+def test_an_error_found_by_all_processes_is_printed_once(run, pair, cache, projection, tmp_path):
     short = small_inputs.make_student(tmp_path / "short", context=24)
     done = run("distill", short, cache, "--projection", projection, "--num-processes", 2, "-o", "out", cwd=tmp_path,
                code=None)  # fmt: skip
@@ -223,7 +226,7 @@ def test_what_all_processes_find_is_told_once(run, pair, cache, projection, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_are_cut_short(run, pair, corpus, tmp_path):
+def test_truncated_weights_are_refused(run, pair, corpus, tmp_path):
     broken = copy(pair.teacher, tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -232,7 +235,7 @@ def test_weights_that_are_cut_short(run, pair, corpus, tmp_path):
     )
 
 
-def test_an_output_that_holds_other_things(run, pair, corpus, cache, projection, tmp_path):
+def test_an_output_folder_with_other_files_is_refused_even_with_force(run, pair, corpus, cache, projection, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").write_text("mine")
     for arguments in (
@@ -247,7 +250,7 @@ def test_an_output_that_holds_other_things(run, pair, corpus, cache, projection,
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["diary.txt"]
 
 
-def test_a_lost_shard_is_made_again(run, pair, corpus, cache, tmp_path):
+def test_missing_and_corrupt_shards_are_rewritten(run, pair, corpus, cache, tmp_path):
     broken = copy(cache, tmp_path / "broken")
     (broken / "shard-00001.arrow").unlink()
     (broken / "shard-00002.arrow").write_bytes(b"cut short")
@@ -255,7 +258,7 @@ def test_a_lost_shard_is_made_again(run, pair, corpus, cache, tmp_path):
     assert same_files(cache, broken)
 
 
-def test_force_removes_nothing_that_cannot_be_made_anew(run, pair, corpus, cache, tmp_path):
+def test_force_keeps_the_old_cache_if_the_teacher_cannot_be_loaded(run, pair, corpus, cache, tmp_path):
     kept = copy(cache, tmp_path / "kept")
     broken = copy(pair.teacher, tmp_path / "broken")
     weights = broken / "model.safetensors"
@@ -264,7 +267,7 @@ def test_force_removes_nothing_that_cannot_be_made_anew(run, pair, corpus, cache
     assert same_files(cache, kept)
 
 
-def test_a_model_folder_that_was_moved_is_the_same_model(run, pair, corpus, cache, projection, tmp_path):
+def test_a_moved_model_folder_counts_as_the_same_model(run, pair, corpus, cache, projection, tmp_path):
     moved = copy(pair.teacher, tmp_path / "another-name")
     again = copy(cache, tmp_path / "cache")
     run("cache-teacher", moved, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", again)
@@ -272,7 +275,7 @@ def test_a_model_folder_that_was_moved_is_the_same_model(run, pair, corpus, cach
     run("build-projection", pair.student, moved, "-o", projection)
 
 
-def test_a_model_that_transformers_does_not_know(run, pair, corpus, tmp_path):
+def test_an_unknown_model_type_is_refused(run, pair, corpus, tmp_path):
     unknown = copy(pair.teacher, tmp_path / "unknown")
     (unknown / "config.json").write_text('{"model_type": "nobody-knows-this"}')
     refused(
@@ -280,7 +283,7 @@ def test_a_model_that_transformers_does_not_know(run, pair, corpus, tmp_path):
     )
 
 
-def test_an_output_that_is_an_input(run, pair, cache, projection, tmp_path):
+def test_an_output_folder_that_is_an_input_is_refused(run, pair, cache, projection, tmp_path):
     student = copy(pair.student, tmp_path / "student")
     for force in ((), ("--force",)):
         done = run("distill", student, cache, "--projection", projection, "-o", student, *force, code=None)
@@ -289,7 +292,7 @@ def test_an_output_that_is_an_input(run, pair, cache, projection, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_the_value_of_an_option(run, pair, corpus, cache, projection, tmp_path):
+def test_invalid_option_values_are_refused(run, pair, corpus, cache, projection, tmp_path):
     train = ("distill", pair.student, cache, "--projection", projection, "-o", "out")
     for arguments, words in (
         ((*train, "--loss", "p_kl"), "did you mean p-kl?"),
@@ -313,7 +316,7 @@ def test_what_cannot_be_the_value_of_an_option(run, pair, corpus, cache, project
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 200 kB."""
+    """Return the mount point of a file system of 200 kB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -325,7 +328,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_leaves_nothing_half_and_the_work_goes_on(run, pair, corpus, small_disk, tmp_path):
+def test_cache_teacher_continues_after_a_full_disk_and_leaves_no_partial_files(run, pair, corpus, small_disk, tmp_path):
     options = ("--top-k", 64, "--shard-tokens", 300, "--precision", "float32")
     arguments = ("cache-teacher", pair.teacher, corpus, *options, "-o", small_disk / "c")
     done = run(*arguments, code=None)
@@ -340,42 +343,46 @@ def test_a_full_disk_leaves_nothing_half_and_the_work_goes_on(run, pair, corpus,
     assert same_files(small_disk / "c", tmp_path / "c")
 
 
-def test_a_projection_on_a_full_disk(run, pair, small_disk):
+def test_build_projection_leaves_no_file_on_a_full_disk(run, pair, small_disk):
     (small_disk / "ballast").write_bytes(bytes(195_000))
     refused(run("build-projection", pair.student, pair.teacher, "-o", small_disk / "p", code=None), "the disk is full")
     assert [path.name for path in small_disk.iterdir()] == ["ballast"]
 
 
-def same_files(one: Path, other: Path) -> bool:
-    names = sorted(path.name for path in one.iterdir())
-    assert names == sorted(path.name for path in other.iterdir())
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+def same_files(first: Path, second: Path) -> bool:
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir())
+    return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGINT, signal.SIGTERM))]
+    "signal_number",
+    [
+        signal.SIGKILL,
+        *(pytest.param(other_signal, marks=pytest.mark.long) for other_signal in (signal.SIGINT, signal.SIGTERM)),
+    ],
 )
-def test_a_cache_that_is_stopped_goes_on_and_ends_equal(run, pair, corpus, tmp_path, number):
-    many = small_inputs.write_jsonl(tmp_path / "many.jsonl", small_inputs.sentences(400))
-    arguments = ["cache-teacher", pair.teacher, many, "--top-k", 8, "--shard-tokens", 500, "-o"]
+def test_an_interrupted_cache_resumes_to_identical_files(run, pair, corpus, tmp_path, signal_number):
+    large_corpus = small_inputs.write_jsonl(tmp_path / "many.jsonl", small_inputs.sentences(400))
+    arguments = ["cache-teacher", pair.teacher, large_corpus, "--top-k", 8, "--shard-tokens", 500, "-o"]
     run(*arguments, tmp_path / "whole")
     command = [sys.executable, "-m", "xtk", *map(str, arguments), str(tmp_path / "stopped")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while len(list((tmp_path / "stopped").glob("shard-*"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.005)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number]
-    assert out == ""
+    process.send_signal(signal_number)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[signal_number]
+    assert stdout == ""
     assert not (tmp_path / "stopped" / "manifest.json").exists()
     refused(run("distill", pair.student, tmp_path / "stopped", "-o", tmp_path / "x", code=None), "unfinished")
     run(*arguments, tmp_path / "stopped")
     assert same_files(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_an_interrupt_while_it_starts_is_130(pair, corpus, tmp_path):
+def test_an_interrupt_during_startup_exits_with_130(pair, corpus, tmp_path):
     for delay in (0.05, 0.3, 1.0, 2.5):
         process = subprocess.Popen(
             [sys.executable, "-m", "xtk", "cache-teacher", str(pair.teacher), str(corpus), "-o", str(tmp_path / "c")],
@@ -386,14 +393,14 @@ def test_an_interrupt_while_it_starts_is_130(pair, corpus, tmp_path):
         )
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        # Before Python itself is up, its own handler answers; xtk cannot.
-        assert process.returncode in ((130, -2, 1) if delay < 0.2 else (130, 0)), err
+        _, stderr = process.communicate(timeout=60)
+        # Before xtk is loaded, Python's default handler receives the signal.
+        assert process.returncode in ((130, -2, 1) if delay < 0.2 else (130, 0)), stderr
         if delay >= 0.3:
-            assert "Traceback" not in err
+            assert "Traceback" not in stderr
 
 
-INTERRUPTED_IN_A_DESTRUCTOR = """
+SIGNAL_IN_DESTRUCTOR_SCRIPT = """
 import os, signal, time
 import xtk.__main__
 import xtk.cli
@@ -415,14 +422,14 @@ xtk.__main__.main()
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_that_falls_into_a_destructor_is_not_lost(name, code):
-    script = INTERRUPTED_IN_A_DESTRUCTOR.format(name=name)
+def test_a_signal_during_a_destructor_is_not_lost(name, code):
+    script = SIGNAL_IN_DESTRUCTOR_SCRIPT.format(name=name)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=25, check=False)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_that_is_not_finished_is_no_model_yet(run, pair, corpus, tmp_path):
+def test_evaluate_refuses_an_unfinished_run_but_reads_its_checkpoint(run, pair, corpus, tmp_path):
     unfinished = tmp_path / "run"
     shutil.copytree(pair.student, unfinished / "checkpoint-4")
     (unfinished / "checkpoint-12").mkdir()
@@ -432,7 +439,7 @@ def test_a_run_that_is_not_finished_is_no_model_yet(run, pair, corpus, tmp_path)
     run("evaluate", "run/checkpoint-4", corpus, cwd=tmp_path)
 
 
-def test_models_and_runs_are_no_data(run, pair, corpus, tmp_path):
+def test_models_and_runs_are_refused_as_data(run, pair, corpus, tmp_path):
     refused(
         run("evaluate", pair.student, corpus, pair.teacher, code=None), "a model folder, not data", str(pair.teacher)
     )
@@ -448,6 +455,6 @@ def test_models_and_runs_are_no_data(run, pair, corpus, tmp_path):
     )
 
 
-def test_a_folder_is_no_projection(run, pair, cache, tmp_path):
+def test_a_folder_is_refused_as_a_projection(run, pair, cache, tmp_path):
     done = run("distill", pair.student, cache, "--projection", tmp_path, "-o", "out", cwd=tmp_path, code=None)
     refused(done, "a projection must be a file", str(tmp_path), "build-projection")

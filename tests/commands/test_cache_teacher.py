@@ -1,4 +1,4 @@
-"""`xtk cache-teacher`: every support gives a cache that trains, and a plan tells what it will be."""
+"""`xtk cache-teacher`: supports, precisions, estimates, candidate ids, teacher prompts and routes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, projection, tmp_path, kind):
-    run("cache-teacher", pair.teacher, corpus, "--support", kind, *OPTIONS[kind], "-o", tmp_path / "c")
-    found = TeacherCache(tmp_path / "c")
-    assert found.header["options"]["support"] == kind
-    sets = found.header["codec"]["num_sample_sets"]
-    for row in found:
-        for number in range(max(1, sets)):
-            signal = found.read_document(0, number).teacher_logprobs
-            mass = np.add.reduceat(np.exp(signal.logprobs.astype(np.float64)), signal.offsets[:-1])
-            np.testing.assert_allclose(mass + signal.remainder_mass, 1, atol=0.02)
-            assert (signal.remainder_mass == 0).all() == bool(sets)
-        held = [
+@pytest.mark.parametrize("support", OPTIONS)
+def test_a_cache_of_every_support_can_be_read_and_trained_on(run, pair, corpus, projection, tmp_path, support):
+    run("cache-teacher", pair.teacher, corpus, "--support", support, *OPTIONS[support], "-o", tmp_path / "c")
+    cache = TeacherCache(tmp_path / "c")
+    assert cache.header["options"]["support"] == support
+    num_sample_sets = cache.header["codec"]["num_sample_sets"]
+    for number, row in enumerate(cache):
+        for sample_set in range(max(1, num_sample_sets)):
+            teacher_logprobs = cache.read_document(number, sample_set).teacher_logprobs
+            mass = np.add.reduceat(np.exp(teacher_logprobs.logprobs.astype(np.float64)), teacher_logprobs.offsets[:-1])
+            np.testing.assert_allclose(mass + teacher_logprobs.remainder_mass, 1, atol=0.02)
+            assert (teacher_logprobs.remainder_mass == 0).all() == bool(num_sample_sets)
+        ids_by_position = [
             row.teacher_logprobs.ids[low:high]
             for low, high in zip(row.teacher_logprobs.offsets, row.teacher_logprobs.offsets[1:], strict=False)
         ]
         assert all(
-            token in ids for token, ids in zip(row.tokens.ids[row.teacher_logprobs.positions], held, strict=True)
+            token in ids
+            for token, ids in zip(row.tokens.ids[row.teacher_logprobs.positions], ids_by_position, strict=True)
         )
-    losses = ("--loss", "p-kl") if kind != "none" else ("--loss", "ce", "--loss", "alm")
+    losses = ("--loss", "p-kl") if support != "none" else ("--loss", "ce", "--loss", "alm")
     done = run(
         "distill", pair.student, tmp_path / "c", "--projection", projection, *losses,
         "--max-steps", 2, "-o", tmp_path / "s", "--json",
@@ -56,35 +57,37 @@ def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, pr
 @pytest.mark.parametrize(
     "precision", ["standard", *(pytest.param(one, marks=pytest.mark.long) for one in ("fine", "coarse"))]
 )
-def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projection, tmp_path, precision):
+def test_a_packed_cache_matches_the_float32_cache_within_its_precision(
+    run, pair, corpus, projection, tmp_path, precision
+):
     support = ("--support", "top-k+sample", "--top-k", 6, "--num-samples", 5)
-    for folder, wanted in (("plain", "float32"), ("packed", precision)):
-        run("cache-teacher", pair.teacher, corpus, *support, "--precision", wanted, "-o", tmp_path / folder)
+    for folder, cache_precision in (("plain", "float32"), ("packed", precision)):
+        run("cache-teacher", pair.teacher, corpus, *support, "--precision", cache_precision, "-o", tmp_path / folder)
     plain, packed = TeacherCache(tmp_path / "plain"), TeacherCache(tmp_path / "packed")
-    bound = {"fine": 0.13, "standard": 0.53, "coarse": 1.06}[precision]
+    tolerance = {"fine": 0.13, "standard": 0.53, "coarse": 1.06}[precision]
     for one, other in zip(plain, packed, strict=True):
         assert one.document == other.document
         assert one.tokens.ids.tolist() == other.tokens.ids.tolist()
         assert one.tokens.byte_ends.tolist() == other.tokens.byte_ends.tolist()
         for name in ("ids", "offsets", "sample_ids", "sample_offsets", "sample_counts"):
             assert getattr(one.stored_logprobs, name).tolist() == getattr(other.stored_logprobs, name).tolist()
-        assert np.abs(one.stored_logprobs.logprobs - other.stored_logprobs.logprobs).max(initial=0) <= bound
+        assert np.abs(one.stored_logprobs.logprobs - other.stored_logprobs.logprobs).max(initial=0) <= tolerance
     run(
         "distill", pair.student, tmp_path / "packed", "--projection", projection, "--max-steps", 2, "-o", tmp_path / "s"
     )
     run("inspect", tmp_path / "packed", "--verify")
 
 
-def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
+def test_sample_sets_are_used_in_turn(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--support", "sample", "--num-sample-sets", 3, "-o", tmp_path / "c")
-    found = TeacherCache(tmp_path / "c")
-    drawn = [found.read_document(0, draw).teacher_logprobs.ids.tolist() for draw in range(4)]
-    assert drawn[3] == drawn[0]
-    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+    cache = TeacherCache(tmp_path / "c")
+    sampled_ids = [cache.read_document(0, sample_set).teacher_logprobs.ids.tolist() for sample_set in range(4)]
+    assert sampled_ids[3] == sampled_ids[0]
+    assert sampled_ids[0] != sampled_ids[1] != sampled_ids[2] != sampled_ids[0]
 
 
 @pytest.mark.parametrize(
-    ("named", "able", "kind", "ids"),
+    ("options", "available_kinds", "kind", "top_k"),
     [
         ({}, SUPPORTS, "top-k+sample", 16),
         ({}, ("top-k", "top-p", "none"), "top-k", 64),
@@ -95,22 +98,22 @@ def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
         ({"top_p": 0.9, "top_k": 5}, SUPPORTS, "top-p", 5),
     ],
 )
-def test_numbers_that_are_named_say_which_support_is_meant(named, able, kind, ids):
-    support = make_support("", available_kinds=able, **named)
-    assert (support.kind, support.top_k) == (kind, ids)
-    assert support == make_support(kind, **named)
+def test_the_support_follows_from_the_given_options(options, available_kinds, kind, top_k):
+    support = make_support("", available_kinds=available_kinds, **options)
+    assert (support.kind, support.top_k) == (kind, top_k)
+    assert support == make_support(kind, **options)
 
 
-def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
+def test_the_default_support_is_top_k_plus_sample(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "-o", tmp_path / "c")
     cache = TeacherCache(tmp_path / "c")
-    asked = {name: cache.header["options"][name] for name in ("support", "top_k", "num_samples", "num_sample_sets")}
-    assert asked == {"support": "top-k+sample", "top_k": 16, "num_samples": 16, "num_sample_sets": 1}
+    options = {name: cache.header["options"][name] for name in ("support", "top_k", "num_samples", "num_sample_sets")}
+    assert options == {"support": "top-k+sample", "top_k": 16, "num_samples": 16, "num_sample_sets": 1}
     assert cache.header["codec"]["precision"] == "standard"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--support", "topk"], "no support called 'topk'; did you mean top-k?"),
         (["--top-k", -1], "--top-k is -1"),
@@ -119,85 +122,89 @@ def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
         (["--support", "sample", "--num-sample-sets", 0], "'--num-sample-sets'"),
     ],
 )
-def test_a_support_that_makes_no_sense_is_refused_before_anything_is_read(
-    run, pair, corpus, tmp_path, arguments, words
-):
+def test_invalid_support_options_are_refused(run, pair, corpus, tmp_path, arguments, message):
     done = run("cache-teacher", pair.teacher, corpus, *arguments, "-o", tmp_path / "c", code=None)
     assert done.returncode in (1, 2)
-    assert words in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "c").exists()
 
 
-def test_a_stranger_reads_a_packed_cache_with_pyarrow_and_the_reference_alone(run, pair, corpus, tmp_path):
-    """Nothing of xtk: pyarrow, and the plain reader that follows docs/reference/codec.md."""
+def test_a_packed_cache_can_be_read_with_pyarrow_and_the_reference_decoder(run, pair, corpus, tmp_path):
+    """Decode a cache without xtk, with pyarrow and the plain decoder that follows docs/reference/codec.md."""
     run("cache-teacher", pair.teacher, corpus, "--num-sample-sets", 2, "--shard-tokens", 400, "-o", tmp_path / "c")
     rows = iter(TeacherCache(tmp_path / "c"))
     for path in sorted((tmp_path / "c").glob("shard-*.arrow")):
         batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         codec = json.loads(batch.schema.metadata[b"xtk"])["codec"]
-        ranks = pa.ipc.open_file(pa.memory_map(str(path.parent / codec["vocabulary_order"]))).get_batch(0).to_pydict()
-        lengths = dict(zip(ranks["id"], ranks["num_bytes"], strict=True))
+        vocabulary_order = (
+            pa.ipc.open_file(pa.memory_map(str(path.parent / codec["vocabulary_order"]))).get_batch(0).to_pydict()
+        )
+        num_bytes = dict(zip(vocabulary_order["id"], vocabulary_order["num_bytes"], strict=True))
         reader = PlainCodec(
             base64.b64decode(batch.schema.metadata[b"codec_tables"]),
-            ranks["id"],
-            [lengths[token] for token in range(len(lengths))],
+            vocabulary_order["id"],
+            [num_bytes[token] for token in range(len(num_bytes))],
             codec["precision"],
             codec["num_sample_sets"],
             codec["num_samples"],
         )
         for record in batch.to_pylist():
             row = next(rows)
-            ids, ends = reader.tokens(record["tokens"], record["num_tokens"])
-            assert (ids, ends) == (row.tokens.ids.tolist(), row.tokens.byte_ends.tolist())
+            ids, byte_ends = reader.tokens(record["tokens"], record["num_tokens"])
+            assert (ids, byte_ends) == (row.tokens.ids.tolist(), row.tokens.byte_ends.tolist())
             assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
-            edges = record["trained_ranges"]
-            trained = [at for start, stop in zip(edges[::2], edges[1::2], strict=True) for at in range(start, stop)]
-            assert trained == row.stored_logprobs.positions.tolist()
-            for at, position in enumerate(
-                reader.positions(record["teacher_logprobs"], [ids[place] for place in trained])
+            range_bounds = record["trained_ranges"]
+            trained_positions = [
+                index
+                for start, stop in zip(range_bounds[::2], range_bounds[1::2], strict=True)
+                for index in range(start, stop)
+            ]
+            assert trained_positions == row.stored_logprobs.positions.tolist()
+            for index, position in enumerate(
+                reader.positions(record["teacher_logprobs"], [ids[token_index] for token_index in trained_positions])
             ):
-                kept = slice(row.stored_logprobs.offsets[at], row.stored_logprobs.offsets[at + 1])
-                assert sorted(position.exact) == row.stored_logprobs.ids[kept].tolist()
-                said = [position.exact[token] for token in row.stored_logprobs.ids[kept].tolist()]
-                np.testing.assert_allclose(said, row.stored_logprobs.logprobs[kept], rtol=0, atol=1e-5)
-                samples = [sum(drawn.values()) for drawn in position.draws]
-                assert samples == [codec["num_samples"]] * codec["num_sample_sets"]
+                entries = slice(row.stored_logprobs.offsets[index], row.stored_logprobs.offsets[index + 1])
+                assert sorted(position.exact) == row.stored_logprobs.ids[entries].tolist()
+                decoded_logprobs = [position.exact[token] for token in row.stored_logprobs.ids[entries].tolist()]
+                np.testing.assert_allclose(decoded_logprobs, row.stored_logprobs.logprobs[entries], rtol=0, atol=1e-5)
+                sample_sizes = [sum(counts.values()) for counts in position.draws]
+                assert sample_sizes == [codec["num_samples"]] * codec["num_sample_sets"]
 
 
-def test_a_plan_tells_what_the_cache_will_be_and_writes_nothing(run, pair, corpus, tmp_path):
+def test_estimate_predicts_the_cache_and_writes_nothing(run, pair, corpus, tmp_path):
     arguments = ("cache-teacher", pair.teacher, corpus, "--shard-tokens", 400, "-o", tmp_path / "c", "--json")
-    plan = json.loads(run(*arguments, "--estimate").stdout)
+    estimate = json.loads(run(*arguments, "--estimate").stdout)
     assert not (tmp_path / "c").exists()
-    figures = json.loads(run(*arguments).stdout)
+    result = json.loads(run(*arguments).stdout)
     shards = len(list((tmp_path / "c").glob("shard-*.arrow")))
-    assert [plan[name] for name in ("documents", "positions", "tokens", "shards")] == [
-        *(figures[name] for name in ("documents", "positions", "tokens")), shards,
+    assert [estimate[name] for name in ("documents", "positions", "tokens", "shards")] == [
+        *(result[name] for name in ("documents", "positions", "tokens")), shards,
     ]  # fmt: skip
-    assert plan["bytes"] == pytest.approx(figures["bytes"], rel=0.25)
-    assert plan["seconds"] > 0
-    assert plan["memory_bytes"] > 50e6
+    assert estimate["bytes"] == pytest.approx(result["bytes"], rel=0.25)
+    assert estimate["seconds"] > 0
+    assert estimate["memory_bytes"] > 50e6
     lines = run(*arguments[:-1], "--estimate").stdout.splitlines()
-    assert ["positions", f"{plan['positions']:,}"] in [line.split() for line in lines]
+    assert ["positions", f"{estimate['positions']:,}"] in [line.split() for line in lines]
 
 
-def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_path):
+def test_candidate_ids_are_scored_in_addition_to_the_observed_tokens(run, pair, tmp_path):
     from xtk.tokens.tokenizer import Tokenizer
 
     ids = Tokenizer(pair.teacher).encode(["Anna has 12 apples."])[0].ids.tolist()
-    given = [[at, at + 1, 7] for at in range(len(ids) - 1)]
-    line = json.dumps({"input_ids": ids, "candidate_ids": given})
+    candidates = [[position, position + 1, 7] for position in range(len(ids) - 1)]
+    line = json.dumps({"input_ids": ids, "candidate_ids": candidates})
     run("cache-teacher", pair.teacher, "-", "--support", "candidates", "-o", tmp_path / "c", stdin=line + "\n")
     estimate = ("cache-teacher", pair.teacher, "-", "--support", "candidates", "--estimate", "-o", tmp_path / "e")
     assert json.loads(run(*estimate, "--json", stdin=line + "\n").stdout)["positions"] == len(ids) - 1
     assert "needs the column candidate_ids" in run(*estimate, stdin='{"text": "Anna"}\n', code=1).stderr
     row = TeacherCache(tmp_path / "c").read_document(0)
     assert row.tokens.ids.tolist() == ids
-    held = [
+    ids_by_position = [
         row.teacher_logprobs.ids[low:high]
         for low, high in zip(row.teacher_logprobs.offsets, row.teacher_logprobs.offsets[1:], strict=False)
     ]
-    assert [sorted(found.tolist()) for found in held] == [
-        sorted({*wanted, token}) for wanted, token in zip(given, ids[1:], strict=True)
+    assert [sorted(stored_ids.tolist()) for stored_ids in ids_by_position] == [
+        sorted({*position_candidates, token}) for position_candidates, token in zip(candidates, ids[1:], strict=True)
     ]
     done = run(
         "cache-teacher",
@@ -229,22 +236,22 @@ def test_options_that_a_support_does_not_use_are_refused(run, pair, corpus, tmp_
     assert not (tmp_path / "c").exists()
 
 
-def test_a_teacher_reads_a_prompt_of_its_own_and_students_do_not(run, pair, projection, tmp_path):
+def test_only_the_teacher_reads_the_teacher_prompt(run, pair, projection, tmp_path):
     lines = [
         json.dumps({"prompt": "12 + 5 =", "completion": " 17", "teacher_prompt": prompt})
         for prompt in ("The answer is 17. 12 + 5 =", "12 + 5 =")
     ]
     run("cache-teacher", pair.teacher, "-", "--top-k", 4, "-o", tmp_path / "c", stdin="\n".join(lines))
-    helped, alone = TeacherCache(tmp_path / "c")
-    assert helped.document == alone.document
-    assert len(helped.tokens) > len(alone.tokens)
-    assert len(helped.teacher_logprobs) == len(alone.teacher_logprobs)
-    assert helped.teacher_logprobs.logprobs.tolist() != alone.teacher_logprobs.logprobs.tolist()
+    privileged, plain = TeacherCache(tmp_path / "c")
+    assert privileged.document == plain.document
+    assert len(privileged.tokens) > len(plain.tokens)
+    assert len(privileged.teacher_logprobs) == len(plain.teacher_logprobs)
+    assert privileged.teacher_logprobs.logprobs.tolist() != plain.teacher_logprobs.logprobs.tolist()
     run("distill", pair.student, tmp_path / "c", "--projection", projection, "--max-steps", 1, "-o", tmp_path / "s")
 
 
-def test_a_route_names_a_teacher_of_the_hub_by_its_id(run, pair, tmp_path):
-    """A model of the hub lies in a folder that is called after a commit, which no column would contain."""
+def test_a_route_matches_a_hub_teacher_by_its_model_name(run, pair, tmp_path):
+    """The folder of a Hub model is named after a commit, which no route column would contain."""
     folder = tmp_path / "models--own--My-Teacher" / "snapshots" / "0123456789abcdef"
     shutil.copytree(pair.teacher, folder)
     data = tmp_path / "data.jsonl"

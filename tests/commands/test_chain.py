@@ -1,4 +1,4 @@
-"""The commands, chained as a user types them."""
+"""Commands chained with shell pipes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shell(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_whole_chain_is_one_pipe(pair, corpus, cache, tmp_path):
+def test_commands_chain_from_projection_to_evaluation_in_one_pipe(pair, corpus, cache, tmp_path):
     held_out = tmp_path / "test.txt"
     held_out.write_text("Anna has 1234 apples and gives 17 to Bert.\nNow Anna has 1217 apples left. ")
     line = (

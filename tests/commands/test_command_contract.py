@@ -13,7 +13,7 @@ def only_line(done) -> str:
     return line
 
 
-def test_commands_print_the_path_they_wrote_and_nothing_else(run, pair, corpus, projection, cache, tmp_path):
+def test_commands_print_only_the_output_path(run, pair, corpus, projection, cache, tmp_path):
     for arguments in (
         ("build-projection", pair.student, pair.teacher, "-o", "p"),
         ("prune-projection", "p", "--top-k", 2, "-o", "p2"),
@@ -23,34 +23,34 @@ def test_commands_print_the_path_they_wrote_and_nothing_else(run, pair, corpus, 
         assert only_line(run(*arguments, cwd=tmp_path)) == arguments[-1]
 
 
-def test_json_lines_have_what_machines_read(run, pair, corpus, projection, cache, tmp_path):
-    figures = json.loads(
+def test_json_output_has_the_expected_fields(run, pair, corpus, projection, cache, tmp_path):
+    result = json.loads(
         only_line(run("build-projection", pair.student, pair.teacher, "-o", "p", "--json", cwd=tmp_path))
     )
-    assert figures["path"] == "p"
-    assert figures["kind"] == "projection"
-    assert figures["rows"] == 656
-    assert figures["entries"] > 400
-    assert 0 <= figures["unmapped_mass"] < 0.2
-    figures = json.loads(only_line(run("prune-projection", "p", "--top-k", 1, "-o", "p1", "--json", cwd=tmp_path)))
-    assert {"path", "kind", "rows", "entries", "unmapped_mass"} <= set(figures)
-    figures = json.loads(only_line(run("cache-teacher", pair.teacher, corpus, "-o", "c", "--json", cwd=tmp_path)))
-    assert figures["documents"] == 40
-    assert figures["bytes"] == sum(path.stat().st_size for path in (tmp_path / "c").glob("shard-*.arrow"))
-    assert figures["positions"] > 40
+    assert result["path"] == "p"
+    assert result["kind"] == "projection"
+    assert result["rows"] == 656
+    assert result["entries"] > 400
+    assert 0 <= result["unmapped_mass"] < 0.2
+    result = json.loads(only_line(run("prune-projection", "p", "--top-k", 1, "-o", "p1", "--json", cwd=tmp_path)))
+    assert {"path", "kind", "rows", "entries", "unmapped_mass"} <= set(result)
+    result = json.loads(only_line(run("cache-teacher", pair.teacher, corpus, "-o", "c", "--json", cwd=tmp_path)))
+    assert result["documents"] == 40
+    assert result["bytes"] == sum(path.stat().st_size for path in (tmp_path / "c").glob("shard-*.arrow"))
+    assert result["positions"] > 40
     done = run("distill", pair.student, "c", "--projection", "p", "--max-steps", 2, "-o", "out", "--json", cwd=tmp_path)
-    figures = json.loads(only_line(done))
-    assert figures["kind"] == "student"
-    assert figures["steps"] == 2
-    assert {"loss", "ce", "p-kl", "gradient_norm", "learning_rate"} <= set(figures["metrics"])
-    figures = json.loads(only_line(run("evaluate", "out", corpus, "--json", cwd=tmp_path)))
-    assert {"model", "data", "bits_per_byte", "bytes", "documents"} <= set(figures)
+    result = json.loads(only_line(done))
+    assert result["kind"] == "student"
+    assert result["steps"] == 2
+    assert {"loss", "ce", "p-kl", "gradient_norm", "learning_rate"} <= set(result["metrics"])
+    result = json.loads(only_line(run("evaluate", "out", corpus, "--json", cwd=tmp_path)))
+    assert {"model", "data", "bits_per_byte", "bytes", "documents"} <= set(result)
     for path in ("p", "c", "out", "c/shard-00000.arrow", pair.student, projection):
         record = json.loads(only_line(run("inspect", path, "--json", cwd=tmp_path)))
         assert {"path", "kind", "header", "statistics"} <= set(record)
 
 
-def test_align_prints_spans_that_spell_the_text(run, pair):
+def test_align_prints_spans_that_cover_the_text(run, pair):
     from xtk.tokens.tokenizer import Tokenizer
 
     text = "Anna has 1234 apples.\nTab\tand 日本 😀"
@@ -60,17 +60,17 @@ def test_align_prints_spans_that_spell_the_text(run, pair):
     record, empty = map(json.loads, done.stdout.splitlines())
     assert record["text"] == text
     assert empty["spans"] == []
-    student, teacher = (Tokenizer(side).vocabulary for side in (pair.student, pair.teacher))
-    spelled = b""
+    student, teacher = (Tokenizer(folder).vocabulary for folder in (pair.student, pair.teacher))
+    covered = b""
     for s0, s1, t0, t1 in record["spans"]:
-        left = b"".join(student.bytes_of(token) for token in record["student_ids"][s0:s1])
-        assert left == b"".join(teacher.bytes_of(token) for token in record["teacher_ids"][t0:t1])
-        spelled += left
-    assert spelled == text.encode()
+        student_bytes = b"".join(student.bytes_of(token) for token in record["student_ids"][s0:s1])
+        assert student_bytes == b"".join(teacher.bytes_of(token) for token in record["teacher_ids"][t0:t1])
+        covered += student_bytes
+    assert covered == text.encode()
     assert only_line(run("align", pair.student, pair.teacher, text)) == done.stdout.splitlines()[0]
 
 
-def test_align_on_a_terminal_is_coloured(pair):
+def test_align_prints_colors_on_a_terminal(pair):
     import os
     import pty
     import subprocess
@@ -84,29 +84,29 @@ def test_align_on_a_terminal_is_coloured(pair):
         env={key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm-256color"},
     )
     os.close(follower)
-    shown = b""
+    output = b""
     while True:
         try:
-            part = os.read(leader, 4096)
+            chunk = os.read(leader, 4096)
         except OSError:
             break
-        if not part:
+        if not chunk:
             break
-        shown += part
+        output += chunk
     process.communicate()
     assert process.returncode == 0
-    assert b"\x1b[" in shown
-    assert b"student" in shown
-    assert b"spans" in shown
+    assert b"\x1b[" in output
+    assert b"student" in output
+    assert b"spans" in output
 
 
-def test_a_json_line_through_the_pipe_is_as_good_as_a_path(run, projection, tmp_path):
+def test_a_json_line_on_stdin_is_accepted_as_a_path(run, projection, tmp_path):
     line = json.dumps({"path": str(projection), "kind": "projection"})
     assert only_line(run("prune-projection", "-", "--top-k", 1, "-o", "p1", stdin=line + "\n", cwd=tmp_path)) == "p1"
 
 
 @pytest.mark.slow
-def test_run_again_a_command_finds_its_artifact_and_another_request_is_refused(
+def test_a_repeated_command_reuses_its_output_and_other_options_are_refused(
     run, pair, corpus, cache, projection, tmp_path
 ):
     requests = (
@@ -115,20 +115,20 @@ def test_run_again_a_command_finds_its_artifact_and_another_request_is_refused(
         (("cache-teacher", pair.teacher, corpus, "-o", "c"), ("--top-k", 5)),
         (("distill", pair.student, cache, "--projection", projection, "--max-steps", 1, "-o", "out"), ("--seed", 7)),
     )
-    for arguments, other in requests:
+    for arguments, other_options in requests:
         run(*arguments, cwd=tmp_path)
-        written = tmp_path / arguments[-1]
-        before = {path: path.stat().st_mtime_ns for path in [written, *written.glob("*")]}
+        output = tmp_path / arguments[-1]
+        before = {path: path.stat().st_mtime_ns for path in [output, *output.glob("*")]}
         assert only_line(run(*arguments, cwd=tmp_path)) == arguments[-1]
-        assert {path: path.stat().st_mtime_ns for path in [written, *written.glob("*")]} == before
-        done = run(*arguments, *other, cwd=tmp_path, code=1)
+        assert {path: path.stat().st_mtime_ns for path in [output, *output.glob("*")]} == before
+        done = run(*arguments, *other_options, cwd=tmp_path, code=1)
         assert "--force" in done.stderr
         assert done.stdout == ""
-        assert only_line(run(*arguments, *other, "--force", cwd=tmp_path)) == arguments[-1]
+        assert only_line(run(*arguments, *other_options, "--force", cwd=tmp_path)) == arguments[-1]
         run(*arguments, cwd=tmp_path, code=1)
 
 
-def test_the_same_inputs_give_the_same_bytes_in_another_place(run, pair, corpus, cache, projection, tmp_path):
+def test_the_same_inputs_give_the_same_bytes_in_another_folder(run, pair, corpus, cache, projection, tmp_path):
     run("build-projection", pair.student, pair.teacher, "-o", tmp_path / "p")
     assert (tmp_path / "p").read_bytes() == projection.read_bytes()
     run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", tmp_path / "c")
@@ -136,7 +136,7 @@ def test_the_same_inputs_give_the_same_bytes_in_another_place(run, pair, corpus,
         assert (tmp_path / "c" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_options_are_read_in_snake_case_and_from_a_file_and_flags_win(run, pair, corpus, tmp_path):
+def test_flags_override_the_config_file_and_snake_case_is_accepted(run, pair, corpus, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"top_k": 3, "shard-tokens": 300, "output": "c"}))
     run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "--shard_tokens", 400, cwd=tmp_path)
     header = json.loads((tmp_path / "c" / "manifest.json").read_text())["header"]
@@ -144,13 +144,13 @@ def test_options_are_read_in_snake_case_and_from_a_file_and_flags_win(run, pair,
     assert header["options"]["shard_tokens"] == 400
 
 
-def test_a_single_value_in_a_file_stands_for_a_list_of_one(run, pair, cache, tmp_path):
+def test_a_single_value_in_a_config_file_is_read_as_a_list_of_one(run, pair, cache, tmp_path):
     (tmp_path / "run.yaml").write_text("loss: ce\nmax-steps: 1\n")
     done = run("distill", pair.student, cache, "--config", "run.yaml", "-o", "my out", "--json", cwd=tmp_path)
     assert "ce" in json.loads(only_line(done))["metrics"]
 
 
-def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, corpus, tmp_path):
+def test_an_unknown_config_key_is_refused_with_a_suggestion(run, pair, corpus, tmp_path):
     (tmp_path / "run.yaml").write_text("topk: 3\n")
     done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
     assert "did you mean top-k?" in done.stderr
@@ -169,7 +169,7 @@ def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, 
         ("top-k: {", "not valid YAML"),
     ],
 )
-def test_a_file_that_says_nothing_clear_is_refused(run, pair, corpus, tmp_path, content, message):
+def test_an_invalid_config_file_is_refused(run, pair, corpus, tmp_path, content, message):
     (tmp_path / "run.yaml").write_text(content)
     done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
     assert message in done.stderr
@@ -178,22 +178,22 @@ def test_a_file_that_says_nothing_clear_is_refused(run, pair, corpus, tmp_path, 
     assert not (tmp_path / "c").exists()
 
 
-def test_a_file_without_an_end_is_refused(run, pair, corpus, tmp_path):
+def test_an_endless_config_file_is_refused(run, pair, corpus, tmp_path):
     done = run("cache-teacher", pair.teacher, corpus, "--config", "/dev/zero", "-o", "c", cwd=tmp_path, code=1)
     assert "the --config file is larger than 16,777,216 bytes" in done.stderr
 
 
-def test_the_known_options_of_a_file_are_those_of_the_command_line(run, pair, corpus, tmp_path):
+def test_the_config_keys_are_the_options_of_the_command_line(run, pair, corpus, tmp_path):
     (tmp_path / "run.yaml").write_text("nonsense: 1")
     done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
-    told = done.stderr.partition("one of: ")[2].strip().split(", ")
-    manual = run("cache-teacher", "--help").stdout
-    assert {"json", "output", "top-k"} <= set(told)
-    assert all(f"--{name}" in manual or name.upper() in manual for name in told)
-    assert not {"o", "q", "as-json", "config", "help"} & set(told)
+    listed = done.stderr.partition("one of: ")[2].strip().split(", ")
+    help_text = run("cache-teacher", "--help").stdout
+    assert {"json", "output", "top-k"} <= set(listed)
+    assert all(f"--{name}" in help_text or name.upper() in help_text for name in listed)
+    assert not {"o", "q", "as-json", "config", "help"} & set(listed)
 
 
-def test_words_in_a_file_are_what_they_would_be_on_the_command_line(run, pair, cache, projection, tmp_path):
+def test_config_values_are_read_as_on_the_command_line(run, pair, cache, projection, tmp_path):
     (tmp_path / "run.yaml").write_text(
         f"mixed-precision: no\nprojection: {projection}\nmax-steps: 1\nloss: [p-kl]\njson: yes\nquiet: false\n"
     )
@@ -206,7 +206,7 @@ def test_words_in_a_file_are_what_they_would_be_on_the_command_line(run, pair, c
     )
 
 
-def test_several_processes_refuse_a_pipe_that_only_a_file_names(run, pair, cache, projection, tmp_path):
+def test_several_processes_refuse_stdin_that_only_the_config_file_names(run, pair, cache, projection, tmp_path):
     (tmp_path / "run.yaml").write_text('projection: "-"\nnum-processes: 2\n')
     done = run("distill", pair.student, cache, "--config", "run.yaml", "-o", "out", cwd=tmp_path,
                stdin=f"{projection}\n", code=1)  # fmt: skip
@@ -217,18 +217,18 @@ def test_several_processes_refuse_a_pipe_that_only_a_file_names(run, pair, cache
 @pytest.mark.parametrize(
     "arguments", [("nonsense",), ("distill",), ("inspect", "--no-such-option", "x"), ("evaluate", "a")]
 )
-def test_wrong_usage_is_exit_code_2(run, arguments):
+def test_usage_errors_exit_with_2(run, arguments):
     done = run(*arguments, code=2)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
 
 
-def test_quiet_is_quiet(run, pair, corpus, tmp_path):
+def test_quiet_prints_nothing_to_stderr(run, pair, corpus, tmp_path):
     done = run("cache-teacher", pair.teacher, corpus, "-o", "c", "--quiet", cwd=tmp_path)
     assert done.stderr == ""
 
 
-def test_a_reader_that_goes_away_is_no_traceback(pair, tmp_path):
+def test_a_closed_output_pipe_ends_the_command_without_a_traceback(pair, tmp_path):
     import subprocess
     import sys
 
@@ -248,11 +248,11 @@ def test_a_teacher_with_the_students_tokenizer_needs_no_projection(run, pair, co
     done = run(
         "distill", pair.student, "c", "--loss", "forward-kl", "--max-steps", 1, "-o", "out", "--json", cwd=tmp_path
     )
-    # The student is its own teacher: there is nothing to learn.
+    # The student is its own teacher, so the loss is zero.
     assert abs(json.loads(only_line(done))["metrics"]["forward-kl"]) < 1e-5
 
 
-def test_metrics_go_to_a_tracker_that_accelerate_knows(run, pair, cache, projection, tmp_path):
+def test_metrics_are_logged_to_tensorboard(run, pair, cache, projection, tmp_path):
     pytest.importorskip("tensorboard")
     run("distill", pair.student, cache, "--projection", projection, "--max-steps", 2, "--report-to", "tensorboard",
         "-o", "out", cwd=tmp_path)  # fmt: skip

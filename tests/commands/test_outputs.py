@@ -1,4 +1,4 @@
-"""What `--force` replaces and what it never does; names that are no UTF-8."""
+"""Output files: what `--force` replaces and what it keeps, and file names that are not UTF-8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORCE = ((), ("--force",))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("force", FORCE)
-def test_what_xtk_did_not_write_is_never_replaced(run, pair, corpus, projection, tmp_path, force):
+def test_files_that_xtk_did_not_write_are_never_replaced(run, pair, corpus, projection, tmp_path, force):
     for content in (b"my notes", b"notes", (pair.student / "model.safetensors").read_bytes()):
         (tmp_path / "mine").write_bytes(content)
         for arguments in (
@@ -28,7 +28,7 @@ def test_what_xtk_did_not_write_is_never_replaced(run, pair, corpus, projection,
 
 
 @pytest.mark.parametrize("force", FORCE)
-def test_an_input_is_never_replaced(run, pair, projection, tmp_path, force):
+def test_an_input_file_is_never_replaced(run, pair, projection, tmp_path, force):
     for name in ("p", "q"):
         (tmp_path / name).write_bytes(projection.read_bytes())
     (tmp_path / "table.yaml").write_text("{}")
@@ -45,29 +45,29 @@ def test_an_input_is_never_replaced(run, pair, projection, tmp_path, force):
 
 
 @pytest.mark.parametrize("size", [0, 60, -1])
-def test_a_damaged_projection_is_replaced_by_force_alone(run, pair, projection, tmp_path, size):
-    whole = projection.read_bytes()
-    (tmp_path / "p").write_bytes(whole[:size])
+def test_a_corrupt_projection_is_replaced_only_with_force(run, pair, projection, tmp_path, size):
+    content = projection.read_bytes()
+    (tmp_path / "p").write_bytes(content[:size])
     arguments = ("build-projection", pair.student, pair.teacher, "-o", "p")
     refused(run(*arguments, cwd=tmp_path, code=None), "where: p", "--force")
     run(*arguments, "--force", cwd=tmp_path)
-    assert (tmp_path / "p").read_bytes() == whole
+    assert (tmp_path / "p").read_bytes() == content
 
 
-def test_a_page_of_other_content_is_another_request(run, pair, tmp_path):
+def test_a_page_of_other_data_is_replaced_only_with_force(run, pair, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "one"}\n')
-    page = ("--html", "-o", "page")
-    run("align", pair.student, pair.teacher, data, *page, cwd=tmp_path)
-    run("align", pair.student, pair.teacher, "-", *page, cwd=tmp_path, stdin='{"text": "one"}\n')
+    page_options = ("--html", "-o", "page")
+    run("align", pair.student, pair.teacher, data, *page_options, cwd=tmp_path)
+    run("align", pair.student, pair.teacher, "-", *page_options, cwd=tmp_path, stdin='{"text": "one"}\n')
     data.write_text('{"text": "two"}\n')
     for source, stdin in ((data, ""), ("-", '{"text": "two"}\n')):
-        done = run("align", pair.student, pair.teacher, source, *page, cwd=tmp_path, stdin=stdin, code=None)
+        done = run("align", pair.student, pair.teacher, source, *page_options, cwd=tmp_path, stdin=stdin, code=None)
         refused(done, "page that was made from other inputs", "--force")
-    run("align", pair.student, pair.teacher, data, *page, "--force", cwd=tmp_path)
+    run("align", pair.student, pair.teacher, data, *page_options, "--force", cwd=tmp_path)
 
 
-def test_a_path_that_is_no_utf_8_goes_through_a_pipe(pair, tmp_path):
+def test_a_path_that_is_not_utf_8_passes_through_a_pipe(pair, tmp_path):
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""`distill` builds the projection that it lacks, from the student and the cache alone, and keeps it."""
+"""`distill` builds a missing projection from the student and the cache, and stores it in XTK_CACHE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def metrics(done) -> dict:
 
 
 @pytest.mark.slow
-def test_a_run_without_a_projection_is_the_run_with_the_one_that_would_be_built(
+def test_an_automatic_projection_gives_the_same_student_as_a_given_one(
     run, pair, cache, projection, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "kept"))
@@ -27,19 +27,19 @@ def test_a_run_without_a_projection_is_the_run_with_the_one_that_would_be_built(
     assert metrics(auto)["p-kl"] == metrics(again)["p-kl"] == metrics(named)["p-kl"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("named", "auto", "again")]
     assert weights[0] == weights[1] == weights[2]
-    (kept,) = (tmp_path / "kept" / "projections").iterdir()
-    described = json.loads(run("inspect", kept, "--json").stdout)
-    assert described["header"]["method"] == "multitoken"
+    (stored,) = (tmp_path / "kept" / "projections").iterdir()
+    record = json.loads(run("inspect", stored, "--json").stdout)
+    assert record["header"]["method"] == "multitoken"
 
 
-def test_losses_that_nobody_names_fit_the_pair(run, pair, cache, corpus, tmp_path):
+def test_the_default_losses_depend_on_the_tokenizers_of_the_pair(run, pair, cache, corpus, tmp_path):
     across = run("distill", pair.student, cache, "--max-steps", 1, "-o", tmp_path / "across", "--json")
     assert {text.partition(":")[0] for text in AUTO_LOSSES["bytes"]} <= set(metrics(across))
     same = run("distill", pair.teacher, cache, "--max-steps", 1, "-o", tmp_path / "same", "--json")
     assert {text.partition(":")[0] for text in AUTO_LOSSES["tokens"]} <= set(metrics(same))
 
 
-def test_nothing_is_built_for_losses_that_need_no_projection(run, pair, cache, tmp_path):
-    kept = {"XTK_CACHE": str(tmp_path / "kept")}
-    run("distill", pair.student, cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "ce", env=kept)
+def test_no_projection_is_built_for_losses_without_one(run, pair, cache, tmp_path):
+    env = {"XTK_CACHE": str(tmp_path / "kept")}
+    run("distill", pair.student, cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "ce", env=env)
     assert not Path(tmp_path / "kept").exists()

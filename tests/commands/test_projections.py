@@ -1,4 +1,4 @@
-"""The options of build-projection and prune-projection, and what inspect tells of their artifacts."""
+"""Options of build-projection and prune-projection, and `xtk inspect` of their artifacts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xtk.artifacts.projection_file import read_projection
 from xtk.projection.build import METHODS
 
 
-def one_line(done) -> dict:
+def json_line(done) -> dict:
     (line,) = done.stdout.splitlines()
     return json.loads(line)
 
@@ -21,22 +21,22 @@ def build(run, pair, *options: object, **keywords):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_is_built_found_again_and_inspected(run, pair, corpus, tmp_path, method):
+def test_projections_of_every_method_are_built_reused_and_inspected(run, pair, corpus, tmp_path, method):
     options = ("--method", method, *(("--corpus", corpus) if method == "cooccurrence" else ()), "-o", "p")
-    built = one_line(build(run, pair, *options, "--json", cwd=tmp_path))
+    built = json_line(build(run, pair, *options, "--json", cwd=tmp_path))
     before = (tmp_path / "p").stat().st_mtime_ns
-    assert one_line(build(run, pair, *options, "--json", cwd=tmp_path)) == built
+    assert json_line(build(run, pair, *options, "--json", cwd=tmp_path)) == built
     assert (tmp_path / "p").stat().st_mtime_ns == before
-    record = one_line(run("inspect", "p", "--json", cwd=tmp_path))
+    record = json_line(run("inspect", "p", "--json", cwd=tmp_path))
     assert record["header"]["method"] == method
     assert record["header"]["audit"]["unmapped_mass"] == pytest.approx(built["unmapped_mass"])
-    shown = run("inspect", "p", cwd=tmp_path).stdout
-    assert "unmapped mass" in shown
-    assert all(category in shown for category in ("digits", "white space", "partial UTF-8", "other scripts"))
+    output = run("inspect", "p", cwd=tmp_path).stdout
+    assert "unmapped mass" in output
+    assert all(category in output for category in ("digits", "white space", "partial UTF-8", "other scripts"))
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
-def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_path):
+def test_another_corpus_or_smoothing_is_a_different_request(run, pair, corpus, tmp_path):
     options = ("--method", "cooccurrence", "-o", "p")
     build(run, pair, *options, "--corpus", corpus, cwd=tmp_path)
     done = build(run, pair, *options, "--corpus", corpus, "--smoothing", 3, cwd=tmp_path, code=1)
@@ -50,8 +50,8 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
 
 def test_an_option_of_zero_is_used(run, pair, corpus, tmp_path):
     build(run, pair, "--decay", 0, "-o", "p", cwd=tmp_path)
-    counted = ("--method", "cooccurrence", "--corpus", corpus, "--smoothing", 0)
-    build(run, pair, *counted, "-o", "c", cwd=tmp_path)
+    cooccurrence = ("--method", "cooccurrence", "--corpus", corpus, "--smoothing", 0)
+    build(run, pair, *cooccurrence, "-o", "c", cwd=tmp_path)
     assert read_projection(tmp_path / "p").header["options"]["decay"] == 0
     assert read_projection(tmp_path / "c").header["options"]["smoothing"] == 0
 
@@ -74,7 +74,7 @@ def test_an_option_of_zero_is_used(run, pair, corpus, tmp_path):
         (("--columns", "text=body"), "does not support --columns"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(run, pair, corpus, tmp_path, options, message):
+def test_invalid_build_options_are_refused(run, pair, corpus, tmp_path, options, message):
     (tmp_path / "table.yaml").write_text("'<|end_of_tex|>': '<|im_end|>'\n")
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "broken.yaml").write_text("{")
@@ -88,11 +88,11 @@ def test_what_cannot_be_meant_is_refused(run, pair, corpus, tmp_path, options, m
     assert not (tmp_path / "p").exists()
 
 
-def with_tabs(table: dict[str, str]) -> str:
+def dump_with_tabs(table: dict[str, str]) -> str:
     return json.dumps(table, indent="\t")
 
 
-@pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump, with_tabs])
+@pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump, dump_with_tabs])
 def test_a_table_of_special_tokens_is_read_as_json_and_yaml(run, pair, tmp_path, write):
     (tmp_path / "table").write_text(write({"<|pad|>": "<|im_end|>"}))
     build(run, pair, "--special-tokens", "table", "-o", "p", cwd=tmp_path)
@@ -101,17 +101,17 @@ def test_a_table_of_special_tokens_is_read_as_json_and_yaml(run, pair, tmp_path,
     assert header["audit"]["rows"]["special"] == 1
 
 
-def test_embeddings_need_weights(run, pair, families, tmp_path):
+def test_the_embedding_method_needs_weights(run, pair, families, tmp_path):
     done = run("build-projection", families["student"], pair.teacher, "--method", "embedding", "-o", "p",
                cwd=tmp_path, code=1)  # fmt: skip
     assert "this folder contains no weights" in done.stderr
 
 
-def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_path):
+def test_a_merged_and_pruned_projection_is_read_from_a_pipe(run, pair, corpus, projection, tmp_path):
     build(run, pair, "--method", "cooccurrence", "--corpus", corpus, "-o", "counts", cwd=tmp_path)
     limits = ("--mass", 0.9, "--renormalize")
     done = run("prune-projection", projection, "--merge", "counts=0.5", *limits, "-o", "p", "--json", cwd=tmp_path)
-    assert one_line(done)["entries"] > 0
+    assert json_line(done)["entries"] > 0
     header = read_projection(tmp_path / "p").header
     assert [part["method"] for part in header["merges"]] == ["multitoken", "cooccurrence"]
     assert header["prunings"] == [{"top_k": None, "min_weight": 0.0, "mass": 0.9, "renormalize": True}]
@@ -132,7 +132,7 @@ def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_p
         (("--merge", "OTHER=0.5"), "different teacher tokenizers"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(run, pair, metaspace, projection, tmp_path, options, message):
+def test_invalid_merge_and_mass_options_are_refused(run, pair, metaspace, projection, tmp_path, options, message):
     run("build-projection", pair.student, metaspace, "-o", tmp_path / "other", cwd=tmp_path)
     paths = {"P": str(projection), "OTHER": str(tmp_path / "other")}
     options = [f"{paths.get(part.partition('=')[0], part.partition('=')[0])}{''.join(part.partition('=')[1:])}"
@@ -142,7 +142,7 @@ def test_what_cannot_be_merged_is_refused(run, pair, metaspace, projection, tmp_
     assert "Traceback" not in done.stderr
 
 
-def test_critical_tokens_are_told_on_stderr_and_quiet_drops_them(run, pair, metaspace, tmp_path):
+def test_tokens_without_a_counterpart_are_reported_on_stderr_unless_quiet(run, pair, metaspace, tmp_path):
     done = run("build-projection", pair.student, metaspace, "-o", "p", cwd=tmp_path)
     assert "no counterpart with equal bytes" in done.stderr
     assert "no counterpart with equal bytes" in run("inspect", "p", cwd=tmp_path).stdout

@@ -1,4 +1,4 @@
-"""The chain with the real Llama-3 and Qwen tokenizers on GSM8K: 128,256 x 151,646 tokens pass through every step."""
+"""All commands with the real Llama-3 and Qwen tokenizers (128,256 and 151,646 tokens) on GSM8K."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(real_data, tmp_path_factory):
-    """Small models of the real vocabularies, with random weights, and some problems."""
+    """Return a folder with small models of the real vocabularies, with random weights, and with some problems."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -31,27 +31,27 @@ def folder(real_data, tmp_path_factory):
     return folder
 
 
-def test_every_step_takes_the_real_vocabularies(run, folder):
-    def step(*arguments: object) -> dict:
+def test_every_command_works_with_the_real_vocabularies(run, folder):
+    def run_json(*arguments: object) -> dict:
         return json.loads(run(*arguments, "--json", cwd=folder).stdout)
 
     columns = ("--columns", "prompt=question,completion=answer")
     training = ("--max-steps", 3, "--per-device-train-batch-size", 4, "--learning-rate", 1e-2)
-    step("distill", "untrained", "gsm8k.jsonl", *columns, "--loss", "ce", *training, "-o", "teacher")
-    built = step("build-projection", "student", "teacher", "-o", "p")
+    run_json("distill", "untrained", "gsm8k.jsonl", *columns, "--loss", "ce", *training, "-o", "teacher")
+    built = run_json("build-projection", "student", "teacher", "-o", "p")
     assert (built["rows"], built["columns"]) == (128256, 151936)
     assert built["unmapped_mass"] < 0.01
-    pruned = step("prune-projection", "p", "--top-k", 2, "-o", "p2")
+    pruned = run_json("prune-projection", "p", "--top-k", 2, "-o", "p2")
     assert 128256 - 1000 < pruned["entries"] < built["entries"]
-    cached = step("cache-teacher", "teacher", "gsm8k.jsonl", *columns, "--top-k", 64, "-o", "cache")
+    cached = run_json("cache-teacher", "teacher", "gsm8k.jsonl", *columns, "--top-k", 64, "-o", "cache")
     assert cached["documents"] == 8
-    trained = step("distill", "student", "cache", "--projection", "p2", "--loss", "ce", "--loss", "p-kl",
+    trained = run_json("distill", "student", "cache", "--projection", "p2", "--loss", "ce", "--loss", "p-kl",
                    "--loss", "boundary-kl", *training, "-o", "out")  # fmt: skip
     metrics = trained["metrics"]
     assert metrics["unaligned_fraction"] == 0
-    assert metrics["ce"] < 11.76  # below ln 128,256, where an untrained student begins
+    assert metrics["ce"] < 11.76  # below ln 128,256, the value of an untrained student
     assert 0 < metrics["p-kl"] < 2
-    found = step("evaluate", "out", "gsm8k.jsonl", *columns)
+    evaluated = run_json("evaluate", "out", "gsm8k.jsonl", *columns)
     texts = [json.loads(line)["answer"] for line in (folder / "gsm8k.jsonl").read_text().splitlines()]
-    assert found["bytes"] == sum(len(text.encode()) for text in texts)
-    assert 2 < found["bits_per_byte"] < 7
+    assert evaluated["bytes"] == sum(len(text.encode()) for text in texts)
+    assert 2 < evaluated["bits_per_byte"] < 7

@@ -1,4 +1,4 @@
-"""Caches in an object store, as a user types them; and caches merged."""
+"""Teacher caches in an object store, and merged caches."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ pytestmark = pytest.mark.slow
 OPTIONS = ["--top-k", 16, "--shard-tokens", 400]
 
 
-def stored(place: str) -> dict[str, bytes]:
-    fs, root = fsspec.core.url_to_fs(place)
+def remote_files(url: str) -> dict[str, bytes]:
+    fs, root = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
     return {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.find(root)}
 
 
-def files_of(folder) -> dict[str, bytes]:
+def local_files(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
 def remote(run, store, pair, corpus) -> str:
-    place = "s3://bucket/commands/cache"
-    assert run("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", place).stdout == f"{place}\n"
-    return place
+    url = "s3://bucket/commands/cache"
+    assert run("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", url).stdout == f"{url}\n"
+    return url
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -47,8 +47,8 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_a_cache_in_a_store_is_the_local_one_byte_for_byte_and_found_again(run, remote, pair, corpus, cache, store):
-    assert stored(remote) == files_of(cache)
+def test_a_remote_cache_has_the_bytes_of_a_local_one_and_is_reused(run, remote, pair, corpus, cache, store):
+    assert remote_files(remote) == local_files(cache)
     before = len(store.requests())
     run("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", remote)
     assert not [line for line in store.requests()[before:] if line.startswith("PUT")]
@@ -56,7 +56,7 @@ def test_a_cache_in_a_store_is_the_local_one_byte_for_byte_and_found_again(run, 
     assert "the output folder contains a cache with different inputs or options" in done.stderr
 
 
-def test_a_student_of_a_remote_cache_is_that_of_the_local_one(run, remote, cache, pair, projection, tmp_path):
+def test_training_from_a_remote_cache_gives_the_same_student(run, remote, cache, pair, projection, tmp_path):
     options = ["--projection", projection, "--max-steps", 2, "--per-device-train-batch-size", 4]
     run("distill", pair.student, cache, *options, "-o", tmp_path / "local")
     done = run("distill", pair.student, "-", *options, "-o", tmp_path / "remote", stdin=f"{remote}\n")
@@ -65,7 +65,7 @@ def test_a_student_of_a_remote_cache_is_that_of_the_local_one(run, remote, cache
     assert weights[0] == weights[1]
 
 
-def test_a_remote_cache_is_inspected_and_what_was_altered_is_named(run, remote, tmp_path):
+def test_inspect_reads_a_remote_cache_and_names_a_corrupt_row(run, remote, tmp_path):
     record = json.loads(run("inspect", remote, "--verify", "--json").stdout)
     assert (record["path"], record["kind"]) == (remote, "teacher-cache")
     assert record["statistics"]["documents"] == 40
@@ -74,61 +74,61 @@ def test_a_remote_cache_is_inspected_and_what_was_altered_is_named(run, remote, 
     for path in fs.find(root):
         fs.cp_file(path, f"{other}/{path.rpartition('/')[2]}")
     raw = fs.cat_file(f"{other}/shard-00001.arrow")
-    at = raw.index(b" has ")
-    fs.pipe_file(f"{other}/shard-00001.arrow", raw[:at] + b"_" + raw[at + 1 :])
+    offset = raw.index(b" has ")
+    fs.pipe_file(f"{other}/shard-00001.arrow", raw[:offset] + b"_" + raw[offset + 1 :])
     done = run("inspect", f"s3://{other}", "--verify", code=1)
     assert f"s3://{other}/shard-00001.arrow, row 0" in done.stderr
     done = run("inspect", "s3://bucket/nowhere", code=1)
     assert "this folder contains no teacher cache" in done.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_killed_while_a_shard_is_sent_the_same_command_ends_with_the_same_cache(
-    run, store, pair, corpus, cache, tmp_path, how
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_cache_killed_during_an_upload_resumes_to_the_same_cache(
+    run, store, pair, corpus, cache, tmp_path, signal_number
 ):
-    place = f"s3://bucket/{tmp_path.name}"
+    url = f"s3://bucket/{tmp_path.name}"
     store.hold(f"PUT /bucket/{tmp_path.name}/shard-00002")
-    process = start("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", place)
+    process = start("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", url)
     try:
         store.wait_for(f"PUT /bucket/{tmp_path.name}/shard-00002")
-        process.send_signal(how)
+        process.send_signal(signal_number)
         store.hold(None)
         process.communicate(timeout=60)
     finally:
         store.hold(None)
         process.kill()
-    there = stored(place)
-    assert "manifest.json" not in there
-    assert {"shard-00000.arrow", "shard-00001.arrow"} <= set(there)
-    assert "shard-00003.arrow" not in there
-    done = run("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", place)
+    uploaded = remote_files(url)
+    assert "manifest.json" not in uploaded
+    assert {"shard-00000.arrow", "shard-00001.arrow"} <= set(uploaded)
+    assert "shard-00003.arrow" not in uploaded
+    done = run("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", url)
     assert "continuing, " in done.stderr
-    assert stored(place) == files_of(cache)
+    assert remote_files(url) == local_files(cache)
 
 
 @pytest.mark.long
-def test_a_second_writer_is_refused_and_the_first_one_ends_well(run, store, pair, corpus, cache, tmp_path):
-    place = f"s3://bucket/{tmp_path.name}"
-    # The second looks at the empty folder, and meets the first one's shards when it sends its own.
+def test_two_simultaneous_writers_leave_a_valid_remote_cache(run, store, pair, corpus, cache, tmp_path):
+    url = f"s3://bucket/{tmp_path.name}"
+    # Both processes see an empty folder; the second one finds the shards of the first when it uploads its own.
     store.hold(f"PUT /bucket/{tmp_path.name}/tokenizer.json")
-    processes = [start("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", place) for _ in range(2)]
+    processes = [start("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", url) for _ in range(2)]
     try:
         store.wait_for(f"PUT /bucket/{tmp_path.name}/tokenizer.json")
         store.hold(None)
-        told = [process.communicate(timeout=120)[1] for process in processes]
+        stderrs = [process.communicate(timeout=120)[1] for process in processes]
     finally:
         store.hold(None)
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
-    assert set(codes) <= {0, 1}, told
-    for code, message in zip(codes, told, strict=True):
-        assert code == 0 or "another process is writing this cache" in message
-    run("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", place)
-    assert stored(place) == files_of(cache)
+    assert set(codes) <= {0, 1}, stderrs
+    for code, stderr in zip(codes, stderrs, strict=True):
+        assert code == 0 or "another process is writing this cache" in stderr
+    run("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", url)
+    assert remote_files(url) == local_files(cache)
 
 
-def test_a_place_that_cannot_be_written_is_known_before_the_teacher_starts(run, store, pair, corpus, tmp_path):
+def test_an_output_url_that_cannot_be_written_is_refused(run, store, pair, corpus, tmp_path):
     done = run("cache-teacher", pair.teacher, corpus, "-o", "s3://nowhere/cache", code=1)
     assert "the bucket nowhere does not exist" in done.stderr
     store.cut(True)
@@ -141,21 +141,31 @@ def test_a_place_that_cannot_be_written_is_known_before_the_teacher_starts(run, 
 
 
 @pytest.mark.long
-def test_merged_caches_are_the_cache_of_the_data_put_together(run, pair, tmp_path):
+def test_merged_caches_equal_the_cache_of_the_concatenated_data(run, pair, tmp_path):
     texts = sentences(30, seed=11)
     write_jsonl(tmp_path / "all.jsonl", texts)
-    for name, first, last in (("a", 0, 13), ("b", 13, 30)):
-        write_jsonl(tmp_path / f"{name}.jsonl", texts[first:last])
+    for name, begin, end in (("a", 0, 13), ("b", 13, 30)):
+        write_jsonl(tmp_path / f"{name}.jsonl", texts[begin:end])
         run("cache-teacher", pair.teacher, tmp_path / f"{name}.jsonl", *OPTIONS, "-o", tmp_path / name)
     run("cache-teacher", pair.teacher, tmp_path / "all.jsonl", *OPTIONS, "-o", tmp_path / "all")
     done = run("cache-teacher", "--merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "merged", "--json")
     assert json.loads(done.stdout)["documents"] == 30
-    stretch = tmp_path / "stretch"
-    run("cache-teacher", "--merge", tmp_path / "a", "-", "--rows", "5:20", "-o", stretch, stdin=f"{tmp_path / 'b'}\n")
+    selected_rows = tmp_path / "stretch"
+    run(
+        "cache-teacher",
+        "--merge",
+        tmp_path / "a",
+        "-",
+        "--rows",
+        "5:20",
+        "-o",
+        selected_rows,
+        stdin=f"{tmp_path / 'b'}\n",
+    )
     whole = TeacherCache(tmp_path / "all")
-    for found, first in ((TeacherCache(tmp_path / "merged"), 0), (TeacherCache(stretch), 5)):
-        for number, row in enumerate(found):
-            expected = whole.read_document(first + number)
+    for merged, begin in ((TeacherCache(tmp_path / "merged"), 0), (TeacherCache(selected_rows), 5)):
+        for number, row in enumerate(merged):
+            expected = whole.read_document(begin + number)
             assert row.document == expected.document
             assert row.tokens.ids.tolist() == expected.tokens.ids.tolist()
             assert row.stored_logprobs.ids.tolist() == expected.stored_logprobs.ids.tolist()
@@ -164,7 +174,7 @@ def test_merged_caches_are_the_cache_of_the_data_put_together(run, pair, tmp_pat
     run("distill", pair.student, tmp_path / "merged", "--max-steps", 1, "-o", tmp_path / "student")
 
 
-def test_what_makes_no_sense_with_merge_is_told(run, cache, tmp_path):
+def test_invalid_options_with_and_without_merge_are_refused(run, cache, tmp_path):
     done = run("cache-teacher", "--merge", cache, "--top-k", 4, "-o", tmp_path / "out", code=2)
     assert "--merge does not run a teacher, so --top-k has no effect" in done.stderr
     done = run("cache-teacher", cache, cache, "--rows", "1:2", "-o", tmp_path / "out", code=2)

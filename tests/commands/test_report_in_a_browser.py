@@ -1,4 +1,4 @@
-"""Pages in a real browser: drawn at the size of a phone and of a desk, without a word and without a request."""
+"""HTML pages in a real browser, in phone and desktop size: layout, colors, console messages and requests."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from xtk_processes import run_xtk
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not browser.PROGRAM, reason=browser.MISSING)]
 WINDOWS = {"phone": (390, 844), "desk": (1280, 900)}
-# What sticks out of the window, but for what scrolls by itself.
+# Elements wider than the window, except those inside of scrollable elements.
 OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one =>
   one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".scroll"))
   .map(one => one.outerHTML.slice(0, 200))"""
-DRAWN = """[...document.querySelectorAll("svg polyline, svg rect, .bar span")].map(one => one.getBoundingClientRect())
+SHAPES = """[...document.querySelectorAll("svg polyline, svg rect, .bar span")].map(one => one.getBoundingClientRect())
   .filter(box => box.width > 0 && box.height > 0).length"""
-COLOURS = """[...document.querySelectorAll("polyline")].map(one => getComputedStyle(one).stroke)"""
-# Nothing but the paper behind words in a table: a class of one picture must not paint another.
-PAINTED = """(() => { const behind = one => getComputedStyle(one).backgroundColor;
+STROKE_COLORS = """[...document.querySelectorAll("polyline")].map(one => getComputedStyle(one).stroke)"""
+# Table cells with a background color: a CSS class of one figure must not color the cells of another.
+COLORED_CELLS = """(() => { const behind = one => getComputedStyle(one).backgroundColor;
   return [...document.querySelectorAll("td, th, td code")].map(behind)
     .filter(one => !["rgba(0, 0, 0, 0)", behind(document.body)].includes(one)).length; })()"""
 CONTRAST = """(() => { const light = colour => colour.match(/[0-9.]+/g).slice(0, 3)
@@ -36,7 +36,7 @@ CONTRAST = """(() => { const light = colour => colour.match(/[0-9.]+/g).slice(0,
 
 @pytest.fixture(scope="module")
 def pages(pair, cache, corpus, tmp_path_factory) -> dict[str, Path]:
-    """The page of two real runs with all that it can show; of an alignment; of a cache."""
+    """Return the pages of two real runs with all sections, of an alignment and of a cache."""
     root = tmp_path_factory.mktemp("pages")
     training = ["--max-steps", 3, "--logging-steps", 1, "--per-device-train-batch-size", 2]
     evaluation = ["--eval-data", corpus, "--eval-steps", 2, "--eval-on-start"]
@@ -60,14 +60,14 @@ def pages(pair, cache, corpus, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory) -> Iterator[browser.Browser]:
-    opened = browser.Browser(tmp_path_factory.mktemp("profile"))
-    yield opened
-    opened.close()
+    chromium_browser = browser.Browser(tmp_path_factory.mktemp("profile"))
+    yield chromium_browser
+    chromium_browser.close()
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", ["report", "alignment", "cache"])
-def test_a_page_fits_its_window_says_nothing_and_fetches_nothing(chromium, pages, name, window):
+def test_a_page_fits_its_window_without_console_messages_and_requests(chromium, pages, name, window):
     chromium.said.clear()
     chromium.requests.clear()
     width, height = WINDOWS[window]
@@ -76,14 +76,14 @@ def test_a_page_fits_its_window_says_nothing_and_fetches_nothing(chromium, pages
         assert chromium.ask("innerWidth") == width
         assert chromium.ask("document.documentElement.scrollWidth") <= width
         assert chromium.ask(OVERFLOWING) == []
-        assert chromium.ask(DRAWN) >= (10 if name == "report" else 2)
-        assert chromium.ask(PAINTED) == 0
+        assert chromium.ask(SHAPES) >= (10 if name == "report" else 2)
+        assert chromium.ask(COLORED_CELLS) == 0
         assert chromium.ask(CONTRAST) >= 4.5, "what WCAG asks of text"
     assert chromium.said == []
     assert chromium.requests == [pages[name].as_uri()] * 2
 
 
-def test_the_browser_would_have_told(chromium, tmp_path):
+def test_the_browser_records_requests_errors_and_overflow(chromium, tmp_path):
     page = tmp_path / "bad.html"
     page.write_text(
         '<!DOCTYPE html><img src="http://far.example/x.png"><script>throw new Error("bad")</script>'
@@ -98,16 +98,16 @@ def test_the_browser_would_have_told(chromium, tmp_path):
     assert chromium.ask("document.documentElement.scrollWidth") > 4000
 
 
-def test_a_report_is_drawn_with_a_colour_a_run_and_with_every_section(chromium, pages, tmp_path):
-    pictures = set()
+def test_a_report_has_a_color_for_each_run_and_every_section(chromium, pages, tmp_path):
+    screenshot_hashes = set()
     for scheme in ("light", "dark"):
         chromium.open(pages["report"], scheme=scheme)
-        pictures.add(hashlib.sha256(chromium.picture(tmp_path / f"{scheme}.png").read_bytes()).digest())
+        screenshot_hashes.add(hashlib.sha256(chromium.picture(tmp_path / f"{scheme}.png").read_bytes()).digest())
         assert (tmp_path / f"{scheme}.png").stat().st_size > 50_000
-        assert {"rgb(0, 114, 178)", "rgb(230, 159, 0)"} == set(chromium.ask(COLOURS))
-    assert len(pictures) == 2
-    heads = chromium.ask('[...document.querySelectorAll("h2")].map(one => one.textContent)')
-    wanted = ["Held-out text", "Losses", "Training", "Last metrics", "Evaluations", "Samples", "Alignment"]
-    assert [head for head in heads if head in wanted] == wanted
-    assert {"Audit of the projection", "Teacher log-probabilities", "Recipes"} <= set(heads)
+        assert {"rgb(0, 114, 178)", "rgb(230, 159, 0)"} == set(chromium.ask(STROKE_COLORS))
+    assert len(screenshot_hashes) == 2
+    headings = chromium.ask('[...document.querySelectorAll("h2")].map(one => one.textContent)')
+    expected = ["Held-out text", "Losses", "Training", "Last metrics", "Evaluations", "Samples", "Alignment"]
+    assert [heading for heading in headings if heading in expected] == expected
+    assert {"Audit of the projection", "Teacher log-probabilities", "Recipes"} <= set(headings)
     assert chromium.ask('document.querySelectorAll("figure[data-metric=peak_memory_gib] polyline").length') == 2

@@ -1,4 +1,4 @@
-"""`xtk rollout`: a student writes, a teacher with another tokenizer scores it, the student learns, through pipes."""
+"""`xtk rollout`: rollouts of a student, scored by a teacher with another tokenizer and trained on, through pipes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 XTK = f"{sys.executable} -m xtk"
-OWN = """
+USER_CODE = """
 class Friend:
     def reset(self, record):
         return None
@@ -36,35 +36,35 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollouts")
-    (folder / "own.py").write_text(OWN)
+    (folder / "own.py").write_text(USER_CODE)
     rows = [{"prompt": f"Anna has {number} apples and", "counted": number % 2, "id": number} for number in range(6)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def lines_of(path):
+def read_records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def drawn_of(record) -> list[int]:
+def sampled_ids(record) -> list[int]:
     return np.array(record["student_ids"])[np.array(record["sampled_mask"]) == 1].tolist()
 
 
-def assert_trains_what_was_drawn(cache, student, records):
-    """The student trains the tokens that it drew, and no other; the teacher reads the same texts its own way."""
+def assert_only_sampled_tokens_are_trained(cache, student, records):
+    """Assert that the student trains exactly its sampled tokens, and that the teacher scores the same documents."""
     tokenizer, rows = Tokenizer(student), list(TeacherCache(cache))
     assert len(rows) == len(records)
     for row, record in zip(rows, records, strict=True):
         (sequence,) = tokenize_documents(tokenizer, [row.document])
         assert sequence.ids.tolist() == record["student_ids"]
-        assert sequence.ids[sequence.train_mask].tolist() == drawn_of(record)
+        assert sequence.ids[sequence.train_mask].tolist() == sampled_ids(record)
         np.testing.assert_array_equal(row.document.sampled_tokens.logprobs, np.float32(record["student_logprobs"]))
         assert row.document.sampled_tokens.advantage == record["advantage"]
         assert len(row.teacher_logprobs) == row.tokens.train_mask.sum()
 
 
 @pytest.mark.slow
-def test_rollouts_with_tools_are_scored_and_trained_through_real_pipes(pair, folder):
+def test_rollouts_with_tools_are_scored_and_trained_on_through_pipes(pair, folder):
     line = (
         f"{XTK} rollout {pair.student} prompts.jsonl -o r.jsonl --num-generations 3 --max-completion-length 24 --stop a"
         " --environment own.py:Friend --max-turns 4 --reward own.py:long:weight=2 --seed 5"
@@ -78,25 +78,25 @@ def test_rollouts_with_tools_are_scored_and_trained_through_real_pipes(pair, fol
     assert json.loads(done.stdout)["path"] == "out"
     assert "9 rollouts have no" in done.stderr
     assert "from tools" in done.stderr
-    records = lines_of(folder / "r.jsonl")
+    records = read_records(folder / "r.jsonl")
     assert [(record["prompt_number"], record["sample"]) for record in records] == [
         (prompt, sample) for prompt in range(6) for sample in range(3)
     ]
     assert {record["finish_reason"] for record in records} >= {"turns", "length"}
-    several = [record for record in records if record["turns"] > 1]
-    assert several
-    for record in several:
-        tools = [part["text"] for part in record["segments"] if part["role"] == "tool"]
-        assert tools == [" Bert, "] * (record["turns"] - 1)
+    multi_turn = [record for record in records if record["turns"] > 1]
+    assert multi_turn
+    for record in multi_turn:
+        tool_texts = [part["text"] for part in record["segments"] if part["role"] == "tool"]
+        assert tool_texts == [" Bert, "] * (record["turns"] - 1)
     for number in range(6):
         group = [record for record in records if record["prompt_number"] == number]
         assert abs(sum(record["advantage"] for record in group)) < 1e-9
         assert {record["counted"] for record in group} == {number % 2}
         assert all((record["rewards"]["own.py:long:weight=2.0"] is None) == (number % 2 == 0) for record in group)
-    assert_trains_what_was_drawn(folder / "c", pair.student, records)
+    assert_only_sampled_tokens_are_trained(folder / "c", pair.student, records)
 
 
-def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, folder, tmp_path):
+def test_rollouts_are_deterministic_and_a_finished_file_is_reused(run, pair, folder, tmp_path):
     arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--top-logprobs", 3,
                  "--max-completion-length", 12, "--batch-tokens", 200)  # fmt: skip
     done = run(*arguments, "-o", "r.jsonl", "--json", cwd=tmp_path)
@@ -108,37 +108,37 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
     assert (tmp_path / "r.jsonl").stat().st_mtime_ns == before.st_mtime_ns
     run(*arguments, "-o", "again.jsonl", cwd=tmp_path)
     assert (tmp_path / "again.jsonl").read_bytes() == content
-    records = lines_of(tmp_path / "r.jsonl")
+    records = read_records(tmp_path / "r.jsonl")
     assert first["rollouts"] == len(records)
-    assert f"left out {12 - len(records)} rollouts: empty" in done.stderr  # they begin in mid-character
-    assert first["tokens"] == sum(len(drawn_of(record)) for record in records)
+    assert f"left out {12 - len(records)} rollouts: empty" in done.stderr  # they begin inside of a character
+    assert first["tokens"] == sum(len(sampled_ids(record)) for record in records)
     assert first["truncated_fraction"] == sum(record["finish_reason"] == "length" for record in records) / len(records)
-    refused = run(*arguments, "--seed", 1, "-o", "r.jsonl", cwd=tmp_path, code=1)
-    assert "rollouts that were made from other inputs" in refused.stderr
+    done_with_other_seed = run(*arguments, "--seed", 1, "-o", "r.jsonl", cwd=tmp_path, code=1)
+    assert "rollouts that were made from other inputs" in done_with_other_seed.stderr
     assert (tmp_path / "r.jsonl").read_bytes() == content
     run(*arguments, "--seed", 1, "-o", "r.jsonl", "--force", cwd=tmp_path)
-    other = lines_of(tmp_path / "r.jsonl")
-    assert [drawn_of(record) for record in other] != [drawn_of(record) for record in records]
-    # A teacher with the student's tokenizer tells about the student's likeliest tokens.
+    other = read_records(tmp_path / "r.jsonl")
+    assert [sampled_ids(record) for record in other] != [sampled_ids(record) for record in records]
+    # A teacher with the student's tokenizer scores the student's most likely tokens.
     run("cache-teacher", pair.student, "again.jsonl", "--support", "candidates", "--precision", "float32", "-o", "c",
         cwd=tmp_path)  # fmt: skip
-    assert_trains_what_was_drawn(tmp_path / "c", pair.student, records)
+    assert_only_sampled_tokens_are_trained(tmp_path / "c", pair.student, records)
     for row, record in zip(TeacherCache(tmp_path / "c"), records, strict=True):
         np.testing.assert_allclose(
             row.teacher_logprobs.observed_logprobs,
-            [number for number in record["student_logprobs"] if number],
+            [logprob for logprob in record["student_logprobs"] if logprob],
             atol=1e-4,
         )
         assert all(len(ids) == 3 for ids in record["candidate_ids"])
 
 
 @pytest.mark.slow
-def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
+def test_conversations_are_rolled_out_and_invalid_options_are_refused(run, pair, folder, tmp_path):
     shutil.copytree(pair.student, tmp_path / "student")
     (tmp_path / "student" / "chat_template.jinja").write_text(TEMPLATE)
-    talk = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "No one knows."}]
+    conversation = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "No one knows."}]
     (tmp_path / "chat.jsonl").write_text(
-        json.dumps({"messages": talk, "teacher_prompt": "It is 12.", "who": "solver"}) + "\n"
+        json.dumps({"messages": conversation, "teacher_prompt": "It is 12.", "who": "solver"}) + "\n"
     )
     arguments = ("rollout", "student", "chat.jsonl", "--num-generations", 2, "--max-completion-length", 8)
     run(*arguments, "--route-column", "who", "-o", "r.jsonl", cwd=tmp_path)
@@ -146,26 +146,26 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
     template = TEMPLATE.replace("<|pad|>", "<|endoftext|>").replace("<|end_of_text|>", "<|im_end|>")
     (tmp_path / "teacher" / "chat_template.jinja").write_text(template)
     run("cache-teacher", "teacher", "r.jsonl", "--route-column", "who", "--top-k", 4, "-o", "c", cwd=tmp_path)
-    records = lines_of(tmp_path / "r.jsonl")
-    assert_trains_what_was_drawn(tmp_path / "c", tmp_path / "student", records)
+    records = read_records(tmp_path / "r.jsonl")
+    assert_only_sampled_tokens_are_trained(tmp_path / "c", tmp_path / "student", records)
     assert {row.document.teacher_name for row in TeacherCache(tmp_path / "c")} == {"solver"}
     for record in records:
         assert [(one["role"], one["train"]) for one in record["messages"]] == [("user", False), ("assistant", True)]
         assert record["teacher_prompt"] == "It is 12."
     (tmp_path / "sums.jsonl").write_text('{"a": 1, "prompt": "dropped"}\n')
-    asked = ("rollout", "student", "sums.jsonl", "--max-completion-length", 4, "-o", "sums-r.jsonl")
-    run(*asked, "--prompt-template", "{{a}} + {{a}} =", cwd=tmp_path)
-    (record,) = lines_of(tmp_path / "sums-r.jsonl")
+    template_arguments = ("rollout", "student", "sums.jsonl", "--max-completion-length", 4, "-o", "sums-r.jsonl")
+    run(*template_arguments, "--prompt-template", "{{a}} + {{a}} =", cwd=tmp_path)
+    (record,) = read_records(tmp_path / "sums-r.jsonl")
     assert record["prompt"] == "1 + 1 ="
     assert record["a"] == 1
-    done = run(*asked, "--prompt-template", "{{a}} - {{a}} =", cwd=tmp_path, code=1)
+    done = run(*template_arguments, "--prompt-template", "{{a}} - {{a}} =", cwd=tmp_path, code=1)
     assert "rollouts that were made from other inputs" in done.stderr
-    run(*asked, "--prompt-template", "{{a}} - {{a}} =", "--apply-chat-template", "--force", cwd=tmp_path)
-    (record,) = lines_of(tmp_path / "sums-r.jsonl")
+    run(*template_arguments, "--prompt-template", "{{a}} - {{a}} =", "--apply-chat-template", "--force", cwd=tmp_path)
+    (record,) = read_records(tmp_path / "sums-r.jsonl")
     assert record["messages"][0] == {"role": "user", "content": "1 - 1 =", "train": False}
     run("cache-teacher", "teacher", "sums-r.jsonl", "--top-k", 4, "-o", "sums-c", cwd=tmp_path)
-    assert_trains_what_was_drawn(tmp_path / "sums-c", tmp_path / "student", [record])
-    for wrong, message in (
+    assert_only_sampled_tokens_are_trained(tmp_path / "sums-c", tmp_path / "student", [record])
+    for options, message in (
         (("-o", "r.json"), "-o FILE.jsonl"),
         (("-o", "x.jsonl", "--prompt-template", "{{nothing}}"), "the prompt template cannot be rendered"),
         (("-o", "chat.jsonl", "--force"), "the output file is one of the input files"),
@@ -175,13 +175,13 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
         (("-o", "x.jsonl", "--environment", "nothing.py:A"), "the Python file does not exist"),
         (("-o", "x.jsonl", "--server", "http://localhost:1"), "--server needs --backend server"),
     ):
-        done = run(*arguments, *wrong, cwd=tmp_path, code=1)
+        done = run(*arguments, *options, cwd=tmp_path, code=1)
         assert message in done.stderr
         assert not (tmp_path / "x.jsonl").exists()
-    assert lines_of(tmp_path / "chat.jsonl")[0]["who"] == "solver"
+    assert read_records(tmp_path / "chat.jsonl")[0]["who"] == "solver"
 
 
-def test_a_changed_schema_is_another_request(run, pair, folder, tmp_path):
+def test_a_changed_schema_file_is_a_different_request(run, pair, folder, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--max-completion-length", 8,
                  "--reward", "json:schema=schema.json", "-o", "r.jsonl")  # fmt: skip

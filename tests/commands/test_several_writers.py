@@ -1,4 +1,4 @@
-"""Several processes and machines that write one cache; two that do by mistake; what is found when the work goes on."""
+"""Several processes or machines that write one cache: partitions, locks, signals, corrupt shards and full disks."""
 
 from __future__ import annotations
 
@@ -24,100 +24,106 @@ from xtk.tokens.teacher_logprobs import Support
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ("--top-k", 16, "--shard-tokens", 400)  # those of the fixture `cache`
+OPTIONS = ("--top-k", 16, "--shard-tokens", 400)  # the options of the fixture `cache`
 
 
-def request_of(pair) -> CacheRequest:
+def cache_request(pair) -> CacheRequest:
     return CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=16), shard_tokens=400)
 
 
-def write(pair, corpus: Path, folder: Path, rank: int, machines: int) -> dict | None:
-    return cache_teacher(request_of(pair), Corpus([str(corpus)]), folder, partition=CachePartition(1, rank, machines))
+def write_partition(pair, corpus: Path, folder: Path, rank: int, num_machines: int) -> dict | None:
+    return cache_teacher(
+        cache_request(pair), Corpus([str(corpus)]), folder, partition=CachePartition(1, rank, num_machines)
+    )
 
 
-def start(pair, corpus: object, folder: Path, *options: object, **arguments: object) -> subprocess.Popen[str]:
-    words = ("cache-teacher", pair.teacher, corpus, *OPTIONS, *options, "-o", folder)
+def start_cache_teacher(
+    pair, corpus: object, folder: Path, *options: object, **popen_options: object
+) -> subprocess.Popen[str]:
+    command = ("cache-teacher", pair.teacher, corpus, *OPTIONS, *options, "-o", folder)
     return subprocess.Popen(
-        [sys.executable, "-m", "xtk", *map(str, words)],
+        [sys.executable, "-m", "xtk", *map(str, command)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, **arguments,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, **popen_options,
     )  # fmt: skip
 
 
 def wait_for_children(process: subprocess.Popen[str], count: int) -> list[int]:
     deadline = time.monotonic() + 300
-    while len(children := cache_writer_processes.children_of(process.pid)) < count and time.monotonic() < deadline:
+    while len(child_pids := cache_writer_processes.children_of(process.pid)) < count and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.01)
-    assert len(children) == count
-    return children
+    assert len(child_pids) == count
+    return child_pids
 
 
-def assert_gone(processes: list[int]) -> None:
+def assert_exited(pids: list[int]) -> None:
     deadline = time.monotonic() + 15
-    while any(is_alive(process) for process in processes):
+    while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def is_alive(process: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_two_processes_and_a_pipe_write_the_cache_of_one(run, pair, corpus, cache, tmp_path):
+def test_two_processes_with_piped_data_write_the_same_cache_as_one(run, pair, corpus, cache, tmp_path):
     done = run("cache-teacher", pair.teacher, "-", *OPTIONS, "--num-processes", 2, "-o", "c", "--json", cwd=tmp_path,
                stdin=corpus.read_text(encoding="utf-8"), timeout=600)  # fmt: skip
     assert cache_writer_processes.contents(tmp_path / "c") == cache_writer_processes.contents(cache)
-    (line,) = done.stdout.splitlines()  # of the workers, nothing
+    (line,) = done.stdout.splitlines()  # the workers print nothing
     assert json.loads(line)["documents"] == 40
 
 
 @pytest.mark.long
-def test_what_goes_wrong_in_a_process_is_told_as_it_is_without_it(run, pair, corpus, tmp_path):
+def test_an_error_in_a_worker_process_is_printed_as_with_one_process(run, pair, corpus, tmp_path):
     broken = small_inputs.make_teacher(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     arguments = ("cache-teacher", broken, corpus, *OPTIONS, "-o", tmp_path / "c")
-    alone, several = (run(*arguments, "--num-processes", count, code=1, timeout=600) for count in (1, 2))
-    assert "weights cannot be read" in alone.stderr
-    told = [line for line in alone.stderr.splitlines() if line.startswith(("xtk:", "  where:", "  try:"))]
-    assert told == [line for line in several.stderr.splitlines() if line.startswith(("xtk:", "  where:", "  try:"))]
-    assert several.stdout == ""
+    single, double = (run(*arguments, "--num-processes", count, code=1, timeout=600) for count in (1, 2))
+    assert "weights cannot be read" in single.stderr
+    error_lines = [line for line in single.stderr.splitlines() if line.startswith(("xtk:", "  where:", "  try:"))]
+    assert error_lines == [
+        line for line in double.stderr.splitlines() if line.startswith(("xtk:", "  where:", "  try:"))
+    ]
+    assert double.stdout == ""
     assert not list((tmp_path / "c").glob("shard-*"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_signal_ends_all_processes(pair, corpus, tmp_path, number, code):
-    process = start(pair, corpus, tmp_path / "c", "--num-processes", 2, start_new_session=True)
-    children = wait_for_children(process, 2)
-    if number == signal.SIGINT:  # Ctrl-C reaches all processes of a terminal
-        os.killpg(process.pid, number)
+@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_ends_all_processes(pair, corpus, tmp_path, signal_number, code):
+    process = start_cache_teacher(pair, corpus, tmp_path / "c", "--num-processes", 2, start_new_session=True)
+    child_pids = wait_for_children(process, 2)
+    if signal_number == signal.SIGINT:  # Ctrl-C reaches all processes of a terminal
+        os.killpg(process.pid, signal_number)
     else:
-        process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert out == ""
-    assert "Traceback" not in err
-    assert_gone(children)
+        process.send_signal(signal_number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    assert_exited(child_pids)
 
 
-def test_machines_write_their_own_shards_and_the_last_one_finishes(pair, corpus, cache, tmp_path, capsys):
+def test_each_machine_writes_its_shards_and_the_last_one_finishes_the_cache(pair, corpus, cache, tmp_path, capsys):
     folder = tmp_path / "c"
     shards = sorted(path.name for path in cache.glob("shard-*"))
-    assert write(pair, corpus, folder, 1, 3) is None
+    assert write_partition(pair, corpus, folder, 1, 3) is None
     assert sorted(path.name for path in folder.glob("shard-*.arrow")) == shards[1::3]
     assert "shards of other machines are missing" in capsys.readouterr().err
-    assert write(pair, corpus, folder, 0, 3) is None
-    # What a machine that was lost had half written.
+    assert write_partition(pair, corpus, folder, 0, 3) is None
+    # A temporary file that a lost machine left half written.
     (folder / f".xtk-tmp-7@0123abcd-89abcdef-{shards[2]}").write_bytes(b"half")
-    assert write(pair, corpus, folder, 2, 3) == write(pair, corpus, folder, 0, 3)
+    assert write_partition(pair, corpus, folder, 2, 3) == write_partition(pair, corpus, folder, 0, 3)
     assert cache_writer_processes.contents(folder) == cache_writer_processes.contents(cache)
 
 
-def test_two_machines_that_finish_at_once_write_the_same(pair, corpus, cache, tmp_path):
+def test_two_machines_that_finish_at_the_same_time_write_the_same_cache(pair, corpus, cache, tmp_path):
     teacher, folder = pair.teacher, tmp_path / "c"
     processes = [
         cache_writer_processes._forks.Process(
@@ -134,7 +140,7 @@ def test_two_machines_that_finish_at_once_write_the_same(pair, corpus, cache, tm
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (
             ("--machine-rank", 2, "--num-machines", 2),
@@ -143,97 +149,97 @@ def test_two_machines_that_finish_at_once_write_the_same(pair, corpus, cache, tm
         (("--num-machines", 2, "--force"), "--force cannot be combined with --num-machines"),
     ],
 )
-def test_shares_that_make_no_sense(run, pair, corpus, tmp_path, options, words):
+def test_invalid_machine_options_are_refused(run, pair, corpus, tmp_path, options, message):
     done = run("cache-teacher", pair.teacher, corpus, *options, "-o", tmp_path / "c", code=1)
-    assert words in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "c").exists()
 
 
-def test_a_second_writer_of_a_cache_is_refused_and_nothing_is_lost(run, pair, corpus, cache, tmp_path):
+def test_a_second_writer_of_a_cache_is_refused_while_the_first_is_alive(run, pair, corpus, cache, tmp_path):
     folder = tmp_path / "c"
-    many = small_inputs.write_jsonl(tmp_path / "many.jsonl", small_inputs.sentences(2000))
-    first = start(pair, many, folder)
+    large_corpus = small_inputs.write_jsonl(tmp_path / "many.jsonl", small_inputs.sentences(2000))
+    first = start_cache_teacher(pair, large_corpus, folder)
     deadline = time.monotonic() + 300
     while not list(folder.glob("shard-*")) and time.monotonic() < deadline:
         time.sleep(0.005)
-    first.send_signal(signal.SIGSTOP)  # it is alive, and in the middle
+    first.send_signal(signal.SIGSTOP)  # the process is alive and the cache is unfinished
     for force in ((), ("--force",)):
-        done = run("cache-teacher", pair.teacher, many, *OPTIONS, *force, "-o", folder, code=1, timeout=600)
+        done = run("cache-teacher", pair.teacher, large_corpus, *OPTIONS, *force, "-o", folder, code=1, timeout=600)
         assert "another process is writing this cache" in done.stderr
         assert f"process {first.pid} on " in done.stderr
         assert "try:" in done.stderr
-    held = cache_writer_processes.contents(folder)
+    partial_cache = cache_writer_processes.contents(folder)
     first.kill()
     first.communicate()
-    assert any(name.startswith("shard-") for name in held)
-    run("cache-teacher", pair.teacher, corpus, *OPTIONS, "--force", "-o", folder)  # the dead hold nobody up
+    assert any(name.startswith("shard-") for name in partial_cache)
+    run("cache-teacher", pair.teacher, corpus, *OPTIONS, "--force", "-o", folder)  # a dead process holds no lock
     assert cache_writer_processes.contents(folder) == cache_writer_processes.contents(cache)
 
 
-def test_a_second_run_of_one_student_is_refused(run, pair, cache, projection, tmp_path):
-    words = ("distill", pair.student, cache, "--projection", projection, "-o", tmp_path / "out", "--max-steps")
+def test_a_second_run_with_the_same_output_is_refused(run, pair, cache, projection, tmp_path):
+    arguments = ("distill", pair.student, cache, "--projection", projection, "-o", tmp_path / "out", "--max-steps")
     first = subprocess.Popen(
-        [sys.executable, "-m", "xtk", *map(str, words), "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "xtk", *map(str, arguments), "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 300
     while not (tmp_path / "out" / "recipe.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     first.send_signal(signal.SIGSTOP)
     for force in ((), ("--force",)):
-        done = run(*words, 100_000, *force, code=1)
+        done = run(*arguments, 100_000, *force, code=1)
         assert "another process is writing this student" in done.stderr
         assert f"process {first.pid} on " in done.stderr
     first.kill()
     first.communicate()
-    run(*words, 2, "--force")
+    run(*arguments, 2, "--force")
     assert not list((tmp_path / "out").glob(".xtk-*"))
 
 
-def test_a_checkpoint_that_a_running_process_removes_is_not_loaded(run, pair, cache, projection, tmp_path):
+def test_the_write_lock_is_checked_before_a_checkpoint_is_loaded(run, pair, cache, projection, tmp_path):
     output = tmp_path / "out"
-    words = ("distill", pair.student, cache, "--projection", projection, "-o", output, "--max-steps", 100_000)
-    first = subprocess.Popen([sys.executable, "-m", "xtk", *map(str, words), "--save-steps", "1"])
+    arguments = ("distill", pair.student, cache, "--projection", projection, "-o", output, "--max-steps", 100_000)
+    first = subprocess.Popen([sys.executable, "-m", "xtk", *map(str, arguments), "--save-steps", "1"])
     deadline = time.monotonic() + 300
     while not list(output.glob("checkpoint-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     first.send_signal(signal.SIGSTOP)
     for file in output.glob("checkpoint-*/*.safetensors"):
-        file.unlink()  # as the process does next, with --save-total-limit
-    done = run(*words, "--save-steps", "1", code=1)
+        file.unlink()  # as the process would do next with --save-total-limit
+    done = run(*arguments, "--save-steps", "1", code=1)
     first.kill()
     first.communicate()
     assert "another process is writing this student" in done.stderr
 
 
-def flipped(path: Path, position: int) -> None:
+def flip_bit(path: Path, position: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[position] ^= 4
     path.write_bytes(raw)
 
 
 @pytest.mark.parametrize("damage", ["a flipped byte", "cut in half"])
-def test_what_was_damaged_between_a_kill_and_the_next_run_is_named_and_written_again(
+def test_a_shard_that_became_corrupt_between_two_runs_is_named_and_rewritten(
     pair, corpus, cache, tmp_path, capfd, damage
 ):
     folder = tmp_path / "c"
-    write(pair, corpus, folder, 0, 2)  # some of the shards, as a kill leaves them
+    write_partition(pair, corpus, folder, 0, 2)  # some of the shards, as after a kill
     shard = folder / "shard-00002.arrow"
     raw = shard.read_bytes()
     if damage == "cut in half":
         shard.write_bytes(raw[: len(raw) // 2])
     else:
         texts = [row.document.text for row in list(TeacherCache(cache))]
-        flipped(shard, next(raw.find(text.encode()) for text in texts if text.encode() in raw))
-    write(pair, corpus, folder, 0, 1)
+        flip_bit(shard, next(raw.find(text.encode()) for text in texts if text.encode() in raw))
+    write_partition(pair, corpus, folder, 0, 1)
     assert f"{shard}: " in capfd.readouterr().err
     assert cache_writer_processes.contents(folder) == cache_writer_processes.contents(cache)
 
 
-def test_a_flipped_byte_in_the_tokenizer_is_found_by_inspect_and_by_who_reads_it(run, cache, tmp_path):
+def test_a_flipped_bit_in_the_tokenizer_is_found_by_inspect_and_on_loading(run, cache, tmp_path):
     import shutil
 
     broken = Path(shutil.copytree(cache, tmp_path / "c"))
-    flipped(broken / "tokenizer.json", 1000)
+    flip_bit(broken / "tokenizer.json", 1000)
     done = run("inspect", "--verify", broken, code=1)
     assert str(broken / "tokenizer.json") in done.stderr
     with pytest.raises(XtkError, match="does not match its checksum in the manifest"):
@@ -241,7 +247,7 @@ def test_a_flipped_byte_in_the_tokenizer_is_found_by_inspect_and_by_who_reads_it
 
 
 @pytest.mark.long
-def test_two_processes_on_a_full_disk_go_on_when_there_is_room(run, pair, corpus, tmp_path):
+def test_two_processes_continue_after_a_full_disk_when_space_is_available(run, pair, corpus, tmp_path):
     options = (*OPTIONS, "--precision", "float32")
     run("cache-teacher", pair.teacher, corpus, *options, "-o", tmp_path / "whole")
     disk = tmp_path / "disk"

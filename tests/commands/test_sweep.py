@@ -1,4 +1,4 @@
-"""`xtk sweep`: the runs of a plain list, each as if it had been started by hand, whatever happens in between."""
+"""`xtk sweep`: planning, failures, resuming and refusals; each run equals one that is started by hand."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ from xtk.commands.sweep_table import total_seconds
 from xtk.errors import XtkError
 from xtk.training.metrics_file import read_metrics
 
-COME_AGAIN, INTERRUPTED = 75, 130
+EXIT_RESUMABLE, EXIT_INTERRUPTED = 75, 130
 STEPS = 24
 SEEDS = ("--vary", "seed=0 1")
-SAFE = re.compile(r"[\w.+=,-]+", re.ASCII)
+SAFE_NAME = re.compile(r"[\w.+=,-]+", re.ASCII)
 
 
-def times(folder: Path) -> dict[Path, int]:
+def modification_times(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def of_all(pair, corpus) -> list[object]:
+def common_arguments(pair, corpus) -> list[object]:
     return [pair.student, corpus, "--loss", "ce", "--max-steps", 3, "--logging-steps", 1, "--eval-data", corpus]
 
 
 @pytest.fixture(scope="module")
 def swept(pair, corpus, tmp_path_factory):
-    """A sweep of two runs, of which the first failed at first, since somebody else was writing it."""
+    """Return (folder, command, failed result, resumed result) of a sweep of two runs, one of them locked at first."""
     root = tmp_path_factory.mktemp("swept")
-    command = ["sweep", *of_all(pair, corpus), *SEEDS, "-o", "all"]
+    command = ["sweep", *common_arguments(pair, corpus), *SEEDS, "-o", "all"]
     with exclusive_write_lock(root / "all" / "seed=0", "student"):
         failed = run_xtk(*command, "--json", cwd=root, code=1)
-    before = times(root / "all" / "seed=1")
-    mended = run_xtk(*command, "--json", cwd=root)
+    before = modification_times(root / "all" / "seed=1")
+    resumed = run_xtk(*command, "--json", cwd=root)
     assert before
-    assert times(root / "all" / "seed=1") == before, "what was finished is not repeated"
-    return root, command, failed, mended
+    assert modification_times(root / "all" / "seed=1") == before, "what was finished is not repeated"
+    return root, command, failed, resumed
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_told_and_the_others_are_not_lost(swept):
-    _, _, failed, mended = swept
-    told = failed.stderr
-    assert "seed=0 failed with exit code 1\n    xtk: another process is writing this student" in told
-    assert "1 of the 2 runs of the sweep failed\n  where: seed=0" in told
+def test_a_failed_run_is_reported_and_the_other_runs_are_kept(swept):
+    _, _, failed, resumed = swept
+    stderr = failed.stderr
+    assert "seed=0 failed with exit code 1\n    xtk: another process is writing this student" in stderr
+    assert "1 of the 2 runs of the sweep failed\n  where: seed=0" in stderr
     assert [json.loads(line)["state"] for line in failed.stdout.splitlines()] == ["failed", "finished"]
-    assert "2 runs, 1 already finished" in mended.stderr
-    assert [json.loads(line)["state"] for line in mended.stdout.splitlines()] == ["finished", "finished"]
+    assert "2 runs, 1 already finished" in resumed.stderr
+    assert [json.loads(line)["state"] for line in resumed.stdout.splitlines()] == ["finished", "finished"]
 
 
 @pytest.mark.slow
-def test_run_again_it_trains_nothing_and_tells_what_the_runs_wrote(swept):
-    root, command, _, mended = swept
-    before = times(root)
+def test_a_repeated_sweep_trains_nothing_and_prints_the_stored_metrics(swept):
+    root, command, _, resumed = swept
+    before = modification_times(root)
     records = [json.loads(line) for line in run_xtk(*command, "--json", cwd=root).stdout.splitlines()]
-    assert records == [json.loads(line) for line in mended.stdout.splitlines()]
+    assert records == [json.loads(line) for line in resumed.stdout.splitlines()]
     table = run_xtk(*command, cwd=root).stdout.splitlines()
-    assert times(root) == before
+    assert modification_times(root) == before
     for name in ("loss", "ce", "eval_bits_per_byte"):
         values = []
         for seed, record in enumerate(records):
@@ -82,8 +82,8 @@ def test_run_again_it_trains_nothing_and_tells_what_the_runs_wrote(swept):
             assert record[name] == record["metrics"][name]
             values.append(record[name])
         mean, error = np.mean(values), np.std(values, ddof=1) / np.sqrt(2)
-        found = records[0]["seed_means"][name]
-        assert (found["mean"], found["standard_error"]) == (pytest.approx(mean), pytest.approx(error))
+        stored = records[0]["seed_means"][name]
+        assert (stored["mean"], stored["standard_error"]) == (pytest.approx(mean), pytest.approx(error))
         assert f"{mean:.4f} ± " in table[-1]
     assert table[0] == "2 of 2 runs in all"
     assert table[1].split()[:4] == ["seed", "steps", "loss", "ce"]
@@ -91,7 +91,7 @@ def test_run_again_it_trains_nothing_and_tells_what_the_runs_wrote(swept):
 
 
 @pytest.mark.slow
-def test_a_run_is_the_one_that_its_printed_command_makes(swept):
+def test_a_run_equals_the_run_of_its_printed_command(swept):
     root, command, *_ = swept
     lines = run_xtk(*command, "--dry-run", cwd=root).stdout.splitlines()
     assert len(lines) == 2
@@ -105,7 +105,7 @@ def test_a_run_is_the_one_that_its_printed_command_makes(swept):
 
 
 @pytest.mark.slow
-def test_xtk_report_takes_all_of_the_folder(swept):
+def test_report_accepts_all_files_of_a_sweep_folder(swept):
     root = swept[0]
     done = run_xtk("report", *sorted((root / "all").glob("*")), "-o", root / "page.html", "--json")
     assert [Path(one["path"]).name for one in json.loads(done.stdout)["runs"]] == ["seed=0", "seed=1"]
@@ -116,7 +116,7 @@ def test_xtk_report_takes_all_of_the_folder(swept):
 
 
 @pytest.mark.slow
-def test_damaged_metrics_of_a_finished_run_are_told_and_its_student_stands_in_the_table(swept, tmp_path):
+def test_corrupt_metrics_of_a_finished_run_are_reported_and_the_run_stays_listed(swept, tmp_path):
     root, command, *_ = swept
     shutil.copytree(root, tmp_path / "copy")
     path = tmp_path / "copy" / "all" / "seed=0" / "metrics.jsonl"
@@ -126,25 +126,25 @@ def test_damaged_metrics_of_a_finished_run_are_told_and_its_student_stands_in_th
     assert (
         "seed=0: this line of a log file is not a JSON object\n  where: all/seed=0/metrics.jsonl, line 1" in done.stderr
     )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [("training_seconds" in one, "loss" in one, one["state"]) for one in told] == [
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [("training_seconds" in one, "loss" in one, one["state"]) for one in records] == [
         (False, True, "finished"), (True, True, "finished")
     ]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_another_request_for_a_finished_run_is_refused_and_one_that_gives_the_same_student_is_not(swept):
+def test_finished_runs_refuse_options_that_change_the_student_and_accept_others(swept):
     root, command, *_ = swept
-    before = times(root)
+    before = modification_times(root)
     done = run_xtk(*command, "--learning-rate", 1e-3, cwd=root, code=1)
     assert "seed=0: the output folder has a run with other options or inputs" in done.stderr
     assert "learning_rate: 5e-05 there, 0.001 now" in done.stderr
     assert run_xtk(*command, "--save-steps", 7, cwd=root).stdout.startswith("2 of 2 runs")
-    assert times(root) == before
+    assert modification_times(root) == before
 
 
 @pytest.mark.slow
-def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
+def test_two_simultaneous_sweeps_of_one_folder_are_refused(swept):
     root, command, *_ = swept
     with exclusive_write_lock(root / "all", "sweep"):
         done = run_xtk(*command, cwd=root, code=1)
@@ -152,7 +152,7 @@ def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "more"),
+    ("code", "message", "options"),
     [
         (1, "no option of --vary called 'sede'; did you mean seed?", ["--vary", "sede=0"]),
         (2, "seed=1.5: Invalid value for '--seed'", ["--vary", "seed=0 1.5"]),
@@ -172,26 +172,26 @@ def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
         (2, "one machine", ["--vary", "seed=0", "--num-machines", 2]),
     ],
 )
-def test_what_is_wrong_with_any_run_is_told_before_the_first_begins(pair, cache, tmp_path, code, told, more):
-    caches = [] if told.startswith("cache=") else [cache]
-    done = run_xtk("sweep", pair.student, *caches, "--max-steps", 1, *more, "-o", tmp_path / "out", code=code)
-    assert told in " ".join(done.stderr.split())
+def test_an_error_in_any_run_is_reported_before_the_first_run_starts(pair, cache, tmp_path, code, message, options):
+    caches = [] if message.startswith("cache=") else [cache]
+    done = run_xtk("sweep", pair.student, *caches, "--max-steps", 1, *options, "-o", tmp_path / "out", code=code)
+    assert message in " ".join(done.stderr.split())
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_something_else_is_refused(swept, tmp_path):
+def test_an_output_that_is_not_a_sweep_folder_is_refused(swept, tmp_path):
     root, command, *_ = swept
     (tmp_path / "file").touch()
     (tmp_path / "mine" / "seed=0").mkdir(parents=True)
     (tmp_path / "mine" / "seed=0" / "notes").touch()
-    for place, told in (
+    for output, message in (
         (tmp_path / "file", "a sweep must be a folder"),
         (root / "all" / "seed=0", "is a run of xtk distill"),
         (tmp_path / "mine", "seed=0: this folder contains files that xtk did not write"),
     ):
-        assert told in run_xtk(*command[:-1], place, "--force", cwd=root, code=1).stderr
+        assert message in run_xtk(*command[:-1], output, "--force", cwd=root, code=1).stderr
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
@@ -199,27 +199,27 @@ texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(texts, min_size=1, max_size=5, unique=True), st.lists(texts, min_size=1, max_size=3))
-def test_every_value_arrives_as_it_was_written_in_a_folder_with_a_name_of_its_own(values, several):
-    once = shlex.join(values)
-    together = shlex.quote(shlex.join(several))
-    vary = [f"route_column={once}", f"freeze={together}", "packing=true false"]
+def test_varied_values_are_passed_unchanged_and_run_names_are_unique(values, list_value):
+    separate_values = shlex.join(values)
+    one_list = shlex.quote(shlex.join(list_value))
+    vary = [f"route_column={separate_values}", f"freeze={one_list}", "packing=true false"]
     runs = plan_runs(["student", "cache"], [], vary, Path("out"))
-    wanted = [(value, tuple(several), packing) for value in values for packing in (True, False)]
+    expected = [(value, tuple(list_value), packing) for value in values for packing in (True, False)]
     assert [
         (run.distill_options.route_column, run.distill_options.freeze, run.distill_options.packing) for run in runs
-    ] == wanted
+    ] == expected
     assert [(run.distill_options.student, run.distill_options.cache) for run in runs] == [
         ("student", ("cache",))
     ] * len(runs)
     assert len({run.name for run in runs}) == len(runs)
     for run in runs:
-        assert SAFE.fullmatch(run.name)
+        assert SAFE_NAME.fullmatch(run.name)
         assert len(f"{run.name}.log") <= 255
         assert run.folder == Path("out", run.name) == Path(run.distill_options.output)
     assert plan_runs(["student", "cache"], [], vary, Path("out")) == runs
 
 
-def test_students_caches_losses_and_files_of_options_vary_together(tmp_path):
+def test_students_caches_losses_and_config_files_can_be_varied(tmp_path):
     names = [f"{name}.yaml" for name in ("a", "b")]
     for steps, name in enumerate(names, 5):
         (tmp_path / name).write_text(f"max_steps: {steps}\nseed: 7\n")
@@ -242,7 +242,7 @@ def test_students_caches_losses_and_files_of_options_vary_together(tmp_path):
     assert runs[-1].name == "student=large-it,cache=c+d,loss=ce+alm-weight=2,config=b.yaml"
 
 
-def test_a_list_names_its_runs_and_reads_what_dry_run_prints(tmp_path):
+def test_a_runs_file_names_its_runs_and_accepts_the_output_of_dry_run(tmp_path):
     lines = [
         "# students", "", "base cache --loss ce  # the usual one", "base cache --learning_rate=1e-3 --no-packing",
         "'my student' cache --freeze 'a b' -o here/mine",
@@ -261,7 +261,7 @@ def test_a_list_names_its_runs_and_reads_what_dry_run_prints(tmp_path):
 
 
 def test_a_number_sign_begins_a_comment_only_at_the_beginning_of_a_word(tmp_path):
-    """As in a shell: the address of a server has one before the name of its model."""
+    """As in a shell: the URL of a server contains a number sign before the name of its model."""
     lines = [
         "--rollout-server http://h:8000/v1#MODEL --seed 5 -o a  # a comment with a ' quote",
         "--rollout-server 'http://h:8000/v1 # x' -o \"b #2\"#3",
@@ -275,14 +275,14 @@ def test_a_number_sign_begins_a_comment_only_at_the_beginning_of_a_word(tmp_path
     assert [run.name for run in runs] == ["a", "b-2-3", "c"]
 
 
-def test_runs_whose_logs_would_be_runs_are_refused(tmp_path):
+def test_run_names_that_collide_with_log_files_are_refused(tmp_path):
     for names in (("a", "a.log"), ("a.log", "a")):
         lines = [(f"line {n}", f"--seed {n} -o {name}") for n, name in enumerate(names)]
         with pytest.raises(XtkError, match="the log of one of the runs"):
             plan_runs(["STUDENT", "DATA"], lines, [], tmp_path)
 
 
-def test_runs_of_a_list_are_compared_by_their_options_and_not_by_how_they_are_written(tmp_path):
+def test_runs_are_compared_by_their_option_values_and_not_by_their_text(tmp_path):
     lines = [("line 1", "--loss ce -o a"), ("line 2", "--loss ce --seed 1 -o b"), ("line 3", "-o c")]
     runs = plan_runs(["STUDENT", "DATA"], lines[:2], [], tmp_path)
     assert varying_options(runs) == [{"seed": "42"}, {"seed": "1"}]
@@ -293,7 +293,7 @@ def test_runs_of_a_list_are_compared_by_their_options_and_not_by_how_they_are_wr
         plan_runs(["STUDENT", "DATA"], [*lines, ("line 4", "--loss ce --seed 42 -o d")], [], tmp_path)
 
 
-def test_a_mistake_in_a_list_is_told_with_its_line(tmp_path):
+def test_an_error_in_a_runs_file_is_reported_with_its_line(tmp_path):
     (tmp_path / "list").write_text("# runs\nbase cache --loss ce\nbase cache --lerning-rate 1e-3 -o bad\n")
     done = run_xtk("sweep", *SEEDS, "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=2)
     assert "list, line 3: bad,seed=0: No such option: --lerning-rate" in " ".join(done.stderr.split())
@@ -307,27 +307,27 @@ def test_a_mistake_in_a_list_is_told_with_its_line(tmp_path):
     assert "list, line 3: other" in done.stderr
 
 
-def test_a_pipe_is_named_in_every_run(tmp_path):
+def test_a_path_from_stdin_is_used_in_every_run(tmp_path):
     done = run_xtk("sweep", "student", "-", *SEEDS, "-o", "out", "--dry-run", stdin="some/cache\n", cwd=tmp_path)
     assert [shlex.split(line)[2:4] for line in done.stdout.splitlines()] == [["student", "some/cache"]] * 2
-    inside = run_xtk("sweep", "student", "--vary", "cache=-", "-o", "out", stdin="x\n", cwd=tmp_path, code=2)
-    assert "move - to the arguments that all runs share" in " ".join(inside.stderr.split())
+    refused = run_xtk("sweep", "student", "--vary", "cache=-", "-o", "out", stdin="x\n", cwd=tmp_path, code=2)
+    assert "move - to the arguments that all runs share" in " ".join(refused.stderr.split())
 
 
 @given(st.lists(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=5).map(sorted), min_size=1, max_size=4))
-def test_the_seconds_of_a_run_are_those_of_all_processes_that_went_on_with_it(processes):
+def test_the_seconds_of_a_run_are_summed_over_all_processes_that_resumed_it(processes):
     for before, after in itertools.pairwise(processes):
         after[0] = min(after[0], before[-1] / 2)
     lines = [{"step": 0}, *({"training_seconds": seconds} for process in processes for seconds in process)]
     assert total_seconds(lines) == pytest.approx(sum(process[-1] for process in processes))
 
 
-# --- minutes
+# --- tests that take minutes
 
 
 @pytest.fixture(scope="module")
 def arguments(pair, corpus) -> list[object]:
-    """Two by two runs with a checkpoint every second step; the output is given last."""
+    """Return the arguments of a sweep of 2 x 2 runs with a checkpoint every 2 steps, without the output path."""
     return [
         "sweep", pair.student, corpus, "--loss", "ce", "--max-steps", STEPS, "--save-steps", 2, "--save-total-limit",
         STEPS, "--logging-steps", 1, "--vary", "learning-rate=1e-3 1e-2", *SEEDS, "-o",
@@ -335,8 +335,8 @@ def arguments(pair, corpus) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def whole(arguments, tmp_path_factory) -> Path:
-    """The sweep that nothing interrupts."""
+def uninterrupted(arguments, tmp_path_factory) -> Path:
+    """Return the folder of a sweep that is not interrupted."""
     folder = tmp_path_factory.mktemp("whole-sweep") / "out"
     done = run_xtk(*arguments, folder)
     assert done.stdout.startswith(f"4 of 4 runs in {folder}\nlearning-rate  seed  steps")
@@ -348,11 +348,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def interrupted(arguments, output: Path, run: str, how: int, at: int) -> tuple[int, str]:
-    """Start a sweep, and send it a signal when a run has a checkpoint; return its exit code and what it told."""
+def interrupt_at_checkpoint(arguments, output: Path, run: str, signal_number: int, step: int) -> tuple[int, str]:
+    """Start a sweep, send it a signal when a run has a checkpoint, and return its exit code and stderr."""
     process = start([*arguments, output])
-    wait_for(output / run / f"checkpoint-{at}", process)
-    os.kill(process.pid, how)
+    wait_for(output / run / f"checkpoint-{step}", process)
+    os.kill(process.pid, signal_number)
     stdout, stderr = process.communicate(timeout=60)
     assert stdout == ""
     assert not (output / run / "xtk.json").exists()
@@ -360,24 +360,24 @@ def interrupted(arguments, output: Path, run: str, how: int, at: int) -> tuple[i
 
 
 @pytest.mark.long
-def test_stopped_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_been(arguments, whole, tmp_path):
+def test_a_sweep_that_is_stopped_killed_and_interrupted_resumes_to_the_same_runs(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
     first, second, third, _ = runs = [
         f"learning-rate={rate},seed={seed}" for rate in ("1e-3", "1e-2") for seed in (0, 1)
     ]
-    assert names(whole) == sorted(runs)
+    assert names(uninterrupted) == sorted(runs)
 
-    code, told = interrupted(arguments, output, first, signal.SIGTERM, 4)
-    assert code == COME_AGAIN
-    assert f"stopped in run {first}: SIGTERM" in told
-    assert "Traceback" not in told
+    code, stderr = interrupt_at_checkpoint(arguments, output, first, signal.SIGTERM, 4)
+    assert code == EXIT_RESUMABLE
+    assert f"stopped in run {first}: SIGTERM" in stderr
+    assert "Traceback" not in stderr
     assert "stopped after step" in (output / f"{first}.log").read_text()
 
-    code, _ = interrupted(arguments, output, second, signal.SIGKILL, 4)
+    code, _ = interrupt_at_checkpoint(arguments, output, second, signal.SIGKILL, 4)
     assert code == -signal.SIGKILL
     assert_none_left(output / second)
-    assert_same(output / first, whole / first)
-    finished = times(output / first)
+    assert_same(output / first, uninterrupted / first)
+    finished = modification_times(output / first)
 
     process = start([*arguments, output])
     wait_for(output / second / "checkpoint-8", process)
@@ -386,51 +386,51 @@ def test_stopped_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_be
     assert processes_that_name(output / third)
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED
+    assert process.returncode == EXIT_INTERRUPTED
     assert_none_left(output / third)
 
     assert "4 runs, 2 already finished" in run_xtk(*arguments, output).stderr
-    assert times(output / first) == finished
+    assert modification_times(output / first) == finished
     for run in runs:
-        assert_same(output / run, whole / run)
+        assert_same(output / run, uninterrupted / run)
         seconds = [line["training_seconds"] for line in read_metrics(output / run / "metrics.jsonl")]
         assert total_seconds(read_metrics(output / run / "metrics.jsonl")) >= seconds[-1]
 
 
 @pytest.mark.long
-def test_a_time_limit_is_of_the_whole_sweep(arguments, tmp_path):
+def test_max_seconds_limits_the_whole_sweep(arguments, tmp_path):
     output = tmp_path / "out"
     first, second = (f"learning-rate=1e-3,seed={seed}" for seed in (0, 1))
-    wait = ["--max-steps", 10**6, "--save-steps", 0]
-    for limit in (60, 1e-3):  # in the first run; before it
-        done = run_xtk(*arguments, output, *wait, "--max-seconds", limit, code=COME_AGAIN)
+    long_training = ["--max-steps", 10**6, "--save-steps", 0]
+    for limit in (60, 1e-3):  # reached in the first run; reached before it
+        done = run_xtk(*arguments, output, *long_training, "--max-seconds", limit, code=EXIT_RESUMABLE)
         assert f"stopped in run {first}: --max-seconds is over" in done.stderr
         assert done.stdout == ""
     assert len(list((output / first).glob("checkpoint-*"))) == 1
-    (begun,) = re.findall(r"--max-seconds ([0-9.]+)", (output / f"{first}.log").read_text())
-    assert 0 < float(begun) < 60
+    (remaining_seconds,) = re.findall(r"--max-seconds ([0-9.]+)", (output / f"{first}.log").read_text())
+    assert 0 < float(remaining_seconds) < 60
     assert not (output / second).exists()
 
 
 @pytest.mark.long
-def test_sh_makes_the_same_students_of_the_printed_commands_and_force_replaces_those_of_another_recipe(
-    arguments, whole, tmp_path
-):
-    program = tmp_path / "bin" / "xtk"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m xtk "$@"\n')
-    program.chmod(0o755)
+def test_printed_commands_give_the_same_students_and_force_replaces_changed_runs(arguments, uninterrupted, tmp_path):
+    script = tmp_path / "bin" / "xtk"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m xtk "$@"\n')
+    script.chmod(0o755)
     printed = run_xtk(*arguments, tmp_path / "out", "--dry-run").stdout
-    env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PATH": f"{script.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["sh", "-e"], input=printed, capture_output=True, text=True, env=env, check=True)
     assert done.stdout.splitlines() == [shlex.split(line)[-1] for line in printed.splitlines()]
-    for run in names(whole):
-        assert_same(tmp_path / "out" / run, whole / run)
-    before = times(tmp_path / "out" / "learning-rate=1e-3,seed=0")
-    changed = tmp_path / "out" / "learning-rate=1e-2,seed=1"
-    recipe = json.loads((changed / "recipe.json").read_text())
-    (changed / "recipe.json").write_text(json.dumps(recipe | {"identity": {**recipe["identity"], "weight_decay": 0.5}}))
+    for run in names(uninterrupted):
+        assert_same(tmp_path / "out" / run, uninterrupted / run)
+    before = modification_times(tmp_path / "out" / "learning-rate=1e-3,seed=0")
+    changed_run = tmp_path / "out" / "learning-rate=1e-2,seed=1"
+    recipe = json.loads((changed_run / "recipe.json").read_text())
+    (changed_run / "recipe.json").write_text(
+        json.dumps(recipe | {"identity": {**recipe["identity"], "weight_decay": 0.5}})
+    )
     assert "weight_decay: 0.5 there" in run_xtk(*arguments, tmp_path / "out", code=1).stderr
     run_xtk(*arguments, tmp_path / "out", "--force")
-    assert_same(changed, whole / changed.name)
-    assert times(tmp_path / "out" / "learning-rate=1e-3,seed=0") == before, "those that fit stay"
+    assert_same(changed_run, uninterrupted / changed_run.name)
+    assert modification_times(tmp_path / "out" / "learning-rate=1e-3,seed=0") == before, "those that fit stay"

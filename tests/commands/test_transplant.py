@@ -23,18 +23,18 @@ from xtk.transplant.token_sources import TokenSources
 TEXT = "Anna has 2017 apples and gives 12 to Bert. x = 3.14159;"
 
 
-def table_of(folder: Path) -> np.ndarray:
+def embedding_matrix(folder: Path) -> np.ndarray:
     return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
 
 
 @pytest.fixture(scope="module")
 def models(pair, tmp_path_factory):
-    """{untied, tied}: models with the tokenizer of the other one."""
+    """Return {kind: (model, tokenizer of the other model)}; the kind says whether the output head is tied."""
     return {"untied": (pair.student, pair.teacher), "tied": (pair.teacher, pair.student)}
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_the_body_is_kept_and_tokens_of_equal_bytes_keep_their_rows(run, models, tmp_path, kind, corpus):
+def test_layers_and_rows_of_tokens_with_equal_bytes_are_kept(run, models, tmp_path, kind, corpus):
     model, tokenizer = models[kind]
     done = run("transplant", model, tokenizer, "-o", tmp_path / "new", "--json", "--eval-data", corpus)
     record = json.loads(done.stdout)
@@ -62,38 +62,36 @@ def test_the_body_is_kept_and_tokens_of_equal_bytes_keep_their_rows(run, models,
     assert scored["bits_per_byte"] == pytest.approx(record["bits_per_byte"]["after"])
 
 
-def test_composed_rows_are_means_of_their_old_tokens(run, pair, tmp_path):
+def test_fvt_composed_rows_are_means_of_the_old_tokens(run, pair, tmp_path):
     run("transplant", pair.teacher, pair.student, "--method", "fvt", "-o", tmp_path / "new")
     old, new = Tokenizer(pair.teacher), Tokenizer(pair.student)
-    rows = [table_of(folder) for folder in (pair.teacher, tmp_path / "new")]
+    matrices = [embedding_matrix(folder) for folder in (pair.teacher, tmp_path / "new")]
     token = new.vocabulary.token_of_bytes[b"17"]
     digits = [old.vocabulary.token_of_bytes[one] for one in (b"1", b"7")]
-    np.testing.assert_allclose(rows[1][token], rows[0][digits].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(matrices[1][token], matrices[0][digits].mean(0), rtol=1e-5)
 
 
-def test_composed_rows_of_a_separate_embedding_have_the_norm_of_old_rows_and_those_of_a_head_do_not(
-    run, pair, tmp_path
-):
+def test_composed_rows_get_the_old_norm_in_an_untied_embedding_but_not_in_the_head(run, pair, tmp_path):
     run("transplant", pair.student, pair.teacher, "--method", "fvt", "-o", tmp_path / "new")
     sources = TokenSources(Tokenizer(pair.teacher), Tokenizer(pair.student))
     composed = sources.spellings.token_ids
     before, after = (load_file(folder / "model.safetensors") for folder in (pair.student, tmp_path / "new"))
-    typical = np.median(np.linalg.norm(before["model.embed_tokens.weight"], axis=1))
+    typical_norm = np.median(np.linalg.norm(before["model.embed_tokens.weight"], axis=1))
     norms = np.linalg.norm(after["model.embed_tokens.weight"][composed], axis=1)
-    assert np.median(norms) == pytest.approx(typical, rel=0.1)
-    spelled = sources.spellings
-    token, ids = spelled.token_ids[0], spelled.spelling_ids[: spelled.offsets[1]]
+    assert np.median(norms) == pytest.approx(typical_norm, rel=0.1)
+    spellings = sources.spellings
+    token, ids = spellings.token_ids[0], spellings.spelling_ids[: spellings.offsets[1]]
     np.testing.assert_allclose(after["lm_head.weight"][token], before["lm_head.weight"][ids].mean(0), rtol=1e-5)
 
 
-def test_transformers_opens_it_with_the_same_tokens_and_generates(run, pair, tmp_path):
+def test_transformers_loads_the_transplant_and_generates(run, pair, tmp_path):
     run("transplant", pair.student, pair.teacher, "-o", tmp_path / "new")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     assert ids == Tokenizer(pair.teacher).encode([TEXT])[0].ids.tolist()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
-    out = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
-    assert out.shape[1] > len(ids)
+    generated = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
+    assert generated.shape[1] > len(ids)
     new = Tokenizer(pair.teacher)
     assert model.generation_config.eos_token_id == new.end_id == model.config.eos_token_id
     assert model.config.pad_token_id == new.special_token_ids["pad"]
@@ -101,7 +99,7 @@ def test_transformers_opens_it_with_the_same_tokens_and_generates(run, pair, tmp
     assert model.config.vocab_size == len(model.get_input_embeddings().weight) == 448
 
 
-def test_the_same_inputs_give_the_same_bytes_and_a_finished_output_is_found_again(run, pair, tmp_path):
+def test_transplant_is_deterministic_and_reuses_a_finished_output(run, pair, tmp_path):
     command = ("transplant", pair.student, pair.teacher, "-o")
     for name in ("one", "two"):
         run(*command, tmp_path / name)
@@ -124,13 +122,13 @@ def test_the_same_inputs_give_the_same_bytes_and_a_finished_output_is_found_agai
 
 
 @pytest.mark.parametrize("method", ["subword", "projection", "omp", "random", "mean"])
-def test_every_method_differs_and_leaves_copied_rows(run, pair, tmp_path, method):
+def test_every_method_changes_composed_rows_but_not_copied_rows(run, pair, tmp_path, method):
     donor = ("--donor", pair.student) if method == "omp" else ()
     run("transplant", pair.teacher, pair.student, "-o", tmp_path / "new", "--method", method, *donor)
     run("transplant", pair.teacher, pair.student, "--method", "fvt", "-o", tmp_path / "fvt")
     new, old = Tokenizer(pair.student), Tokenizer(pair.teacher)
     sources = TokenSources(new, old)
-    one, other = (table_of(tmp_path / name) for name in ("new", "fvt"))
+    one, other = (embedding_matrix(tmp_path / name) for name in ("new", "fvt"))
     copied = np.flatnonzero(sources.copied >= 0)
     np.testing.assert_array_equal(one[copied], other[copied])
     composed = sources.spellings.token_ids
@@ -148,7 +146,9 @@ def test_a_projection_file_is_used_and_checked(run, pair, tmp_path):
     new, old = Tokenizer(pair.student), Tokenizer(pair.teacher)
     token = new.vocabulary.token_of_bytes[b"17"]
     first = old.vocabulary.token_of_bytes[b"1"]
-    np.testing.assert_allclose(table_of(tmp_path / "new")[token], table_of(pair.teacher)[first], rtol=1e-6)
+    np.testing.assert_allclose(
+        embedding_matrix(tmp_path / "new")[token], embedding_matrix(pair.teacher)[first], rtol=1e-6
+    )
     done = run(
         "transplant", pair.student, pair.teacher, "--method", "projection", "--projection", tmp_path / "p",
         "-o", tmp_path / "other", code=None,
@@ -158,33 +158,33 @@ def test_a_projection_file_is_used_and_checked(run, pair, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_random_rows_have_the_distribution_of_the_old_ones(pair):
+def test_random_rows_have_the_distribution_of_the_old_rows(pair):
     generator = torch.Generator().manual_seed(5)
     mixing = torch.randn(16, 16, generator=generator)
     old, new = Tokenizer(pair.teacher), Tokenizer(pair.student)
-    table = torch.randn(len(old), 16, generator=generator) @ mixing + 3
+    embedding = torch.randn(len(old), 16, generator=generator) @ mixing + 3
     sources = TokenSources(new, old)
     from xtk.transplant.row_methods import RandomRow
 
-    nothing = RandomRow().weights(sources)
-    rows = torch.cat([part for _, part in new_rows(table, sources, nothing, 40000, draw_seed=1)])
-    drawn = rows[: len(new)][sources.copied < 0]
-    spread = torch.linalg.norm(drawn - drawn.mean(0)) / len(drawn) ** 0.5
-    expected = torch.linalg.norm(table - table.mean(0)) / len(table) ** 0.5
-    assert spread == pytest.approx(float(expected), rel=0.15)
+    no_entries = RandomRow().weights(sources)
+    rows = torch.cat([part for _, part in new_rows(embedding, sources, no_entries, 40000, draw_seed=1)])
+    random_rows = rows[: len(new)][sources.copied < 0]
+    deviation = torch.linalg.norm(random_rows - random_rows.mean(0)) / len(random_rows) ** 0.5
+    expected = torch.linalg.norm(embedding - embedding.mean(0)) / len(embedding) ** 0.5
+    assert deviation == pytest.approx(float(expected), rel=0.15)
 
 
-def test_the_dtype_is_that_of_the_model_or_the_one_given(run, pair, tmp_path):
+def test_the_dtype_is_that_of_the_model_unless_one_is_given(run, pair, tmp_path):
     load_causal_lm(pair.student, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(pair.student / name, tmp_path / "half" / name)
     for dtype, expected in (("", torch.bfloat16), ("float16", torch.float16)):
-        given = ("--dtype", dtype) if dtype else ()
-        run("transplant", tmp_path / "half", pair.teacher, "-o", tmp_path / f"new{dtype}", *given)
+        dtype_option = ("--dtype", dtype) if dtype else ()
+        run("transplant", tmp_path / "half", pair.teacher, "-o", tmp_path / f"new{dtype}", *dtype_option)
         assert AutoModelForCausalLM.from_pretrained(tmp_path / f"new{dtype}", dtype="auto").dtype == expected
 
 
-def test_chat_templates_of_the_new_tokenizer_or_of_the_model(run, pair, tmp_path):
+def test_the_chat_template_comes_from_the_tokenizer_unless_the_model_keeps_its_own(run, pair, tmp_path):
     llama = gguf_files.make_llama(tmp_path / "llama")
     run("transplant", llama, pair.student, "-o", tmp_path / "without")
     assert not (tmp_path / "without" / "chat_template.jinja").exists()
@@ -209,23 +209,23 @@ def test_the_healing_pipeline_runs(run, pair, corpus, tmp_path):
     assert json.loads(run("inspect", tmp_path / "new", "--json").stdout)["kind"] == "transplanted-model"
 
 
-def test_bad_input_is_refused_with_one_sentence_and_nothing_is_written(run, pair, metaspace, tmp_path):
+def test_invalid_input_is_refused_and_nothing_is_written(run, pair, metaspace, tmp_path):
     out = tmp_path / "out"
     no_eos = small_inputs.save_tokenizer(
         small_inputs.byte_level_tokenizer(small_inputs.STUDENT_SPLIT, 300, ["<|x|>"], ["a b"]), tmp_path / "no-eos"
     )
-    two_tables = tmp_path / "two-tables"
-    shutil.copytree(pair.teacher, two_tables)
-    weights = load_file(two_tables / "model.safetensors")
-    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2}, two_tables / "model.safetensors",
+    untied = tmp_path / "two-tables"
+    shutil.copytree(pair.teacher, untied)
+    weights = load_file(untied / "model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2}, untied / "model.safetensors",
               {"format": "pt"})  # fmt: skip
-    narrow = tmp_path / "narrow"
-    shutil.copytree(pair.student, narrow)
-    shutil.copyfile(metaspace / "tokenizer.json", narrow / "tokenizer.json")
+    few_rows = tmp_path / "narrow"
+    shutil.copytree(pair.student, few_rows)
+    shutil.copyfile(metaspace / "tokenizer.json", few_rows / "tokenizer.json")
     cases = [
         ((pair.student, no_eos), "no eos token"),
-        ((two_tables, pair.student), "contain a separate output head"),
-        ((narrow, pair.teacher), "only 656 rows for the 700 tokens"),
+        ((untied, pair.student), "contain a separate output head"),
+        ((few_rows, pair.teacher), "only 656 rows for the 700 tokens"),
         ((pair.student, pair.student), "tokenizer of the model already"),
         ((pair.student, pair.teacher, "--method", "omp", "--donor", pair.student), "donor has other tokens"),
         ((pair.student, pair.teacher, "--method", "omp"), "needs --donor"),
@@ -238,40 +238,40 @@ def test_bad_input_is_refused_with_one_sentence_and_nothing_is_written(run, pair
         ((pair.student, "--prune-to", 100), "must be at least"),
         ((pair.student, "--prune-to", 5000), "must be at least"),
     ]
-    for arguments, sentence in cases:
+    for arguments, message in cases:
         done = run("transplant", *arguments, "-o", out, code=None)
         assert done.returncode in (1, 2), arguments
-        assert sentence in " ".join(done.stderr.split()), (arguments, done.stderr)
+        assert message in " ".join(done.stderr.split()), (arguments, done.stderr)
         assert "Traceback" not in done.stderr
         assert not out.exists()
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_measured(run, pair, tmp_path):
+def test_an_invalid_output_or_tokenizer_is_refused_before_the_model_is_loaded(run, pair, tmp_path):
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["some text"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    cut = tmp_path / "cut"
-    shutil.copytree(pair.student, cut)
-    (cut / "model.safetensors").write_bytes(b"")  # the error of loading it would come first
-    for arguments, sentence in (
-        ((cut, pair.teacher, "-o", tmp_path / "mine"), "mine"),
-        ((cut, pair.student, "-o", tmp_path / "out"), "tokenizer of the model already"),
+    truncated = tmp_path / "cut"
+    shutil.copytree(pair.student, truncated)
+    (truncated / "model.safetensors").write_bytes(b"")  # loading the model would fail with another error
+    for arguments, message in (
+        ((truncated, pair.teacher, "-o", tmp_path / "mine"), "mine"),
+        ((truncated, pair.student, "-o", tmp_path / "out"), "tokenizer of the model already"),
     ):
         done = run("transplant", *arguments, "--eval-data", data, code=1)
-        assert sentence in done.stderr
+        assert message in done.stderr
         assert "model.safetensors" not in done.stderr
 
 
-def test_composition_agrees_with_a_slow_twin(pair):
+def test_composed_rows_agree_with_a_reference_implementation(pair):
     new, old = Tokenizer(pair.student), Tokenizer(pair.teacher)
     sources = TokenSources(new, old)
     projection = build_projection(new, old, "multitoken")
     from xtk.transplant.row_methods import ProjectedRows, WeightedSpelling
 
-    table = torch.randn(old.embedding_rows, 8, generator=torch.Generator().manual_seed(0))
+    embedding = torch.randn(old.embedding_rows, 8, generator=torch.Generator().manual_seed(0))
     for method in (ProjectedRows(projection), WeightedSpelling()):
         entries = method.weights(sources)
-        rows = torch.cat([part for _, part in new_rows(table, sources, entries, len(new), match_norms=False)])
+        rows = torch.cat([part for _, part in new_rows(embedding, sources, entries, len(new), match_norms=False)])
         dense = np.zeros((len(new), old.embedding_rows))
         for row, column, weight in zip(*entries, strict=True):
             dense[row, column] += weight
@@ -280,10 +280,10 @@ def test_composition_agrees_with_a_slow_twin(pair):
                 assert not dense[token].any()
             elif dense[token].any():
                 assert dense[token].sum() == pytest.approx(1)
-                np.testing.assert_allclose(rows[token], dense[token] @ table.double().numpy(), atol=1e-5)
+                np.testing.assert_allclose(rows[token], dense[token] @ embedding.double().numpy(), atol=1e-5)
 
 
-def with_settings(model: Path, folder: Path, **settings: object) -> Path:
+def copy_with_settings(model: Path, folder: Path, **settings: object) -> Path:
     """Return a copy of a model with other settings in its generation configuration."""
     shutil.copytree(model, folder)
     path = folder / "generation_config.json"
@@ -292,9 +292,9 @@ def with_settings(model: Path, folder: Path, **settings: object) -> Path:
     return folder
 
 
-def test_settings_that_transformers_refuses_to_write_are_kept(run, pair, tmp_path):
+def test_generation_settings_that_transformers_refuses_to_save_are_kept(run, pair, tmp_path):
     """Vicuna's generation_config.json has a temperature and no do_sample."""
-    model = with_settings(pair.student, tmp_path / "model", temperature=0.9, top_p=0.6)
+    model = copy_with_settings(pair.student, tmp_path / "model", temperature=0.9, top_p=0.6)
     run("transplant", model, pair.teacher, "-o", tmp_path / "new")
     run("cache-teacher", pair.teacher, small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12."] * 4),
         "-o", tmp_path / "cache")  # fmt: skip
@@ -306,19 +306,21 @@ def test_settings_that_transformers_refuses_to_write_are_kept(run, pair, tmp_pat
         AutoModelForCausalLM.from_pretrained(tmp_path / name)
 
 
-def test_a_pruned_model_ends_where_it_ended(run, pair, tmp_path):
-    own = Tokenizer(pair.student)
-    other = next(token for token in own.special_token_names if token not in own.end_ids)
-    text = own.vocabulary.token_of_bytes[b"a"]  # default ids of configurations may be text
-    model = with_settings(pair.student, tmp_path / "model", eos_token_id=[own.end_id, other, text])
+def test_pruning_keeps_special_eos_tokens_and_drops_an_ordinary_one(run, pair, tmp_path):
+    old = Tokenizer(pair.student)
+    other_special_token = next(token for token in old.special_token_names if token not in old.end_ids)
+    text_token = old.vocabulary.token_of_bytes[b"a"]  # default ids of configurations may be ordinary text tokens
+    model = copy_with_settings(
+        pair.student, tmp_path / "model", eos_token_id=[old.end_id, other_special_token, text_token]
+    )
     run("transplant", model, "--prune-to", 500, "-o", tmp_path / "new")
     new = Tokenizer(tmp_path / "new")
-    names = {name: token for token, name in new.special_token_names.items()}
-    expected = sorted({new.end_id, names[own.special_token_names[other]]})
+    ids_by_name = {name: token for token, name in new.special_token_names.items()}
+    expected = sorted({new.end_id, ids_by_name[old.special_token_names[other_special_token]]})
     assert json.loads((tmp_path / "new" / "generation_config.json").read_text())["eos_token_id"] == expected
 
 
-def fallback_of(tokenizer: Tokenizer, byte: bytes) -> int:
+def byte_fallback_token(tokenizer: Tokenizer, byte: bytes) -> int:
     """Return the byte-fallback token of a byte."""
     (found,) = (
         token
@@ -328,50 +330,52 @@ def fallback_of(tokenizer: Tokenizer, byte: bytes) -> int:
     return found
 
 
-def test_a_byte_that_a_tokenizer_never_writes_has_not_the_row_of_its_character(run, pair, metaspace, tmp_path):
+def test_an_unused_byte_fallback_token_does_not_copy_the_row_of_its_character(run, pair, metaspace, tmp_path):
     sources = TokenSources(Tokenizer(metaspace), Tokenizer(pair.teacher))
     new, old = sources.new.vocabulary, sources.old.vocabulary
-    letter, byte = new.token_of_bytes[b"5"], fallback_of(sources.new, b"5")
-    assert letter != byte
-    assert byte in sources.unused_ids
-    assert sources.copied[letter] == old.token_of_bytes[b"5"]
-    assert sources.copied[byte] == -1
-    lone = new.token_of_bytes[b"\xe6"]
-    assert sources.copied[lone] == old.token_of_bytes[b"\xe6"]
-    # Between two such tokenizers the byte has the row of the byte.
+    character, fallback = new.token_of_bytes[b"5"], byte_fallback_token(sources.new, b"5")
+    assert character != fallback
+    assert fallback in sources.unused_ids
+    assert sources.copied[character] == old.token_of_bytes[b"5"]
+    assert sources.copied[fallback] == -1
+    lone_byte = new.token_of_bytes[b"\xe6"]
+    assert sources.copied[lone_byte] == old.token_of_bytes[b"\xe6"]
+    # Between two tokenizers with byte fallback, the fallback token copies the row of the fallback token.
     texts = small_inputs.sentences(300, seed=9)
-    roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    second = small_inputs.save_tokenizer(small_inputs.metaspace_tokenizer(500, texts), tmp_path / "second", **roles)
+    special_tokens = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    second = small_inputs.save_tokenizer(
+        small_inputs.metaspace_tokenizer(500, texts), tmp_path / "second", **special_tokens
+    )
     sources = TokenSources(Tokenizer(second), Tokenizer(metaspace))
-    assert sources.copied[fallback_of(sources.new, b"5")] == byte
-    assert sources.copied[sources.new.vocabulary.token_of_bytes[b"5"]] == letter
+    assert sources.copied[byte_fallback_token(sources.new, b"5")] == fallback
+    assert sources.copied[sources.new.vocabulary.token_of_bytes[b"5"]] == character
     for method in ("subword", "projection"):
         run("transplant", pair.teacher, metaspace, "--method", method, "-o", tmp_path / method)
-        rows = table_of(tmp_path / method)
-        np.testing.assert_array_equal(rows[letter], table_of(pair.teacher)[old.token_of_bytes[b"5"]])
-        assert np.linalg.norm(rows[byte] - rows[letter]) > 0.1 * np.linalg.norm(rows[letter])
+        rows = embedding_matrix(tmp_path / method)
+        np.testing.assert_array_equal(rows[character], embedding_matrix(pair.teacher)[old.token_of_bytes[b"5"]])
+        assert np.linalg.norm(rows[fallback] - rows[character]) > 0.1 * np.linalg.norm(rows[character])
 
 
-def test_tables_of_positions_are_kept_and_tables_of_layers_are_refused(run, pair, tmp_path):
+def test_position_embeddings_are_kept_and_per_layer_embeddings_are_refused(run, pair, tmp_path):
     tokenizer = Tokenizer(pair.student)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": len(tokenizer) + 100}
     folder = tmp_path / "gpt2"
     shutil.copytree(pair.student, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     run("transplant", folder, pair.teacher, "-o", tmp_path / "new")
-    before, after = (load_file(place / "model.safetensors")["transformer.wpe.weight"]
-                     for place in (folder, tmp_path / "new"))  # fmt: skip
+    before, after = (load_file(model / "model.safetensors")["transformer.wpe.weight"]
+                     for model in (folder, tmp_path / "new"))  # fmt: skip
     np.testing.assert_array_equal(before, after)
     layers = tmp_path / "layers"
     shutil.copytree(pair.student, layers)
     config = json.loads((layers / "config.json").read_text())
     (layers / "config.json").write_text(json.dumps({**config, "hidden_size_per_layer_input": 8}))
-    refused = run("transplant", layers, pair.teacher, "-o", tmp_path / "other", code=1)
-    assert "another table with a row for each token" in " ".join(refused.stderr.split())
+    done = run("transplant", layers, pair.teacher, "-o", tmp_path / "other", code=1)
+    assert "another table with a row for each token" in " ".join(done.stderr.split())
 
 
-def test_a_removed_or_changed_setting_is_another_transplant(run, pair, tmp_path):
-    model = with_settings(pair.student, tmp_path / "model", repetition_penalty=1.1)
+def test_a_removed_or_changed_setting_is_a_different_request(run, pair, tmp_path):
+    model = copy_with_settings(pair.student, tmp_path / "model", repetition_penalty=1.1)
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(pair.teacher, tokenizer)
     command = ("transplant", model, tokenizer, "-o", tmp_path / "new")

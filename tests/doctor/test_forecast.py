@@ -1,4 +1,4 @@
-"""What the doctor says of memory is what a real process takes, within 15 %."""
+"""The memory estimates of the doctor are within 15 % of the peak of a real process."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from xtk.doctor.memory_disk_and_time_estimates import estimate_caching_memory, e
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from /proc")
 
-REACH = 0.15
-# ru_maxrss would begin with what this process has.
-PEAK = (
+TOLERANCE = 0.15
+# ru_maxrss would start at the memory of this process.
+PEAK_SCRIPT = (
     "import sys; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "
     "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr); "
     "sys.exit(code)"
 )
 
 
-def held(forecast: int, *arguments: object) -> int:
-    """Return the peak of a process; once more if the first has compiled kernels, which stay compiled."""
+def peak_memory(estimate: int, *arguments: object) -> int:
+    """Return the peak memory of a process in bytes; measure a high peak again, since kernels may have been compiled."""
     peak = 0
     for _ in range(2):
-        command = [sys.executable, "-c", PEAK, *map(str, arguments), "--force", "--quiet"]
+        command = [sys.executable, "-c", PEAK_SCRIPT, *map(str, arguments), "--force", "--quiet"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         peak = 1024 * int(done.stderr.split()[-1])
-        if peak <= (1 + REACH) * forecast:
+        if peak <= (1 + TOLERANCE) * estimate:
             break
     return peak
 
 
 @pytest.mark.long  # a minute; bench_doctor.py has 26 cases
-def test_memory_is_what_was_forecast(tmp_path):
+def test_memory_estimates_match_the_measured_peaks(tmp_path):
     configuration = LlamaConfig(
         vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024,
@@ -51,12 +51,12 @@ def test_memory_is_what_was_forecast(tmp_path):
     data = small_inputs.write_jsonl(
         tmp_path / "data.jsonl", [" ".join(small_inputs.sentences(12, seed)) for seed in range(16)]
     )
-    sides = [DoctorModel.read(role, folder, role) for role, folder in (("student", student), ("teacher", teacher))]
-    case = DoctorInputs(*sides, RunPlan(batch_tokens=2048, max_batch_tokens=2048), None, Corpus([str(data)]))
-    cached = tmp_path / "cache"
-    said = estimate_caching_memory(case).total
-    run: tuple[object, ...] = ("cache-teacher", teacher, data, "-o", cached, "--batch-tokens", 2048)
-    assert said == pytest.approx(held(said, *run), rel=REACH)
-    said = estimate_training_memory(case).total
-    run = ("distill", student, cached, "-o", tmp_path / "run", "--max-steps", 2, "--max-batch-tokens", 2048)
-    assert said == pytest.approx(held(said, *run), rel=REACH)
+    models = [DoctorModel.read(role, folder, role) for role, folder in (("student", student), ("teacher", teacher))]
+    inputs = DoctorInputs(*models, RunPlan(batch_tokens=2048, max_batch_tokens=2048), None, Corpus([str(data)]))
+    cache = tmp_path / "cache"
+    estimate = estimate_caching_memory(inputs).total
+    command: tuple[object, ...] = ("cache-teacher", teacher, data, "-o", cache, "--batch-tokens", 2048)
+    assert estimate == pytest.approx(peak_memory(estimate, *command), rel=TOLERANCE)
+    estimate = estimate_training_memory(inputs).total
+    command = ("distill", student, cache, "-o", tmp_path / "run", "--max-steps", 2, "--max-batch-tokens", 2048)
+    assert estimate == pytest.approx(peak_memory(estimate, *command), rel=TOLERANCE)

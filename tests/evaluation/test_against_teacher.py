@@ -1,4 +1,4 @@
-"""A model against a teacher: what it says is what training says of held-out caches, and what full logits say."""
+"""Evaluation against a teacher: metrics equal those of training on held-out caches and of full logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = small_inputs.sentences(12, seed=21)
 
 @pytest.fixture(scope="module")
 def folder(run, pair, tmp_path_factory) -> Path:
-    """Documents, and what the teacher and the student say of them."""
+    """Return a folder with documents and teacher caches of them, with and without a support."""
     folder = tmp_path_factory.mktemp("against")
     small_inputs.write_jsonl(folder / "data.jsonl", TEXTS)
     for name, options in {"top": ("--top-k", 16, "--precision", "float32"), "none": ("--support", "none")}.items():
@@ -32,13 +32,13 @@ def folder(run, pair, tmp_path_factory) -> Path:
     return folder
 
 
-def told(run, *arguments: object, cwd: Path) -> list[dict]:
+def evaluate_json(run, *arguments: object, cwd: Path) -> list[dict]:
     return [json.loads(line) for line in run("evaluate", *arguments, "--json", "-q", cwd=cwd).stdout.splitlines()]
 
 
 @pytest.mark.parametrize(("cache", "loss"), [("top", "byte-kl"), ("none", "alm")])
-def test_it_is_what_training_says_of_a_held_out_cache(run, pair, folder, cache, loss):
-    (found,) = told(run, pair.student, cache, cwd=folder)
+def test_metrics_equal_those_of_training_on_a_held_out_cache(run, pair, folder, cache, loss):
+    (found,) = evaluate_json(run, pair.student, cache, cwd=folder)
     inputs = inputs_of(pair.student, [folder / cache], recipe_of([loss]), (), (folder / cache,))
     model = StudentWithLoss(BackboneWithHead(load_causal_lm(pair.student)))
     expected = HeldOutEvaluator(
@@ -53,8 +53,8 @@ def test_it_is_what_training_says_of_a_held_out_cache(run, pair, folder, cache, 
     assert all(found[f"{name}_error"] > 0 for name in names)
 
 
-def dense_kl(student: Path, teacher: Path) -> float:
-    """The mean divergence of two models with one tokenizer, a token, over the whole vocabulary in float64."""
+def reference_kl(student: Path, teacher: Path) -> float:
+    """Return the mean divergence per token of two models with one tokenizer, over the whole vocabulary in float64."""
     models = [load_causal_lm(one, dtype=torch.float64).eval() for one in (teacher, student)]
     tokenizer = Tokenizer(student)
     nats, count = 0.0, 0
@@ -62,34 +62,40 @@ def dense_kl(student: Path, teacher: Path) -> float:
         ids = torch.tensor([[tokenizer.start_id, *encoded.ids.tolist(), tokenizer.end_id]])
         with torch.no_grad():
             probs = [torch.softmax(model(input_ids=ids).logits[0, :-1], -1) for model in models]
-        # Rows above the tokens of the vocabulary mean nothing: they are told apart by nobody.
-        named = [torch.cat([one[:, : len(tokenizer)], one[:, len(tokenizer) :].sum(1, True)], 1) for one in probs]
-        theirs, ours = (one.log() for one in named)
-        nats += float((named[0] * (theirs - ours)).sum())
-        count += len(theirs)
+        # Padding rows above the vocabulary are merged into one cell: they have no meaning.
+        vocabulary_probs = [
+            torch.cat([one[:, : len(tokenizer)], one[:, len(tokenizer) :].sum(1, True)], 1) for one in probs
+        ]
+        teacher_logprobs, student_logprobs = (one.log() for one in vocabulary_probs)
+        nats += float((vocabulary_probs[0] * (teacher_logprobs - student_logprobs)).sum())
+        count += len(teacher_logprobs)
     return nats / count
 
 
 @pytest.mark.slow
-def test_with_the_teachers_tokenizer_it_is_the_divergence_of_full_distributions(run, pair, folder, tmp_path):
-    other = small_inputs.make_student(tmp_path / "other", seed=9)
-    expected = dense_kl(pair.student, other)
-    (whole,) = told(run, pair.student, "data.jsonl", "--teacher", f"{other}:top_k=all", cwd=folder)
-    assert whole["forward-kl"] == pytest.approx(expected, rel=1e-4)
-    (part,) = told(run, pair.student, "data.jsonl", "--teacher", f"{other}:top_k=8", cwd=folder)
-    assert 0 < part["forward-kl"] < expected  # what is not told apart cannot diverge
-    itself, beside = told(run, other, "data.jsonl", "--teacher", other, "--compare-to", pair.student, cwd=folder)
-    assert itself["top1_agreement"] == 1.0
-    assert abs(itself["forward-kl"]) < 1e-5
-    assert abs(itself["byte-kl"]) < 1e-5
+def test_forward_kl_with_a_shared_tokenizer_equals_that_of_full_distributions(run, pair, folder, tmp_path):
+    teacher = small_inputs.make_student(tmp_path / "other", seed=9)
+    expected = reference_kl(pair.student, teacher)
+    (full,) = evaluate_json(run, pair.student, "data.jsonl", "--teacher", f"{teacher}:top_k=all", cwd=folder)
+    assert full["forward-kl"] == pytest.approx(expected, rel=1e-4)
+    (top8,) = evaluate_json(run, pair.student, "data.jsonl", "--teacher", f"{teacher}:top_k=8", cwd=folder)
+    assert 0 < top8["forward-kl"] < expected  # tokens in the remainder cell cannot diverge
+    first, second = evaluate_json(
+        run, teacher, "data.jsonl", "--teacher", teacher, "--compare-to", pair.student, cwd=folder
+    )
+    assert first["top1_agreement"] == 1.0
+    assert abs(first["forward-kl"]) < 1e-5
+    assert abs(first["byte-kl"]) < 1e-5
     for name in ("forward-kl", "byte-kl", "top1_agreement"):
-        assert beside[f"{name}_difference"] == pytest.approx(itself[name] - beside[name], abs=1e-9)
-        assert beside[f"{name}_difference_error"] == pytest.approx(beside[f"{name}_error"], abs=1e-6)  # it has none
+        assert second[f"{name}_difference"] == pytest.approx(first[name] - second[name], abs=1e-9)
+        assert second[f"{name}_difference_error"] == pytest.approx(
+            second[f"{name}_error"], abs=1e-6
+        )  # the first has none
 
 
 @pytest.mark.long
-def test_models_side_by_side_are_paired_by_documents(run, pair, folder, tmp_path):
-    first, second = told(run, pair.student, "data.jsonl", "--compare-to", pair.teacher, cwd=folder)
+def test_two_models_are_compared_by_paired_documents(run, pair, folder, tmp_path):
+    first, second = evaluate_json(run, pair.student, "data.jsonl", "--compare-to", pair.teacher, cwd=folder)
     assert "difference" not in first
     assert second["difference"] == pytest.approx(first["bits_per_byte"] - second["bits_per_byte"])
     assert first["bytes"] == second["bytes"] == sum(len(text.encode()) for text in TEXTS)
@@ -104,9 +110,9 @@ def test_models_side_by_side_are_paired_by_documents(run, pair, folder, tmp_path
     assert " ± " in line
 
 
-def test_a_single_document_has_no_error(run, pair, tmp_path):
+def test_single_document_has_no_standard_error(run, pair, tmp_path):
     (tmp_path / "one.txt").write_text(TEXTS[0])
-    (found,) = told(run, pair.student, "one.txt", cwd=tmp_path)
+    (found,) = evaluate_json(run, pair.student, "one.txt", cwd=tmp_path)
     assert found["bits_per_byte_error"] is None
     assert np.isfinite(found["bits_per_byte"])
 
@@ -119,11 +125,11 @@ def test_a_single_document_has_no_error(run, pair, tmp_path):
         (("top", "--columns", "text=a"), "--columns does not apply to a teacher cache"),
     ],
 )
-def test_what_makes_no_sense_beside_a_cache_is_refused(run, pair, folder, arguments, message):
+def test_options_that_do_not_apply_to_a_cache_are_refused(run, pair, folder, arguments, message):
     assert message in run("evaluate", pair.student, *arguments, cwd=folder, code=1).stderr
 
 
-def test_teachers_and_categories_are_about_texts(run, pair, folder):
+def test_teacher_and_categories_are_refused_with_a_reward(run, pair, folder):
     for option in (("--by-category",), ("--teacher", pair.teacher)):
-        done = run("evaluate", pair.student, "data.jsonl", "--reward", "exact", *option, cwd=folder, code=2)
-        assert "without --reward" in done.stderr
+        result = run("evaluate", pair.student, "data.jsonl", "--reward", "exact", *option, cwd=folder, code=2)
+        assert "without --reward" in result.stderr

@@ -1,4 +1,4 @@
-"""Answers that are judged: what is right scores 1, estimates have no bias, models are compared problem by problem."""
+"""Scored answers: correct answers score 1, estimates are unbiased, and models are compared problem by problem."""
 
 from __future__ import annotations
 
@@ -29,56 +29,56 @@ from xtk.rollouts.prompts import check_rewards_apply, read_prompts
 from xtk.tokens.tokenizer import Tokenizer
 
 
-def answers_of(scores: list[list[float]]) -> AnswerScores:
-    found = np.array(scores)
-    return AnswerScores(found, 1.0, np.ones(found.shape, np.int64), 0.0, 0)
+def make_scores(scores: list[list[float]]) -> AnswerScores:
+    score_array = np.array(scores)
+    return AnswerScores(score_array, 1.0, np.ones(score_array.shape, np.int64), 0.0, 0)
 
 
 def rewards(text: str) -> WeightedRewards:
     return WeightedRewards([parse_reward(text)])
 
 
-def test_pass_at_k_is_the_share_of_all_choices_of_k_that_hold_a_right_one():
-    for samples in range(1, 7):
-        for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
-            marks = [True] * right + [False] * (samples - right)
-            choices = [any(some) for some in itertools.combinations(marks, k)]
-            assert pass_at_k(k, samples, right) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_answer():
+    for num_samples in range(1, 7):
+        for num_correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
+            is_correct = [True] * num_correct + [False] * (num_samples - num_correct)
+            passes = [any(subset) for subset in itertools.combinations(is_correct, k)]
+            assert pass_at_k(k, num_samples, num_correct) == pytest.approx(sum(passes) / len(passes), abs=1e-12)
     assert pass_at_k(1, 5, 2) == pytest.approx(0.4)
     assert powers_of_two_up_to(1) == [1]
     assert powers_of_two_up_to(6) == [1, 2, 4, 6]
     assert powers_of_two_up_to(8) == [1, 2, 4, 8]
 
 
-def test_errors_are_over_problems_and_differences_are_paired():
-    one = answers_of([[1, 1], [0, 0], [1, 0], [0, math.nan]])
-    assert one.mean_reward() == Estimate(0.5, pytest.approx(0.5 / math.sqrt(3)))  # 1, 0, 0.5: sd 0.5 over three
+def test_standard_errors_are_over_problems_and_differences_are_paired():
+    one = make_scores([[1, 1], [0, 0], [1, 0], [0, math.nan]])
+    assert one.mean_reward() == Estimate(0.5, pytest.approx(0.5 / math.sqrt(3)))  # 1, 0, 0.5: std 0.5 over three
     assert one.pass_at(1).value == pytest.approx(0.5)
     assert one.pass_at(2).value == pytest.approx(2 / 3)
     assert one.to_json()["unscored"] == 1
     same = one.difference(one)
     assert (same.value, same.error) == (0.0, 0.0)
-    worse = answers_of([[1, 0], [0, 0], [0, 0], [1, 1]])
-    # 0.5, 0, 0.5: what could not be judged for both does not count
+    worse = make_scores([[1, 0], [0, 0], [0, 0], [1, 1]])
+    # differences 0.5, 0, 0.5; a problem that is unscored for one model is left out
     error = pytest.approx(np.std([0.5, 0, 0.5], ddof=1) / 3**0.5)
     assert one.difference(worse) == Estimate(pytest.approx(1 / 3), error)
     assert one.difference(worse).value == -worse.difference(one).value
 
 
-def test_an_oracle_has_all_of_gsm8k_right_and_what_it_changes_wrong(pair, real_data):
+def test_oracle_answers_to_gsm8k_score_one_and_modified_ones_zero(pair, real_data):
     corpus = Corpus([str(real_data / "corpora" / "gsm8k_test.jsonl")], {"prompt": "question"})
     prompts = read_prompts(corpus, 100)
     tokenizer = Tokenizer(pair.student)
-    known = {str(prompt.record["question"]): str(prompt.record["answer"]) for prompt in prompts}
+    answers = {str(prompt.record["question"]): str(prompt.record["answer"]) for prompt in prompts}
     start = tokenizer.special_token_names[tokenizer.start_id]
 
-    def says(read: str, key: tuple[int, ...]) -> tuple[str, bool]:
-        told = known[read.removeprefix(start)]
-        return (told if key[1] % 4 or key[2] else told + "1"), True  # the first answer to every fourth is wrong
+    def script(full_text: str, key: tuple[int, ...]) -> tuple[str, bool]:
+        text = answers[full_text.removeprefix(start)]
+        return (text if key[1] % 4 or key[2] else text + "1"), True  # the first answer to every fourth is wrong
 
-    writer = ScriptedWriter(tokenizer, says)
+    generator = ScriptedWriter(tokenizer, script)
     sampling = SamplingConfig(temperature=1.0, max_completion_length=4096)
-    found = evaluate_answers(prompts, writer, tokenizer, sampling, rewards("exact"), num_generations=2)
+    found = evaluate_answers(prompts, generator, tokenizer, sampling, rewards("exact"), num_generations=2)
     assert found.mean_reward().value == pytest.approx(1 - 25 / 200)
     assert found.pass_at(1).value == pytest.approx(1 - 25 / 200)
     assert found.pass_at(2).value == 1.0
@@ -86,26 +86,28 @@ def test_an_oracle_has_all_of_gsm8k_right_and_what_it_changes_wrong(pair, real_d
     assert set(found.scores[:, 1]) == {1.0}
     with pytest.raises(XtkError, match="at --temperature 0 all 2 answers"):
         evaluate_answers(
-            prompts, writer, tokenizer, SamplingConfig(temperature=0.0), rewards("exact"), num_generations=2
+            prompts, generator, tokenizer, SamplingConfig(temperature=0.0), rewards("exact"), num_generations=2
         )
     with pytest.raises(XtkError, match="cannot score any row of the data"):
-        evaluate_answers(prompts[:2], writer, tokenizer, sampling, rewards("exact:column=nowhere"))
+        evaluate_answers(prompts[:2], generator, tokenizer, sampling, rewards("exact:column=nowhere"))
 
 
-def test_problems_without_room_are_wrong(pair, tmp_path):
+def test_problems_without_context_for_an_answer_score_zero(pair, tmp_path):
     tokenizer = Tokenizer(pair.student)
     path = tmp_path / "problems.jsonl"
     rows = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "1 + 1 + " * 60, "answer": "2"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    writer = ScriptedWriter(tokenizer, lambda read, key: ("#### 2", True), context=64)
-    found = evaluate_answers(read_prompts(Corpus([str(path)])), writer, tokenizer, SamplingConfig(), rewards("exact"))
+    generator = ScriptedWriter(tokenizer, lambda text, key: ("#### 2", True), context=64)
+    found = evaluate_answers(
+        read_prompts(Corpus([str(path)])), generator, tokenizer, SamplingConfig(), rewards("exact")
+    )
     assert found.scores.tolist() == [[1.0], [0.0]]
     assert found.prompts_too_long == 1
     assert found.to_json()["problems"] == 2
-    assert found.to_json()["mean_length"] == len(tokenizer.encode(["#### 2"])[0].ids) + 1  # of the answered problem
+    assert found.to_json()["mean_length"] == len(tokenizer.encode(["#### 2"])[0].ids) + 1  # over answered problems
 
 
-def test_an_oracle_passes_the_tests_of_human_eval(pair, real_data, tmp_path):
+def test_oracle_passes_the_unit_tests_of_human_eval(pair, real_data, tmp_path):
     try:
         Sandbox().close()
     except XtkError as error:
@@ -116,71 +118,73 @@ def test_an_oracle_passes_the_tests_of_human_eval(pair, real_data, tmp_path):
     tokenizer = Tokenizer(pair.student)
     solutions = {row["prompt"]: row["canonical_solution"] for row in map(json.loads, lines)}
     start = tokenizer.special_token_names[tokenizer.start_id]
-    oracle = ScriptedWriter(tokenizer, lambda read, key: (solutions[read.removeprefix(start)], True))
-    fool = ScriptedWriter(tokenizer, lambda read, key: ("    return None\n", True))
+    oracle = ScriptedWriter(tokenizer, lambda text, key: (solutions[text.removeprefix(start)], True))
+    wrong = ScriptedWriter(tokenizer, lambda text, key: ("    return None\n", True))
     prompts, sampling = read_prompts(Corpus([str(path)])), SamplingConfig(max_completion_length=4096)
     assert (
         evaluate_answers(prompts, oracle, tokenizer, sampling, rewards("tests:seconds=60")).mean_reward().value == 1.0
     )
-    assert evaluate_answers(prompts, fool, tokenizer, sampling, rewards("tests:seconds=60")).mean_reward().value == 0.0
+    assert evaluate_answers(prompts, wrong, tokenizer, sampling, rewards("tests:seconds=60")).mean_reward().value == 0.0
 
 
-def test_models_side_by_side(run, pair, tmp_path):
+def test_evaluate_command_compares_two_models_by_reward(run, pair, tmp_path):
     rows = [{"prompt": f"{n} + {n} =", "answer": f"#### {2 * n}00"} for n in range(5)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = ["evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--reward", "exact",
-             "--max-completion-length", 6, "--num-generations", 2, "--temperature", 1, "--quiet"]  # fmt: skip
-    told = run(*asked, "--json", "-o", "answers.jsonl", cwd=tmp_path).stdout.splitlines()
-    first, second = map(json.loads, told)
+    arguments = ["evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--reward", "exact",
+                 "--max-completion-length", 6, "--num-generations", 2, "--temperature", 1, "--quiet"]  # fmt: skip
+    lines = run(*arguments, "--json", "-o", "answers.jsonl", cwd=tmp_path).stdout.splitlines()
+    first, second = map(json.loads, lines)
     assert (first["model"], second["model"]) == (str(pair.student), str(pair.teacher))
-    assert first["avg@2"] == second["avg@2"] == 0.0  # models that know nothing
+    assert first["avg@2"] == second["avg@2"] == 0.0  # untrained models
     assert (second["difference"], second["difference_error"]) == (0.0, 0.0)
     assert "difference" not in first
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [(one["problem"], one["sample"]) for one in answers[:10]] == [(n, at) for n in range(5) for at in range(2)]
+    assert [(one["problem"], one["sample"]) for one in answers[:10]] == [
+        (n, sample) for n in range(5) for sample in range(2)
+    ]
     assert {one["model"] for one in answers} == {str(pair.student), str(pair.teacher)}
     assert [one["prompt"] for one in answers[:10:2]] == [row["prompt"] for row in rows]
-    table = run(*asked, cwd=tmp_path).stdout
+    table = run(*arguments, cwd=tmp_path).stdout
     assert "pass@2" in table
     assert "minus this" in table
-    refused = run(*asked, "-o", "answers.jsonl", cwd=tmp_path, code=1)
-    assert "the output file exists already" in refused.stderr
+    refused_run = run(*arguments, "-o", "answers.jsonl", cwd=tmp_path, code=1)
+    assert "the output file exists already" in refused_run.stderr
     both = run("evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--columns", "text=prompt",
                "--json", cwd=tmp_path)  # fmt: skip
     assert [json.loads(line)["model"] for line in both.stdout.splitlines()] == [str(pair.student), str(pair.teacher)]
 
 
-def test_what_is_judged_ends_before_the_text_that_stops_it(pair, tmp_path):
+def test_scored_answer_ends_before_the_stop_string(pair, tmp_path):
     tokenizer = Tokenizer(pair.student)
     (tmp_path / "problems.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
-    writer = ScriptedWriter(tokenizer, lambda read, key: (" 2\nQuestion: 7 + 7 = 14", False))
-    told = [evaluate_answers(prompts, writer, tokenizer, SamplingConfig(stop=stop),
+    generator = ScriptedWriter(tokenizer, lambda text, key: (" 2\nQuestion: 7 + 7 = 14", False))
+    mean_rewards = [evaluate_answers(prompts, generator, tokenizer, SamplingConfig(stop=stop),
         rewards("exact:last_number_fallback=true")).mean_reward().value
-            for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip
-    assert told == [0.0, 1.0, 0.0]
+                    for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip
+    assert mean_rewards == [0.0, 1.0, 0.0]
 
 
-def test_what_no_reward_can_judge_is_found_before_anything_is_written(run, pair, tmp_path):
+def test_data_that_no_reward_can_score_is_refused_before_generation(run, pair, tmp_path):
     rows = [{"prompt": "1 + 1 =", "question": "?", "answer": None}, {"prompt": "2 + 2 =", "test_list": []}]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
-    for told in ("exact", "boxed:compare=strings", "regex:pattern=.,column=answer", "tests"):
-        with pytest.raises(XtkError, match="cannot score any row of the data") as refused:
-            check_rewards_apply(rewards(told), prompts)
-        assert "prompt, question, answer, test_list" in str(refused.value)
+    for reward in ("exact", "boxed:compare=strings", "regex:pattern=.,column=answer", "tests"):
+        with pytest.raises(XtkError, match="cannot score any row of the data") as raised:
+            check_rewards_apply(rewards(reward), prompts)
+        assert "prompt, question, answer, test_list" in str(raised.value)
     check_rewards_apply(rewards("json"), prompts)
     (tmp_path / "own.py").write_text("def own(completion, prompt, row):\n    raise ValueError\n")
-    check_rewards_apply(rewards(f"{tmp_path / 'own.py'}:own"), prompts)  # nobody knows
-    done = run("evaluate", pair.student, "problems.jsonl", "--reward", "exact", "--quiet", cwd=tmp_path, code=1)
-    assert "cannot score any row of the data" in done.stderr
+    check_rewards_apply(rewards(f"{tmp_path / 'own.py'}:own"), prompts)  # cannot be checked in advance
+    result = run("evaluate", pair.student, "problems.jsonl", "--reward", "exact", "--quiet", cwd=tmp_path, code=1)
+    assert "cannot score any row of the data" in result.stderr
 
 
-def test_options_that_say_nothing_about_what_is_asked_for_are_refused(run, pair, corpus, tmp_path):
-    """By their names, from the command line and from a file; also where they are as they would be without."""
-    asked = ("evaluate", pair.student, corpus)
+def test_options_of_another_evaluation_mode_are_refused(run, pair, corpus, tmp_path):
+    """Options from the command line or a file are named in the error, even when they have their default value."""
+    base_arguments = ("evaluate", pair.student, corpus)
     (tmp_path / "own.yaml").write_text("max_length: 64\ndtype: float32\n")
-    for arguments, told in (
+    for arguments, messages in (
         (
             ("--max-prompts", 3, "--num-generations", 1),
             ("--max-prompts applies only to --reward", "--num-generations applies"),
@@ -195,27 +199,29 @@ def test_options_that_say_nothing_about_what_is_asked_for_are_refused(run, pair,
             ("--teacher applies only to bits", "--by-category applies"),
         ),
     ):
-        done = run(*asked, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "300"})
-        assert all(words in done.stderr for words in told), done.stderr
-    assert "bits per byte" in run(*asked, "--config", "own.yaml", cwd=tmp_path).stdout
+        result = run(*base_arguments, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "300"})
+        assert all(message in result.stderr for message in messages), result.stderr
+    assert "bits per byte" in run(*base_arguments, "--config", "own.yaml", cwd=tmp_path).stdout
 
 
-def test_all_models_are_checked_before_the_first_one_works(run, pair, tmp_path):
-    """So that nothing is lost that took hours: no tokenizer, weights cut short, too few rows, the same one twice."""
+def test_all_models_are_checked_before_the_first_evaluation(run, pair, tmp_path):
+    """A missing tokenizer, truncated weights, too few embedding rows, and the same model twice are refused first."""
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    bare, cut, small = (Path(shutil.copytree(pair.student, tmp_path / name)) for name in ("bare", "cut", "small"))
-    (bare / "tokenizer.json").unlink()
-    weights = cut / "model.safetensors"
+    without_tokenizer, truncated, small_vocabulary = (
+        Path(shutil.copytree(pair.student, tmp_path / name)) for name in ("bare", "cut", "small")
+    )
+    (without_tokenizer / "tokenizer.json").unlink()
+    weights = truncated / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    configuration = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps({**configuration, "vocab_size": 100}))
+    configuration = json.loads((small_vocabulary / "config.json").read_text())
+    (small_vocabulary / "config.json").write_text(json.dumps({**configuration, "vocab_size": 100}))
     link = tmp_path / "link"
     link.symlink_to(pair.student)
-    for name, told in (
+    for name, message in (
         ("bare", "folder has no tokenizer.json"), ("cut", "its safetensors header requires"),
         ("small", "only 100 rows"), (f"{pair.student}", "name the same model"), ("link", "refer to the same model"),
     ):  # fmt: skip
         for mode in (("--reward", "exact", "-o", "lost.jsonl"), ("--columns", "text=prompt")):
-            done = run("evaluate", pair.student, "problems.jsonl", *mode, "--compare-to", name, cwd=tmp_path, code=1)
-            assert told in done.stderr
-            assert "evaluate:" not in done.stderr, "nobody has worked"
+            result = run("evaluate", pair.student, "problems.jsonl", *mode, "--compare-to", name, cwd=tmp_path, code=1)
+            assert message in result.stderr
+            assert "evaluate:" not in result.stderr, "nobody has worked"

@@ -1,6 +1,6 @@
-"""An oracle that answers from the file scores 1 through every path of `xtk evaluate`; who knows nothing does not.
+"""An oracle model that contains the answers scores 1 through every path of `xtk evaluate`; other models do not.
 
-Real problems, real files of a model, the real command; in the plain run some of the problems, in the long one all.
+Real problems, real model files and the real command; the default tests use some problems, the long tests all.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from xtk.errors import XtkError
 from xtk.rewards.sandbox import Sandbox
 
 
-def gsm8k(folder: Path) -> list[dict[str, str]]:
+def read_gsm8k(folder: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in (folder / "corpora" / "gsm8k_test.jsonl").read_text().splitlines()]
 
 
-def human_eval(folder: Path) -> list[dict[str, str]]:
+def read_human_eval(folder: Path) -> list[dict[str, str]]:
     lines = gzip.decompress((folder / "corpora" / "HumanEval.jsonl.gz").read_bytes()).splitlines()
     return [json.loads(line) for line in lines]
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
+def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -36,68 +36,71 @@ HUMAN_EVAL = ["--reward", "tests:seconds=60"]
 
 
 @pytest.fixture
-def ask(run, tmp_path):
-    """Evaluate a model on problems; return what is told."""
+def evaluate_problems(run, tmp_path):
+    """Return a function that evaluates a model on problems and returns the reported metrics."""
 
-    def of(model: Path, rows: list[dict[str, str]], *arguments: object) -> dict[str, float]:
-        path = write(tmp_path / "problems.jsonl", rows)
-        done = run("evaluate", model, path, *arguments, "--max-completion-length", 1500, "--batch-tokens", 65536,
-                   "--trust-remote-code", "--json", cwd=tmp_path, timeout=3000)  # fmt: skip
-        return json.loads(done.stdout)
+    def evaluate(model: Path, rows: list[dict[str, str]], *arguments: object) -> dict[str, float]:
+        path = write_rows(tmp_path / "problems.jsonl", rows)
+        result = run("evaluate", model, path, *arguments, "--max-completion-length", 1500, "--batch-tokens", 65536,
+                     "--trust-remote-code", "--json", cwd=tmp_path, timeout=3000)  # fmt: skip
+        return json.loads(result.stdout)
 
-    return of
+    return evaluate
 
 
 @pytest.fixture
-def walls() -> None:
+def sandbox() -> None:
     try:
         Sandbox().close()
     except XtkError as error:
         pytest.skip(f"no sandbox here: {error.where}")
 
 
-def test_some_of_gsm8k(ask, pair, real_data, tmp_path):
-    rows = gsm8k(real_data)[:20]
+def test_oracle_scores_the_problems_of_gsm8k_that_it_knows(evaluate_problems, pair, real_data, tmp_path):
+    rows = read_gsm8k(real_data)[:20]
     oracle = make_oracle(tmp_path / "oracle", {row["question"]: row["answer"] for row in rows[:15]})
-    found = ask(oracle, rows, *GSM8K)
-    assert found["avg@1"] == 0.75  # and to what it does not know it says nothing
+    found = evaluate_problems(oracle, rows, *GSM8K)
+    assert found["avg@1"] == 0.75  # unknown questions get an empty answer
     assert found["problems"] == 20
-    assert ask(pair.student, rows[:3], *GSM8K)["avg@1"] == 0.0
+    assert evaluate_problems(pair.student, rows[:3], *GSM8K)["avg@1"] == 0.0
 
 
-def test_some_of_human_eval(ask, walls, pair, real_data, tmp_path):
-    rows = human_eval(real_data)[:3]
+def test_oracle_solves_problems_of_human_eval(evaluate_problems, sandbox, pair, real_data, tmp_path):
+    rows = read_human_eval(real_data)[:3]
     oracle = make_oracle(tmp_path / "oracle", {row["prompt"]: row["canonical_solution"] for row in rows})
-    assert ask(oracle, rows, *HUMAN_EVAL)["pass@1"] == 1.0
-    chats = make_oracle(tmp_path / "chats", {
+    assert evaluate_problems(oracle, rows, *HUMAN_EVAL)["pass@1"] == 1.0
+    chat_oracle = make_oracle(tmp_path / "chats", {
         f"Write this:\n{row['prompt']}": f"Here:\n```python\n{row['prompt']}{row['canonical_solution']}```\nDone."
         for row in rows})  # fmt: skip
-    assert ask(chats, rows, *HUMAN_EVAL, "--prompt-template", "Write this:\n{{prompt}}")["pass@1"] == 1.0
+    assert (
+        evaluate_problems(chat_oracle, rows, *HUMAN_EVAL, "--prompt-template", "Write this:\n{{prompt}}")["pass@1"]
+        == 1.0
+    )
 
 
 @pytest.mark.long
-def test_all_of_gsm8k(ask, pair, real_data, tmp_path):
-    rows = gsm8k(real_data)
+def test_oracle_solves_all_of_gsm8k(evaluate_problems, pair, real_data, tmp_path):
+    rows = read_gsm8k(real_data)
     oracle = make_oracle(tmp_path / "oracle", {row["question"]: row["answer"] for row in rows})
-    found = ask(oracle, rows, *GSM8K)
+    found = evaluate_problems(oracle, rows, *GSM8K)
     assert (found["avg@1"], found["problems"], found["truncated_fraction"]) == (1.0, 1319, 0.0)
-    assert ask(pair.student, rows, *GSM8K)["avg@1"] < 0.01
+    assert evaluate_problems(pair.student, rows, *GSM8K)["avg@1"] < 0.01
 
 
 @pytest.mark.long
-def test_all_of_human_eval(ask, walls, pair, real_data, tmp_path):
-    rows = human_eval(real_data)
+def test_oracle_solves_all_of_human_eval(evaluate_problems, sandbox, pair, real_data, tmp_path):
+    rows = read_human_eval(real_data)
     oracle = make_oracle(tmp_path / "oracle", {row["prompt"]: row["canonical_solution"] for row in rows})
-    found = ask(oracle, rows, *HUMAN_EVAL)
+    found = evaluate_problems(oracle, rows, *HUMAN_EVAL)
     assert (found["pass@1"], found["problems"], found["unscored"]) == (1.0, 164, 0)
-    assert ask(pair.student, rows, *HUMAN_EVAL)["pass@1"] == 0.0
+    assert evaluate_problems(pair.student, rows, *HUMAN_EVAL)["pass@1"] == 0.0
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(1319, marks=pytest.mark.long)])
-def test_gsm8k_as_a_task_of_the_harness(run, real_data, tmp_path, count):
+def test_oracle_solves_gsm8k_as_a_harness_task(run, real_data, tmp_path, count):
     pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
-    rows = gsm8k(real_data)[:count]
-    data = write(tmp_path / "rows.jsonl", rows)
+    rows = read_gsm8k(real_data)[:count]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     numbers = [{"function": "regex", "regex_pattern": "#### (-?[0-9.,]+)"}, {"function": "take_first"}]
     (tmp_path / "gsm8k.yaml").write_text(lm_eval_tasks.task(
         "gsm8k_here", data, output_type="generate_until", doc_to_text="Question: {{question}}\nAnswer:",
@@ -107,7 +110,7 @@ def test_gsm8k_as_a_task_of_the_harness(run, real_data, tmp_path, count):
     oracle = make_oracle(
         tmp_path / "oracle", {f"Question: {row['question']}\nAnswer:": " " + row["answer"] for row in rows}
     )
-    done = run("evaluate", oracle, "--tasks", "gsm8k_here", "--include-path", tmp_path, "--trust-remote-code", "--json",
+    proc = run("evaluate", oracle, "--tasks", "gsm8k_here", "--include-path", tmp_path, "--trust-remote-code", "--json",
                "--batch-size", 32, cwd=tmp_path, timeout=3000)  # fmt: skip
-    scores = json.loads(done.stdout)["results"]["gsm8k_here"]
+    scores = json.loads(proc.stdout)["results"]["gsm8k_here"]
     assert (scores["exact_match,strict"], scores["problems"]) == (1.0, count)

@@ -1,4 +1,4 @@
-"""What pages and cards call models and data: no folders of a machine, unless they tell two apart."""
+"""Short names of models and data in tables and model cards: no local folders unless needed to distinguish two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xtk.evaluation.evaluation_result_files import EvaluationResult, read_result
 from xtk.training.model_card import add_evaluation_table
 
 
-def test_an_absolute_path_has_the_shortest_end_that_tells_it_apart():
+def test_absolute_paths_are_shortened_to_their_shortest_unique_suffix():
     assert shorten_names(["/a/b/student", "org/model", "runs/one", "/a/b/student"]) == {
         "/a/b/student": "student", "org/model": "org/model", "runs/one": "runs/one"}  # fmt: skip
     assert list(shorten_names(["/a/x/run", "/a/y/run"]).values()) == ["x/run", "y/run"]
@@ -20,7 +20,7 @@ def test_an_absolute_path_has_the_shortest_end_that_tells_it_apart():
     assert shorten_names([]) == {}
 
 
-def test_a_card_names_no_folders_of_this_machine():
+def test_model_card_contains_no_local_folders():
     results = [EvaluationResult("/home/me/distilled", "/home/me/test.jsonl", "bits_per_byte", 2.5)]
     results.append(EvaluationResult("/home/me/ce", "/home/me/test.jsonl", "bits_per_byte", 2.75))
     card = add_evaluation_table("## Recipe\n", results)
@@ -29,44 +29,44 @@ def test_a_card_names_no_folders_of_this_machine():
     assert "/home" not in card
 
 
-def rows_in(path: Path, *records: dict) -> dict[tuple[str, str], dict[str, float]]:
+def values_by_row(path: Path, *records: dict) -> dict[tuple[str, str], dict[str, float]]:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = result_rows(read_results(path))
     return {(row.data, row.metric): {model: one.value for model, one in row.by_model.items()} for row in rows}
 
 
-def test_only_what_was_measured_alike_shares_a_row(tmp_path):
+def test_only_results_with_equal_settings_share_a_row(tmp_path):
     path = tmp_path / "results.jsonl"
-    judged = [{"model": "a", "data": "p1.jsonl", "reward": reward, "temperature": heat, "avg@1": value}
+    scored = [{"model": "a", "data": "p1.jsonl", "reward": reward, "temperature": heat, "avg@1": value}
               for reward, heat, value in (("exact", 0.0, 0.9), ("json", 0.0, 0.2), ("json", 0.8, 0.1))]  # fmt: skip
-    assert rows_in(path, *judged) == {
+    assert values_by_row(path, *scored) == {
         ("p1.jsonl, exact", "avg@1"): {"a": 0.9},
         ("p1.jsonl, json", "avg@1"): {"a": 0.2},
         ("p1.jsonl, json, temperature 0.8", "avg@1"): {"a": 0.1},
     }
-    asked = [{"model": model, "data": ["sums"], "results": {"sums": {"acc": value, "num_fewshot": shots}}}
-             for model, shots, value in (("a", 0, 0.3), ("b", 0, 0.4), ("b", 2, 0.5))]  # fmt: skip
-    theirs = {"model_name": "c", "results": {"sums": {"acc,none": 0.6}}, "n-shot": {"sums": 2}}
-    found = {("sums, 0-shot", "acc"): {"a": 0.3, "b": 0.4}, ("sums, 2-shot", "acc"): {"b": 0.5, "c": 0.6}}
-    assert rows_in(path, *asked, theirs) == found
+    by_task = [{"model": model, "data": ["sums"], "results": {"sums": {"acc": value, "num_fewshot": num_fewshot}}}
+               for model, num_fewshot, value in (("a", 0, 0.3), ("b", 0, 0.4), ("b", 2, 0.5))]  # fmt: skip
+    harness_result = {"model_name": "c", "results": {"sums": {"acc,none": 0.6}}, "n-shot": {"sums": 2}}
+    expected = {("sums, 0-shot", "acc"): {"a": 0.3, "b": 0.4}, ("sums, 2-shot", "acc"): {"b": 0.5, "c": 0.6}}
+    assert values_by_row(path, *by_task, harness_result) == expected
 
 
-def test_windows_are_told_where_they_tell_two_numbers_apart(tmp_path):
-    read = [{"model": model, "data": "t", "bits_per_byte": value, "window": window}
-            for model, window, value in (("a", 64, 2.5), ("b", 256, 2.0), ("b", 64, 2.25))]  # fmt: skip
+def test_windows_are_named_where_they_distinguish_results(tmp_path):
+    results = [{"model": model, "data": "t", "bits_per_byte": value, "window": window}
+               for model, window, value in (("a", 64, 2.5), ("b", 256, 2.0), ("b", 64, 2.25))]  # fmt: skip
     path = tmp_path / "results.jsonl"
-    assert rows_in(path, *read[:2], read[0]) == {("t", "bits_per_byte"): {"a": 2.5, "b": 2.0}}
-    assert rows_in(path, *read) == {
+    assert values_by_row(path, *results[:2], results[0]) == {("t", "bits_per_byte"): {"a": 2.5, "b": 2.0}}
+    assert values_by_row(path, *results) == {
         ("t, window 64", "bits_per_byte"): {"a": 2.5, "b": 2.25},
         ("t, window 256", "bits_per_byte"): {"b": 2.0},
     }
 
 
-def test_two_numbers_of_one_name_are_refused(tmp_path):
+def test_two_different_results_of_one_name_are_refused(tmp_path):
     results = []
     for name, value in (("one.json", 2.5), ("other.json", 2.25)):
         (tmp_path / name).write_text(json.dumps({"model": "a", "data": "t", "bits_per_byte": value}))
         results += read_results(tmp_path / name)
-    with pytest.raises(XtkError, match="the model a has two different results for bits_per_byte on t: 2") as refused:
+    with pytest.raises(XtkError, match="the model a has two different results for bits_per_byte on t: 2") as raised:
         add_evaluation_table("## Recipe\n", results)
-    assert all(str(tmp_path / name) in str(refused.value) for name in ("one.json", "other.json"))
+    assert all(str(tmp_path / name) in str(raised.value) for name in ("one.json", "other.json"))

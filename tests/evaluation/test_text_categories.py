@@ -1,4 +1,4 @@
-"""Bits by kind of text: every byte has one kind, and what tokens cost is shared among their bytes without a rest."""
+"""Bits per byte by text category: every byte has one category, and a token's bits are split among its bytes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TEXTS = [
 ]
 
 
-def named(text: str) -> list[str]:
-    return [TEXT_CATEGORIES[kind] for kind in categorize_bytes(Document.from_text(text))]
+def category_names(text: str) -> list[str]:
+    return [TEXT_CATEGORIES[category] for category in categorize_bytes(Document.from_text(text))]
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def named(text: str) -> list[str]:
         ("```\n1\n```", ["punctuation"] * 3 + ["white space"] + ["code"] * 2 + ["punctuation"] * 3),
     ],
 )
-def test_kinds_by_example(text, expected):
-    assert named(text) == expected
+def test_bytes_are_categorized_by_example(text, expected):
+    assert category_names(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,53 +70,57 @@ def test_kinds_by_example(text, expected):
         ("    ```\nx\n", []),
     ],
 )
-def test_fences_are_those_of_markdown(text, inside):
+def test_fenced_ranges_follow_markdown(text, inside):
     assert [text[start:stop] for start, stop in fenced_ranges(text)] == inside
 
 
 @given(text=st.text())
-def test_every_byte_has_a_kind(text):
+def test_every_byte_has_a_category(text):
     document = Document.from_text(text)
     assert len(categorize_bytes(document)) == len(document.text.encode())
 
 
-def shared(folder, texts: list[str]) -> dict[str, float]:
-    """Bits by kind of short texts in plain words: a loop over tokens and the bytes of each, in float64."""
+def reference_bits_by_category(folder, texts: list[str]) -> dict[str, float]:
+    """Return bits by category of short texts: a loop over tokens and the bytes of each, in float64."""
     tokenizer = Tokenizer(folder)
     model = load_causal_lm(folder, dtype=torch.float64).eval()
-    spellings = tokenizer.vocabulary.bytes_by_id
-    found = dict.fromkeys(TEXT_CATEGORIES, 0.0)
+    bytes_by_id = tokenizer.vocabulary.bytes_by_id
+    bits = dict.fromkeys(TEXT_CATEGORIES, 0.0)
     for text, sequence in zip(texts, tokenize_documents(tokenizer, list(map(Document.from_text, texts))), strict=True):
-        kinds, stop = named(text), int(sequence.text_runs[:, 1].max(initial=1))
+        categories, stop = category_names(text), int(sequence.text_runs[:, 1].max(initial=1))
         with torch.no_grad():
             probs = torch.softmax(model(input_ids=torch.from_numpy(sequence.ids.astype(np.int64))[None]).logits[0], -1)
-        for at in range(1, stop):
-            token, row = int(sequence.ids[at]), probs[at - 1].tolist()
-            spelling, start = spellings[token], int(sequence.byte_ends[at - 1])
-            before = 1.0
-            for size in range(1, len(spelling) + 1):
-                mass = sum(row[other] for other, one in enumerate(spellings) if one.startswith(spelling[:size]))
-                found[kinds[start + size - 1]] -= math.log2(mass / before)
-                before = mass
-            found[kinds[start + len(spelling) - 1]] -= math.log2(row[token] / before)
-    return found
+        for i in range(1, stop):
+            token, probs_row = int(sequence.ids[i]), probs[i - 1].tolist()
+            token_bytes, start = bytes_by_id[token], int(sequence.byte_ends[i - 1])
+            previous_mass = 1.0
+            for size in range(1, len(token_bytes) + 1):
+                mass = sum(
+                    probs_row[other_id]
+                    for other_id, other_bytes in enumerate(bytes_by_id)
+                    if other_bytes.startswith(token_bytes[:size])
+                )
+                bits[categories[start + size - 1]] -= math.log2(mass / previous_mass)
+                previous_mass = mass
+            bits[categories[start + len(token_bytes) - 1]] -= math.log2(probs_row[token] / previous_mass)
+    return bits
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
-def test_a_byte_costs_what_the_bytes_before_it_in_its_token_leave_open(pair, side):
+def test_bits_per_category_equal_the_reference_implementation(pair, side):
     folder, texts = getattr(pair, side), [*small_inputs.sentences(2, seed=8), CODE, "naïve 12 字 café"]
-    expected = shared(folder, texts)
+    expected = reference_bits_by_category(folder, texts)
     documents = list(map(Document.from_text, texts))
     found = evaluate_bits_per_byte(
         BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder), documents, by_category=True
     )
-    bits = {kind: float(ratio.sums.sum()) for kind, ratio in found.per_category.items()}
-    assert bits == pytest.approx({kind: value for kind, value in expected.items() if value}, rel=1e-5)
+    bits = {category: float(ratio.sums.sum()) for category, ratio in found.per_category.items()}
+    assert bits == pytest.approx({category: value for category, value in expected.items() if value}, rel=1e-5)
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
 @pytest.mark.parametrize("max_length", [None, 24])
-def test_kinds_sum_to_the_whole(pair, side, max_length):
+def test_categories_sum_to_the_total(pair, side, max_length):
     folder = getattr(pair, side)
     model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
     documents = [
@@ -124,28 +128,28 @@ def test_kinds_sum_to_the_whole(pair, side, max_length):
         Document.from_completion("It is 1", "2 and αβ."),
         Document.from_text(""),
     ]
-    plain = evaluate_bits_per_byte(model, tokenizer, documents, max_length=max_length)
+    without_categories = evaluate_bits_per_byte(model, tokenizer, documents, max_length=max_length)
     found = evaluate_bits_per_byte(
         model, tokenizer, documents, max_length=max_length, by_category=True, batch_tokens=500
     )
-    assert plain.per_category == {}
-    assert found.bits == pytest.approx(plain.bits, rel=1e-6)
-    for part in ("sums", "counts"):
-        summed = sum(getattr(ratio, part) for ratio in found.per_category.values())
-        assert summed == pytest.approx(getattr(found.per_document, part), rel=1e-9, abs=1e-9)
+    assert without_categories.per_category == {}
+    assert found.bits == pytest.approx(without_categories.bits, rel=1e-6)
+    for field in ("sums", "counts"):
+        summed = sum(getattr(ratio, field) for ratio in found.per_category.values())
+        assert summed == pytest.approx(getattr(found.per_document, field), rel=1e-9, abs=1e-9)
     assert {"digits", "white space", "punctuation", "code", "Latin", "Greek"} <= set(found.per_category)
 
 
-def test_by_category_through_the_command(run, pair, tmp_path):
+def test_evaluate_command_reports_bits_by_category(run, pair, tmp_path):
     (tmp_path / "texts.txt").write_text(CODE)
-    asked = ("evaluate", pair.student, "texts.txt", "--compare-to", pair.teacher, "--by-category", "-q")
-    lines = [json.loads(line) for line in run(*asked, "--json", cwd=tmp_path).stdout.splitlines()]
+    arguments = ("evaluate", pair.student, "texts.txt", "--compare-to", pair.teacher, "--by-category", "-q")
+    lines = [json.loads(line) for line in run(*arguments, "--json", cwd=tmp_path).stdout.splitlines()]
     for line in lines:
         categories = line["categories"]
         assert categories["code"]["bytes"] == len("x = 1\n")
         assert sum(one["bytes"] for one in categories.values()) == line["bytes"]
         assert sum(one["bits"] for one in categories.values()) / line["bytes"] == pytest.approx(line["bits_per_byte"])
     assert "difference" in lines[1]["categories"]["digits"]
-    table = run(*asked, cwd=tmp_path).stdout
+    table = run(*arguments, cwd=tmp_path).stdout
     assert "bits per byte by category" in table
     assert "white space" in table

@@ -1,11 +1,11 @@
-"""Test and measure xtk on a GPU, in three parts that each end within nine minutes; results are kept as they come.
+"""Test and measure xtk on a GPU, in three parts of at most nine minutes each; results are written after each step.
 
     python tests/gpu/gpu_session.py --part 1 --output gpu-results.jsonl
 
-A step is a process with a time limit. After each step, lines of JSON are added to the output: one for each number that
-it printed, and one with how it ended; a run that is cut keeps what it had. `--dry-run` takes all steps on the CPU at
-toy size, with six times the limits. This file needs only Python; what a step needs that is not installed is recorded,
-and the step is skipped.
+A step is a process with a time limit. After each step, JSON lines are added to the output: one for each number that
+it printed, and one with its status; an interrupted session keeps the results so far. `--dry-run` runs all steps on the
+CPU at toy size, with six times the limits. This file needs only Python; if a step needs a package that is not
+installed, that is recorded, and the step is skipped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 BENCHMARKS = "tests/benchmarks"
 PART_SECONDS = 540.0
-DRY_RUN_FACTOR = 6.0  # time limits are those of a GPU
-LEAST_SECONDS = 10.0  # with less left in a part, a step is not started
-KEPT_LINES = 20  # last lines of a step that did not end well
-NEEDED = ("torch", "transformers", "accelerate", "pyarrow", "numba", "safetensors", "tokenizers", "datasets", "xxhash",
-          "typer", "rich", "yaml", "httpx", "jinja2", "fsspec", "pytest", "hypothesis")  # fmt: skip
+DRY_RUN_FACTOR = 6.0  # the time limits are for a GPU
+MIN_STEP_SECONDS = 10.0  # with less time left in a part, a step is not started
+TAIL_LINES = 20  # last lines of a step that did not pass
+REQUIRED_PACKAGES = (
+    "torch", "transformers", "accelerate", "pyarrow", "numba", "safetensors", "tokenizers", "datasets", "xxhash",
+    "typer", "rich", "yaml", "httpx", "jinja2", "fsspec", "pytest", "hypothesis",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Step:
 
     Attributes:
         name: its name in the results.
-        part: 1, 2 or 3; steps are listed in order of worth.
+        part: 1, 2 or 3; the most important steps come first.
         seconds: time limit.
         command: arguments of Python.
         dry_command: the same at toy size; (): `command`.
@@ -71,7 +73,7 @@ _TOY_LOSSES = ("--rows", "64", "--hidden", "32", "--rounds", "1", "--losses", "c
 _SPARSE = ("--losses", "ce", "p-kl", "boundary-kl", "byte-kl", "alm")
 
 STEPS = (
-    # What must be right.
+    # Correctness.
     Step("losses against fp64", 1, 120, _tests("losses")),
     Step("gradients of passes", 1, 90, _tests("gradients")),
     Step("host waits of a step", 1, 50, _tests("waits")),
@@ -82,7 +84,7 @@ STEPS = (
     Step("Triton kernels", 1, 40,
          ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/losses/test_triton_kernels.py"),
          needs=("triton",)),
-    # What it costs.
+    # Time and memory.
     Step("time of losses, H = 4,096", 2, 240, _bench("losses", "time", "--hidden", "4096", *_SPARSE),
          _bench("losses", "time", *_TOY_LOSSES)),
     Step("memory of losses, H = 4,096", 2, 120, _bench("losses", "memory", "--hidden", "4096", *_SPARSE),
@@ -109,7 +111,7 @@ STEPS = (
 
 
 class Results:
-    """Lines of JSON in a file, each on the disk before the next step begins.
+    """JSON lines in a file; each is written to disk before the next step begins.
 
     Args:
         path: the file; lines are appended.
@@ -128,7 +130,7 @@ class Results:
 
 
 def missing(needs: Sequence[str]) -> list[str]:
-    """Return which modules or paths are not there."""
+    """Return the modules or paths that do not exist."""
     return [
         name
         for name in needs
@@ -145,10 +147,12 @@ def table_rows(text: str) -> Iterator[dict[str, str]]:
 
 
 def take_step(step: Step, seconds: float, results: Results, *, dry_run: bool) -> str:
-    """Run a step in at most some seconds, record it, and return how it ended."""
-    lacks = missing(step.needs)
-    if lacks:
-        results.add(step=step.name, part=step.part, status="skipped", reason=f"not installed: {', '.join(lacks)}")
+    """Run a step with a time limit, record it, and return its status."""
+    missing_needs = missing(step.needs)
+    if missing_needs:
+        results.add(
+            step=step.name, part=step.part, status="skipped", reason=f"not installed: {', '.join(missing_needs)}"
+        )
         return "skipped"
     command = [sys.executable, *((step.dry_command or step.command) if dry_run else step.command)]
     path = os.pathsep.join([str(ROOT), str(ROOT / BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -167,94 +171,98 @@ def take_step(step: Step, seconds: float, results: Results, *, dry_run: bool) ->
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            end(process)
+            kill_group(process)
         output.seek(0)
         text = output.read()
-    took = round(time.monotonic() - started, 1)
+    elapsed = round(time.monotonic() - started, 1)
     for row in table_rows(text):
         results.add(step=step.name, part=step.part, **row)
     lines = [line for line in text.splitlines() if line.strip()]
     status = "cut" if code is None else "passed" if code == 0 else "failed"
     if status == "failed" and lines and lines[-1].startswith("skipped: "):
         status = "skipped"
-    kept = lines[-1:] if status == "passed" else lines[-KEPT_LINES:]
-    results.add(step=step.name, part=step.part, status=status, seconds=took, limit=round(seconds, 1), tail=kept)
+    tail_lines = lines[-1:] if status == "passed" else lines[-TAIL_LINES:]
+    results.add(
+        step=step.name, part=step.part, status=status, seconds=elapsed, limit=round(seconds, 1), tail=tail_lines
+    )
     return status
 
 
 def _die_with_parent() -> None:
-    """Make this process end with the one that started it, also if that is killed (Linux: PR_SET_PDEATHSIG)."""
+    """Let the kernel kill this process when its parent ends, also if the parent is killed (Linux: PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a step and all processes that it started."""
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a step and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def device() -> dict[str, str]:
-    """Return the GPU's name and torch's version, asked of a process, so that this one holds no memory there."""
+    """Return the GPU's name and torch's version, from a subprocess: this process allocates no GPU memory."""
     code = ("import json, torch; there = torch.cuda.is_available(); "
             "print(json.dumps({'torch': torch.__version__, 'cuda': str(torch.version.cuda), "
             "'device': torch.cuda.get_device_name() if there else 'cpu'}))")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return json.loads(done.stdout) if done.returncode == 0 else {"device": "", "error": done.stderr[-500:]}
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return (
+        json.loads(completed.stdout) if completed.returncode == 0 else {"device": "", "error": completed.stderr[-500:]}
+    )
 
 
 def run_parts(parts: Sequence[int], steps: Sequence[Step], results: Results, *, dry_run: bool) -> int:
-    """Run the steps of some parts; return how many failed or were cut."""
-    bad = 0
+    """Run the steps of some parts; return the number of steps that did not pass, or had no time left."""
+    not_passed = 0
     factor = DRY_RUN_FACTOR if dry_run else 1.0
     for part in parts:
         deadline = time.monotonic() + factor * PART_SECONDS
         for step in steps:
             if step.part != part:
                 continue
-            left = deadline - time.monotonic()
-            if left < LEAST_SECONDS:
+            remaining = deadline - time.monotonic()
+            if remaining < MIN_STEP_SECONDS:
                 results.add(step=step.name, part=part, status="skipped", reason="no time is left in this part")
-                bad += 1
+                not_passed += 1
                 continue
-            status = take_step(step, min(factor * step.seconds, left), results, dry_run=dry_run)
-            bad += status in ("failed", "cut")
+            status = take_step(step, min(factor * step.seconds, remaining), results, dry_run=dry_run)
+            not_passed += status in ("failed", "cut")
             sys.stdout.write(f"part {part}: {status:8}{step.name}\n")
             sys.stdout.flush()
-    return bad
+    return not_passed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; return the exit code: 1 if a step failed or was cut, 2 if something needed is missing."""
+    """Run; return the exit code: 1 if a step did not pass, 2 if a requirement is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=(1, 2, 3), nargs="*", default=[1, 2, 3], help="which parts")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at toy size")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of steps")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu-results.jsonl", help="lines are appended")
     parser.add_argument("--list", action="store_true", help="print the steps and their time limits")
-    chosen = parser.parse_args(arguments)
-    steps = [step for step in STEPS if any(part in step.name for part in chosen.only)]
-    if chosen.list:
+    args = parser.parse_args(arguments)
+    steps = [step for step in STEPS if any(part in step.name for part in args.only)]
+    if args.list:
         for step in steps:
             sys.stdout.write(f"part {step.part}  {step.seconds:4.0f} s  {step.name}\n")
         return 0
-    lacks = missing(NEEDED)
-    found = {"device": ""} if lacks else device()
-    if lacks or (not chosen.dry_run and found["device"] in ("", "cpu")):
+    packages = missing(REQUIRED_PACKAGES)
+    device_info = {"device": ""} if packages else device()
+    if packages or (not args.dry_run and device_info["device"] in ("", "cpu")):
         sys.stderr.write(
-            f"{'Python packages are missing: ' + ', '.join(lacks) if lacks else 'torch finds no CUDA device'}\n"
+            f"{'Python packages are missing: ' + ', '.join(packages) if packages else 'torch finds no CUDA device'}\n"
             "  needed: a GPU, a CUDA build of torch (pip installs it on a machine with a GPU), xtk's dependencies and\n"
             "  pytest and hypothesis; XTK_DATA for the benchmarks with real tokenizers; vllm is optional\n"
             "  try: pip install '.[dev]', or --dry-run for the CPU\n"
         )
         return 2
-    results = Results(chosen.output)
+    results = Results(args.output)
     results.add(
-        session="dry run" if chosen.dry_run else "gpu", parts=chosen.part, python=sys.version.split()[0], **found
+        session="dry run" if args.dry_run else "gpu", parts=args.part, python=sys.version.split()[0], **device_info
     )
-    bad = run_parts(chosen.part, steps, results, dry_run=chosen.dry_run)
-    sys.stdout.write(f"{chosen.output}\n")
-    return int(bad > 0)
+    not_passed = run_parts(args.part, steps, results, dry_run=args.dry_run)
+    sys.stdout.write(f"{args.output}\n")
+    return int(not_passed > 0)
 
 
 if __name__ == "__main__":

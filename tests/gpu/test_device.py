@@ -1,7 +1,7 @@
-"""Losses, gradients, waits, teacher, bf16 and resume on a GPU; without one, on the CPU.
+"""Losses, gradients, host waits, teacher, bf16, resume and offload on a GPU; without one, on the CPU.
 
 `tests/gpu/gpu_session.py` runs these tests on a GPU, group by group: -k losses, gradients, waits, teacher, bf16,
-resume, offload. Reductions of a GPU add in another order each time, so that runs are not compared by bytes there.
+resume, offload. Reductions on a GPU add in a different order each time, so runs are not compared bit for bit there.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ pytestmark = pytest.mark.gpu
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CPU = torch.device("cpu")
-ACROSS = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
+CROSS_TOKENIZER_LOSSES = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_losses_and_gradients_are_those_in_fp64_on_the_cpu(name):
+def test_losses_and_gradients_match_fp64_on_the_cpu(name):
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         for chunk in (64, 1):
             expected = gradients(name, chunk, CPU)
@@ -49,16 +49,16 @@ def test_losses_and_gradients_are_those_in_fp64_on_the_cpu(name):
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("way", ["packed", "padded", "gradient checkpointing"])
-def test_gradients_do_not_depend_on_passes_chunks_or_device(pair, cache, projection, monkeypatch, way):
-    options: dict[str, Any] = {"packed": {}, "padded": {"packing": False}}.get(way, {"gradient_checkpointing": True})
+@pytest.mark.parametrize("mode", ["packed", "padded", "gradient checkpointing"])
+def test_gradients_do_not_depend_on_passes_chunks_or_device(pair, cache, projection, monkeypatch, mode):
+    options: dict[str, Any] = {"packed": {}, "padded": {"packing": False}}.get(mode, {"gradient_checkpointing": True})
 
     def steps(batch: int, rows: int, accelerator: Accelerator) -> dict[str, torch.Tensor]:
         monkeypatch.setattr(student_with_losses, "chunk_rows", lambda vocab_size: rows)
-        recipe = recipe_of(ACROSS, batch, **options)
-        inputs = inputs_of(pair.student, [cache], recipe, (projection,))
-        found, _ = take_steps(accelerator, pair.student, inputs, recipe, 6)
-        return {name: one.cpu() for name, one in found.items()}
+        config = recipe_of(CROSS_TOKENIZER_LOSSES, batch, **options)
+        inputs = inputs_of(pair.student, [cache], config, (projection,))
+        found, _ = take_steps(accelerator, pair.student, inputs, config, 6)
+        return {name: tensor.cpu() for name, tensor in found.items()}
 
     accelerator = Accelerator(cpu=not ON_GPU)
     expected = steps(6, 1000, accelerator)
@@ -71,21 +71,21 @@ def test_gradients_do_not_depend_on_passes_chunks_or_device(pair, cache, project
 @pytest.mark.skipif(
     not ON_GPU, reason="counts CUDA's synchronizations; tests/training/test_device_reads.py simulates it"
 )
-def test_waits_of_a_step_do_not_depend_on_its_passes(pair, cache, projection):
+def test_host_waits_of_a_step_do_not_depend_on_its_passes(pair, cache, projection):
     counts = []
     for batch in (6, 1):
-        recipe = recipe_of(ACROSS, batch)
-        inputs = inputs_of(pair.student, [cache], recipe, (projection,))
+        config = recipe_of(CROSS_TOKENIZER_LOSSES, batch)
+        inputs = inputs_of(pair.student, [cache], config, (projection,))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                take_steps(Accelerator(), pair.student, inputs, recipe, 6, steps=1)
+                take_steps(Accelerator(), pair.student, inputs, config, 6, steps=1)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        found = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
-        # Others: loading of the model, and what the recorder does.
-        counts.append(sum("xtk/losses" in one.filename or "host_to_device" in one.filename for one in found))
+        waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+        # Other synchronizations are of the model's loading and of the recorder.
+        counts.append(sum("xtk/losses" in wait.filename or "host_to_device" in wait.filename for wait in waits))
     assert max(counts) <= 2
     assert counts[0] == counts[1]
 
@@ -94,19 +94,22 @@ def xtk(*arguments: object, on_gpu: bool = ON_GPU, code: int = 0) -> None:
     """Run `xtk` on the GPU, or on the CPU."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})}
     command = [sys.executable, "-m", "xtk", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == code, done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert completed.returncode == code, completed.stderr
 
 
 def records(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def distance(one: Path, other: Path) -> float:
+def distance(run: Path, reference: Path) -> float:
     """Return the largest difference of weights, relative to the largest weight of each matrix."""
-    mine, yours = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
-    assert mine.keys() == yours.keys()
-    return max(float((mine[name] - yours[name]).abs().max() / yours[name].abs().max().clamp_min(1e-9)) for name in mine)
+    weights, expected = load_file(run / "model.safetensors"), load_file(reference / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    return max(
+        float((weights[name] - expected[name]).abs().max() / expected[name].abs().max().clamp_min(1e-9))
+        for name in weights
+    )
 
 
 def distill(pair, data: Path, folder: Path, *options: object, code: int = 0) -> Path:
@@ -123,16 +126,16 @@ def test_bf16_training_follows_fp32(pair, cache, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
-def test_resume_after_a_stop_is_the_run_that_was_not_stopped(pair, cache, tmp_path):
-    whole, again = (distill(pair, cache, tmp_path / name) for name in ("whole", "again"))
+def test_resume_after_a_stop_matches_an_uninterrupted_run(pair, cache, tmp_path):
+    uninterrupted, repeated = (distill(pair, cache, tmp_path / name) for name in ("whole", "again"))
     stopped = distill(pair, cache, tmp_path / "stopped", "--max-seconds", 0.001, code=75)
     assert not (stopped / "model.safetensors").exists()
     distill(pair, cache, stopped)
     # Two uninterrupted runs on a GPU differ by the order of additions; resuming must not add to it.
-    assert distance(stopped, whole) <= 10 * distance(again, whole) + (1e-5 if ON_GPU else 0)
+    assert distance(stopped, uninterrupted) <= 10 * distance(repeated, uninterrupted) + (1e-5 if ON_GPU else 0)
 
 
-def test_offload_of_the_student_changes_nothing(pair, corpus, tmp_path):
+def test_offload_of_the_student_does_not_change_its_weights(pair, corpus, tmp_path):
     runs = [
         distill(pair, corpus, tmp_path / f"run-{len(options)}", "--teacher", pair.teacher, *options)
         for options in ((), ("--offload-student",))
@@ -141,7 +144,7 @@ def test_offload_of_the_student_changes_nothing(pair, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_teacher_logprobs_are_those_in_fp64_on_the_cpu(pair, corpus, tmp_path, dtype):
+def test_teacher_logprobs_match_fp64_on_the_cpu(pair, corpus, tmp_path, dtype):
     xtk("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--precision", "float32", "--dtype", dtype,
         "-o", tmp_path / "cache")  # fmt: skip
     cache = TeacherCache(tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""The driver of GPU sessions: a step that takes too long is cut and recorded, and what a killed run had is kept."""
+"""The driver of GPU sessions: time limits, recorded results, skipped steps, and results after a kill."""
 
 from __future__ import annotations
 
@@ -14,68 +14,72 @@ from pathlib import Path
 import gpu_session
 from gpu_session import PART_SECONDS, STEPS, Results, Step, run_parts, take_step
 
-PRINTED = "print('x.py on a machine\\n| what | measured | reach |\\n| --- | --- | --- |\\n| speed | 1.5 x | 1.3 x |')"
+PRINT_TABLE = (
+    "print('x.py on a machine\\n| what | measured | reach |\\n| --- | --- | --- |\\n| speed | 1.5 x | 1.3 x |')"
+)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def is_running(number: int) -> bool:
-    """Return whether a process is there and not a zombie."""
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
     try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
 def processes_of_group(group: int) -> list[int]:
-    found = []
+    pids = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and is_running(int(path.name)):
             with contextlib.suppress(ProcessLookupError):
                 if os.getpgid(int(path.name)) == group:
-                    found.append(int(path.name))
-    return found
+                    pids.append(int(path.name))
+    return pids
 
 
-def test_each_part_fits_its_call_and_names_are_unique():
+def test_each_part_fits_its_time_limit_and_step_names_are_unique():
     for part in (1, 2, 3):
         assert 0 < sum(step.seconds for step in STEPS if step.part == part) <= PART_SECONDS
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
-def test_the_numbers_of_a_step_are_recorded(tmp_path):
-    take_step(Step("one", 1, 20, ("-c", PRINTED)), 20, Results(tmp_path / "r"), dry_run=False)
+def test_printed_numbers_of_a_step_are_recorded(tmp_path):
+    take_step(Step("one", 1, 20, ("-c", PRINT_TABLE)), 20, Results(tmp_path / "r"), dry_run=False)
     started, number, ended = lines(tmp_path / "r")
     assert (started["status"], ended["status"]) == ("started", "passed")
     assert number == {"step": "one", "part": 1, "what": "speed", "measured": "1.5 x", "reach": "1.3 x"}
 
 
-def test_a_step_over_its_limit_is_cut_with_its_children_and_the_next_one_runs(tmp_path):
-    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    slow = f"{child}; print(1); import time, os; open({str(tmp_path / 'pgid')!r}, 'w').write(str(os.getpgid(0))); "
-    steps = [Step("slow", 1, 2, ("-c", f"{slow} time.sleep(60)")), Step("next", 1, 20, ("-c", "pass"))]
+def test_step_over_its_limit_is_killed_with_its_children_and_the_next_step_runs(tmp_path):
+    start_child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    code = (
+        f"{start_child}; print(1); import time, os; open({str(tmp_path / 'pgid')!r}, 'w').write(str(os.getpgid(0))); "
+    )
+    steps = [Step("slow", 1, 2, ("-c", f"{code} time.sleep(60)")), Step("next", 1, 20, ("-c", "pass"))]
     assert run_parts([1], steps, Results(tmp_path / "r"), dry_run=False) == 1
-    ends = [line for line in lines(tmp_path / "r") if line["status"] != "started"]
-    assert [(line["step"], line["status"]) for line in ends] == [("slow", "cut"), ("next", "passed")]
-    assert ends[0]["tail"] == ["1"]
+    ended = [line for line in lines(tmp_path / "r") if line["status"] != "started"]
+    assert [(line["step"], line["status"]) for line in ended] == [("slow", "cut"), ("next", "passed")]
+    assert ended[0]["tail"] == ["1"]
     group = int((tmp_path / "pgid").read_text())
     for _ in range(100):
-        if not any(is_running(number) for number in processes_of_group(group)):
+        if not any(is_running(pid) for pid in processes_of_group(group)):
             break
         time.sleep(0.1)
     else:
         raise AssertionError("a child of the step is still running")
 
 
-def test_a_dry_run_allows_more_time_than_a_gpu_takes(tmp_path):
+def test_dry_run_has_longer_time_limits(tmp_path):
     step = Step("slow", 1, 1, ("-c", "import time; time.sleep(2)"))
     assert run_parts([1], [step], Results(tmp_path / "r"), dry_run=True) == 0
     assert run_parts([1], [step], Results(tmp_path / "r"), dry_run=False) == 1
 
 
-def test_a_step_is_skipped_with_its_reason(tmp_path, monkeypatch):
+def test_skipped_steps_are_recorded_with_the_reason(tmp_path, monkeypatch):
     results = Results(tmp_path / "r")
     assert (
         take_step(Step("one", 1, 9, ("-c", "pass"), needs=("no_such_module",)), 9, results, dry_run=False) == "skipped"
@@ -90,7 +94,7 @@ def test_a_step_is_skipped_with_its_reason(tmp_path, monkeypatch):
     assert found[3]["reason"] == "no time is left in this part"
 
 
-def test_results_survive_a_kill(tmp_path):
+def test_results_are_kept_if_the_session_is_killed(tmp_path):
     code = (
         "import gpu_session as g; from pathlib import Path; "
         f"r = g.Results(Path({str(tmp_path / 'r')!r})); "
@@ -111,10 +115,10 @@ def test_results_survive_a_kill(tmp_path):
     assert found == [("done", "started"), ("done", "passed"), ("slow", "started")]
 
 
-def test_without_a_gpu_the_session_says_what_it_needs(tmp_path):
+def test_session_without_a_gpu_is_refused_with_its_requirements(tmp_path):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, gpu_session.__file__, "--output", str(tmp_path / "r")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "no CUDA device" in done.stderr
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert completed.returncode == 2
+    assert "no CUDA device" in completed.stderr
     assert not (tmp_path / "r").exists()

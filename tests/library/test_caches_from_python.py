@@ -1,4 +1,4 @@
-"""Caches in Python: from a loaded model, from arrays of another program, and reading."""
+"""Teacher caches in Python: from a loaded model, from arrays of another program, and reading."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def all_logprobs(cache):
     return [cache.logprobs(number) for number in range(len(cache))]
 
 
-def assert_same(one, other, tolerance=0.0):
-    assert len(one) == len(other)
-    for a, b in zip(all_logprobs(one), all_logprobs(other), strict=True):
+def assert_equal_caches(found, expected, tolerance=0.0):
+    assert len(found) == len(expected)
+    for a, b in zip(all_logprobs(found), all_logprobs(expected), strict=True):
         assert np.array_equal(a.ids, b.ids)
         assert np.array_equal(a.offsets, b.offsets)
         assert np.allclose(a.logprobs, b.logprobs, atol=tolerance, rtol=0)
@@ -49,7 +49,7 @@ def assert_same(one, other, tolerance=0.0):
 
 
 @pytest.mark.parametrize("form", ["datasets", "texts", "records"])
-def test_a_cache_of_a_loaded_model_has_the_values_of_the_command(run, pair, tokenizer, tmp_path, form):
+def test_cache_of_a_loaded_model_equals_that_of_the_command(run, pair, tokenizer, tmp_path, form):
     data = write_jsonl(tmp_path / "data.jsonl", TEXTS)
     run("cache-teacher", pair.teacher, data, "-o", tmp_path / "command")
     forms = {"datasets": datasets.Dataset.from_dict({"text": TEXTS}), "texts": TEXTS,
@@ -57,18 +57,18 @@ def test_a_cache_of_a_loaded_model_has_the_values_of_the_command(run, pair, toke
     teacher = AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32).train()
     for layer in teacher.model.layers:
         layer.self_attn.attention_dropout = 0.5  # only in training mode
-    made = xtk.cache_teacher(teacher, forms[form], tmp_path / "python", tokenizer=tokenizer)
+    cache = xtk.cache_teacher(teacher, forms[form], tmp_path / "python", tokenizer=tokenizer)
     assert teacher.training
-    assert_same(made, xtk.TeacherCache(tmp_path / "command"))
-    assert [row.document.text for row in made] == TEXTS
+    assert_equal_caches(cache, xtk.TeacherCache(tmp_path / "command"))
+    assert [row.document.text for row in cache] == TEXTS
 
 
-def test_a_finished_cache_is_found_again_and_other_weights_are_refused(pair, tokenizer, tmp_path):
+def test_finished_cache_is_reused_and_other_weights_are_refused(pair, tokenizer, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32)
     xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4)
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "c").iterdir()}
+    modified_ns = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "c").iterdir()}
     xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4)
-    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "c").iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "c").iterdir()} == modified_ns
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[-1, -1] += 0.5
     with pytest.raises(xtk.XtkError, match="different inputs or options"):
@@ -81,20 +81,20 @@ def test_a_finished_cache_is_found_again_and_other_weights_are_refused(pair, tok
 def test_top_k_all_stores_the_whole_vocabulary(pair, tokenizer, tmp_path, loaded):
     model = AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32) if loaded else pair.teacher
     options = {"tokenizer": tokenizer} if loaded else {}
-    made = xtk.cache_teacher(model, TEXTS[:1], tmp_path / "c", top_k="all", **options)
-    sizes = np.concatenate([np.diff(row.offsets) for row in all_logprobs(made)])
+    cache = xtk.cache_teacher(model, TEXTS[:1], tmp_path / "c", top_k="all", **options)
+    sizes = np.concatenate([np.diff(row.offsets) for row in all_logprobs(cache)])
     assert set(sizes.tolist()) == {AutoConfig.from_pretrained(pair.teacher).vocab_size}
     with pytest.raises(xtk.XtkError, match="top_k is 'most', but must be a number or 'all'"):
         xtk.cache_teacher(model, TEXTS[:1], tmp_path / "d", top_k="most", **options)
 
 
-def test_a_model_object_needs_its_tokenizer(teacher, tmp_path):
+def test_model_object_without_tokenizer_is_refused(teacher, tmp_path):
     with pytest.raises(xtk.XtkError, match="needs the tokenizer"):
         xtk.cache_teacher(teacher, TEXTS, tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
 
-def scored(model, ids, positions, top_k):
+def score(model, ids, positions, top_k):
     with torch.inference_mode():
         logprobs = model(torch.from_numpy(ids).long()[None]).logits[0].log_softmax(-1)[torch.from_numpy(positions) - 1]
     top = logprobs.topk(top_k)
@@ -104,7 +104,7 @@ def scored(model, ids, positions, top_k):
 
 
 @pytest.mark.parametrize("kind", ["text", "prompt", "messages"])
-def test_a_cache_of_arrays_equals_the_cache_of_the_model(run, pair, teacher, tmp_path, kind):
+def test_cache_of_arrays_equals_the_cache_of_the_model(run, pair, teacher, tmp_path, kind):
     records = {
         "text": [{"text": text} for text in TEXTS],
         "prompt": [{"prompt": text[:20], "completion": text[20:]} for text in TEXTS],
@@ -126,23 +126,23 @@ def test_a_cache_of_arrays_equals_the_cache_of_the_model(run, pair, teacher, tmp
     with xtk.CacheWriter(tmp_path / "arrays", folder, precision="float32", shard_tokens=150) as writer:
         for record in records:
             ids, positions = writer.tokenize(record)
-            top_ids, top_logprobs, observed, entropy = scored(teacher, ids, positions, 6)
+            top_ids, top_logprobs, observed, entropy = score(teacher, ids, positions, 6)
             writer.add(record, top_ids, top_logprobs, observed, entropy=entropy)
-    made = xtk.TeacherCache(tmp_path / "arrays")
-    made.verify()
-    assert len(made.manifest["shards"]) > 1
-    assert_same(made, xtk.TeacherCache(tmp_path / "command"), tolerance=2e-5)
+    cache = xtk.TeacherCache(tmp_path / "arrays")
+    cache.verify()
+    assert len(cache.manifest["shards"]) > 1
+    assert_equal_caches(cache, xtk.TeacherCache(tmp_path / "command"), tolerance=2e-5)
     loss = xtk.DistillationLoss("ce:weight=0.3", "byte-kl")
     if kind != "messages":  # the student has no chat template
-        assert len(xtk.DistillationCollator(pair.student, made, loss)([0, 1])["teacher"].cells) == 2
+        assert len(xtk.DistillationCollator(pair.student, cache, loss)([0, 1])["teacher"].cells) == 2
 
 
-def test_a_writer_that_fails_writes_nothing_and_keeps_the_old_cache(pair, teacher, tmp_path):
+def test_failed_writer_writes_nothing_and_keeps_the_old_cache(pair, teacher, tmp_path):
     def write(texts, **options):
         with xtk.CacheWriter(tmp_path / "c", pair.teacher, **options) as writer:
             for text in texts:
                 ids, positions = writer.tokenize(text)
-                writer.add(text, *scored(teacher, ids, positions, 4)[:3])
+                writer.add(text, *score(teacher, ids, positions, 4)[:3])
             if len(texts) == 1:
                 raise RuntimeError("stopped")
 
@@ -150,38 +150,38 @@ def test_a_writer_that_fails_writes_nothing_and_keeps_the_old_cache(pair, teache
         write(TEXTS[:1])
     assert not (tmp_path / "c").exists()
     write(TEXTS[:3])
-    whole = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    contents = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     with pytest.raises(xtk.XtkError, match="already contains a teacher cache"):
         write(TEXTS[:4])
     with pytest.raises(RuntimeError, match="stopped"):
         write(TEXTS[:1], force=True)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == whole
+    assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == contents
     write(TEXTS[:4], force=True)
     assert len(xtk.TeacherCache(tmp_path / "c")) == 4
 
 
-def test_a_writer_can_be_closed_again_after_an_error(pair, teacher, tmp_path):
+def test_writer_can_be_closed_again_after_an_error(pair, teacher, tmp_path):
     folder = tmp_path / "c"
     writer = xtk.CacheWriter(folder, pair.teacher, shard_tokens=60)
     for text in TEXTS:
-        writer.add(text, *scored(teacher, *writer.tokenize(text), 4)[:3])
+        writer.add(text, *score(teacher, *writer.tokenize(text), 4)[:3])
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(xtk.XtkError, match="files that xtk did not write"):
         writer.close()
     with pytest.raises(xtk.XtkError, match="this CacheWriter is closed"):
-        writer.add(TEXTS[0], *scored(teacher, *writer.tokenize(TEXTS[0]), 4)[:3])
+        writer.add(TEXTS[0], *score(teacher, *writer.tokenize(TEXTS[0]), 4)[:3])
     (folder / "notes.txt").unlink()
-    made = writer.close()
-    made.verify()
-    assert [row.document.text for row in made] == TEXTS
+    cache = writer.close()
+    cache.verify()
+    assert [row.document.text for row in cache] == TEXTS
 
 
 def test_caches_of_one_named_teacher_can_be_merged(run, pair, teacher, tmp_path):
     def write(name, texts, teacher_name):
         with xtk.CacheWriter(tmp_path / name, pair.teacher, name=teacher_name) as writer:
             for text in texts:
-                writer.add(text, *scored(teacher, *writer.tokenize(text), 4)[:3])
+                writer.add(text, *score(teacher, *writer.tokenize(text), 4)[:3])
         return tmp_path / name
 
     parts = [write("a", TEXTS[:5], "org/Judge"), write("b", TEXTS[5:], "org/Judge")]
@@ -189,48 +189,51 @@ def test_caches_of_one_named_teacher_can_be_merged(run, pair, teacher, tmp_path)
     assert [row.document.text for row in xtk.TeacherCache(tmp_path / "whole")] == TEXTS
     assert xtk.TeacherCache(parts[0]).header["teacher"]["name"] == "org/Judge"
     others = [write("c", TEXTS[:5], "other"), write("d", TEXTS[:5], ""), write("e", TEXTS[5:], "")]
-    for pair_of_caches in ((parts[0], others[0]), (others[1], others[2])):
-        refused = run("cache-teacher", "--merge", *pair_of_caches, "-o", tmp_path / "no", code=1)
-        assert "they differ in teacher" in refused.stderr
+    for caches in ((parts[0], others[0]), (others[1], others[2])):
+        result = run("cache-teacher", "--merge", *caches, "-o", tmp_path / "no", code=1)
+        assert "they differ in teacher" in result.stderr
     writer = xtk.CacheWriter(parts[0], pair.teacher, name="org/Judge", exist_ok=True)
     for text in TEXTS[:5]:
-        ids, logs, seen, _ = scored(teacher, *writer.tokenize(text), 4)
-        writer.add(text, ids, logs - 0.01, seen - 0.01)
-    with pytest.raises(xtk.XtkError, match="different inputs or options"):  # other values of the same name
+        ids, logprobs, observed, _ = score(teacher, *writer.tokenize(text), 4)
+        writer.add(text, ids, logprobs - 0.01, observed - 0.01)
+    with pytest.raises(xtk.XtkError, match="different inputs or options"):  # other values under the same name
         writer.close()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda ids, logs, seen: (ids[:-1], logs[:-1], seen[:-1]), "trained teacher tokens, but the arrays"),
-        (lambda ids, logs, seen: (ids, logs + 8, seen), "above 0|sum to"),
-        (lambda ids, logs, seen: (ids, logs * np.nan, seen), "NaN|finite"),
-        (lambda ids, logs, seen: (ids + 100_000, logs, seen), "outside|vocabulary|at most|below"),
+        (
+            lambda ids, logprobs, observed: (ids[:-1], logprobs[:-1], observed[:-1]),
+            "trained teacher tokens, but the arrays",
+        ),
+        (lambda ids, logprobs, observed: (ids, logprobs + 8, observed), "above 0|sum to"),
+        (lambda ids, logprobs, observed: (ids, logprobs * np.nan, observed), "NaN|finite"),
+        (lambda ids, logprobs, observed: (ids + 100_000, logprobs, observed), "outside|vocabulary|at most|below"),
     ],
     ids=["shape", "mass", "nan", "ids"],
 )
-def test_arrays_that_are_no_distribution_are_refused(pair, teacher, tmp_path, change, message):
-    with (  # noqa: PT012 (the writer's block ends by the error)
+def test_invalid_distributions_are_refused(pair, teacher, tmp_path, change, message):
+    with (  # noqa: PT012 (the writer's block ends with the error)
         pytest.raises(xtk.XtkError, match=message),
         xtk.CacheWriter(tmp_path / "c", pair.teacher) as writer,
     ):
         ids, positions = writer.tokenize(TEXTS[0])
-        writer.add(TEXTS[0], *change(*scored(teacher, ids, positions, 4)[:3]))
+        writer.add(TEXTS[0], *change(*score(teacher, ids, positions, 4)[:3]))
     assert not (tmp_path / "c").exists()
 
 
-def test_arrays_of_the_next_positions_are_refused(pair, teacher, tmp_path):
-    """They are distributions too; what they give the observed token shows the shift."""
+def test_arrays_shifted_by_one_position_are_refused(pair, teacher, tmp_path):
+    """Shifted arrays are valid distributions; their probability of the observed token reveals the shift."""
     writer = xtk.CacheWriter(tmp_path / "c", pair.teacher)
     ids, positions = writer.tokenize(TEXTS[0])
-    top_ids, logprobs, seen, _ = scored(teacher, ids, positions, 400)
+    top_ids, logprobs, observed, _ = score(teacher, ids, positions, 400)
     with pytest.raises(xtk.XtkError, match=r"the observed token has the log-probability .* in observed_logprobs, and"):
-        writer.add(TEXTS[0], np.roll(top_ids, -1, 0), np.roll(logprobs, -1, 0), seen)
-    writer.add(TEXTS[0], top_ids, logprobs, seen)
+        writer.add(TEXTS[0], np.roll(top_ids, -1, 0), np.roll(logprobs, -1, 0), observed)
+    writer.add(TEXTS[0], top_ids, logprobs, observed)
 
 
-def test_a_cache_is_a_dataset_for_loaders_with_workers(run, pair, tmp_path):
+def test_cache_is_a_dataset_for_dataloaders_with_workers(run, pair, tmp_path):
     data = write_jsonl(tmp_path / "data.jsonl", TEXTS)
     run("cache-teacher", pair.teacher, data, "-o", tmp_path / "c")
     cache, loss = xtk.TeacherCache(tmp_path / "c"), xtk.DistillationLoss("ce", "byte-kl")
@@ -238,10 +241,10 @@ def test_a_cache_is_a_dataset_for_loaders_with_workers(run, pair, tmp_path):
     loader = torch.utils.data.DataLoader(
         cache, batch_size=4, collate_fn=collator, num_workers=1, multiprocessing_context="spawn"
     )
-    for batch, alone in zip(loader, [collator(range(start, start + 4)) for start in (0, 4, 8)], strict=True):
-        assert torch.equal(batch["input_ids"], alone["input_ids"])
+    for batch, expected_batch in zip(loader, [collator(range(start, start + 4)) for start in (0, 4, 8)], strict=True):
+        assert torch.equal(batch["input_ids"], expected_batch["input_ids"])
         logits = torch.randn(*batch["input_ids"].shape, 656)
-        assert torch.equal(loss(logits=logits, batch=batch), loss(logits=logits, batch=alone))
+        assert torch.equal(loss(logits=logits, batch=batch), loss(logits=logits, batch=expected_batch))
     assert len(cache) == len(TEXTS)
     assert cache[3].document.text == TEXTS[3]
     assert cache[3].index == 3
@@ -265,11 +268,11 @@ print(sum(len(batch["input_ids"]) for batch in loader))
 
 
 def test_forked_workers_respond_after_a_cache_was_built_in_the_process(pair, tmp_path):
-    # DataLoader forks on Linux by default, and a forked process has none of the threads of tokenizers.
+    # DataLoader forks on Linux by default, and a forked process does not have the threads of tokenizers.
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     command = [sys.executable, "-c", FORKED_WORKER, pair.teacher, pair.student, tmp_path / "c"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.stdout.strip() == "8", ended.stderr
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert result.stdout.strip() == "8", result.stderr
 
 
 def test_rows_of_a_dataset_are_compared_with_the_cache(run, pair, tmp_path):
@@ -308,15 +311,15 @@ def test_rows_of_a_dataset_are_compared_with_the_cache(run, pair, tmp_path):
     ],
     ids=["mapping", "DatasetDict", "generator", "rows", "DataFrame"],
 )
-def test_data_that_is_no_sequence_of_rows_is_refused(pair, teacher, tmp_path, dataset, message):
-    with pytest.raises(xtk.XtkError) as refused:
+def test_datasets_that_are_not_a_sequence_of_rows_are_refused(pair, teacher, tmp_path, dataset, message):
+    with pytest.raises(xtk.XtkError) as raised:
         xtk.cache_teacher(teacher, dataset, tmp_path / "c", tokenizer=pair.teacher)
-    assert re.search(message, str(refused.value)), refused.value
+    assert re.search(message, str(raised.value)), raised.value
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "float64"])
-def test_a_dtype_in_which_xtk_does_not_score_is_refused(pair, teacher, tmp_path, dtype):
+def test_unsupported_dtypes_are_refused(pair, teacher, tmp_path, dtype):
     with pytest.raises(xtk.XtkError, match=f"dtype.*{dtype}"):
         xtk.cache_teacher(str(pair.teacher), TEXTS, tmp_path / "c", dtype=dtype)
     if dtype == "float64":
@@ -329,19 +332,19 @@ def test_a_dtype_in_which_xtk_does_not_score_is_refused(pair, teacher, tmp_path,
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
-def test_a_folder_of_an_adapter_is_a_teacher(pair, tmp_path):
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # raised by peft
+def test_adapter_folder_can_be_a_teacher(pair, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(pair.teacher)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
     from_folder = xtk.cache_teacher(str(tmp_path / "adapter"), TEXTS, tmp_path / "folder")
     from_object = xtk.cache_teacher(adapted, TEXTS, tmp_path / "object", tokenizer=pair.teacher)
-    assert_same(from_folder, from_object, tolerance=1e-5)
+    assert_equal_caches(from_folder, from_object, tolerance=1e-5)
     with adapted.disable_adapter(), pytest.raises(xtk.XtkError, match="teacher"):
         xtk.cache_teacher(adapted, TEXTS, tmp_path / "object", tokenizer=pair.teacher)
 
 
-def test_another_configuration_of_equal_weights_is_another_teacher(pair, tmp_path):
+def test_same_weights_with_another_configuration_are_another_teacher(pair, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(pair.teacher)
     xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=pair.teacher)
     other = AutoModelForCausalLM.from_pretrained(pair.teacher, sliding_window=4, use_sliding_window=True)
@@ -349,15 +352,15 @@ def test_another_configuration_of_equal_weights_is_another_teacher(pair, tmp_pat
         xtk.cache_teacher(other, TEXTS, tmp_path / "c", tokenizer=pair.teacher)
 
 
-def test_frozen_modules_stay_in_evaluation_mode(pair, tmp_path):
+def test_frozen_modules_stay_in_eval_mode(pair, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(pair.teacher).train()
     model.model.layers[0].eval()
-    before = [module.training for module in model.modules()]
+    modes = [module.training for module in model.modules()]
     xtk.cache_teacher(model, TEXTS[:1], tmp_path / "c", tokenizer=pair.teacher)
-    assert [module.training for module in model.modules()] == before
+    assert [module.training for module in model.modules()] == modes
 
 
-def test_completions_of_a_student_are_kept_with_their_tokens(run, pair, teacher, tmp_path):
+def test_rollouts_keep_their_token_ids_in_a_cache(run, pair, teacher, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the first words", "other words")))
     run("rollout", pair.student, prompts, "--max-completion-length", 8, "-o", tmp_path / "rollouts.jsonl")
@@ -365,26 +368,31 @@ def test_completions_of_a_student_are_kept_with_their_tokens(run, pair, teacher,
     with xtk.CacheWriter(tmp_path / "c", pair.teacher) as writer:
         for row in rows:
             ids, positions = writer.tokenize(row)
-            writer.add(row, *scored(teacher, ids, positions, 4)[:3])
-    made = xtk.TeacherCache(tmp_path / "c")
-    for document, row in zip(made, rows, strict=True):
-        assert document.document.sampled_tokens.ids.tolist() == row["student_ids"]
+            writer.add(row, *score(teacher, ids, positions, 4)[:3])
+    cache = xtk.TeacherCache(tmp_path / "c")
+    for cached, row in zip(cache, rows, strict=True):
+        assert cached.document.sampled_tokens.ids.tolist() == row["student_ids"]
 
 
-def test_tensors_of_any_dtype_are_arrays_and_others_are_refused(pair, teacher, tmp_path):
+def test_tensors_of_any_dtype_are_accepted_and_invalid_arrays_are_refused(pair, teacher, tmp_path):
     def write(change):
         with xtk.CacheWriter(tmp_path / "c", pair.teacher, force=True) as writer:
             ids, positions = writer.tokenize(TEXTS[0])
-            writer.add(TEXTS[0], *change(*scored(teacher, ids, positions, 4)[:3]))
+            writer.add(TEXTS[0], *change(*score(teacher, ids, positions, 4)[:3]))
         return xtk.TeacherCache(tmp_path / "c")
 
-    made = write(lambda ids, logs, seen: (torch.tensor(ids), torch.tensor(logs).bfloat16(), torch.tensor(seen)))
-    assert len(made) == 1
+    cache = write(
+        lambda ids, logprobs, observed: (torch.tensor(ids), torch.tensor(logprobs).bfloat16(), torch.tensor(observed))
+    )
+    assert len(cache) == 1
     with pytest.raises(xtk.XtkError, match="top_ids is not an array of numbers"):
-        write(lambda ids, logs, seen: ([[1], *ids[1:].tolist()], logs, seen))
-    for wrong in (lambda ids: ids.astype(np.int64) + 2**32, lambda ids: np.where(ids == ids[0, 0], -2, ids)):
+        write(lambda ids, logprobs, observed: ([[1], *ids[1:].tolist()], logprobs, observed))
+    for invalid in (lambda ids: ids.astype(np.int64) + 2**32, lambda ids: np.where(ids == ids[0, 0], -2, ids)):
         with pytest.raises(xtk.XtkError, match="not a token id"):
-            write(lambda ids, logs, seen, wrong=wrong: (wrong(ids), logs, seen))
+            write(lambda ids, logprobs, observed, invalid=invalid: (invalid(ids), logprobs, observed))
     with pytest.raises(xtk.XtkError, match="a token id twice at one position"):
-        write(lambda ids, logs, seen: (ids[:, [0, 0, 2, 3]], logs, seen))
-    assert len(write(lambda ids, logs, seen: (np.where([True, True, False, False], ids, -1), logs, seen))) == 1
+        write(lambda ids, logprobs, observed: (ids[:, [0, 0, 2, 3]], logprobs, observed))
+    assert (
+        len(write(lambda ids, logprobs, observed: (np.where([True, True, False, False], ids, -1), logprobs, observed)))
+        == 1
+    )

@@ -1,4 +1,4 @@
-"""Log-probabilities that TRL, axolotl and DistillKit write become the cache that they describe."""
+"""Log-probabilities written by TRL, axolotl and DistillKit are imported as the caches that they describe."""
 
 import json
 import math
@@ -25,17 +25,17 @@ TOP = 12
 
 @pytest.fixture(scope="module")
 def teacher(pair, tmp_path_factory):
-    """The teacher of the other tests with a chat template that writes text after the end of a turn."""
+    """The shared teacher with a chat template that writes text after the end of a turn."""
     folder = shutil.copytree(pair.teacher, tmp_path_factory.mktemp("teacher") / "teacher")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
 @pytest.fixture(scope="module")
-def scored(teacher):
-    """Of each text: its tokens with a start and an end token, and [T, V] log-probabilities, row t about token t.
+def scored_texts(teacher):
+    """Return for each text its tokens with start and end token, and [T, V] log-probabilities; row t predicts token t.
 
-    The model is not trained. So the tokens of the text are made likely at most positions.
+    The model is untrained, so the tokens of the text are made likely at most positions.
     """
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     model = AutoModelForCausalLM.from_pretrained(teacher).eval()
@@ -45,146 +45,156 @@ def scored(teacher):
         ids = [start, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0].double()
-        logprobs = likely(logits, ids, len(tokenizer))
+        logprobs = make_tokens_likely(logits, ids, len(tokenizer))
         rows.append((ids, torch.cat([torch.full_like(logprobs[:1], -math.inf), logprobs[:-1]])))
     return rows
 
 
-def likely(logits, ids, size):
+def make_tokens_likely(logits, ids, size):
     logits[:, size:] = -1e4
-    for at, token in enumerate(ids[1:]):
-        logits[at, token] += 9.0 * (at % 5 != 4)
+    for i, token in enumerate(ids[1:]):
+        logits[i, token] += 9.0 * (i % 5 != 4)
     return logits.log_softmax(-1)
 
 
-def top_of(row, token=None):
-    """Ids and values of the most likely tokens, and of `token`, which replaces the last one."""
-    best = row.topk(TOP)
-    ids, values = best.indices.tolist(), best.values.tolist()
+def top_tokens(row, token=None):
+    """Return ids and values of the most likely tokens; `token` replaces the last one if it is not among them."""
+    top = row.topk(TOP)
+    ids, values = top.indices.tolist(), top.values.tolist()
     if token is not None and token not in ids:
         ids, values = [*ids[:-1], token], [*values[:-1], float(row[token])]
     return ids, values
 
 
-def stored(folder):
-    """{token: log-probability} of each trained position of each document, and the observed ones."""
-    cache, found = TeacherCache(folder), []
+def read_stored_positions(folder):
+    """Return {token: log-probability} of each trained position of each document, with the observed ones."""
+    cache, documents = TeacherCache(folder), []
     for number in range(len(cache)):
-        one = cache.read_document(number, None)
-        scores, ids = one.teacher_logprobs, one.tokens.ids
+        document = cache.read_document(number, None)
+        teacher_logprobs, ids = document.teacher_logprobs, document.tokens.ids
         positions = []
-        for at, position in enumerate(scores.positions.tolist()):
-            some = slice(scores.offsets[at], scores.offsets[at + 1])
-            listed = dict(zip(scores.ids[some].tolist(), scores.logprobs[some].tolist(), strict=True))
-            positions.append((int(ids[position]), listed, float(scores.observed_logprobs[at])))
-        found.append(positions)
-    return found
+        for i, position in enumerate(teacher_logprobs.positions.tolist()):
+            entries = slice(teacher_logprobs.offsets[i], teacher_logprobs.offsets[i + 1])
+            listed = dict(
+                zip(teacher_logprobs.ids[entries].tolist(), teacher_logprobs.logprobs[entries].tolist(), strict=True)
+            )
+            positions.append((int(ids[position]), listed, float(teacher_logprobs.observed_logprobs[i])))
+        documents.append(positions)
+    return documents
 
 
-def check(folder, scored, *, first=lambda ids: 1, normalized=False, tolerance=1e-5, with_token=False):
-    """Compare a cache with the model's log-probabilities."""
-    found = stored(folder)
-    assert len(found) == len(scored)
-    for positions, (ids, truth) in zip(found, scored, strict=True):
-        wanted = [at for at in range(first(ids), len(ids)) if not normalized or ids[at] in top_of(truth[at])[0]]
-        assert [token for token, _, _ in positions] == [ids[at] for at in wanted]
-        for (token, listed, observed), at in zip(positions, wanted, strict=True):
-            names, values = top_of(truth[at], ids[at] if with_token else None)
+def assert_cache_matches(
+    folder, scored_texts, *, first=lambda ids: 1, normalized=False, tolerance=1e-5, with_token=False
+):
+    """Assert that a cache has the model's log-probabilities."""
+    documents = read_stored_positions(folder)
+    assert len(documents) == len(scored_texts)
+    for stored_positions, (ids, expected) in zip(documents, scored_texts, strict=True):
+        expected_indices = [
+            i for i in range(first(ids), len(ids)) if not normalized or ids[i] in top_tokens(expected[i])[0]
+        ]
+        assert [token for token, _, _ in stored_positions] == [ids[i] for i in expected_indices]
+        for (token, listed, observed), i in zip(stored_positions, expected_indices, strict=True):
+            top_ids, values = top_tokens(expected[i], ids[i] if with_token else None)
             shift = float(torch.tensor(values).logsumexp(0)) if normalized else 0.0
-            assert {name for name in listed if name in names} == set(names)
-            for name, value in zip(names, values, strict=True):
-                assert listed[name] == pytest.approx(value - shift, abs=tolerance)
-            if token in names:
+            assert {token_id for token_id in listed if token_id in top_ids} == set(top_ids)
+            for token_id, value in zip(top_ids, values, strict=True):
+                assert listed[token_id] == pytest.approx(value - shift, abs=tolerance)
+            if token in top_ids:
                 assert observed == pytest.approx(listed[token], abs=1e-6)
-            else:  # not listed: an upper bound
-                assert observed >= float(truth[at, token]) - tolerance
+            else:  # not listed: the stored value is an upper bound
+                assert observed >= float(expected[i, token]) - tolerance
 
 
-def write(path, rows):
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def imported(run, teacher, file, output, *options):
+def import_cache(run, teacher, file, output, *options):
     return run("import-cache", file, "--tokenizer", teacher, "--precision", "float32", *options, "-o", output)
 
 
-def test_what_the_client_of_trl_returns(run, teacher, scored, tmp_path):
+def test_output_of_the_trl_client_is_imported(run, teacher, scored_texts, tmp_path):
     from trl.generation.vllm_client import VLLMClient, parse_logprobs
 
     rows, prompt_length = [], 3
-    for ids, truth in scored:
+    for ids, expected in scored_texts:
         choice = {"content": [
-            {"token": f"token_id:{ids[at]}", "logprob": float(truth[at, ids[at]]), "top_logprobs": [
+            {"token": f"token_id:{ids[i]}", "logprob": float(expected[i, ids[i]]), "top_logprobs": [
                 {"token": f"token_id:{one}", "logprob": value}
-                for one, value in zip(*top_of(truth[at], ids[at]), strict=True)
+                for one, value in zip(*top_tokens(expected[i], ids[i]), strict=True)
             ]}
-            for at in range(prompt_length, len(ids))
+            for i in range(prompt_length, len(ids))
         ]}  # fmt: skip
-        logprobs, names = parse_logprobs([choice])
+        logprobs, top_ids = parse_logprobs([choice])
         rows.append({"prompt_ids": ids[:prompt_length], "completion_ids": ids[prompt_length:], "logprobs": logprobs[0],
-                     "logprob_token_ids": names[0]})  # fmt: skip
-    imported(run, teacher, write(tmp_path / "trl.jsonl", rows), tmp_path / "cache")
-    check(tmp_path / "cache", scored, first=lambda _: prompt_length, with_token=True)
+                     "logprob_token_ids": top_ids[0]})  # fmt: skip
+    import_cache(run, teacher, write_rows(tmp_path / "trl.jsonl", rows), tmp_path / "cache")
+    assert_cache_matches(tmp_path / "cache", scored_texts, first=lambda _: prompt_length, with_token=True)
 
     rows = []
-    for ids, truth in scored:
+    for ids, expected in scored_texts:
         prompt_logprobs = [None]
-        for at in range(1, len(ids)):
-            names, values = top_of(truth[at])
+        for i in range(1, len(ids)):
+            top_ids, values = top_tokens(expected[i])
             position = {str(one): {"logprob": value, "rank": rank + 1}
-                        for rank, (one, value) in enumerate(zip(names, values, strict=True))}  # fmt: skip
-            if ids[at] not in names:
-                position[str(ids[at])] = {"logprob": float(truth[at, ids[at]]), "rank": 999}
+                        for rank, (one, value) in enumerate(zip(top_ids, values, strict=True))}  # fmt: skip
+            if ids[i] not in top_ids:
+                position[str(ids[i])] = {"logprob": float(expected[i, ids[i]]), "rank": 999}
             prompt_logprobs.append(position)
-        made = VLLMClient._format_sequence_logprobs({"prompt_logprobs": prompt_logprobs}, ids, prompt_length, TOP + 4)
-        rows.append({"prompt_ids": ids[:prompt_length], "completion_ids": ids[prompt_length:], **made})
-    # -inf fills up short lists.
+        formatted = VLLMClient._format_sequence_logprobs(
+            {"prompt_logprobs": prompt_logprobs}, ids, prompt_length, TOP + 4
+        )
+        rows.append({"prompt_ids": ids[:prompt_length], "completion_ids": ids[prompt_length:], **formatted})
+    # Short lists are padded with -inf.
     assert any(value == -math.inf for row in rows for one in row["logprobs"] for value in one)
-    imported(run, teacher, write(tmp_path / "scored.jsonl", rows), tmp_path / "scored")
-    found = stored(tmp_path / "scored")
-    for positions, (ids, truth) in zip(found, scored, strict=True):
-        for (token, listed, observed), at in zip(positions, range(prompt_length, len(ids)), strict=True):
-            assert token == ids[at]
-            assert observed == pytest.approx(float(truth[at, token]), abs=1e-5)
-            assert all(value == pytest.approx(float(truth[at, one]), abs=1e-5) for one, value in listed.items())
+    import_cache(run, teacher, write_rows(tmp_path / "scored.jsonl", rows), tmp_path / "scored")
+    documents = read_stored_positions(tmp_path / "scored")
+    for positions, (ids, expected) in zip(documents, scored_texts, strict=True):
+        for (token, listed, observed), i in zip(positions, range(prompt_length, len(ids)), strict=True):
+            assert token == ids[i]
+            assert observed == pytest.approx(float(expected[i, token]), abs=1e-5)
+            assert all(value == pytest.approx(float(expected[i, one]), abs=1e-5) for one, value in listed.items())
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_prepared_datasets_of_axolotl(run, teacher, scored, tmp_path, shift):
-    """Its versions differ: list j is about token j, or about token j + 1; prompts have no labels."""
+def test_prepared_datasets_of_axolotl_are_imported(run, teacher, scored_texts, tmp_path, shift):
+    """Versions of axolotl differ: list j belongs to token j or to token j + 1; prompts have no labels."""
     rows, first = [], 3
-    for ids, truth in scored:
-        lists, logprobs, mask = [], [], []
-        for at in range(len(ids)):
-            about = at + shift
-            if not 1 <= about < len(ids):
-                lists.append(list(range(TOP)))
+    for ids, expected in scored_texts:
+        top_ids, logprobs, mask = [], [], []
+        for i in range(len(ids)):
+            target = i + shift
+            if not 1 <= target < len(ids):
+                top_ids.append(list(range(TOP)))
                 logprobs.append([-1e9] * TOP)
                 mask.append([0] * TOP)
                 continue
-            names, values = top_of(truth[about])
-            total = float(torch.tensor(values).logsumexp(0))
-            lists.append(names)
-            logprobs.append([value - total for value in values])
-            mask.append([int(about >= first)] * TOP)
-        labels = [-100 if at < first else one for at, one in enumerate(ids)]
-        rows.append({"input_ids": ids, "labels": labels, "attention_mask": [1] * len(ids), "target_token_ids": lists,
+            ids_at_target, values = top_tokens(expected[target])
+            log_total = float(torch.tensor(values).logsumexp(0))
+            top_ids.append(ids_at_target)
+            logprobs.append([value - log_total for value in values])
+            mask.append([int(target >= first)] * TOP)
+        labels = [-100 if i < first else token_id for i, token_id in enumerate(ids)]
+        rows.append({"input_ids": ids, "labels": labels, "attention_mask": [1] * len(ids), "target_token_ids": top_ids,
                      "target_logprobs": logprobs, "target_mask": mask})  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "prepared.parquet")
-    said = imported(run, teacher, tmp_path / "prepared.parquet", tmp_path / "cache").stderr
-    assert "normalized them, and the remainder is lost" in " ".join(said.split())
-    check(tmp_path / "cache", scored, first=lambda _: first, normalized=True)
-    missing = sum(ids[at] not in top_of(truth[at])[0] for ids, truth in scored for at in range(first, len(ids)))
-    assert bool(missing) == (f"{missing} of" in said)
+    stderr = import_cache(run, teacher, tmp_path / "prepared.parquet", tmp_path / "cache").stderr
+    assert "normalized them, and the remainder is lost" in " ".join(stderr.split())
+    assert_cache_matches(tmp_path / "cache", scored_texts, first=lambda _: first, normalized=True)
+    missing = sum(
+        ids[i] not in top_tokens(expected[i])[0] for ids, expected in scored_texts for i in range(first, len(ids))
+    )
+    assert bool(missing) == (f"{missing} of" in stderr)
 
 
 @pytest.mark.parametrize("version", ["vllm lists", "arrays"])
-def test_datasets_for_axolotl_are_placed_in_the_conversation(run, teacher, tmp_path, version):
-    """Lists of the answer's tokens; the template writes more tokens after them."""
+def test_axolotl_logprobs_are_aligned_with_the_conversation(run, teacher, tmp_path, version):
+    """The lists contain only the answer's tokens; the template writes more tokens after them."""
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     model = AutoModelForCausalLM.from_pretrained(teacher).eval()
-    rows, wanted = [], []
+    rows, expected_documents = [], []
     for text in TEXTS[:3]:
         messages = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": text}]
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
@@ -194,68 +204,68 @@ def test_datasets_for_axolotl_are_placed_in_the_conversation(run, teacher, tmp_p
         end = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0]
-        logprobs = likely(logits, ids, len(tokenizer))
-        lists = [top_of(logprobs[at - 1], ids[at]) for at in range(len(prompt), end)]
-        wanted.append([(ids[at], dict(zip(*one, strict=True)))
-                       for at, one in zip(range(len(prompt), end), lists, strict=True)])  # fmt: skip
+        logprobs = make_tokens_likely(logits, ids, len(tokenizer))
+        lists = [top_tokens(logprobs[i - 1], ids[i]) for i in range(len(prompt), end)]
+        expected_documents.append([(ids[i], dict(zip(*one, strict=True)))
+                                   for i, one in zip(range(len(prompt), end), lists, strict=True)])  # fmt: skip
         if version == "arrays":
             rows.append({"messages": messages, "target_token_ids": [one for one, _ in lists],
                          "logprobs": [values for _, values in lists]})  # fmt: skip
         else:
             rows.append({"messages_combined": messages, "llm_text_generation_vllm_logprobs": [
-                [{"token": f"token_id:{name}", "logprob": value} for name, value in zip(*one, strict=True)]
+                [{"token": f"token_id:{token_id}", "logprob": value} for token_id, value in zip(*one, strict=True)]
                 for one in lists]})  # fmt: skip
-    imported(run, teacher, write(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
-    found = stored(tmp_path / "cache")
-    for positions, own in zip(found, wanted, strict=True):
-        assert [token for token, _, _ in positions] == [token for token, _ in own]
-        for (token, listed, observed), (_, expected) in zip(positions, own, strict=True):
+    import_cache(run, teacher, write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
+    documents = read_stored_positions(tmp_path / "cache")
+    for positions, expected_positions in zip(documents, expected_documents, strict=True):
+        assert [token for token, _, _ in positions] == [token for token, _ in expected_positions]
+        for (token, listed, observed), (_, expected) in zip(positions, expected_positions, strict=True):
             assert {one: pytest.approx(value, abs=1e-5) for one, value in expected.items()} == listed
             assert observed == pytest.approx(expected[token], abs=1e-5)
     rows[1]["messages" if version == "arrays" else "messages_combined"][1]["content"] = "Something else entirely, yes."
-    refused = run("import-cache", write(tmp_path / "rows.jsonl", rows), "--tokenizer", teacher, "-o", tmp_path / "no",
-                  code=1)  # fmt: skip
-    assert "document 1" in refused.stderr
-    assert "other tokens" in refused.stderr
+    proc = run("import-cache", write_rows(tmp_path / "rows.jsonl", rows), "--tokenizer", teacher, "-o", tmp_path / "no",
+               code=1)  # fmt: skip
+    assert "document 1" in proc.stderr
+    assert "other tokens" in proc.stderr
 
 
-def packed(values, bits):
-    """Integers of some bits as bytes, the highest bit first, by Python's own integers."""
-    stream = "".join(format(value, f"0{bits}b") for value in values)
-    stream += "0" * (-len(stream) % 8)
-    return [int(stream[at : at + 8], 2) for at in range(0, len(stream), 8)]
+def pack_bits(values, bits):
+    """Return integers of `bits` bits as bytes, most significant bit first, computed with Python integers."""
+    bit_string = "".join(format(value, f"0{bits}b") for value in values)
+    bit_string += "0" * (-len(bit_string) % 8)
+    return [int(bit_string[i : i + 8], 2) for i in range(0, len(bit_string), 8)]
 
 
-def number_bytes(value, dtype):
+def encode_number(value, dtype):
     if dtype == "bfloat16":
-        whole = struct.unpack("<I", struct.pack("<f", value))[0]
-        return list(((whole + 0x7FFF + ((whole >> 16) & 1)) >> 16).to_bytes(2, "little"))
+        as_integer = struct.unpack("<I", struct.pack("<f", value))[0]
+        return list(((as_integer + 0x7FFF + ((as_integer >> 16) & 1)) >> 16).to_bytes(2, "little"))
     return list(struct.pack({"float16": "<e", "float32": "<f", "float64": "<d"}[dtype], value))
 
 
 def compress(values, config):
-    """One position in DistillKit's layout, written with plain Python and NumPy's least squares."""
+    """Return one position in DistillKit's layout, computed with plain Python and NumPy's least squares."""
     values = np.array(values)
     if config["delta_encoding"]:
         values = np.concatenate([values[:1], np.diff(values)])
-    exact, rest = values[: config["exact_k"]], values[config["exact_k"] :]
-    found = [byte for value in exact for byte in number_bytes(value, config["exact_dtype"])]
+    exact, remainder = values[: config["exact_k"]], values[config["exact_k"] :]
+    output = [byte for value in exact for byte in encode_number(value, config["exact_dtype"])]
     terms = config["polynomial_terms"]
     if terms:
-        ranks = np.linspace(0, 1, len(rest)) if config["normalize_t"] else np.arange(len(rest), dtype=float)
-        curves = np.stack([getattr(np, one)(ranks) if isinstance(one, str) else ranks**one for one in terms], axis=1)
-        solution = np.linalg.lstsq(curves, rest, rcond=None)[0]
-        found += [byte for value in solution for byte in number_bytes(value, config["term_dtype"])]
-        rest = rest - curves @ solution
-    at = 0
-    for one in config["residual_bins"]:
-        some, bits = rest[at : at + one["num_elements"]], one["element_bits"]
-        scale = (np.abs(some).max() or 1.0) / (2 ** (bits - 1) if bits > 1 else 1)
+        ranks = np.linspace(0, 1, len(remainder)) if config["normalize_t"] else np.arange(len(remainder), dtype=float)
+        basis = np.stack([getattr(np, term)(ranks) if isinstance(term, str) else ranks**term for term in terms], axis=1)
+        solution = np.linalg.lstsq(basis, remainder, rcond=None)[0]
+        output += [byte for value in solution for byte in encode_number(value, config["term_dtype"])]
+        remainder = remainder - basis @ solution
+    i = 0
+    for term in config["residual_bins"]:
+        part, bits = remainder[i : i + term["num_elements"]], term["element_bits"]
+        scale = (np.abs(part).max() or 1.0) / (2 ** (bits - 1) if bits > 1 else 1)
         low, high = (0, 1) if bits == 1 else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        whole = [int(np.clip(round(value / scale), low, high)) - low for value in some]
-        found += number_bytes(scale, one["scale_dtype"]) + packed(whole, bits)
-        at += one["num_elements"]
-    return found
+        integers = [int(np.clip(round(value / scale), low, high)) - low for value in part]
+        output += encode_number(scale, term["scale_dtype"]) + pack_bits(integers, bits)
+        i += term["num_elements"]
+    return output
 
 
 CONFIGS = {
@@ -275,41 +285,41 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def compressed(scored, folder, name):
-    vocabulary = scored[0][1].shape[1]
+def write_compressed(scored_texts, folder, name):
+    vocabulary = scored_texts[0][1].shape[1]
     config = {"d": vocabulary, "k": TOP, "term_dtype": "float32", "normalize_t": False, "error_diffusion": False,
               **CONFIGS[name]}  # fmt: skip
     bits, rows = math.ceil(math.log2(vocabulary)), []
-    for ids, truth in scored:
-        lists = [top_of(truth[at]) for at in range(1, len(ids))]
+    for ids, expected in scored_texts:
+        lists = [top_tokens(expected[i]) for i in range(1, len(ids))]
         rows.append({"input_ids": ids, "compressed_logprobs": [compress(values, config) for _, values in lists],
-                     "bytepacked_indices": [packed(names, bits) for names, _ in lists]})  # fmt: skip
+                     "bytepacked_indices": [pack_bits(token_ids, bits) for token_ids, _ in lists]})  # fmt: skip
     folder.mkdir()
     (folder / "compression_config.yaml").write_text(yaml.safe_dump(config))
-    types = [("input_ids", pa.list_(pa.uint64())), *((one, pa.list_(pa.list_(pa.uint8())))
-             for one in ("compressed_logprobs", "bytepacked_indices"))]  # fmt: skip
+    types = [("input_ids", pa.list_(pa.uint64())), *((column, pa.list_(pa.list_(pa.uint8())))
+             for column in ("compressed_logprobs", "bytepacked_indices"))]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows, pa.schema(types)), folder / "data_0.parquet")
     return config
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_files_of_distillkit(run, teacher, scored, tmp_path, name):
-    compressed(scored, tmp_path / "kit", name)
-    imported(run, teacher, tmp_path / "kit", tmp_path / "cache")
-    check(tmp_path / "cache", scored, tolerance={"half": 0.06, "polynomial": 0.02}.get(name, 1e-3))
+def test_files_of_distillkit_are_imported(run, teacher, scored_texts, tmp_path, name):
+    write_compressed(scored_texts, tmp_path / "kit", name)
+    import_cache(run, teacher, tmp_path / "kit", tmp_path / "cache")
+    assert_cache_matches(tmp_path / "cache", scored_texts, tolerance={"half": 0.06, "polynomial": 0.02}.get(name, 1e-3))
     if name == "exact":
-        imported(run, teacher, tmp_path / "kit" / "data_0.parquet", tmp_path / "of the file")
-        assert stored(tmp_path / "of the file") == stored(tmp_path / "cache")
+        import_cache(run, teacher, tmp_path / "kit" / "data_0.parquet", tmp_path / "of the file")
+        assert read_stored_positions(tmp_path / "of the file") == read_stored_positions(tmp_path / "cache")
 
 
-def test_lists_of_distillkit_without_compression(run, teacher, scored, tmp_path):
+def test_uncompressed_lists_of_distillkit_are_imported(run, teacher, scored_texts, tmp_path):
     rows = [
-        {"input_ids": ids, "token_ids": [top_of(truth[at])[0] for at in range(1, len(ids))],
-         "top_values": [top_of(truth[at])[1] for at in range(1, len(ids))]}
-        for ids, truth in scored
+        {"input_ids": ids, "token_ids": [top_tokens(expected[i])[0] for i in range(1, len(ids))],
+         "top_values": [top_tokens(expected[i])[1] for i in range(1, len(ids))]}
+        for ids, expected in scored_texts
     ]  # fmt: skip
-    imported(run, teacher, write(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
-    check(tmp_path / "cache", scored)
+    import_cache(run, teacher, write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
+    assert_cache_matches(tmp_path / "cache", scored_texts)
 
 
 @pytest.mark.parametrize(
@@ -326,35 +336,37 @@ def test_lists_of_distillkit_without_compression(run, teacher, scored, tmp_path)
         (lambda config: {"k": 3}, "not a compression configuration"),
     ],
 )
-def test_a_wrong_configuration_is_named_and_nothing_is_written(run, teacher, scored, tmp_path, change, message):
-    config = change(compressed(scored, tmp_path / "kit", "exact"))
+def test_invalid_distillkit_configuration_is_refused_and_nothing_is_written(
+    run, teacher, scored_texts, tmp_path, change, message
+):
+    config = change(write_compressed(scored_texts, tmp_path / "kit", "exact"))
     file = tmp_path / "kit" / "compression_config.yaml"
     file.unlink() if config is None else file.write_text(yaml.safe_dump(config))
-    refused = run("import-cache", tmp_path / "kit", "--tokenizer", teacher, "-o", tmp_path / "cache", code=1)
-    assert message in " ".join(refused.stderr.split())
+    result = run("import-cache", tmp_path / "kit", "--tokenizer", teacher, "-o", tmp_path / "cache", code=1)
+    assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "cache").exists()
 
 
-def test_lists_of_other_tokens_and_broken_columns_are_refused(run, teacher, scored, tmp_path):
-    ids, truth = scored[0]
-    lists = [top_of(truth[at]) for at in range(1, len(ids))]
-    good = {"input_ids": ids, "token_ids": [one for one, _ in lists], "top_values": [values for _, values in lists]}
+def test_lists_of_other_tokens_and_invalid_columns_are_refused(run, teacher, scored_texts, tmp_path):
+    ids, expected = scored_texts[0]
+    lists = [top_tokens(expected[i]) for i in range(1, len(ids))]
+    valid = {"input_ids": ids, "token_ids": [one for one, _ in lists], "top_values": [values for _, values in lists]}
     cases = {
-        "other tokens": good | {"input_ids": ids[::-1]},
-        "same length": good | {"top_values": good["top_values"][:-1]},
-        "different shapes": good | {"top_values": [one[:-1] for one in good["top_values"]]},
-        "not an array of numbers": good | {"token_ids": [["a"] * TOP for _ in lists]},
-        "sum": good | {"top_values": [[-0.1 for _ in values] for _, values in lists]},
-        "no conversation": {"target_token_ids": good["token_ids"], "logprobs": good["top_values"]},
+        "other tokens": valid | {"input_ids": ids[::-1]},
+        "same length": valid | {"top_values": valid["top_values"][:-1]},
+        "different shapes": valid | {"top_values": [one[:-1] for one in valid["top_values"]]},
+        "not an array of numbers": valid | {"token_ids": [["a"] * TOP for _ in lists]},
+        "sum": valid | {"top_values": [[-0.1 for _ in values] for _, values in lists]},
+        "no conversation": {"target_token_ids": valid["token_ids"], "logprobs": valid["top_values"]},
     }
     for message, row in cases.items():
-        file = write(tmp_path / "rows.jsonl", [good, row])
-        refused = run("import-cache", file, "--tokenizer", teacher, "-o", tmp_path / "cache", code=1)
-        assert message in refused.stderr, refused.stderr
-        assert "document 1" in refused.stderr
+        file = write_rows(tmp_path / "rows.jsonl", [valid, row])
+        result = run("import-cache", file, "--tokenizer", teacher, "-o", tmp_path / "cache", code=1)
+        assert message in result.stderr, result.stderr
+        assert "document 1" in result.stderr
         assert not (tmp_path / "cache").exists()
-        said = run(
+        stderr = run(
             "import-cache", file, "--tokenizer", teacher, "--skip-invalid", "-o", tmp_path / "cache", "--force"
         ).stderr
-        assert "1 invalid rows were skipped" in said
+        assert "1 invalid rows were skipped" in stderr
         shutil.rmtree(tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Caches from files of other programs, and files of caches for other programs."""
+"""Import of caches from files of other programs, and export of caches."""
 
 import json
 import math
@@ -23,31 +23,31 @@ PROMPTS = ["Anna has 12", "The river — é", "def f(x):\n    return", "2019 and
 
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
 @pytest.mark.parametrize("support", ["top-k", "top-k+sample"])
-def test_a_cache_is_the_same_after_a_round_trip(run, pair, corpus, tmp_path, file_format, support):
+def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, file_format, support):
     run("cache-teacher", pair.teacher, corpus, "--support", support, "--top-k", "8", "--precision", "float32",
         "-o", tmp_path / "cache")  # fmt: skip
     file = tmp_path / f"file.{file_format}"
     run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
     run("import-cache", file, "--tokenizer", pair.teacher, "--precision", "float32", "-o", tmp_path / "again")
-    repeated = ("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
+    import_arguments = ("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
     files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").iterdir()}
-    assert "already finished" in run(*repeated, "--precision", "float32").stderr
+    assert "already finished" in run(*import_arguments, "--precision", "float32").stderr
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").iterdir()} == files
-    assert "codec.precision: float32 there, standard in this command" in run(*repeated, code=1).stderr
-    one, other = TeacherCache(tmp_path / "cache"), TeacherCache(tmp_path / "again")
-    assert len(one) == len(other)
-    for number in range(len(one)):
-        left, right = one.read_document(number, None), other.read_document(number, None)
-        assert left.document == right.document
-        assert left.tokens.ids.tolist() == right.tokens.ids.tolist()
-        a, b = left.teacher_logprobs, right.teacher_logprobs
-        assert a.positions.tolist() == b.positions.tolist()
-        np.testing.assert_array_equal(a.observed_logprobs, b.observed_logprobs)
-        for at in range(len(a.positions)):
-            pairs = [dict(zip(c.ids[c.offsets[at] : c.offsets[at + 1]].tolist(),
-                c.logprobs[c.offsets[at] : c.offsets[at + 1]].tolist(), strict=True)) for c in (a, b)]  # fmt: skip
+    assert "codec.precision: float32 there, standard in this command" in run(*import_arguments, code=1).stderr
+    original_cache, imported_cache = TeacherCache(tmp_path / "cache"), TeacherCache(tmp_path / "again")
+    assert len(original_cache) == len(imported_cache)
+    for number in range(len(original_cache)):
+        original, imported = original_cache.read_document(number, None), imported_cache.read_document(number, None)
+        assert original.document == imported.document
+        assert original.tokens.ids.tolist() == imported.tokens.ids.tolist()
+        old, new = original.teacher_logprobs, imported.teacher_logprobs
+        assert old.positions.tolist() == new.positions.tolist()
+        np.testing.assert_array_equal(old.observed_logprobs, new.observed_logprobs)
+        for i in range(len(old.positions)):
+            pairs = [dict(zip(c.ids[c.offsets[i] : c.offsets[i + 1]].tolist(),
+                c.logprobs[c.offsets[i] : c.offsets[i + 1]].tolist(), strict=True)) for c in (old, new)]  # fmt: skip
             assert pairs[0] == pairs[1]
-        np.testing.assert_allclose(a.remainder_mass, b.remainder_mass, atol=2e-6)
+        np.testing.assert_allclose(old.remainder_mass, new.remainder_mass, atol=2e-6)
     run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file, code=1)
     run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file, "--force")
     (tmp_path / "notes.jsonl").write_text("mine")
@@ -55,7 +55,7 @@ def test_a_cache_is_the_same_after_a_round_trip(run, pair, corpus, tmp_path, fil
     assert (tmp_path / "notes.jsonl").read_text() == "mine"
 
 
-def test_what_a_file_cannot_keep_is_reported(run, pair, tmp_path):
+def test_token_ids_that_a_file_cannot_store_are_reported(run, pair, tmp_path):
     rows = [
         {"prompt": "12 + 5 =", "completion": " 17", "w": 5, "teacher_prompt": "The sum is 17.\n12 + 5 ="},
         {"prompt": "The cat", "completion": " sat.", "w": 1},
@@ -94,25 +94,25 @@ def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
     from_merged = ("import-cache", tmp_path / f"merged.{file_format}", "--tokenizer", pair.teacher)
     run(*from_merged, "-o", tmp_path / "from-merged")
     for name in ("again", "from-merged"):
-        again = TeacherCache(tmp_path / name)
-        again.verify()
-        assert again.document_weights().tolist() == [5, 0.25, 0]
-        assert again.routes() == ["maths", "other", "other"]
+        imported = TeacherCache(tmp_path / name)
+        imported.verify()
+        assert imported.document_weights().tolist() == [5, 0.25, 0]
+        assert imported.routes() == ["maths", "other", "other"]
     with CacheWriter(tmp_path / "written", pair.teacher, support="none") as writer:
         for row in ({"text": "ab", "weight": None}, {"text": "cd", "weight": 2.0}, {"text": "ef", "route": "other"}):
             positions = len(writer.tokenize(row)[1])
             writer.add(row, np.zeros((positions, 0)), np.zeros((positions, 0)), -np.ones(positions))
         with pytest.raises(XtkError, match="the column weight is -1"):
             writer.tokenize({"text": "gh", "weight": -1})
-    written = TeacherCache(tmp_path / "written")
-    assert written.document_weights().tolist() == [1, 2, 1]
-    assert written.routes() == ["", "", "other"]
+    written_cache = TeacherCache(tmp_path / "written")
+    assert written_cache.document_weights().tolist() == [1, 2, 1]
+    assert written_cache.routes() == ["", "", "other"]
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
 @pytest.mark.parametrize("support", ["candidates", "none", "top-p"])
-def test_the_support_is_kept(run, pair, tmp_path, support, file_format):
-    """A cache whose tokens are not the most likely ones must not say so after a round trip."""
+def test_support_is_kept_by_export_and_import(run, pair, tmp_path, support, file_format):
+    """A cache whose stored tokens are not the most likely ones keeps its support after export and import."""
     data = tmp_path / "data.jsonl"
     ids = Tokenizer(pair.teacher).encode(["Anna has 12"])[0].ids.tolist()
     row = (
@@ -129,8 +129,8 @@ def test_the_support_is_kept(run, pair, tmp_path, support, file_format):
     assert options["support"] == ("top-k" if support == "top-p" else support)
 
 
-def test_answers_that_list_nothing_promise_no_likeliest_tokens(run, pair, answered, tmp_path):
-    file, _ = answered
+def test_answers_without_top_logprobs_have_support_none(run, pair, service_answers, tmp_path):
+    file, _ = service_answers
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row in rows:
         for token in row["response"]["choices"][0]["logprobs"]["content"]:
@@ -143,36 +143,36 @@ def test_answers_that_list_nothing_promise_no_likeliest_tokens(run, pair, answer
 
 
 def entry(tokenizer, token: int, logprob: float) -> dict:
-    spelling = tokenizer.vocabulary.bytes_of(token)
-    text = tokenizer.special_token_names.get(token, spelling.decode("utf-8", "replace"))
-    return {"token": text, "logprob": logprob, "bytes": list(spelling) if spelling else list(text.encode())}
+    token_bytes = tokenizer.vocabulary.bytes_of(token)
+    text = tokenizer.special_token_names.get(token, token_bytes.decode("utf-8", "replace"))
+    return {"token": text, "logprob": logprob, "bytes": list(token_bytes) if token_bytes else list(text.encode())}
 
 
 def text_of(content: list[dict]) -> str:
     return b"".join(bytes(one["bytes"]) for one in content).decode(errors="replace")
 
 
-def answers(folder, *, top: int, sampled: int = 12) -> list[dict]:
-    """What an OpenAI-compatible service of a model would answer, computed here from its logits."""
+def make_answers(folder, *, top: int, num_tokens: int = 12) -> list[dict]:
+    """Return answers of an OpenAI-compatible service, computed from the model's logits."""
     tokenizer, model = Tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
-    spellings, rows = tokenizer.vocabulary.bytes_by_id, []
-    size = model.get_output_embeddings().out_features
-    is_ascii = torch.tensor([at < len(spellings) and spellings[at].isascii() for at in range(size)]).float()
+    bytes_by_id, rows = tokenizer.vocabulary.bytes_by_id, []
+    vocabulary_size = model.get_output_embeddings().out_features
+    is_ascii = torch.tensor([i < len(bytes_by_id) and bytes_by_id[i].isascii() for i in range(vocabulary_size)]).float()
     for number, prompt in enumerate(PROMPTS):
         torch.manual_seed(number)
         ids = [tokenizer.start_id, *tokenizer.encode([prompt])[0].ids.tolist()]
         content = []
-        for _ in range(sampled):
+        for _ in range(num_tokens):
             with torch.no_grad():
                 logits = model(torch.tensor([ids])).logits[0, -1]
-            logits[[*tokenizer.special_token_names]] = -30.0  # it does not end
+            logits[[*tokenizer.special_token_names]] = -30.0  # no end of the answer
             logits[len(tokenizer) :] = -30.0
             logprobs = logits.log_softmax(-1)
-            token = int(torch.multinomial(logprobs.exp() * is_ascii, 1))  # an untrained model writes broken UTF-8
-            best = logprobs.topk(top)
-            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            listed = [entry(tokenizer, *pair) for pair in pairs]
-            content.append(entry(tokenizer, token, float(logprobs[token])) | {"top_logprobs": listed})
+            token = int(torch.multinomial(logprobs.exp() * is_ascii, 1))  # untrained models generate broken UTF-8
+            most_likely = logprobs.topk(top)
+            pairs = zip(most_likely.indices.tolist(), most_likely.values.tolist(), strict=True)
+            top_entries = [entry(tokenizer, *pair) for pair in pairs]
+            content.append(entry(tokenizer, token, float(logprobs[token])) | {"top_logprobs": top_entries})
             ids.append(token)
         text = text_of(content)
         rows.append(
@@ -191,49 +191,54 @@ def answers(folder, *, top: int, sampled: int = 12) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def answered(pair, tmp_path_factory):
+def service_answers(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("answers")
-    rows = answers(pair.teacher, top=8)
+    rows = make_answers(pair.teacher, top=8)
     (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "answers.jsonl", rows
 
 
 def distributions(cache: TeacherCache) -> list[dict[bytes, float]]:
-    spellings = cache.teacher_tokenizer.vocabulary.bytes_by_id
-    found = []
+    bytes_by_id = cache.teacher_tokenizer.vocabulary.bytes_by_id
+    positions = []
     for number in range(len(cache)):
         one = cache.read_document(number, None).teacher_logprobs
-        for at in range(len(one.positions)):
-            entries = slice(one.offsets[at], one.offsets[at + 1])
-            found.append({spellings[token]: value for token, value in
-                          zip(one.ids[entries].tolist(), one.logprobs[entries].tolist(), strict=True)})  # fmt: skip
-    return found
+        for i in range(len(one.positions)):
+            entries = slice(one.offsets[i], one.offsets[i + 1])
+            positions.append({bytes_by_id[token]: value for token, value in
+                              zip(one.ids[entries].tolist(), one.logprobs[entries].tolist(), strict=True)})  # fmt: skip
+    return positions
 
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_answers_of_a_service_are_a_cache_with_and_without_its_tokenizer(run, pair, answered, tmp_path, with_tokenizer):
-    file, rows = answered
+def test_service_answers_are_imported_with_and_without_the_tokenizer(
+    run, pair, service_answers, tmp_path, with_tokenizer
+):
+    file, rows = service_answers
     tokenizer = ["--tokenizer", pair.teacher] if with_tokenizer else []
     run("import-cache", file, *tokenizer, "--precision", "float32", "-o", tmp_path / "cache")
     cache = TeacherCache(tmp_path / "cache")
     assert cache.header["teacher"]["name"] == "tiny"
     found = distributions(cache)
-    listed = [one for row in rows for one in row["response"]["choices"][0]["logprobs"]["content"]]
+    listed = [token for row in rows for token in row["response"]["choices"][0]["logprobs"]["content"]]
     assert len(found) == len(listed)
-    for own, expected in zip(found, listed, strict=True):
-        given = {bytes(one["bytes"]): one["logprob"] for one in [*expected["top_logprobs"], expected]}
-        assert own.keys() == given.keys()
-        assert all(own[name] == pytest.approx(given[name], abs=1e-6) for name in own)
+    for found_logprobs, expected in zip(found, listed, strict=True):
+        expected_logprobs = {bytes(token["bytes"]): token["logprob"] for token in [*expected["top_logprobs"], expected]}
+        assert found_logprobs.keys() == expected_logprobs.keys()
+        assert all(
+            found_logprobs[token_bytes] == pytest.approx(expected_logprobs[token_bytes], abs=1e-6)
+            for token_bytes in found_logprobs
+        )
     for number, row in enumerate(rows):
         document = cache.read_document(number, None).document
         assert document.segments[-1].text == row["response"]["choices"][0]["message"]["content"]
-        assert [part.train for part in document.segments] == [False, True]
+        assert [segment.train for segment in document.segments] == [False, True]
         assert not document.is_complete
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_answers_whose_tokens_are_known_by_bytes_as_from_ids(run, pair, answered, tmp_path):
-    file, _ = answered
+def test_losses_from_token_bytes_equal_those_from_token_ids(run, pair, service_answers, tmp_path):
+    file, _ = service_answers
     student = tmp_path / "student"
     shutil.copytree(pair.student, student)
     (student / "chat_template.jinja").write_text(TEMPLATE)
@@ -246,39 +251,39 @@ def test_a_student_learns_from_answers_whose_tokens_are_known_by_bytes_as_from_i
             lines = (tmp_path / f"{name}-{loss}" / "metrics.jsonl").read_text().splitlines()
             losses[name, loss] = [json.loads(line)["loss"] for line in lines]
     for loss in ("byte-kl", "alm", "bpm", "escd"):
-        # The cells of byte-kl depend on all tokens of the teacher, also those that no answer lists.
+        # The cells of byte-kl depend on all teacher tokens, also on those that no answer lists.
         assert losses["bytes", loss] == pytest.approx(losses["ids", loss], rel=5e-2)
         assert math.isfinite(losses["bytes", loss][-1])
     for loss in ("p-kl", "boundary-kl", "simct", "strict", "gold"):
-        refused = run("distill", student, tmp_path / "bytes", "--loss", loss, "-o", tmp_path / "x", code=1)
-        assert f"the loss {loss} needs the teacher's whole vocabulary" in refused.stderr
-    said = run("distill", student, tmp_path / "bytes", "--max-steps", "1", "-o", tmp_path / "auto").stderr
-    assert "known by their bytes" in said
+        result = run("distill", student, tmp_path / "bytes", "--loss", loss, "-o", tmp_path / "x", code=1)
+        assert f"the loss {loss} needs the teacher's whole vocabulary" in result.stderr
+    stderr = run("distill", student, tmp_path / "bytes", "--max-steps", "1", "-o", tmp_path / "auto").stderr
+    assert "known by their bytes" in stderr
 
 
-def changed(rows: list[dict], change) -> list[dict]:
-    copied = json.loads(json.dumps(rows))
-    change(copied[1]["response"], copied[1]["response"]["choices"][0])
-    return copied
+def change_row(rows: list[dict], change) -> list[dict]:
+    copied_rows = json.loads(json.dumps(rows))
+    change(copied_rows[1]["response"], copied_rows[1]["response"]["choices"][0])
+    return copied_rows
 
 
 def other_text(response, choice):
     choice["message"]["content"] += "!"
 
 
-def positive(response, choice):
+def positive_logprob(response, choice):
     choice["logprobs"]["content"][2]["logprob"] = 0.5
 
 
-def missing(response, choice):
+def missing_bytes(response, choice):
     choice["logprobs"]["content"][2] |= {"bytes": None, "token": "\ufffd"}
 
 
-def nan(response, choice):
+def nan_logprob(response, choice):
     choice["logprobs"]["content"][2]["logprob"] = float("nan")
 
 
-def too_much(response, choice):
+def mass_above_one(response, choice):
     for one in choice["logprobs"]["content"][2]["top_logprobs"]:
         one["logprob"] = -0.1
 
@@ -299,7 +304,7 @@ def reasoning(response, choice):
     choice["message"]["reasoning_content"] = "12 is twelve."
 
 
-def no_request(response, choice):
+def second_choice(response, choice):
     response["choices"].append(choice)
 
 
@@ -342,38 +347,38 @@ def set_top(response, choice):
         (set_bytes, "not numbers from 0 to 255"),
         (set_top, "top_logprobs of the row is not a list"),
         (other_text, "of another text than the answer"),
-        (positive, "must be a number of at most 0"),
-        (nan, "must be a number of at most 0"),
-        (missing, "bytes of a token are missing"),
-        (too_much, "sum"),
+        (positive_logprob, "must be a number of at most 0"),
+        (nan_logprob, "must be a number of at most 0"),
+        (missing_bytes, "bytes of a token are missing"),
+        (mass_above_one, "sum"),
         (no_logprobs, "no log-probabilities"),
         (other_model, "of another model: another"),
         (tool_call, "the answer has a tool call apart from its content"),
         (reasoning, "the answer has reasoning apart from its content"),
-        (no_request, "2 choices"),
+        (second_choice, "2 choices"),
     ],
 )
-def test_invalid_rows_are_refused_by_name_and_nothing_is_written(run, answered, tmp_path, change, message):
-    rows = changed(answered[1], change)
+def test_invalid_rows_are_named_and_nothing_is_written(run, service_answers, tmp_path, change, message):
+    rows = change_row(service_answers[1], change)
     (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    refused = run("import-cache", tmp_path / "bad.jsonl", "-o", tmp_path / "cache", code=1)
-    assert message in refused.stderr
-    assert "document 1" in refused.stderr
+    result = run("import-cache", tmp_path / "bad.jsonl", "-o", tmp_path / "cache", code=1)
+    assert message in result.stderr
+    assert "document 1" in result.stderr
     assert not (tmp_path / "cache").exists()
-    said = run("import-cache", tmp_path / "bad.jsonl", "--skip-invalid", "-o", tmp_path / "cache").stderr
-    assert "1 invalid rows were skipped" in said
+    stderr = run("import-cache", tmp_path / "bad.jsonl", "--skip-invalid", "-o", tmp_path / "cache").stderr
+    assert "1 invalid rows were skipped" in stderr
     assert len(TeacherCache(tmp_path / "cache")) == len(rows) - 1
 
 
-def test_another_configuration_of_the_service_is_a_note(run, answered, tmp_path):
-    rows = changed(answered[1], lambda response, choice: response.update(system_fingerprint="fp_2"))
+def test_changed_service_configuration_is_reported(run, service_answers, tmp_path):
+    rows = change_row(service_answers[1], lambda response, choice: response.update(system_fingerprint="fp_2"))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = run("import-cache", tmp_path / "a.jsonl", "-o", tmp_path / "cache").stderr
-    assert "2 values of system_fingerprint" in told
+    stderr = run("import-cache", tmp_path / "a.jsonl", "-o", tmp_path / "cache").stderr
+    assert "2 values of system_fingerprint" in stderr
     assert len(TeacherCache(tmp_path / "cache")) == len(rows)
 
 
-def test_text_completions_are_read_too(run, pair, tmp_path):
+def test_text_completions_are_imported(run, pair, tmp_path):
     row = {
         "prompt": "Anna has", "response": {
             "object": "text_completion", "model": "tiny", "choices": [{
@@ -387,14 +392,14 @@ def test_text_completions_are_read_too(run, pair, tmp_path):
     (tmp_path / "text.jsonl").write_text(json.dumps(row) + "\n")
     run("import-cache", tmp_path / "text.jsonl", "--precision", "float32", "-o", tmp_path / "cache")
     cache = TeacherCache(tmp_path / "cache")
-    assert [(part.text, part.train) for part in cache.read_document(0, None).document.segments] == [
+    assert [(segment.text, segment.train) for segment in cache.read_document(0, None).document.segments] == [
         ("Anna has", False),
         (" 12 é", True),
     ]
     assert distributions(cache) == [{b" 12": -0.5, b" 3": -2.0}, {b" ": -1.0}, {b"\xc3": -0.25}, {b"\xa9": -0.125}]
 
 
-# What llama.cpp's server (xllamacpp 2026.10.11549, SmolLM2) answered: eight tokens, of which an emoji has four.
+# Response of llama.cpp's server (xllamacpp 2026.10.11549, SmolLM2): eight tokens, four for each emoji.
 LLAMA_CPP_ANSWER = {
     "choices": [{"finish_reason": "length", "index": 0, "message": {"content": "🔶🔶"}, "logprobs": {
         "content": [
@@ -411,28 +416,28 @@ LLAMA_CPP_ANSWER = {
 }  # fmt: skip
 
 
-def test_a_character_of_several_tokens_has_no_log_probability(run, tmp_path):
-    """llama.cpp states that of its last token as if it were of the character."""
+def test_character_of_several_tokens_is_not_trained(run, tmp_path):
+    """llama.cpp returns the log-probability of the last token as if it were that of the character."""
     letters = [
-        {"id": 5, "token": one, "bytes": [ord(one)], "logprob": -0.5, "top_logprobs": [
-            {"id": 5, "token": one, "bytes": [ord(one)], "logprob": -0.5}]} for one in "ab"
+        {"id": 5, "token": letter, "bytes": [ord(letter)], "logprob": -0.5, "top_logprobs": [
+            {"id": 5, "token": letter, "bytes": [ord(letter)], "logprob": -0.5}]} for letter in "ab"
     ]  # fmt: skip
-    whole = {"id": 9, "token": " é", "bytes": list(" é".encode()), "logprob": -0.25, "top_logprobs": [
+    complete_character = {"id": 9, "token": " é", "bytes": list(" é".encode()), "logprob": -0.25, "top_logprobs": [
         {"id": 9, "token": " é", "bytes": list(" é".encode()), "logprob": -0.25}]}  # fmt: skip
     answer = json.loads(json.dumps(LLAMA_CPP_ANSWER))
     choice = answer["choices"][0]
     choice["message"]["content"] = "a🔶 éb🔶"
-    joined = choice["logprobs"]["content"]
-    choice["logprobs"]["content"] = [letters[0], joined[0], whole, letters[1], joined[1]]
+    emoji_entries = choice["logprobs"]["content"]
+    choice["logprobs"]["content"] = [letters[0], emoji_entries[0], complete_character, letters[1], emoji_entries[1]]
     answer["usage"]["completion_tokens"] = 11
     row = {"messages": [{"role": "user", "content": "x"}], "response": answer}
     (tmp_path / "answer.jsonl").write_text(json.dumps(row) + "\n")
-    said = run("import-cache", tmp_path / "answer.jsonl", "--precision", "float32", "-o", tmp_path / "cache").stderr
-    assert "2 characters are not trained" in said
+    stderr = run("import-cache", tmp_path / "answer.jsonl", "--precision", "float32", "-o", tmp_path / "cache").stderr
+    assert "2 characters are not trained" in stderr
     cache = TeacherCache(tmp_path / "cache")
     assert cache.read_document(0).document.segments[-1].text == "a🔶 éb🔶"
     assert distributions(cache) == [{b"a": -0.5}, {" é".encode(): -0.25}, {b"b": -0.5}]
-    # Without the service's count of tokens, the list with the same id shows it: here for the second emoji alone.
+    # Without the token count, the listed token with the same id reveals it: here for the second emoji only.
     del answer["usage"]
     choice["logprobs"]["content"] = choice["logprobs"]["content"][3:]
     choice["message"]["content"] = "b🔶"
@@ -441,26 +446,26 @@ def test_a_character_of_several_tokens_has_no_log_probability(run, tmp_path):
     assert distributions(TeacherCache(tmp_path / "cache")) == [{b"b": -0.5}]
 
 
-def test_a_token_outside_of_the_services_list_gets_an_upper_bound(run, tmp_path):
-    """OpenAI writes -9999 for a sampled token that is not among the 20 most likely ones."""
-    listed = [("c", -0.5), (" d", -2.0)]  # 0.61 and 0.14: 0.26 is left
+def test_observed_token_outside_of_top_logprobs_gets_an_upper_bound(run, tmp_path):
+    """OpenAI returns -9999 for a sampled token that is not among the 20 most likely ones."""
+    top_pairs = [("c", -0.5), (" d", -2.0)]  # probabilities 0.61 and 0.14, remainder 0.26
 
     def token(name: str, logprob: float, pairs: list[tuple[str, float]]) -> dict:
-        top = [{"token": one, "bytes": list(one.encode()), "logprob": value} for one, value in pairs]
+        top = [{"token": text, "bytes": list(text.encode()), "logprob": value} for text, value in pairs]
         return {"token": name, "bytes": list(name.encode()), "logprob": logprob, "top_logprobs": top}
 
     content = [
-        token("a", -9999.0, listed),
+        token("a", -9999.0, top_pairs),
         token("b", -9999.0, [("c", -1e-9), ("d", -9999.0)]),
         token("c", -0.25, [("c", -0.25), ("d", -9999.0)]),
     ]
     choice = {"message": {"content": "abc"}, "finish_reason": "stop", "logprobs": {"content": content}}
     row = {"messages": [{"role": "user", "content": "x"}], "response": {"model": "m", "choices": [choice]}}
     (tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
-    said = run("import-cache", tmp_path / "answers.jsonl", "--precision", "float32", "-o", tmp_path / "cache").stderr
-    said = " ".join(said.split())
-    assert "at 1 of 3 positions the token of the text is not listed; an upper bound" in said
-    assert "1 of 3 positions are not trained" in said
+    stderr = run("import-cache", tmp_path / "answers.jsonl", "--precision", "float32", "-o", tmp_path / "cache").stderr
+    stderr = " ".join(stderr.split())
+    assert "at 1 of 3 positions the token of the text is not listed; an upper bound" in stderr
+    assert "1 of 3 positions are not trained" in stderr
     cache = TeacherCache(tmp_path / "cache")
     first, last = distributions(cache)
     assert first == pytest.approx({b"c": -0.5, b" d": -2.0, b"a": -2.0}, abs=1e-6)
@@ -468,7 +473,7 @@ def test_a_token_outside_of_the_services_list_gets_an_upper_bound(run, tmp_path)
     assert cache.read_document(0).teacher_logprobs.observed_logprobs.tolist() == [-2.0, -0.25]
 
 
-def test_whether_an_answer_is_complete_belongs_to_the_import(run, tmp_path):
+def test_changed_finish_reason_needs_force(run, tmp_path):
     entry = {"token": "b", "bytes": [98], "logprob": -0.5, "top_logprobs": []}
     file = tmp_path / "answers.jsonl"
 
@@ -489,47 +494,47 @@ def test_whether_an_answer_is_complete_belongs_to_the_import(run, tmp_path):
 
 def test_only_files_of_export_cache_are_replaced(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache")
-    own = {"token_ids": [1, 2], "logprobs": [None, -1.0], "top_ids": [None, [2]], "top_logprobs": [None, [-1.0]]}
-    (tmp_path / "mine.jsonl").write_text(json.dumps(own) + "\n")
+    user_row = {"token_ids": [1, 2], "logprobs": [None, -1.0], "top_ids": [None, [2]], "top_logprobs": [None, [-1.0]]}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(user_row) + "\n")
     options = ("--format", "jsonl", "-o")
     for force in ([], ["--force"]):
         run("export-cache", tmp_path / "cache", *options, tmp_path / "mine.jsonl", *force, code=1)
-        assert json.loads((tmp_path / "mine.jsonl").read_text()) == own
+        assert json.loads((tmp_path / "mine.jsonl").read_text()) == user_row
     run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl")
     run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl", code=1)
     run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl", "--force")
 
 
-def test_a_large_row_is_read_and_the_limit_can_be_set(run, answered, tmp_path):
-    _, rows = answered
+def test_large_row_is_read_up_to_max_document_bytes(run, service_answers, tmp_path):
+    _, rows = service_answers
     large = {**rows[0], "note": "x" * 20_000_000}
     (tmp_path / "large.jsonl").write_text(json.dumps(large) + "\n")
     run("import-cache", tmp_path / "large.jsonl", "-o", tmp_path / "cache")
     limit = ("--max-document-bytes", 1_000_000)
-    refused = run("import-cache", tmp_path / "large.jsonl", *limit, "-o", tmp_path / "other", code=1)
-    assert "--max-document-bytes" in refused.stderr
+    result = run("import-cache", tmp_path / "large.jsonl", *limit, "-o", tmp_path / "other", code=1)
+    assert "--max-document-bytes" in result.stderr
 
 
-def test_columns_of_ids_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path):
+def test_id_columns_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path):
     tokenizer = Tokenizer(pair.teacher)
     ids = [tokenizer.start_id, *tokenizer.encode(["Anna has 12"])[0].ids.tolist()]
     count = len(ids) - 1
     row = {
-        "token_ids": ids, "logprobs": [None, *[-1.0] * count], "top_ids": [None, *[[one] for one in ids[1:]]],
+        "token_ids": ids, "logprobs": [None, *[-1.0] * count], "top_ids": [None, *[[token] for token in ids[1:]]],
         "top_logprobs": [None, *[[-1.0]] * count],
     }  # fmt: skip
     (tmp_path / "ids.jsonl").write_text(json.dumps(row) + "\n")
-    refused = run("import-cache", tmp_path / "ids.jsonl", "-o", tmp_path / "cache", code=1)
-    assert "--tokenizer" in refused.stderr
+    result = run("import-cache", tmp_path / "ids.jsonl", "-o", tmp_path / "cache", code=1)
+    assert "--tokenizer" in result.stderr
     run("import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "cache")
     assert TeacherCache(tmp_path / "cache").read_document(0, None).document.text == "Anna has 12"
     row["top_ids"] = row["top_ids"][1:]
     (tmp_path / "ids.jsonl").write_text(json.dumps(row) + "\n")
-    refused = run("import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "other", code=1)
-    assert "different lengths" in refused.stderr
+    result = run("import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "other", code=1)
+    assert "different lengths" in result.stderr
 
 
-def test_a_character_that_was_cut_is_left_out(run, tmp_path):
+def test_truncated_character_at_the_end_is_left_out(run, tmp_path):
     content = [
         {"token": " é", "bytes": list(" é".encode()), "logprob": -0.5, "top_logprobs": []},
         {"token": "bytes", "bytes": [0xE2, 0x82], "logprob": -0.25, "top_logprobs": []},
@@ -550,18 +555,23 @@ def test_a_character_that_was_cut_is_left_out(run, tmp_path):
             assert len(stored.trained_positions) == 1
 
 
-def test_ids_alone_end_where_their_end_token_is_and_need_a_log_probability(run, pair, tmp_path):
+def test_id_rows_need_an_end_token_to_be_complete_and_a_log_probability(run, pair, tmp_path):
     tokenizer = Tokenizer(pair.teacher)
     ids = [tokenizer.start_id, *tokenizer.encode(["Anna has"])[0].ids.tolist()]
-    unknown = [None] * len(ids)
-    row = {"token_ids": ids, "logprobs": [*unknown[1:], -1.0], "top_ids": unknown, "top_logprobs": unknown}
+    missing_values = [None] * len(ids)
+    row = {
+        "token_ids": ids,
+        "logprobs": [*missing_values[1:], -1.0],
+        "top_ids": missing_values,
+        "top_logprobs": missing_values,
+    }
     arguments = ["import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher]
     (tmp_path / "ids.jsonl").write_text(json.dumps(row | {"complete": True}) + "\n")
     run(*arguments, "-o", tmp_path / "cache")
     assert not TeacherCache(tmp_path / "cache").read_document(0, None).document.is_complete
-    (tmp_path / "ids.jsonl").write_text(json.dumps(row | {"logprobs": unknown}) + "\n")
-    refused = run(*arguments, "-o", tmp_path / "nothing", code=1)
-    assert "no document has a log-probability" in refused.stderr
+    (tmp_path / "ids.jsonl").write_text(json.dumps(row | {"logprobs": missing_values}) + "\n")
+    result = run(*arguments, "-o", tmp_path / "nothing", code=1)
+    assert "no document has a log-probability" in result.stderr
     assert not (tmp_path / "nothing").exists()
 
 
@@ -578,17 +588,17 @@ def test_ids_alone_end_where_their_end_token_is_and_need_a_log_probability(run, 
         ("logprobs", [None, "x"], "observed_logprobs is not an array of numbers"),
     ],
 )
-def test_invalid_columns_are_refused_by_row(run, pair, tmp_path, column, value, message):
+def test_invalid_columns_are_refused_with_the_row_number(run, pair, tmp_path, column, value, message):
     tokenizer = Tokenizer(pair.teacher)
     ids = [tokenizer.start_id, tokenizer.encode(["a"])[0].ids.tolist()[0]]
-    good = {"token_ids": ids, "logprobs": [None, -1.0], "top_ids": [None, ids[1:]], "top_logprobs": [None, [-1.0]]}
-    rows = [good, good | {column: value}]
+    valid = {"token_ids": ids, "logprobs": [None, -1.0], "top_ids": [None, ids[1:]], "top_logprobs": [None, [-1.0]]}
+    rows = [valid, valid | {column: value}]
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "cache"]
-    refused = run(*arguments, code=1)
-    assert message in refused.stderr
-    assert "document 1" in refused.stderr
+    result = run(*arguments, code=1)
+    assert message in result.stderr
+    assert "document 1" in result.stderr
     assert not (tmp_path / "cache").exists()
-    skipped = run(*arguments, "--skip-invalid").stderr
-    assert message in skipped  # a note says which row and why
-    assert "1 invalid rows were skipped" in skipped
+    stderr = run(*arguments, "--skip-invalid").stderr
+    assert message in stderr  # a warning names the row and the reason
+    assert "1 invalid rows were skipped" in stderr

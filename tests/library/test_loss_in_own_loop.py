@@ -1,4 +1,4 @@
-"""The Python API in a plain loop: the same loss and gradient as `xtk distill` at its first steps."""
+"""The Python API in a plain training loop: same loss and gradients as the first steps of `xtk distill`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def cache(run, pair, tmp_path_factory):
     return folder / "cache"
 
 
-def steps_of_the_command(pair, cache, losses, batch, documents):
+def command_steps(pair, cache, losses, batch, documents):
     recipe = recipe_of(losses, batch=batch)
     inputs = inputs_of(pair.student, [cache], recipe)
-    gradients, told = take_steps(Accelerator(cpu=True), pair.student, inputs, recipe, documents)
+    gradients, metrics = take_steps(Accelerator(cpu=True), pair.student, inputs, recipe, documents)
     sampler = BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed)
-    return gradients, told, [sampler.micro_batches_of_rank(step, 0, 1, batch) for step in range(2)]
+    return gradients, metrics, [sampler.micro_batches_of_rank(step, 0, 1, batch) for step in range(2)]
 
 
 def gradients_of(model):
@@ -54,13 +54,13 @@ def largest_difference(found, expected, step):
 
 
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("way", ["states", "model", "logits", "packed"])
-def test_loss_and_gradient_equal_those_of_the_command(pair, cache, losses, way):
-    expected, told, steps = steps_of_the_command(pair, cache, losses, 3, 8)
+@pytest.mark.parametrize("input_form", ["states", "model", "logits", "packed"])
+def test_loss_and_gradient_equal_those_of_the_command(pair, cache, losses, input_form):
+    expected, metrics, steps = command_steps(pair, cache, losses, 3, 8)
     model = AutoModelForCausalLM.from_pretrained(pair.student)
     loss = xtk.DistillationLoss(*losses)
     collator = xtk.DistillationCollator(
-        AutoTokenizer.from_pretrained(pair.student), cache, loss, packing=way == "packed"
+        AutoTokenizer.from_pretrained(pair.student), cache, loss, packing=input_form == "packed"
     )
     for step, groups in enumerate(steps):
         batches = [collator(group) for group in groups]
@@ -68,15 +68,15 @@ def test_loss_and_gradient_equal_those_of_the_command(pair, cache, losses, way):
         total = 0.0
         model.zero_grad()
         for batch in batches:
-            if way == "logits":
+            if input_form == "logits":
                 value = loss(logits=model(**batch.model_inputs).logits, batch=batch, num_items_in_batch=num_items)
             else:
                 states = model.model(**batch.model_inputs).last_hidden_state
-                head = model if way == "model" else model.lm_head
+                head = model if input_form == "model" else model.lm_head
                 value = loss(states, head, batch, num_items_in_batch=num_items)
             value.backward()
             total += value.item()
-        assert total == pytest.approx(told["losses"][step]["loss"], rel=1e-5)
+        assert total == pytest.approx(metrics["losses"][step]["loss"], rel=1e-5)
         assert largest_difference(gradients_of(model), expected, step) < 1e-5
 
 
@@ -86,21 +86,21 @@ def test_labels_are_the_trained_tokens(pair, cache):
     batch = collator([0, 1, 5])
     model = AutoModelForCausalLM.from_pretrained(pair.student)
     with torch.no_grad():
-        of_model = model(**batch.model_inputs, labels=batch["labels"]).loss
-        own = loss(logits=model(**batch.model_inputs).logits, batch=batch)
-    assert float(own) == pytest.approx(float(of_model), rel=1e-5)
+        model_loss = model(**batch.model_inputs, labels=batch["labels"]).loss
+        xtk_loss = loss(logits=model(**batch.model_inputs).logits, batch=batch)
+    assert float(xtk_loss) == pytest.approx(float(model_loss), rel=1e-5)
     assert batch["attention_mask"].sum() == batch["teacher"].tokens
 
 
 class LargestTensor(TorchDispatchMode):
-    """Keeps the size of the largest tensor that an operation made."""
+    """Records the size of the largest tensor that an operation returns."""
 
     numel = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         result = function(*arguments, **(keywords or {}))
         tensors = result if isinstance(result, tuple | list) else [result]
-        self.numel = max([self.numel, *(one.numel() for one in tensors if isinstance(one, torch.Tensor))])
+        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor))])
         return result
 
 
@@ -125,9 +125,9 @@ def test_num_items_of_anything_but_batches_is_refused(pair, cache):
     collator = xtk.DistillationCollator(pair.student, cache, loss)
     batch = collator([0, 1])
     assert torch.equal(loss.num_items(batch), loss.num_items([batch]))
-    for wrong in ([], [{"input_ids": batch["input_ids"]}]):
+    for invalid in ([], [{"input_ids": batch["input_ids"]}]):
         with pytest.raises(xtk.XtkError, match="num_items needs the batches"):
-            loss.num_items(wrong)
+            loss.num_items(invalid)
     with pytest.raises(xtk.XtkError, match="num_items_in_batch has the shape"):
         loss(
             torch.zeros(*batch["input_ids"].shape, 8), torch.nn.Linear(8, 5000), batch, num_items_in_batch=torch.ones(3)
@@ -135,7 +135,7 @@ def test_num_items_of_anything_but_batches_is_refused(pair, cache):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_batch_is_sent_to_another_process_with_one_tensor(pair, cache, packing):
+def test_batch_is_pickled_with_a_single_tensor(pair, cache, packing):
     loss = xtk.DistillationLoss("ce", "byte-kl")
     collator = xtk.DistillationCollator(pair.student, cache, loss, packing=packing)
     batch = collator([0, 1, 2])
@@ -143,11 +143,11 @@ def test_a_batch_is_sent_to_another_process_with_one_tensor(pair, cache, packing
     assert received.keys() == batch.keys()
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(received[name], batch[name])
-    for one, other in zip(received["teacher"].cells, batch["teacher"].cells, strict=True):
-        for field in dataclasses.fields(one):
-            mine, its = getattr(one, field.name), getattr(other, field.name)
-            if isinstance(mine, torch.Tensor):
-                assert mine.dtype == its.dtype
-                assert torch.equal(mine, its)
-    made = batch.__reduce__()
-    assert sum(isinstance(part, torch.Tensor) for part in made[1]) == 1
+    for received_cells, original_cells in zip(received["teacher"].cells, batch["teacher"].cells, strict=True):
+        for field in dataclasses.fields(received_cells):
+            received_value, original_value = getattr(received_cells, field.name), getattr(original_cells, field.name)
+            if isinstance(received_value, torch.Tensor):
+                assert received_value.dtype == original_value.dtype
+                assert torch.equal(received_value, original_value)
+    reduced = batch.__reduce__()
+    assert sum(isinstance(part, torch.Tensor) for part in reduced[1]) == 1

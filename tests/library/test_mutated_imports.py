@@ -1,4 +1,4 @@
-"""Rows with mutated values: a sentence that names the row, or a cache that can be read; never a traceback."""
+"""Import of rows with mutated values: an error that names the row, or a readable cache; never a traceback."""
 
 import json
 import sys
@@ -17,22 +17,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "adversary"))
 from json_mutations import dumped, mutated
 
 
-def rows(folder: Path) -> dict[str, dict]:
-    """A row of each format."""
+def make_rows(folder: Path) -> dict[str, dict]:
+    """Return a row of each import format."""
     tokenizer = Tokenizer(folder)
     ids = [tokenizer.start_id or 1, *tokenizer.encode(["Anna has 12 apples."])[0].ids.tolist()]
-    top = [[token, 40 + at] for at, token in enumerate(ids[1:])]
+    top = [[token, 40 + i] for i, token in enumerate(ids[1:])]
     logprobs = [[-0.25, -2.0] for _ in top]
-    spelled = [tokenizer.vocabulary.bytes_of(token) for token in ids[1:]]
+    tokens = [tokenizer.vocabulary.bytes_of(token) for token in ids[1:]]
     entries = [{"id": 5, "token": one.decode(), "bytes": list(one), "logprob": -0.25, "top_logprobs": [
-               {"id": 5, "token": one.decode(), "bytes": list(one), "logprob": -0.25}]} for one in spelled]  # fmt: skip
-    text = b"".join(spelled).decode()
+               {"id": 5, "token": one.decode(), "bytes": list(one), "logprob": -0.25}]} for one in tokens]  # fmt: skip
+    text = b"".join(tokens).decode()
     message = {"role": "user", "content": "x"}
     choice = {"finish_reason": "stop", "message": {"content": text}, "logprobs": {"content": entries}}
-    legacy = {"tokens": [one.decode() for one in spelled], "token_logprobs": [-0.25] * len(spelled),
-              "top_logprobs": [{one.decode(): -0.25} for one in spelled]}  # fmt: skip
-    exact = np.array(logprobs, "<f4").view(np.uint8).tolist()
-    packed = [list(int(f"{one:09b}{other:09b}000000", 2).to_bytes(3, "big")) for one, other in top]
+    legacy = {"tokens": [one.decode() for one in tokens], "token_logprobs": [-0.25] * len(tokens),
+              "top_logprobs": [{one.decode(): -0.25} for one in tokens]}  # fmt: skip
+    exact_bytes = np.array(logprobs, "<f4").view(np.uint8).tolist()
+    packed_ids = [list(int(f"{one:09b}{other_value:09b}000000", 2).to_bytes(3, "big")) for one, other_value in top]
     vllm = [[{"token": f"token_id:{token}", "logprob": value} for token, value in zip(*one, strict=True)]
             for one in zip(top, logprobs, strict=True)]  # fmt: skip
     return {
@@ -46,7 +46,7 @@ def rows(folder: Path) -> dict[str, dict]:
         "axolotl": {"input_ids": ids, "labels": ids, "target_token_ids": [*top, [0, 1]],
                     "target_logprobs": [*logprobs, [-1e9, -1e9]], "target_mask": [*[[1, 1]] * len(top), [0, 0]]},
         "vllm": {"messages": [message, {"role": "assistant", "content": text}], "some_logprobs": vllm},
-        "kit": {"input_ids": ids, "bytepacked_indices": packed, "compressed_logprobs": exact},
+        "kit": {"input_ids": ids, "bytepacked_indices": packed_ids, "compressed_logprobs": exact_bytes},
         "raw kit": {"input_ids": ids, "token_ids": top, "top_values": logprobs},
     }  # fmt: skip
 
@@ -64,9 +64,9 @@ def teacher(pair, tmp_path_factory):
     return folder
 
 
-def outcomes(teacher: Path, folder: Path, name: str, seeds: range) -> dict[str, int]:
-    """Import mutated rows; return how many are caches."""
-    row, counts = rows(teacher)[name], {"cache": 0, "error": 0}
+def count_import_outcomes(teacher: Path, folder: Path, name: str, seeds: range) -> dict[str, int]:
+    """Import mutated rows; return the number of caches and of errors."""
+    row, counts = make_rows(teacher)[name], {"cache": 0, "error": 0}
     (folder / "compression_config.yaml").write_text(yaml.safe_dump(CONFIG))
     file = folder / "rows.jsonl"
     for seed in seeds:
@@ -80,12 +80,12 @@ def outcomes(teacher: Path, folder: Path, name: str, seeds: range) -> dict[str, 
             counts["error"] += 1
         else:
             stored = TeacherCache(folder / "cache").read_document(0, None)
-            scores = stored.teacher_logprobs
-            assert np.isfinite(scores.observed_logprobs).all()
-            assert (scores.observed_logprobs <= 0).all()
-            for at in range(len(scores.positions)):
-                some = slice(scores.offsets[at], scores.offsets[at + 1])
-                assert np.exp(scores.logprobs[some]).sum() < 1.02
+            teacher_logprobs = stored.teacher_logprobs
+            assert np.isfinite(teacher_logprobs.observed_logprobs).all()
+            assert (teacher_logprobs.observed_logprobs <= 0).all()
+            for i in range(len(teacher_logprobs.positions)):
+                entries = slice(teacher_logprobs.offsets[i], teacher_logprobs.offsets[i + 1])
+                assert np.exp(teacher_logprobs.logprobs[entries]).sum() < 1.02
             counts["cache"] += 1
     return counts
 
@@ -94,16 +94,16 @@ NAMES = ["chat", "text", "ids", "TRL", "axolotl", "vllm", "kit", "raw kit"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_as_they_are_and_a_few_mutated_ones(teacher, tmp_path, name):
+def test_original_rows_are_imported_and_mutated_ones_are_read_or_refused(teacher, tmp_path, name):
     (tmp_path / "compression_config.yaml").write_text(yaml.safe_dump(CONFIG))
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows(teacher)[name]) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(make_rows(teacher)[name]) + "\n")
     import_cache([str(tmp_path / "rows.jsonl")], tmp_path / "whole", tokenizer=str(teacher))
-    found = outcomes(teacher, tmp_path, name, range(25))
-    assert found["error"] > 5
+    counts = count_import_outcomes(teacher, tmp_path, name, range(25))
+    assert counts["error"] > 5
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_hundreds_of_mutated_rows(teacher, tmp_path, name):
-    found = outcomes(teacher, tmp_path, name, range(1000, 1400))
-    assert found["error"] > 100
+def test_hundreds_of_mutated_rows_are_read_or_refused(teacher, tmp_path, name):
+    counts = count_import_outcomes(teacher, tmp_path, name, range(1000, 1400))
+    assert counts["error"] > 100

@@ -1,4 +1,4 @@
-"""xtk.enable_packing: packed batches have the values of separate documents, and all other inputs those of before."""
+"""xtk.enable_packing: packed batches equal separate documents, and all other inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ def test_packed_documents_have_the_loss_and_gradient_of_padded_ones(pair, cache)
     padded, packed = (
         xtk.DistillationCollator(pair.student, cache, loss, packing=packing)(range(6)) for packing in (False, True)
     )
-    expected, gradients = losses_and_gradients(model, padded, loss)
+    expected_loss, gradients = losses_and_gradients(model, padded, loss)
     xtk.enable_packing(model)
     assert model.config._attn_implementation == "xtk_general"
     for batch in (packed, padded):
-        found, own = losses_and_gradients(model, batch, loss)
-        assert found == pytest.approx(expected, rel=1e-6)
+        packed_loss, packed_gradients = losses_and_gradients(model, batch, loss)
+        assert packed_loss == pytest.approx(expected_loss, rel=1e-6)
         for name, gradient in gradients.items():
-            torch.testing.assert_close(own[name], gradient, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(packed_gradients[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_padded_batches_and_generation_are_those_of_the_plain_model(folder):
-    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
-    model = copy.deepcopy(plain)
+def test_padded_batches_and_generation_equal_the_unpacked_model(folder):
+    plain_model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = copy.deepcopy(plain_model)
     xtk.enable_packing(model)
     ids = torch.tensor([[0, 0, 0, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26, 27]])
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])  # padded on the left, as for generation
     with torch.no_grad():
-        found, expected = (one(input_ids=ids, attention_mask=mask).logits for one in (model, plain))
+        found, expected = (network(input_ids=ids, attention_mask=mask).logits for network in (model, plain_model))
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
     for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}):
-        both = [
-            one.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, **options)
-            for one in (model, plain)
+        generated = [
+            network.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, **options)
+            for network in (model, plain_model)
         ]
-        assert torch.equal(*both), options
+        assert torch.equal(*generated), options

@@ -1,4 +1,4 @@
-"""SFTTrainer of TRL, as it is and with the mixin: the gradients of `xtk distill`."""
+"""TRL's SFTTrainer, unchanged and with the mixin: same gradients as `xtk distill`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class DistillationSFTTrainer(DistillationTrainerMixin, trl.SFTTrainer):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL prefers subclasses to compute_loss_func
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("way", ["compute_loss_func", "mixin"])
-def test_sft_trainer_has_the_gradients_of_the_command(run, pair, tmp_path, way):
+@pytest.mark.parametrize("integration", ["compute_loss_func", "mixin"])
+def test_sft_trainer_has_the_gradients_of_the_command(run, pair, tmp_path, integration):
     data = write_jsonl(tmp_path / "data.jsonl", sentences(BATCH * 2, seed=7))
     run("cache-teacher", pair.teacher, data, "-o", tmp_path / "cache")
     expected, _ = gradients_of_the_command(pair, tmp_path / "cache", 1)
@@ -44,7 +44,7 @@ def test_sft_trainer_has_the_gradients_of_the_command(run, pair, tmp_path, way):
         "optimizers": (recorder, None),
     }  # fmt: skip
 
-    if way == "mixin":
+    if integration == "mixin":
         trainer = DistillationSFTTrainer(**options, data_collator=collator)
     else:
         loss_func, labels_collator = loss_func_and_collator(collator)

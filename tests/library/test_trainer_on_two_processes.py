@@ -1,4 +1,4 @@
-"""DistillationTrainer on two processes equals one process: denominators are those of the whole step."""
+"""DistillationTrainer on two processes equals one process: losses are normalized over the whole step."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ PROGRAM = Path(__file__).parent / "trainer_process.py"
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_steps_of_one(run, pair, tmp_path):
+def test_two_processes_give_the_weights_of_one_process(run, pair, tmp_path):
     texts = [text * (1 + number % 3) for number, text in enumerate(sentences(16, seed=7))]  # items differ per process
     run("cache-teacher", pair.teacher, write_jsonl(tmp_path / "data.jsonl", texts), "-o", tmp_path / "cache")
-    for processes, batch in ((1, 4), (2, 2)):
+    for num_processes, batch in ((1, 4), (2, 2)):
         launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-                    "--nproc-per-node", str(processes)]  # fmt: skip
+                    "--nproc-per-node", str(num_processes)]  # fmt: skip
         command = [
             sys.executable,
             *launcher,
             PROGRAM,
             pair.student,
             tmp_path / "cache",
-            tmp_path / str(processes),
+            tmp_path / str(num_processes),
             batch,
         ]
         subprocess.run(
             list(map(str, command)), check=True, capture_output=True, text=True, timeout=300,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-    one, two = (load_file(tmp_path / str(processes) / "model.safetensors") for processes in (1, 2))
-    start = load_file(pair.student / "model.safetensors")
-    for name, weights in one.items():
-        moved = float((weights - start[name]).abs().max())
-        assert moved > 0
-        assert float((two[name] - weights).abs().max()) < 1e-3 * moved
+    one_process, two_processes = (
+        load_file(tmp_path / str(num_processes) / "model.safetensors") for num_processes in (1, 2)
+    )
+    initial_weights = load_file(pair.student / "model.safetensors")
+    for name, weights in one_process.items():
+        max_update = float((weights - initial_weights[name]).abs().max())
+        assert max_update > 0
+        assert float((two_processes[name] - weights).abs().max()) < 1e-3 * max_update

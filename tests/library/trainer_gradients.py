@@ -1,4 +1,4 @@
-"""Gradients of `xtk distill` on the documents of a cache in order, and arguments of a Trainer that takes them so."""
+"""Gradients of `xtk distill` on the documents of a cache in order, and Trainer arguments for the same steps."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def gradients_of_the_command(pair, cache, accumulation):
     inputs = inputs_of(pair.student, [cache], recipe)
     size = BATCH * accumulation
 
-    class InOrder(BatchSampler):
+    class SequentialSampler(BatchSampler):
         def documents_of_step(self, step):
             return list(range(step * size, (step + 1) * size))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(recorded_training_steps, "BatchSampler", InOrder)
+        patched.setattr(recorded_training_steps, "BatchSampler", SequentialSampler)
         return take_steps(Accelerator(cpu=True), pair.student, inputs, recipe, size)
 
 

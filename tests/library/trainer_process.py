@@ -1,4 +1,4 @@
-"""A process of a run of DistillationTrainer: STUDENT CACHE OUTPUT BATCH; writes the weights after two steps."""
+"""Process of a DistillationTrainer run: STUDENT CACHE OUTPUT BATCH; writes the weights after two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slow reference of bpm and escd: tokens are byte strings, loops over both vocabularies, float64."""
+"""Reference implementation of bpm and escd: tokens are byte strings, loops over both vocabularies, float64."""
 
 from __future__ import annotations
 
@@ -6,156 +6,192 @@ import math
 from collections.abc import Hashable
 
 import torch
-from reference_byte_kl import Distance, Words, kl_with_other, plain_items, said_at
+from reference_byte_kl import FORWARD_KL, ReferenceDivergence, ReferenceVocabulary, reference_items, support_at
 from torch import Tensor
 
 from xtk.losses.loss_interface import LossInputs
 
-Key = Hashable  # a student token, or the number of the cell of special ones
+Key = Hashable  # a student token, or the cell of special tokens
 
 
-def key_of(student: Words, teacher: Words, token: int) -> Key | None:
-    """What a token of the student is compared as: the first of equal ones, except for the teacher's equal ones."""
+def student_key(student: ReferenceVocabulary, teacher: ReferenceVocabulary, token: int) -> Key | None:
+    """Return the key of a student token: itself if paired with an equal teacher token, else the first of equal ones."""
     if token >= len(student.spellings):
         return None
     if spelling := student.spellings[token]:
-        alike = [v for v, other in enumerate(student.spellings) if other == spelling]
-        number = alike.index(token)
-        return token if number < teacher.spellings.count(spelling) else alike[0]
+        equal_tokens = [v for v, other in enumerate(student.spellings) if other == spelling]
+        index = equal_tokens.index(token)
+        return token if index < teacher.spellings.count(spelling) else equal_tokens[0]
     return ("special", student.cells[token]) if student.cells[token] >= 0 else None
 
 
-def longest_prefix(student: Words, piece: bytes) -> int | None:
-    """The longest student token that begins a string, the first of equal ones."""
-    fits = [v for v, spelling in enumerate(student.spellings) if spelling and piece.startswith(spelling)]
-    return max(fits, key=lambda v: (len(student.spellings[v]), -v), default=None)
+def longest_prefix(student: ReferenceVocabulary, piece: bytes) -> int | None:
+    """Return the longest student token that is a prefix of a byte string, the first of equal ones."""
+    prefixes = [v for v, spelling in enumerate(student.spellings) if spelling and piece.startswith(spelling)]
+    return max(prefixes, key=lambda v: (len(student.spellings[v]), -v), default=None)
 
 
-def key_of_teacher(student: Words, teacher: Words, token: int, cut: int = 0) -> Key | None:
-    """The student token in whose cell a teacher token counts, without its first bytes."""
+def teacher_key(
+    student: ReferenceVocabulary, teacher: ReferenceVocabulary, token: int, prefix_length: int = 0
+) -> Key | None:
+    """Return the key of a teacher token without its first `prefix_length` bytes."""
     if token >= len(teacher.spellings):
         return None
-    if piece := teacher.spellings[token][cut:]:
-        alike = [v for v, other in enumerate(student.spellings) if other == piece]
-        number = teacher.spellings[:token].count(piece)
-        return alike[number] if cut == 0 and number < len(alike) else longest_prefix(student, piece)
-    special = {student.cells[v] for v, spelling in enumerate(student.spellings) if not spelling}
-    return ("special", teacher.cells[token]) if teacher.cells[token] in special - {-1} else None
+    if piece := teacher.spellings[token][prefix_length:]:
+        equal_tokens = [v for v, other in enumerate(student.spellings) if other == piece]
+        index = teacher.spellings[:token].count(piece)
+        return (
+            equal_tokens[index] if prefix_length == 0 and index < len(equal_tokens) else longest_prefix(student, piece)
+        )
+    special_cells = {student.cells[v] for v, spelling in enumerate(student.spellings) if not spelling}
+    return ("special", teacher.cells[token]) if teacher.cells[token] in special_cells - {-1} else None
 
 
-def plain_bpm(
-    example: LossInputs, student: Words, teacher: Words, probs_NV: Tensor, distance: Distance = kl_with_other
+def reference_bpm(
+    example: LossInputs,
+    student: ReferenceVocabulary,
+    teacher: ReferenceVocabulary,
+    probs_NV: Tensor,
+    divergence: ReferenceDivergence = FORWARD_KL,
 ) -> list[Tensor]:
-    """The divergence at each token of the student."""
+    """Return the divergence at each student token."""
     return [
-        plain_bpm_item(item, example, student, teacher, probs_NV, distance)
-        for item in plain_items(example, student, teacher)
+        reference_bpm_item(item, example, student, teacher, probs_NV, divergence)
+        for item in reference_items(example, student, teacher)
         if item[0][2]
     ]
 
 
-def plain_escd(
-    example: LossInputs, student: Words, teacher: Words, probs_NV: Tensor, distance: Distance = kl_with_other
+def reference_escd(
+    example: LossInputs,
+    student: ReferenceVocabulary,
+    teacher: ReferenceVocabulary,
+    probs_NV: Tensor,
+    divergence: ReferenceDivergence = FORWARD_KL,
 ) -> list[Tensor]:
-    """At each token of the student: bpm at a boundary of both, and what must complete a token after the one before."""
-    items = [item for item in plain_items(example, student, teacher) if item[0][2]]
+    """Return at each student token: bpm if at a shared boundary, plus the event-set term of the previous token."""
+    items = [item for item in reference_items(example, student, teacher) if item[0][2]]
     row_of = {int(row) + 1: n for n, row in enumerate(example.positions)}
-    at_boundary = {item[0][0]: item[1][0] for item in items if item[1][2]}
+    shared_boundaries = {item[0][0]: item[1][0] for item in items if item[1][2]}
     values = []
     for item in items:
-        s, nothing = item[0][0], torch.zeros((), dtype=torch.float64)
-        root = plain_bpm_item(item, example, student, teacher, probs_NV, distance) if item[1][2] else nothing
-        sets = plain_event_sets(example, student, teacher, s - 1, at_boundary[s - 1]) if s - 1 in at_boundary else []
-        probs = probs_NV[row_of[s]]
-        values.append(root - sum((mass * probs[tokens].sum().log() for mass, tokens in sets), nothing))
+        student_position, zero = item[0][0], torch.zeros((), dtype=torch.float64)
+        root_term = reference_bpm_item(item, example, student, teacher, probs_NV, divergence) if item[1][2] else zero
+        event_sets = (
+            reference_event_sets(
+                example, student, teacher, student_position - 1, shared_boundaries[student_position - 1]
+            )
+            if student_position - 1 in shared_boundaries
+            else []
+        )
+        probs = probs_NV[row_of[student_position]]
+        values.append(root_term - sum((mass * probs[tokens].sum().log() for mass, tokens in event_sets), zero))
     return values
 
 
-def plain_event_sets(
-    example: LossInputs, student: Words, teacher: Words, s: int, t: int
+def reference_event_sets(
+    example: LossInputs,
+    student: ReferenceVocabulary,
+    teacher: ReferenceVocabulary,
+    student_position: int,
+    teacher_position: int,
 ) -> list[tuple[float, list[int]]]:
-    """The mass of each event set that the student's token at `s` begins, and the tokens that go on with it."""
-    signal = example.teacher_logprobs
-    begun = student.spellings[int(example.student_ids[s])]
-    apart = sorted({*teacher.spellings} - {*student.spellings, b""}, key=len)
+    """Return the mass of each event set that the student token begins, and the student tokens that continue it."""
+    teacher_logprobs = example.teacher_logprobs
+    prefix = student.spellings[int(example.student_ids[student_position])]
+    teacher_only = sorted({*teacher.spellings} - {*student.spellings, b""}, key=len)
     masses: dict[bytes, float] = {}
-    for u, logprob in said_at(signal, {int(position): n for n, position in enumerate(signal.positions)}[t]):
-        if u < len(teacher.spellings) and teacher.spellings[u] in apart:
-            shortest = next(spelling for spelling in apart if teacher.spellings[u].startswith(spelling))
+    for u, logprob in support_at(
+        teacher_logprobs, {int(position): n for n, position in enumerate(teacher_logprobs.positions)}[teacher_position]
+    ):
+        if u < len(teacher.spellings) and teacher.spellings[u] in teacher_only:
+            shortest = next(spelling for spelling in teacher_only if teacher.spellings[u].startswith(spelling))
             masses[shortest] = masses.get(shortest, 0.0) + math.exp(logprob)
-    sets = []
+    event_sets = []
     for shortest, mass in masses.items():
-        if begun and shortest.startswith(begun) and shortest != begun:
-            left = shortest[len(begun) :]
-            tokens = [v for v, spelling in enumerate(student.spellings) if spelling.startswith(left)]
-            sets += [(mass, tokens)] if tokens else []
-    return sets
+        if prefix and shortest.startswith(prefix) and shortest != prefix:
+            suffix = shortest[len(prefix) :]
+            tokens = [v for v, spelling in enumerate(student.spellings) if spelling.startswith(suffix)]
+            event_sets += [(mass, tokens)] if tokens else []
+    return event_sets
 
 
-def plain_bpm_item(
+def reference_bpm_item(
     item: tuple[tuple[int, int, bool], ...],
     example: LossInputs,
-    student: Words,
-    teacher: Words,
+    student: ReferenceVocabulary,
+    teacher: ReferenceVocabulary,
     probs_NV: Tensor,
-    distance: Distance,
+    divergence: ReferenceDivergence,
 ) -> Tensor:
-    signal = example.teacher_logprobs
-    index_of = {int(position): n for n, position in enumerate(signal.positions)}
+    teacher_logprobs = example.teacher_logprobs
+    index_of = {int(position): n for n, position in enumerate(teacher_logprobs.positions)}
     row_of = {int(row) + 1: n for n, row in enumerate(example.positions)}
-    (s, _, _), (t, cut, at_boundary) = item
-    token = int(example.teacher_ids[t])
-    begun = teacher.spellings[token][:cut]
-    said = [(u, logprob) for u, logprob in said_at(signal, index_of[t], exact=not at_boundary)
-            if teacher.spellings[u : u + 1] and teacher.spellings[u].startswith(begun)]  # fmt: skip
-    highest = 0.0 if at_boundary else max(logprob for _, logprob in said)
-    mass = 1.0 if at_boundary else sum(math.exp(logprob - highest) for _, logprob in said)
+    (student_position, _, _), (teacher_position, prefix_length, at_boundary) = item
+    teacher_token = int(example.teacher_ids[teacher_position])
+    prefix = teacher.spellings[teacher_token][:prefix_length]
+    support = [(u, logprob)
+               for u, logprob in support_at(teacher_logprobs, index_of[teacher_position], exact=not at_boundary)
+               if teacher.spellings[u : u + 1] and teacher.spellings[u].startswith(prefix)]  # fmt: skip
+    highest = 0.0 if at_boundary else max(logprob for _, logprob in support)
+    mass = 1.0 if at_boundary else sum(math.exp(logprob - highest) for _, logprob in support)
     p: dict[Key, float] = {}
-    for u, logprob in said:
-        key = key_of_teacher(student, teacher, u, cut)
-        if key is not None and (at_boundary or teacher.spellings[u] != begun):
+    for u, logprob in support:
+        key = teacher_key(student, teacher, u, prefix_length)
+        if key is not None and (at_boundary or teacher.spellings[u] != prefix):
             p[key] = p.get(key, 0.0) + math.exp(logprob - highest) / mass
-    own = int(example.student_ids[s])
-    spanning = spanning_probability(example, student, teacher, own, t, cut)
+    student_token = int(example.student_ids[student_position])
+    spanning = spanning_probability(example, student, teacher, student_token, teacher_position, prefix_length)
     if spanning > 0:
-        held = key_of_teacher(student, teacher, token, cut)
-        if held is not None:
-            left = p[held] - spanning
-            p[held] = left if left > 1e-6 * spanning else 0.0
-        p[key_of(student, teacher, own)] = p.get(key_of(student, teacher, own), 0.0) + spanning
-    probs = probs_NV[row_of[s]]
-    members = {key: [v for v in range(len(probs)) if key_of(student, teacher, v) == key] for key in p if p[key] > 0}
+        first_key = teacher_key(student, teacher, teacher_token, prefix_length)
+        if first_key is not None:
+            remaining = p[first_key] - spanning
+            p[first_key] = remaining if remaining > 1e-6 * spanning else 0.0
+        p[student_key(student, teacher, student_token)] = (
+            p.get(student_key(student, teacher, student_token), 0.0) + spanning
+        )
+    probs = probs_NV[row_of[student_position]]
+    members = {
+        key: [v for v in range(len(probs)) if student_key(student, teacher, v) == key] for key in p if p[key] > 0
+    }
     if sum(map(len, members.values())) == len(probs):
         p = {key: p[key] / sum(p[key] for key in members) for key in members}
-    return distance([p[key] for key in members], [probs[members[key]].sum() for key in members])
+    return divergence([p[key] for key in members], [probs[members[key]].sum() for key in members])
 
 
-def spanning_probability(example: LossInputs, student: Words, teacher: Words, own: int, t: int, cut: int) -> float:
-    """The teacher's probability of a student token that ends in a later token of the teacher."""
-    signal = example.teacher_logprobs
-    index_of = {int(position): n for n, position in enumerate(signal.positions)}
-    left = student.spellings[own]
-    if len(left) <= len(teacher.spellings[int(example.teacher_ids[t])]) - cut:
+def spanning_probability(
+    example: LossInputs,
+    student: ReferenceVocabulary,
+    teacher: ReferenceVocabulary,
+    student_token: int,
+    teacher_position: int,
+    prefix_length: int,
+) -> float:
+    """Return the teacher's probability of a student token that ends in a later teacher token; 0 for others."""
+    teacher_logprobs = example.teacher_logprobs
+    index_of = {int(position): n for n, position in enumerate(teacher_logprobs.positions)}
+    remaining = student.spellings[student_token]
+    if len(remaining) <= len(teacher.spellings[int(example.teacher_ids[teacher_position])]) - prefix_length:
         return 0.0
-    total = 0.0
-    while left:
-        if t not in index_of:
+    log_prob = 0.0
+    while remaining:
+        if teacher_position not in index_of:
             return 0.0
-        token = int(example.teacher_ids[t])
-        piece = teacher.spellings[token][cut:]
-        if not piece or left[: len(piece)] != piece[: len(left)]:
+        teacher_token = int(example.teacher_ids[teacher_position])
+        piece = teacher.spellings[teacher_token][prefix_length:]
+        if not piece or remaining[: len(piece)] != piece[: len(remaining)]:
             return 0.0
-        exact = said_at(signal, index_of[t], exact=True)
+        exact = support_at(teacher_logprobs, index_of[teacher_position], exact=True)
 
-        def log_mass(beginning: bytes, exact: list[tuple[int, float]] = exact) -> float:
-            fits = [logprob for u, logprob in exact if teacher.spellings[u].startswith(beginning)]
-            return float(torch.logsumexp(torch.tensor(fits, dtype=torch.float64), 0))
+        def log_mass(prefix: bytes, exact: list[tuple[int, float]] = exact) -> float:
+            matching = [logprob for u, logprob in exact if teacher.spellings[u].startswith(prefix)]
+            return float(torch.logsumexp(torch.tensor(matching, dtype=torch.float64), 0))
 
-        if len(left) < len(piece):
-            total += log_mass(teacher.spellings[token][: cut + len(left)])
+        if len(remaining) < len(piece):
+            log_prob += log_mass(teacher.spellings[teacher_token][: prefix_length + len(remaining)])
         else:
-            total += float(signal.observed_logprobs[index_of[t]])
-        if cut:
-            total -= log_mass(teacher.spellings[token][:cut])
-        left, t, cut = left[len(piece) :], t + 1, 0
-    return math.exp(total)
+            log_prob += float(teacher_logprobs.observed_logprobs[index_of[teacher_position]])
+        if prefix_length:
+            log_prob -= log_mass(teacher.spellings[teacher_token][:prefix_length])
+        remaining, teacher_position, prefix_length = remaining[len(piece) :], teacher_position + 1, 0
+    return math.exp(log_prob)

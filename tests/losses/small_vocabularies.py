@@ -1,57 +1,59 @@
-"""Two small vocabularies of byte strings, their partition, and texts in both, made without a tokenizer."""
+"""Two small random vocabularies of byte strings, their partition, and token sequences, without a tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-from reference_byte_kl import Words
+from reference_byte_kl import ReferenceVocabulary
 
 from xtk.projection.vocabulary_byte_partition import BytePartition, SortedVocabulary, sort_vocabulary
 
 LETTERS = [b"a", b"b", b"\xc3", b"\xa9"]
 
 
-def draw_spellings(draw: np.random.Generator, size: int) -> list[bytes]:
-    """A token that spells nothing, letters, strings of letters; large ones have two alike, and one that is no token."""
+def random_spellings(rng: np.random.Generator, size: int) -> list[bytes]:
+    """Return an empty token, letters and random strings of them; from size 12 on, also duplicates of two tokens."""
     letters = LETTERS[: 2 if size < 12 else 4]
     strings: list[bytes] = []
-    odd = [b"a", b""] if size >= 12 else []
-    while len(strings) < size - 1 - len(letters) - len(odd):
-        string = b"".join(letters[at] for at in draw.integers(0, len(letters), draw.integers(2, 5)))
+    duplicates = [b"a", b""] if size >= 12 else []
+    while len(strings) < size - 1 - len(letters) - len(duplicates):
+        string = b"".join(letters[index] for index in rng.integers(0, len(letters), rng.integers(2, 5)))
         if string not in strings:
             strings.append(string)
-    return [b"", *letters, *strings, *odd]
+    return [b"", *letters, *strings, *duplicates]
 
 
-def spell(spellings: Sequence[bytes], text: bytes) -> list[int] | None:
-    """The longest tokens that fit, one after the other; of tokens that are alike the first."""
+def greedy_encode(spellings: Sequence[bytes], text: bytes) -> list[int] | None:
+    """Return the ids of the longest matching tokens, the first of equal ones; None if a byte matches none."""
     ids = []
     while text:
-        fits = [token for token, spelling in enumerate(spellings) if spelling and text.startswith(spelling)]
-        if not fits:
+        matching = [token for token, spelling in enumerate(spellings) if spelling and text.startswith(spelling)]
+        if not matching:
             return None
-        ids.append(max(fits, key=lambda token: (len(spellings[token]), -token)))
+        ids.append(max(matching, key=lambda token: (len(spellings[token]), -token)))
         text = text[len(spellings[ids[-1]]) :]
     return ids
 
 
-def draw_tokens(draw: np.random.Generator, spellings: Sequence[bytes], text: bytes) -> list[int]:
-    """Some way to spell a text, rather in long tokens."""
+def random_encode(rng: np.random.Generator, spellings: Sequence[bytes], text: bytes) -> list[int]:
+    """Return a random tokenization of a text, in which long tokens are more likely."""
     ids: list[int] = []
     while text:
-        fits = [token for token, spelling in enumerate(spellings) if spelling and text.startswith(spelling)]
-        sizes = np.array([len(spellings[token]) ** 2 for token in fits])
-        ids.append(int(draw.choice(fits, p=sizes / sizes.sum())))
+        matching = [token for token, spelling in enumerate(spellings) if spelling and text.startswith(spelling)]
+        sizes = np.array([len(spellings[token]) ** 2 for token in matching])
+        ids.append(int(rng.choice(matching, p=sizes / sizes.sum())))
         text = text[len(spellings[ids[-1]]) :]
     return ids
 
 
-def partition_of(student: list[bytes], teacher: list[bytes], V: int, U: int) -> tuple[Words, Words]:
-    """Cells by joining each token with the first of its spelling on the other side; token 0 of both is the end."""
+def partition_vocabularies(
+    student: list[bytes], teacher: list[bytes], V: int, U: int
+) -> tuple[ReferenceVocabulary, ReferenceVocabulary]:
+    """Return both vocabularies; cells join a token with the first token of its encoding by the other; 0 is the end."""
     if student == teacher:
-        own = [token if spelling or token == 0 else -1 for token, spelling in enumerate(student)]
-        cells = [own + [-1] * (V - len(own)), own + [-1] * (U - len(own))]
+        own_cells = [token if spelling or token == 0 else -1 for token, spelling in enumerate(student)]
+        cells = [own_cells + [-1] * (V - len(own_cells)), own_cells + [-1] * (U - len(own_cells))]
     else:
         parent = {("s", 0): ("t", 0), ("t", 0): ("t", 0)}
 
@@ -59,35 +61,40 @@ def partition_of(student: list[bytes], teacher: list[bytes], V: int, U: int) -> 
             parent.setdefault(node, node)
             return node if parent[node] == node else find(parent[node])
 
-        for name, own_side, foreign, other in (("s", student, "t", teacher), ("t", teacher, "s", student)):
-            for token, spelling in enumerate(own_side):
-                ids = spell(other, spelling) if spelling else None
+        for side, own_spellings, other_side, other_spellings in (
+            ("s", student, "t", teacher),
+            ("t", teacher, "s", student),
+        ):
+            for token, spelling in enumerate(own_spellings):
+                ids = greedy_encode(other_spellings, spelling) if spelling else None
                 if spelling:
-                    find((name, token))
+                    find((side, token))
                 if ids:
-                    parent[find((name, token))] = find((foreign, ids[0]))
-        numbers: dict[tuple[str, int], int] = {}
+                    parent[find((side, token))] = find((other_side, ids[0]))
+        cell_numbers: dict[tuple[str, int], int] = {}
         cells = [
-            [numbers.setdefault(find((name, token)), len(numbers)) if (name, token) in parent else -1
+            [cell_numbers.setdefault(find((side, token)), len(cell_numbers)) if (side, token) in parent else -1
              for token in range(width)]
-            for name, width in (("s", V), ("t", U))
+            for side, width in (("s", V), ("t", U))
         ]  # fmt: skip
 
-    def piece_cell(other: list[bytes], other_cells: list[int], piece: bytes) -> int:
-        ids = spell(other, piece)
+    def piece_cell(other_spellings: list[bytes], other_cells: list[int], piece: bytes) -> int:
+        ids = greedy_encode(other_spellings, piece)
         return other_cells[ids[0]] if ids else -1
 
     return (
-        Words(student, cells[0], lambda piece: piece_cell(teacher, cells[1], piece)),
-        Words(teacher, cells[1], lambda piece: piece_cell(student, cells[0], piece)),
+        ReferenceVocabulary(student, cells[0], lambda piece: piece_cell(teacher, cells[1], piece)),
+        ReferenceVocabulary(teacher, cells[1], lambda piece: piece_cell(student, cells[0], piece)),
     )
 
 
-def next_bytes_of(student: Words, teacher: Words) -> BytePartition:
-    """What the losses are given of the same partition."""
+def make_byte_partition(student: ReferenceVocabulary, teacher: ReferenceVocabulary) -> BytePartition:
+    """Return the partition of both vocabularies as the losses read it."""
 
-    def side(words: Words) -> SortedVocabulary:
-        cells = np.array(words.cells, np.int32)
-        return sort_vocabulary(words.spellings, cells, lambda pieces: [words.cell_of_piece(piece) for piece in pieces])
+    def sort_side(vocabulary: ReferenceVocabulary) -> SortedVocabulary:
+        cells = np.array(vocabulary.cells, np.int32)
+        return sort_vocabulary(
+            vocabulary.spellings, cells, lambda pieces: [vocabulary.cell_of_piece(piece) for piece in pieces]
+        )
 
-    return BytePartition.from_vocabularies(side(student), side(teacher))
+    return BytePartition.from_vocabularies(sort_side(student), sort_side(teacher))

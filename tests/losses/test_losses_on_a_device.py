@@ -1,12 +1,12 @@
-"""Losses on a simulated GPU: the values and gradients of the CPU, and no wait for the device in any chunk."""
+"""Losses on a simulated GPU: the values and gradients of the CPU, and no synchronization with the device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from reference_losses import draw_case
+from reference_losses import random_case
 from simulated_cuda import CUDA, SimulatedCuda, on_host, wrapped
-from test_loss_contract import DISTRIBUTIONS, RULES, cells_of
+from test_loss_contract import DISTRIBUTIONS, LOSS_INSTANCES, cells_of
 from torch import Tensor
 
 from xtk.losses import LOSSES
@@ -17,33 +17,34 @@ CPU = torch.device("cpu")
 
 
 def gradients(name: str, chunk: int, device: torch.device, *, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Return value and gradients of a loss and of byte-kl, of a head with bias, soft cap and LoRA."""
-    case = draw_case(3, K=6, one_tokenizer=RULES[name].comparison_space == "tokens", bias=True)
+    """Return total, term sums and gradients of a loss and of alm, for a head with bias, soft cap and LoRA."""
+    case = random_case(3, K=6, one_tokenizer=LOSS_INSTANCES[name].comparison_space == "tokens", bias=True)
     terms = [cells_of(one, case).to(device, scale) for one, scale in ((name, 0.5), ("alm", 2.0))]
-    draw = torch.Generator().manual_seed(0)
-    lora = [torch.randn(shape, generator=draw) for shape in ((2, case.weight.shape[1]), (len(case.weight), 2))]
+    generator = torch.Generator().manual_seed(0)
+    lora = [torch.randn(shape, generator=generator) for shape in ((2, case.weight.shape[1]), (len(case.weight), 2))]
     leaves = [
         (one if device == CPU else wrapped(one)).detach().requires_grad_()
         for one in (tensor.to(dtype) for tensor in (case.states, case.weight, case.bias, *lora))
     ]
-    states, weight, bias, *pair = leaves
-    head = OutputHead(weight, bias, softcap=3.0, adapters=[HeadAdapter(*pair, 0.5)])
+    states, weight, bias, *lora_leaves = leaves
+    head = OutputHead(weight, bias, softcap=3.0, adapters=[HeadAdapter(*lora_leaves, 0.5)])
     total, sums = fused_loss(states, head, terms, chunk)
     total.backward()
     return [on_host(one.detach()) for one in (total, sums, *(leaf.grad for leaf in leaves))]
 
 
 @pytest.mark.parametrize(("name", "chunk"), [*((name, 7) for name in LOSSES), ("byte-kl", 64), ("byte-kl", 1)])
-def test_each_loss_on_a_device_has_the_gradients_of_the_cpu_and_never_waits(name, chunk):
+def test_losses_on_a_device_match_the_cpu_and_never_wait(name, chunk):
     expected = gradients(name, chunk, CPU)
-    with SimulatedCuda() as counted:
+    with SimulatedCuda() as cuda:
         found = gradients(name, chunk, CUDA)
-    assert not counted.waits, counted.places
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert not cuda.waits, cuda.places
+    for found_tensor, expected_tensor in zip(found, expected, strict=True):
+        torch.testing.assert_close(found_tensor, expected_tensor, rtol=1e-10, atol=1e-12)
 
 
-def test_every_kind_of_cells_is_tested():
-    assert {type(cells_of(name, draw_case(3, K=6, one_tokenizer=RULES[name].comparison_space == "tokens"))).__name__
+def test_all_classes_of_cells_are_tested():
+    assert {type(cells_of(name, random_case(3, K=6,
+                                            one_tokenizer=LOSS_INSTANCES[name].comparison_space == "tokens"))).__name__
             for name in DISTRIBUTIONS} >= {"LossCells", "NextByteCells", "SpanProductCells", "SortedProbCells",
                                            "ClippedSurrogateCells"}  # fmt: skip

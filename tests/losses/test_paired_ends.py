@@ -1,4 +1,4 @@
-"""The end of a turn is one event, also where a template writes several tokens for it."""
+"""The end of a turn is one event, even if a chat template has several tokens for it."""
 
 import numpy as np
 import pytest
@@ -23,13 +23,13 @@ ANSWERING = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "con
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory):
+def tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ends")
     return Tokenizer(write_family("qwen2_5", folder)), Tokenizer(write_family("gptoss", folder))
 
 
-def certain_logprobs(sequence, share: float) -> TeacherLogprobs:
-    """The observed token has a share of the probability, and the rest is not stored."""
+def observed_only_logprobs(sequence, share: float) -> TeacherLogprobs:
+    """Return log-probabilities in which only the observed token, of probability `share`, is stored."""
     positions = np.flatnonzero(sequence.train_mask).astype(np.int32)
     observed = np.full(len(positions), np.log(share), np.float32)
     return TeacherLogprobs(
@@ -40,13 +40,18 @@ def certain_logprobs(sequence, share: float) -> TeacherLogprobs:
 
 @pytest.mark.parametrize("messages", [CALLING, ANSWERING], ids=["after a call", "after an answer"])
 @pytest.mark.parametrize("name", ["byte-kl", "bpm", "p-kl", "strict", "boundary-kl", "escd", "simct", "gold"])
-def test_the_student_learns_to_stop_where_the_teacher_stops_with_any_token(sides, name, messages):
-    student, teacher = sides
+def test_gradient_raises_only_the_end_token_where_the_teacher_stops(tokenizers, name, messages):
+    student, teacher = tokenizers
     document = Document.from_messages(messages)
-    (own,), (theirs,) = tokenize_documents(student, [document]), tokenize_documents(teacher, [document])
+    (student_tokens,), (teacher_tokens,) = (
+        tokenize_documents(student, [document]),
+        tokenize_documents(teacher, [document]),
+    )
     expected_end = "<|call|>" if messages is CALLING else "<|return|>"
-    assert teacher.special_token_names[int(theirs.ids[-1])] == expected_end
-    inputs = make_loss_inputs(own, document, TeacherOutput(theirs, certain_logprobs(theirs, 0.9)))
+    assert teacher.special_token_names[int(teacher_tokens.ids[-1])] == expected_end
+    inputs = make_loss_inputs(
+        student_tokens, document, TeacherOutput(teacher_tokens, observed_only_logprobs(teacher_tokens, 0.9))
+    )
     assert inputs.is_end.sum() == 1
     loss = load_registered(LOSSES, name, "loss")()
     if loss.comparison_space == "bytes":
@@ -56,9 +61,9 @@ def test_the_student_learns_to_stop_where_the_teacher_stops_with_any_token(sides
     term = LossTerm(loss, FORWARD_KL, space).build_cells(inputs)
     logits = torch.zeros(len(inputs.positions), student.embedding_rows, dtype=torch.float64, requires_grad=True)
     fused_loss(logits, OutputHead(None), [term], 16)[0].backward()
-    row = int(np.flatnonzero(inputs.positions + 1 == own.segment_end_tokens[-1])[0])
+    row = int(np.flatnonzero(inputs.positions + 1 == student_tokens.segment_end_tokens[-1])[0])
     end = student.end_id
-    # It moves towards the end token there, and towards no other special token.
+    # The gradient raises the end token there, and no other special token.
     assert logits.grad[row, end] < 0
-    others = [one for one in student.special_token_names if one != end]
+    others = [token for token in student.special_token_names if token != end]
     assert (logits.grad[row, others] >= -1e-12).all()

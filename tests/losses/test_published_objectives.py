@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from reference_losses import signal_of
-from small_vocabularies import draw_spellings, next_bytes_of, partition_of
+from reference_losses import make_teacher_logprobs
+from small_vocabularies import make_byte_partition, partition_vocabularies, random_spellings
 
 from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
 from xtk.losses.divergences import ReverseKLDivergence
@@ -29,31 +29,31 @@ BR, EAD, EADS, EAK, CAT, X = range(1, 7)
 ROOT = {BR: 0.5, CAT: 0.2, X: 0.3}
 AFTER = {EAD: 0.2, EADS: 0.3, EAK: 0.1, X: 0.4}
 OTHER_AFTER = {EAD: 0.1, EADS: 0.5, EAK: 0.1, X: 0.3}
-OF_TEACHER = [0.0, 0.4, 0.2, 0.3, 0.1]
+TEACHER_PROBS = [0.0, 0.4, 0.2, 0.3, 0.1]
 
 
 def partition(student: list[bytes] = STUDENT, teacher: list[bytes] = TEACHER) -> BytePartition:
-    return next_bytes_of(*partition_of(student, teacher, len(student), len(teacher)))
+    return make_byte_partition(*partition_vocabularies(student, teacher, len(student), len(teacher)))
 
 
 def teacher_output(rows: list[list[float]], ids: list[int], K: int = 99) -> TeacherLogprobs:
-    """The teacher's K most likely tokens at each position but the first, of which `rows` are the distributions."""
+    """Return the teacher's K most likely tokens at each position but the first; `rows` are the distributions there."""
     logprobs = np.log(np.maximum(np.array(rows), 1e-30))
-    return signal_of(logprobs, np.arange(1, len(ids)), np.array(ids[1:]), min(K, logprobs.shape[1]))
+    return make_teacher_logprobs(logprobs, np.arange(1, len(ids)), np.array(ids[1:]), min(K, logprobs.shape[1]))
 
 
 def logits(*rows: dict[int, float], width: int = len(STUDENT)) -> torch.Tensor:
     table = torch.full((len(rows), width), 1e-30, dtype=torch.float64)
-    for at, row in enumerate(rows):
-        table[at, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
+    for index, row in enumerate(rows):
+        table[index, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
     return table.log()
 
 
 def bread() -> LossInputs:
-    """The text Bread: two tokens of the student, one of the teacher."""
+    """Return the text Bread: two student tokens, one teacher token."""
     student, teacher = np.array([0, BR, EAD], np.int32), np.array([0, 1], np.int32)
     span = np.array([[1, 3, 1, 2]], np.int32)
-    return LossInputs(student, np.array([0, 1]), span, teacher, teacher_output([OF_TEACHER], [0, 1]))
+    return LossInputs(student, np.array([0, 1]), span, teacher, teacher_output([TEACHER_PROBS], [0, 1]))
 
 
 def term(text: str, space: object) -> LossTerm:
@@ -62,7 +62,7 @@ def term(text: str, space: object) -> LossTerm:
 
 
 def projection_of(weights: dict[tuple[int, int], float], V: int, U: int) -> ProjectionColumns:
-    """W from its entries, sorted by student tokens."""
+    """Return W from its entries, which are sorted by student tokens."""
     rows = [student for student, _ in weights]
     projection = SparseProjection(
         np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=V))]),
@@ -75,7 +75,7 @@ def projection_of(weights: dict[tuple[int, int], float], V: int, U: int) -> Proj
 
 
 def values(cells: LossCells, logits: torch.Tensor) -> list[float]:
-    """The value of each item."""
+    """Return the value of each item."""
     items = [cells.select(slice(number, number + 1), 0) for number in range(cells.num_items)]
     return [float(fused_loss(logits, OutputHead(None), [item], 8)[1][0]) for item in items]
 
@@ -88,20 +88,20 @@ def test_bpm_of_the_published_example():
     assert round(values(cells, logits(ROOT, OTHER_AFTER))[1], 4) == 0.8841
 
 
-def test_a_student_token_that_spans_teacher_tokens_has_the_product_of_their_probabilities():
-    """The teacher spells the student's 20 as 2 and 0, or begins its 0 with a longer token."""
+def test_spanning_student_token_has_the_product_of_teacher_probabilities():
+    """The teacher encodes the student's 20 as 2 and 0, or the 0 is the beginning of a longer token."""
     student, teacher = [b"", b"2", b"0", b"7", b"20", b"200"], [b"", b"2", b"0", b"7", b"07", b"00"]
     rows = [[0, 0.7, 0.2, 0.1, 0, 0], [0, 0.1, 0.3, 0.2, 0.25, 0.15]]
     uniform = logits(dict.fromkeys(range(6), 1 / 6), width=6)
     for student_id, teacher_ids, moved in (
         (4, [0, 1, 2], 0.7 * 0.3),  # 20 ends with the teacher's 0
         (5, [0, 1, 5], 0.7 * 0.15),  # 200 ends with the teacher's 00
-        (4, [0, 1, 4], 0.7 * (0.3 + 0.25 + 0.15)),  # 20 ends inside of the teacher's 07: all that begin with 0
+        (4, [0, 1, 4], 0.7 * (0.3 + 0.25 + 0.15)),  # 20 ends inside of the teacher's 07: all tokens that begin with 0
     ):
         ids = np.array([0, student_id, *([3] if teacher_ids[-1] == 4 else [])], np.int32)
         span = np.array([[1, len(ids), 1, 3]], np.int32)
-        signal = teacher_output(rows, teacher_ids)
-        example = LossInputs(ids, np.arange(len(ids) - 1), span, np.array(teacher_ids, np.int32), signal)
+        teacher_logprobs = teacher_output(rows, teacher_ids)
+        example = LossInputs(ids, np.arange(len(ids) - 1), span, np.array(teacher_ids, np.int32), teacher_logprobs)
         cells = term("bpm", partition(student, teacher)).build_cells(example).select(slice(0, 1), 0)
         pairs = zip(cells.tokens.tolist(), cells.teacher_probs.tolist(), strict=True)
         found = {token: p for token, p in pairs if p > 1e-9}
@@ -111,22 +111,24 @@ def test_a_student_token_that_spans_teacher_tokens_has_the_product_of_their_prob
 
 
 def sampled_output(probs: np.ndarray, P: int, top_k: int, num_samples: int) -> TeacherLogprobs:
-    """The same distribution at P positions, each stored as its most likely tokens and as samples of the others."""
-    draw, kept = np.random.default_rng(5), sorted({0, *np.argsort(-probs)[:top_k].tolist()})
-    left = probs.copy()
-    left[kept] = 0
-    counts = draw.multinomial(num_samples, left / left.sum(), P)
-    of_one = [np.flatnonzero(row) for row in counts]
+    """Return one distribution at P positions, each stored as its most likely tokens and samples of the others."""
+    rng, kept = np.random.default_rng(5), sorted({0, *np.argsort(-probs)[:top_k].tolist()})
+    remainder = probs.copy()
+    remainder[kept] = 0
+    counts = rng.multinomial(num_samples, remainder / remainder.sum(), P)
+    sampled_ids = [np.flatnonzero(row) for row in counts]
     return to_teacher_logprobs(
         StoredLogprobs(
             positions=np.arange(1, P + 1, dtype=np.int32),
             offsets=np.arange(P + 1) * len(kept),
             ids=np.tile(np.array(kept, np.int32), P),
             logprobs=np.tile(np.log(probs[kept]).astype(np.float32), P),
-            sample_offsets=np.cumsum([0, *map(len, of_one)]),
-            sample_ids=np.concatenate(of_one).astype(np.int32),
-            sample_counts=np.concatenate([row[ids] for row, ids in zip(counts, of_one, strict=True)]).astype(np.int32),
-            remainder_mass=np.full(P, left.sum(), np.float32),
+            sample_offsets=np.cumsum([0, *map(len, sampled_ids)]),
+            sample_ids=np.concatenate(sampled_ids).astype(np.int32),
+            sample_counts=np.concatenate([row[ids] for row, ids in zip(counts, sampled_ids, strict=True)]).astype(
+                np.int32
+            ),
+            remainder_mass=np.full(P, remainder.sum(), np.float32),
             observed_logprobs=np.full(P, np.log(probs[0]), np.float32),
             entropy=np.full(P, -(probs * np.log(probs)).sum(), np.float32),
         ),
@@ -144,17 +146,17 @@ def test_escd_of_the_published_example():
     assert cells.denominator == 2
 
 
-def test_a_position_of_escd_has_both_terms_where_a_shared_token_begins_a_longer_one():
-    """After a, which both have, b or bc must complete the teacher's ab and abc; no student token begins with xx."""
+def test_escd_has_both_terms_where_a_shared_token_begins_a_longer_one():
+    """After the shared token a, b or bc must complete the teacher's ab and abc; no student token begins with xx."""
     student, teacher = [b"", b"a", b"b", b"bc", b"x"], [b"", b"a", b"ab", b"abc", b"x", b"axx"]
     ids = np.array([0, 1, 4], np.int32)
     spans = np.array([[1, 2, 1, 2], [2, 3, 2, 3]], np.int32)
     rows = [[0, 0.3, 0.2, 0.1, 0.1, 0.3], [0, 0.2, 0.2, 0.2, 0.4, 0]]
     example = LossInputs(ids, np.arange(2), spans, np.array([0, 1, 4], np.int32), teacher_output(rows, [0, 1, 4]))
     cells = term("escd", partition(student, teacher)).build_cells(example)
-    given = logits(dict.fromkeys(range(5), 0.2), {0: 0.1, 1: 0.2, 2: 0.1, 3: 0.2, 4: 0.4}, width=5)
+    student_logits = logits(dict.fromkeys(range(5), 0.2), {0: 0.1, 1: 0.2, 2: 0.1, 3: 0.2, 4: 0.4}, width=5)
     root = 0.6 * math.log(0.6 / 0.2) + 0.4 * math.log(0.4 / 0.4)
-    assert values(cells, given)[1] == pytest.approx(root - 0.3 * math.log(0.1 + 0.2), abs=1e-5)
+    assert values(cells, student_logits)[1] == pytest.approx(root - 0.3 * math.log(0.1 + 0.2), abs=1e-5)
 
 
 def test_simct_of_the_published_example():
@@ -188,15 +190,15 @@ def test_simct_compares_shared_tokens_and_the_observed_unit():
     assert values(cells, logits(ROOT, AFTER)) == pytest.approx([expected], abs=1e-6)
 
 
-def cats(probs: list[float], K: int) -> LossInputs:
-    """One token Cat on both sides, of which the teacher lists the K most likely tokens."""
+def cat_example(probs: list[float], K: int) -> LossInputs:
+    """Return one token Cat on both sides; the teacher lists the K most likely tokens."""
     span = np.array([[1, 2, 1, 2]], np.int32)
     return LossInputs(np.array([0, CAT], np.int32), np.array([0]), span, np.array([0, 4], np.int32),
                       teacher_output([probs], [0, 4], K))  # fmt: skip
 
 
-def test_strict_compares_the_students_most_likely_shared_tokens_and_the_rest_of_the_shared_vocabulary():
-    """a, b, c and Cat are shared; the student spells x alone, the teacher y."""
+def test_strict_compares_the_top_shared_tokens_and_a_remainder():
+    """a, b, c and Cat are shared; only the student has x, only the teacher has y."""
     student, teacher = [b"", b"a", b"b", b"c", b"x", b"Cat"], [b"", b"a", b"b", b"c", b"Cat", b"y"]
     pairs = {(0, 0): 1.0, (1, 1): 1.0, (2, 2): 1.0, (3, 3): 1.0, (5, 4): 1.0}
     row, probs = (
@@ -205,7 +207,7 @@ def test_strict_compares_the_students_most_likely_shared_tokens_and_the_rest_of_
     )
     s, t = np.array([0.0625, 0.25, 0.1875, 0.125, 0.125]) / 0.75, np.array([1e-30, 0.1, 0.2, 0.1, 0.1]) / 0.5
     space = projection_of(pairs, len(student), len(teacher))
-    example = cats(probs, 6)
+    example = cat_example(probs, 6)
 
     def expected(kept: list[int]) -> float:
         q, p = [*s[kept], 1 - s[kept].sum()], [*t[kept], max(1e-6, 1 - t[kept].sum())]
@@ -218,23 +220,28 @@ def test_strict_compares_the_students_most_likely_shared_tokens_and_the_rest_of_
 
 
 @pytest.mark.parametrize("name", ["bpm", "escd"])
-def test_samples_give_unbiased_probabilities_of_cells_and_values_near_those_of_full_distributions(name):
-    draw, P, U = np.random.default_rng(2), 4000, 90
-    teacher = draw_spellings(draw, U)
-    student = [spelling for token, spelling in enumerate(teacher) if token < 6 or token % 4]  # a quarter is longer
-    V, probs = len(student), draw.dirichlet(np.full(U, 0.5))
-    logits = torch.log_softmax(torch.from_numpy(draw.normal(0, 1, V)), 0).expand(P, V).contiguous()
-    ids, at = np.zeros(P + 1, np.int32), np.arange(1, P + 1, dtype=np.int32)
-    spans = np.column_stack([at, at + 1, at, at + 1])  # end tokens, at which any tokens may have been
+def test_samples_give_unbiased_cell_probabilities_and_values_near_full_ones(name):
+    rng, P, U = np.random.default_rng(2), 4000, 90
+    teacher = random_spellings(rng, U)
+    # A quarter of the teacher's tokens has no equal student token.
+    student = [spelling for token, spelling in enumerate(teacher) if token < 6 or token % 4]
+    V, probs = len(student), rng.dirichlet(np.full(U, 0.5))
+    logits = torch.log_softmax(torch.from_numpy(rng.normal(0, 1, V)), 0).expand(P, V).contiguous()
+    ids, positions = np.zeros(P + 1, np.int32), np.arange(1, P + 1, dtype=np.int32)
+    # All observed tokens are end tokens, with any token as an alternative.
+    spans = np.column_stack([positions, positions + 1, positions, positions + 1])
     objective = term(name, partition(student, teacher))
     found = []
-    for signal in (signal_of(np.tile(np.log(probs), (P, 1)), at, ids[1:], U), sampled_output(probs, P, 8, 16)):
-        cells = objective.build_cells(LossInputs(ids, np.arange(P), spans, ids, signal))
+    for teacher_logprobs in (
+        make_teacher_logprobs(np.tile(np.log(probs), (P, 1)), positions, ids[1:], U),
+        sampled_output(probs, P, 8, 16),
+    ):
+        cells = objective.build_cells(LossInputs(ids, np.arange(P), spans, ids, teacher_logprobs))
         first = cells.tokens[cells.entry_offsets[:-1]].long()
         means = torch.zeros(V, dtype=torch.float64).index_add(0, first, cells.teacher_probs.double()) / P
         found.append((means, float(fused_loss(logits, OutputHead(None), [cells], 512)[1][0]) / P))
-    (expected, of_full), (estimated, of_samples) = found
+    (expected, full_value), (estimated, sampled_value) = found
     assert (expected > 0).sum() > 30
     torch.testing.assert_close(estimated, expected, rtol=0, atol=4 * 0.5 / np.sqrt(16 * P))
-    # An unlisted token that shares a cell with other unlisted ones is taken as alone in it: 12 % of the correction.
-    assert abs(of_samples - of_full) < 0.15 * float(cells.corrections.abs().mean())
+    # An unlisted token that shares a cell with other unlisted ones counts as the only one: 12 % of the correction.
+    assert abs(sampled_value - full_value) < 0.15 * float(cells.corrections.abs().mean())

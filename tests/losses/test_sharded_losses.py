@@ -1,4 +1,4 @@
-"""However heads, texts and batches are shared between processes: the loss and the gradients of one process."""
+"""Losses and gradients with tensor, context and data parallelism are those of a single process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from sharded_loss_processes import Layout, Question, ask, product
+from sharded_loss_processes import Layout, ShardedRun, all_runs, measure_errors
 from torch import distributed
 
 from xtk.errors import XtkError
@@ -27,28 +27,28 @@ LAYOUTS = [
 ]
 
 
-def assert_as_one_process(questions, folder):
-    answers = ask(questions, folder)
-    assert len(answers) == len(questions)
-    wrong = {}
-    for question, errors in zip(questions, answers, strict=True):
+def assert_matches_one_process(runs, folder):
+    results = measure_errors(runs, folder)
+    assert len(results) == len(runs)
+    too_large = {}
+    for run, errors in zip(runs, results, strict=True):
         assert errors.keys() >= {"total", "d_states", "d_weight"}
-        if not max(errors.values()) <= TOLERANCES[question.dtype]:
-            wrong[str(question)] = errors
-    assert not wrong
+        if not max(errors.values()) <= TOLERANCES[run.dtype]:
+            too_large[str(run)] = errors
+    assert not too_large
 
 
 @pytest.mark.slow
-def test_processes_that_share_the_work_agree_with_one(tmp_path):
-    questions = product(list(LOSSES), LAYOUTS)
-    questions += product(list(LOSSES), [LAYOUTS[-2]], dtype="float32")
-    questions += product(["ce", "byte-kl", "p-kl"], [Layout(tensor=3), LAYOUTS[-2]], head="everything")
-    questions += product(["p-kl", "byte-kl"], [Layout(tensor=4)], head="plain", uneven=True)
-    assert_as_one_process(questions, tmp_path)
+def test_sharded_losses_and_gradients_match_one_process(tmp_path):
+    runs = all_runs(list(LOSSES), LAYOUTS)
+    runs += all_runs(list(LOSSES), [LAYOUTS[-2]], dtype="float32")
+    runs += all_runs(["ce", "byte-kl", "p-kl"], [Layout(tensor=3), LAYOUTS[-2]], head="everything")
+    runs += all_runs(["p-kl", "byte-kl"], [Layout(tensor=4)], head="plain", uneven=True)
+    assert_matches_one_process(runs, tmp_path)
 
 
 @pytest.mark.long
-def test_every_product_of_layouts_agrees_with_one_process(tmp_path):
+def test_all_combinations_of_layouts_match_one_process(tmp_path):
     shapes = [shape for shape in itertools.product((1, 2), (1, 2, 3), (1, 2, 4)) if np.prod(shape) <= 4]
     layouts = [
         Layout(*shape, zigzag=zigzag, micro_batches=count)
@@ -56,17 +56,17 @@ def test_every_product_of_layouts_agrees_with_one_process(tmp_path):
         for zigzag in ((False, True) if shape[1] > 1 else (False,))
         for count in (1, 2, 3, 5, 8)
     ]
-    questions = [
-        Question(loss, layout, dtype, head)
+    runs = [
+        ShardedRun(loss, layout, dtype, head)
         for loss in LOSSES
         for layout in layouts
         for dtype, head in (("float64", "everything"), ("float32", "bias"))
     ]
-    assert_as_one_process(questions, tmp_path)
+    assert_matches_one_process(runs, tmp_path)
 
 
 @pytest.fixture
-def alone(tmp_path):
+def single_process_group(tmp_path):
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
@@ -74,21 +74,21 @@ def alone(tmp_path):
     distributed.destroy_process_group()
 
 
-def test_a_process_without_rows_of_the_head_is_told(alone):
-    assert HeadShard.from_group(7, alone).vocab_size == 7
+def test_process_without_head_rows_is_refused(single_process_group):
+    assert HeadShard.from_group(7, single_process_group).vocab_size == 7
     with pytest.raises(XtkError, match="a process without rows of the output head"):
-        HeadShard.from_group(0, alone)
+        HeadShard.from_group(0, single_process_group)
 
 
-@pytest.mark.parametrize("held", [[[0, 1, 1]], [[0, 2]], [[1, 2, 3]]])
-def test_rows_that_are_held_twice_or_not_at_all_are_told(alone, held):
+@pytest.mark.parametrize("held_rows", [[[0, 1, 1]], [[0, 2]], [[1, 2, 3]]])
+def test_rows_held_twice_or_by_no_process_are_refused(single_process_group, held_rows):
     with pytest.raises(XtkError, match="hidden states of other positions than the processes"):
-        StateExchange.make_plan([np.array(rows) for rows in held], [], alone)
+        StateExchange.make_plan([np.array(rows) for rows in held_rows], [], single_process_group)
 
 
-def test_rows_come_in_their_order_and_gradients_go_back_to_theirs(alone):
+def test_exchanged_rows_are_in_order_and_gradients_return_to_their_rows(single_process_group):
     states = torch.arange(8.0).reshape(4, 2).requires_grad_()
-    plan = StateExchange.make_plan([np.array([2, 0, 3, 1])], [], alone)
+    plan = StateExchange.make_plan([np.array([2, 0, 3, 1])], [], single_process_group)
     rows = plan.exchange(states)
     assert rows.tolist() == [[2, 3], [6, 7], [0, 1], [4, 5]]
     (rows * torch.arange(4.0)[:, None]).sum().backward()

@@ -18,8 +18,8 @@ from xtk.training.losses_per_teacher import DistillationTeacher
 
 
 @dataclass
-class Source:
-    """What a teacher's cache knows of its tokenizer."""
+class CacheSource:
+    """The part of a teacher cache that describes the tokenizer."""
 
     teacher_tokenizer: Tokenizer
 
@@ -30,7 +30,7 @@ class Source:
 
 
 def emitted_characters(tokenizer: Tokenizer) -> dict[str, int]:
-    """The token of each printable ASCII character inside of a text, where it is a token of its own."""
+    """Return the token of each printable ASCII character that is a single token inside of a text."""
     found = {}
     for character in string.ascii_letters + string.digits + string.punctuation:
         encoded = tokenizer.encode([f"\n{character}"])[0]
@@ -51,18 +51,22 @@ def test_characters_are_paired_as_both_tokenizers_emit_them(request, kind, stude
         own = request.getfixturevalue(name)
         return Tokenizer(own if isinstance(own, Path) else own.teacher)
 
-    one, other = tokenizer(student), tokenizer(teacher)
-    space = DistillationTeacher("teacher", "teacher", Source(other), one).comparison_space(kind)
-    ours, theirs = emitted_characters(one), emitted_characters(other)
-    shared = sorted(set(ours) & set(theirs))
+    student_tokenizer, teacher_tokenizer = tokenizer(student), tokenizer(teacher)
+    space = DistillationTeacher(
+        "teacher", "teacher", CacheSource(teacher_tokenizer), student_tokenizer
+    ).comparison_space(kind)
+    student_tokens, teacher_tokens = emitted_characters(student_tokenizer), emitted_characters(teacher_tokenizer)
+    shared = sorted(set(student_tokens) & set(teacher_tokens))
     assert len(shared) > 40
     partners = space.pairs.student_of_teacher
-    assert {text: int(partners[theirs[text]]) for text in shared} == {text: ours[text] for text in shared}
-    assert {ours[text] for text in shared} <= set(space.pairs.paired_students.tolist())
+    assert {text: int(partners[teacher_tokens[text]]) for text in shared} == {
+        text: student_tokens[text] for text in shared
+    }
+    assert {student_tokens[text] for text in shared} <= set(space.pairs.paired_students.tolist())
     assert np.unique(partners[partners >= 0]).size == len(space.pairs.paired_students)
 
 
-def test_byte_fallback_is_matched_with_byte_fallback_wherever_its_ids_are(metaspace, tmp_path):
+def test_byte_fallback_tokens_are_matched_at_any_ids(metaspace, tmp_path):
     # The same tokenizer twice, with the byte-fallback tokens at the beginning and at the end of the vocabulary.
     content = json.loads((metaspace / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -70,17 +74,17 @@ def test_byte_fallback_is_matched_with_byte_fallback_wherever_its_ids_are(metasp
     specials = {added["content"] for added in content["added_tokens"]}
     fallback = [token for token in tokens if re.fullmatch("<0x[0-9A-F]{2}>", token)]
     others = [token for token in tokens if token not in specials and token not in fallback]
-    sides, vocabularies = [], []
+    tokenizers, vocabularies = [], []
     for name, ordered in (("first", fallback + others), ("last", others + fallback)):
         free = [vocabulary[token] for token in tokens if token not in specials]
         content["model"]["vocab"] = vocabulary | dict(zip(ordered, free, strict=True))
         shutil.copytree(metaspace, tmp_path / name)
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(content))
-        sides.append(Tokenizer(tmp_path / name))
+        tokenizers.append(Tokenizer(tmp_path / name))
         vocabularies.append(content["model"]["vocab"])
     assert len(fallback) > 100
     for student, teacher in ((0, 1), (1, 0)):
-        found = build_byte_partition(sides[student], sides[teacher]).longest_prefixes
+        found = build_byte_partition(tokenizers[student], tokenizers[teacher]).longest_prefixes
         for token in fallback + others:
-            ours, theirs = vocabularies[student][token], vocabularies[teacher][token]
-            assert found.student_cells[ours] == found.teacher.token_cells[theirs] != -1, token
+            student_id, teacher_id = vocabularies[student][token], vocabularies[teacher][token]
+            assert found.student_cells[student_id] == found.teacher.token_cells[teacher_id] != -1, token

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from reference_losses import Case
-from test_loss_contract import CPU, RULES, case_for, cells_of
+from test_loss_contract import CPU, LOSS_INSTANCES, case_for_loss, cells_of
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES, chunked_softmax
@@ -20,7 +20,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda") if ON_GPU else CPU
 INTERPRETED = {} if ON_GPU else {"TRITON_INTERPRET": "1"}
 
-# Triton reads it when it is imported and when kernels are defined; processes of other tests must not inherit it.
+# Triton reads TRITON_INTERPRET at import and when kernels are defined; processes of other tests must not inherit it.
 with pytest.MonkeyPatch.context() as patch:
     for key, value in INTERPRETED.items():
         patch.setenv(key, value)
@@ -38,7 +38,7 @@ SIZES = [(3, 1), (2, 7), (4, 4096), (3, 9001), (1, 128_256)]
 
 
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_exponentials_and_their_sums(rows, width):
+def test_exponentials_and_sums_match_float64(rows, width):
     torch.manual_seed(width)
     logits = (10 * torch.randn(rows, width)).to(DEVICE)
     logits[0, 0] = -torch.inf if width > 1 else 0.0
@@ -66,8 +66,8 @@ def test_scaled_values_with_increments_are_rounded_once(rows, width, dtype):
     torch.testing.assert_close(out.double(), exact, rtol=rounding, atol=rounding * 1e-2)
 
 
-class Counted:
-    """The kernels, and how often each was called."""
+class CallCounter:
+    """The Triton kernels, with a count of the calls of each."""
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
@@ -78,40 +78,40 @@ class Counted:
 
 
 def values_and_gradients(case: Case, cells: list[LossCells], chunk: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    states, weight = (one.to(DEVICE, dtype).requires_grad_() for one in (case.states, case.weight))
-    total, sums = fused_loss(states, OutputHead(weight), [part.to(DEVICE, 0.5) for part in cells], chunk)
+    states, weight = (tensor.to(DEVICE, dtype).requires_grad_() for tensor in (case.states, case.weight))
+    total, sums = fused_loss(states, OutputHead(weight), [term_cells.to(DEVICE, 0.5) for term_cells in cells], chunk)
     total.backward()
     return [total.detach(), sums, states.grad, weight.grad]
 
 
 @pytest.mark.parametrize(("chunk", "dtype"), [(64, torch.float32), (5, torch.float32), (64, torch.bfloat16)])
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_each_loss_has_the_gradients_of_the_operations(name, chunk, dtype, monkeypatch):
-    case, counted = case_for(name, chunk, K=6), Counted()
+def test_losses_with_triton_match_torch_operations(name, chunk, dtype, monkeypatch):
+    case, counter = case_for_loss(name, chunk, K=6), CallCounter()
     # A second loss with a remainder; losses of one tokenizer have other documents.
-    names = [name] if RULES[name].comparison_space == "tokens" or chunk > 5 else [name, "byte-kl"]
+    names = [name] if LOSS_INSTANCES[name].comparison_space == "tokens" or chunk > 5 else [name, "byte-kl"]
     cells = [cells_of(one, case) for one in names]
     monkeypatch.setattr(chunked_softmax, "TRITON", None)
     expected = values_and_gradients(case, cells, chunk, dtype)
-    monkeypatch.setattr(chunked_softmax, "TRITON", counted)
+    monkeypatch.setattr(chunked_softmax, "TRITON", counter)
     found = values_and_gradients(case, cells, chunk, dtype)
-    assert counted.calls["subtract_exp_and_sum_"] > 0
+    assert counter.calls["subtract_exp_and_sum_"] > 0
     if dtype == torch.float32:
-        assert "scale_add_and_cast" not in counted.calls
+        assert "scale_add_and_cast" not in counter.calls
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for one, other in zip(found, expected, strict=True):
-        scale = max(float(other.abs().max()), 0.1)  # of a probability near 1 fp32 knows the logarithm to 1e-7
+        scale = max(float(other.abs().max()), 0.1)  # fp32 has the logarithm of a probability near 1 to within 1e-7
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * scale)
 
 
-def test_a_rounded_gradient_takes_the_fused_pass(monkeypatch):
-    case, counted = case_for("p-kl", 0, K=6), Counted()
-    monkeypatch.setattr(chunked_softmax, "TRITON", counted)
+def test_a_bf16_gradient_uses_the_fused_kernel(monkeypatch):
+    case, counter = case_for_loss("p-kl", 0, K=6), CallCounter()
+    monkeypatch.setattr(chunked_softmax, "TRITON", counter)
     values_and_gradients(case, [cells_of("p-kl", case)], 64, torch.bfloat16)
-    assert counted.calls["scale_add_and_cast"] == counted.calls["subtract_exp_and_sum_"]
+    assert counter.calls["scale_add_and_cast"] == counter.calls["subtract_exp_and_sum_"]
 
 
-def test_without_triton_the_switch_is_an_error_that_says_so(monkeypatch):
+def test_xtk_triton_without_triton_is_refused(monkeypatch):
     monkeypatch.setenv("XTK_TRITON", "1")
     monkeypatch.setitem(sys.modules, "xtk.losses.chunked_softmax_triton", None)
     with pytest.raises(XtkError, match="not installed"):

@@ -1,4 +1,4 @@
-"""The slow twin of a model that is cut before its head: losses on its whole logits, from the definition."""
+"""Reference implementation of losses and gradients, from a model's full logits."""
 
 from __future__ import annotations
 
@@ -16,69 +16,69 @@ from xtk.training.student_with_losses import StudentWithLoss
 LENGTH = 12
 
 
-def cells_of(rows: int, width: int, *, reverse: bool = False) -> LossCells:
-    """Of each row three tokens and what is left."""
-    draw = np.random.default_rng(0)
+def make_cells(rows: int, width: int, *, reverse: bool = False) -> LossCells:
+    """Return cells with three tokens and a remainder for each row."""
+    rng = np.random.default_rng(0)
     return LossCells.from_numpy(
         cell_offsets=np.arange(0, 3 * rows + 1, 3),
         entry_offsets=np.arange(3 * rows + 1),
-        teacher_probs=draw.dirichlet(np.ones(4), rows)[:, :3].astype(np.float32).reshape(-1),
+        teacher_probs=rng.dirichlet(np.ones(4), rows)[:, :3].astype(np.float32).reshape(-1),
         rows=np.repeat(np.arange(rows, dtype=np.int32), 3),
-        tokens=np.concatenate([draw.choice(width, 3, replace=False) for _ in range(rows)]).astype(np.int32),
+        tokens=np.concatenate([rng.choice(width, 3, replace=False) for _ in range(rows)]).astype(np.int32),
         log_weights=np.zeros(3 * rows, np.float32),
         divergence=ReverseKLDivergence() if reverse else ForwardKLDivergence(),
     )
 
 
-def plain(cells: LossCells, logits: Tensor) -> Tensor:
-    """The sum of the losses of all rows."""
+def full_logits_loss(cells: LossCells, logits: Tensor) -> Tensor:
+    """Return the sum of the losses of all rows, computed from full logits."""
     probs = torch.softmax(logits, 1)[cells.rows.reshape(-1, 3), cells.tokens.reshape(-1, 3)]
-    said = cells.teacher_probs.to(probs.dtype).reshape(-1, 3)
-    s, t = (torch.cat([some, 1 - some.sum(1, keepdim=True)], 1) for some in (probs, said))
+    teacher_probs = cells.teacher_probs.to(probs.dtype).reshape(-1, 3)
+    student, teacher = (torch.cat([part, 1 - part.sum(1, keepdim=True)], 1) for part in (probs, teacher_probs))
     if isinstance(cells.divergence, ReverseKLDivergence):
-        return (s * (s / t).log()).sum()
-    return (t * (t / s).log()).sum()
+        return (student * (student / teacher).log()).sum()
+    return (teacher * (teacher / student).log()).sum()
 
 
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    """The gradients of all parameters that have one, by their names."""
+    """Return the gradients of all parameters that have one, by parameter name."""
     model.zero_grad(set_to_none=True)
     loss.backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def material_of(width: int, length: int) -> tuple[Tensor, Tensor, list[LossCells]]:
-    """Token ids [2, length], places of their hidden states, and two losses of them."""
+def make_inputs(width: int, length: int) -> tuple[Tensor, Tensor, list[LossCells]]:
+    """Return token ids [2, length], positions of their hidden states, and two losses."""
     ids = torch.randint(3, width, (2, length), generator=torch.Generator().manual_seed(1))
-    places = torch.arange(2 * length)[torch.arange(2 * length) % length != length - 1]
-    return ids, places, [cells_of(len(places), width, reverse=reverse) for reverse in (False, True)]
+    positions = torch.arange(2 * length)[torch.arange(2 * length) % length != length - 1]
+    return ids, positions, [make_cells(len(positions), width, reverse=reverse) for reverse in (False, True)]
 
 
-def gradients_of_cut(cut: BackboneWithHead, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients that training gives."""
-    ids, places, cells = material_of(cut.model.get_output_embeddings().weight.shape[0], length)
-    terms = [one.to(torch.device("cpu"), scale) for one, scale in zip(cells, (0.5, 0.25), strict=True)]
-    found, _ = StudentWithLoss(cut)(ids, places.numpy(), terms)
-    return found.detach(), gradients_of(cut.model, found)
+def fused_gradients(backbone: BackboneWithHead, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the gradients of the training code, with fused head and loss."""
+    ids, positions, cells = make_inputs(backbone.model.get_output_embeddings().weight.shape[0], length)
+    terms = [cell.to(torch.device("cpu"), scale) for cell, scale in zip(cells, (0.5, 0.25), strict=True)]
+    loss, _ = StudentWithLoss(backbone)(ids, positions.numpy(), terms)
+    return loss.detach(), gradients_of(backbone.model, loss)
 
 
-def gradients_of_whole(model: Any, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same from the whole model's logits."""
-    ids, places, cells = material_of(model.get_output_embeddings().weight.shape[0], length)
-    logits = model(input_ids=ids).logits.flatten(0, 1)[places]
+def full_logits_gradients(model: Any, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the gradients of the reference, from full logits."""
+    ids, positions, cells = make_inputs(model.get_output_embeddings().weight.shape[0], length)
+    logits = model(input_ids=ids).logits.flatten(0, 1)[positions]
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    expected = 0.5 * plain(cells[0], logits) + 0.25 * plain(cells[1], logits)
-    return expected.detach(), gradients_of(model, expected)
+    loss = 0.5 * full_logits_loss(cells[0], logits) + 0.25 * full_logits_loss(cells[1], logits)
+    return loss.detach(), gradients_of(model, loss)
 
 
-def assert_as_the_whole_model(model: Any, tolerance: float, length: int = LENGTH) -> dict[str, Tensor]:
-    """Cut, a model has the loss and the gradients that its whole logits give; returns the gradients."""
-    found, ours = gradients_of_cut(BackboneWithHead(model), length)
-    expected, theirs = gradients_of_whole(model, length)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert theirs
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
+def assert_equals_full_logits(model: Any, tolerance: float, length: int = LENGTH) -> dict[str, Tensor]:
+    """Assert that loss and gradients equal those of the full logits; return the gradients."""
+    loss, gradients = fused_gradients(BackboneWithHead(model), length)
+    expected_loss, expected_gradients = full_logits_gradients(model, length)
+    torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=tolerance)
+    assert expected_gradients
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
         scale = max(float(gradient.abs().max()), 1e-3)
-        torch.testing.assert_close(ours[name], gradient, rtol=tolerance, atol=tolerance * scale, msg=name)
-    return ours
+        torch.testing.assert_close(gradients[name], gradient, rtol=tolerance, atol=tolerance * scale, msg=name)
+    return gradients

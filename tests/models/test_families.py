@@ -1,4 +1,4 @@
-"""Students of many families: cut before their heads they learn as their whole logits say."""
+"""Students of many model families: losses and gradients equal those of the full logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from full_logits_reference import assert_as_the_whole_model
+from full_logits_reference import assert_equals_full_logits
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -24,13 +24,13 @@ GROUPS = {**EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {
     **GROUPS, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
-TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+LAYER_TYPES = {"layer_types": ["linear_attention", "full_attention"]}
 LINEAR = {
-    **TWO_KINDS, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+    **LAYER_TYPES, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }  # fmt: skip
 PER_LAYER = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 4}
-# A name of transformers' and what its configuration needs beside SIZES; None: nothing of that name.
+# Model types of transformers with configuration values in addition to SIZES; None: the value is left out.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {}, "qwen3": {}, "gemma": {}, "gemma2": {}, "gemma3_text": {}, "mistral": {}, "ministral3": {}, "phi3": {},
     "gpt2": {}, "gpt_neo": {"attention_types": [[["global", "local"], 1]]}, "gpt_neox": {}, "gptj": {"rotary_dim": 4},
@@ -51,17 +51,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": EXPERTS, "phimoe": EXPERTS, "glm4_moe": GROUPS, "deepseek_v2": LATENT,
     "deepseek_v3": {**LATENT, "head_dim": 4},
 }  # fmt: skip
-# The decoder's head has layers of its own before the matrix: logits stand in for hidden states.
+# The decoder's head has additional layers before its matrix: the backbone returns logits instead of hidden states.
 WITH_LOGITS = {"modernbert-decoder": {}}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_LOGITS])
-def test_a_student_of_any_family_learns_as_its_whole_logits_say(family):
+def test_gradients_of_every_family_equal_the_full_logits_reference(family):
     options = {**SIZES, **(FAMILIES | WITH_LOGITS)[family]}
     configuration = AutoConfig.for_model(family, **{key: value for key, value in options.items() if value is not None})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configuration, dtype=torch.float32).eval()
     assert (BackboneWithHead(model).head.weight is None) == (family in WITH_LOGITS)
-    gradients = assert_as_the_whole_model(model, 1e-5)
-    # What got no gradient would have no state in the optimizer, and could not be resumed.
+    gradients = assert_equals_full_logits(model, 1e-5)
+    # A parameter without gradient would have no optimizer state, and the run could not be resumed.
     assert gradients.keys() == {name for name, _ in model.named_parameters()}

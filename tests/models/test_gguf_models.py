@@ -36,68 +36,70 @@ def original(request, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def own_cache(tmp_path, monkeypatch) -> Path:
+def gguf_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "gguf"
 
 
-def test_logits_tokens_and_template_are_those_of_the_original(original, own_cache, tmp_path):
+def test_logits_tokens_and_template_equal_the_original(original, gguf_cache, tmp_path):
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     folder = resolve_model_folder(str(file), with_weights=True)
-    ours, theirs = Tokenizer(folder), Tokenizer(original)
-    for one, other in zip(ours.encode(TEXTS), theirs.encode(TEXTS), strict=True):
+    converted_tokenizer, original_tokenizer = Tokenizer(folder), Tokenizer(original)
+    for one, other in zip(converted_tokenizer.encode(TEXTS), original_tokenizer.encode(TEXTS), strict=True):
         np.testing.assert_array_equal(one.ids, other.ids)
-    assert ours.special_token_ids == theirs.special_token_ids
+    assert converted_tokenizer.special_token_ids == original_tokenizer.special_token_ids
     messages = [{"role": "user", "content": "Hi"}]
-    assert str(ours.chat_template.render(messages)) == str(theirs.chat_template.render(messages))
-    ids = torch.tensor(theirs.encode(TEXTS[4:5])[0].ids[None].astype(np.int64))
+    assert str(converted_tokenizer.chat_template.render(messages)) == str(
+        original_tokenizer.chat_template.render(messages)
+    )
+    ids = torch.tensor(original_tokenizer.encode(TEXTS[4:5])[0].ids[None].astype(np.int64))
     with torch.no_grad():
-        found, expected = (load_causal_lm(place)(ids).logits for place in (folder, original))
+        found, expected = (load_causal_lm(model_folder)(ids).logits for model_folder in (folder, original))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_values_keep_their_type_where_it_holds_them_exactly(tmp_path, own_cache):
+def test_weights_keep_float16_when_it_is_exact(tmp_path, gguf_cache):
     original = gguf_files.make_llama(tmp_path / "llama")
     model = load_causal_lm(original, dtype=torch.float16)
-    model.float().save_pretrained(original)  # values of float16
+    model.float().save_pretrained(original)  # float32 weights with values of float16
     folder = resolve_model_folder(str(gguf_files.write_gguf(original, tmp_path / "half.gguf")), with_weights=True)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
 
 
-def test_the_conversion_is_found_again_by_the_checksum_and_has_the_name_of_the_file(original, own_cache, tmp_path):
+def test_conversion_is_reused_by_checksum_and_named_after_the_file(original, gguf_cache, tmp_path):
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     folder = resolve_model_folder(str(file), with_weights=True)
-    before = (folder / "model.safetensors").stat().st_mtime_ns
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    file.rename(other / "renamed.gguf")
-    renamed = resolve_model_folder(str(other), with_weights=True)
+    modified_ns = (folder / "model.safetensors").stat().st_mtime_ns
+    other_folder = tmp_path / "elsewhere"
+    other_folder.mkdir()
+    file.rename(other_folder / "renamed.gguf")
+    renamed = resolve_model_folder(str(other_folder), with_weights=True)
     assert (gguf_name(folder), gguf_name(renamed)) == ("tiny", "renamed")
-    for place in (folder, renamed):
-        assert (place / "model.safetensors").stat().st_mtime_ns == before
+    for converted in (folder, renamed):
+        assert (converted / "model.safetensors").stat().st_mtime_ns == modified_ns
     assert (renamed / "model.safetensors").samefile(folder / "model.safetensors")
-    assert resolve_model_folder(str(other), with_weights=True) == renamed
+    assert resolve_model_folder(str(other_folder), with_weights=True) == renamed
     folder = renamed
     checksum = json.loads((folder / GGUF_RECORD).read_text())["gguf"]
     assert weights_fingerprint(folder) == checksum
     (folder / "tokenizer.json").unlink()
-    again = resolve_model_folder(str(other), with_weights=True)
-    assert (again / "tokenizer.json").is_file()
-    assert weights_fingerprint(again) == checksum
-    assert gguf_name(again) == "renamed"
+    restored = resolve_model_folder(str(other_folder), with_weights=True)
+    assert (restored / "tokenizer.json").is_file()
+    assert weights_fingerprint(restored) == checksum
+    assert gguf_name(restored) == "renamed"
 
 
-def test_changed_weights_have_another_fingerprint(original, own_cache, tmp_path):
+def test_changed_weights_have_another_fingerprint(original, gguf_cache, tmp_path):
     folder = resolve_model_folder(str(gguf_files.write_gguf(original, tmp_path / "tiny.gguf")), with_weights=True)
-    before = weights_fingerprint(folder)
+    fingerprint = weights_fingerprint(folder)
     model = load_causal_lm(folder)
     with torch.no_grad():
         model.get_input_embeddings().weight.add_(1)
     model.save_pretrained(folder)
-    assert weights_fingerprint(folder) != before
+    assert weights_fingerprint(folder) != fingerprint
 
 
-def test_two_processes_at_once_convert_it_once(original, own_cache, tmp_path):
+def test_two_concurrent_processes_convert_a_file_once(original, gguf_cache, tmp_path):
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     script = (
         "import sys; from xtk.artifacts.model_resolver import resolve_model_folder as r; "
@@ -105,71 +107,71 @@ def test_two_processes_at_once_convert_it_once(original, own_cache, tmp_path):
     )
     command = [sys.executable, "-c", script, str(file)]
     with ThreadPoolExecutor(2) as threads:
-        done = list(threads.map(lambda _: subprocess.run(command, capture_output=True, text=True), range(2)))
-    assert [one.returncode for one in done] == [0, 0], done
-    assert done[0].stdout == done[1].stdout
-    assert sum("converting" in one.stderr for one in done) == 1
-    assert [path.name for path in own_cache.iterdir() if not path.name.startswith(".")] == [
-        Path(done[0].stdout.strip()).name
+        results = list(threads.map(lambda _: subprocess.run(command, capture_output=True, text=True), range(2)))
+    assert [result.returncode for result in results] == [0, 0], results
+    assert results[0].stdout == results[1].stdout
+    assert sum("converting" in result.stderr for result in results) == 1
+    assert [path.name for path in gguf_cache.iterdir() if not path.name.startswith(".")] == [
+        Path(results[0].stdout.strip()).name
     ]
 
 
-def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path, own_cache):
+def test_truncated_files_are_refused(tmp_path, gguf_cache):
     file = gguf_files.write_gguf(gguf_files.make_llama(tmp_path / "llama"), tmp_path / "tiny.gguf")
     content = file.read_bytes()
     for size in (0, 10, 40, 3000, len(content) // 2, len(content) - 1):
-        cut = tmp_path / "cut.gguf"
-        cut.write_bytes(content[:size])
+        truncated = tmp_path / "cut.gguf"
+        truncated.write_bytes(content[:size])
         with pytest.raises(CorruptError, match="truncated"):
-            resolve_model_folder(str(cut), with_weights=True)
-    assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []
+            resolve_model_folder(str(truncated), with_weights=True)
+    assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
 
 
-def test_numbers_of_the_header_that_are_none_are_refused(original, own_cache, tmp_path):
+def test_invalid_header_values_are_refused(original, gguf_cache, tmp_path):
     content = gguf_files.write_gguf(original, tmp_path / "tiny.gguf").read_bytes()
     name = b"general.architecture"
     file = tmp_path / "wrong.gguf"
-    wrong = content.replace(struct.pack("<Q", len(name)) + name, struct.pack("<Q", 17) + b"general.alignment")
-    file.write_bytes(wrong)
+    changed = content.replace(struct.pack("<Q", len(name)) + name, struct.pack("<Q", 17) + b"general.alignment")
+    file.write_bytes(changed)
     with pytest.raises(CorruptError, match="cannot be read"):
         resolve_model_folder(str(file), with_weights=True)
 
 
-def test_a_file_that_lacks_weights_is_refused_instead_of_filled_with_random_ones(original, own_cache, tmp_path):
-    less = shutil.copytree(original, tmp_path / "less")
-    weights = load_file(less / "model.safetensors")
+def test_file_with_missing_weights_is_refused(original, gguf_cache, tmp_path):
+    incomplete = shutil.copytree(original, tmp_path / "less")
+    weights = load_file(incomplete / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, less / "model.safetensors")
-    file = gguf_files.write_gguf(less, tmp_path / "less.gguf")
-    with pytest.raises(CorruptError, match=r"lack 1 of its weights: model\.layers\.1\.mlp\.up_proj\.weight") as wrong:
+    save_file(weights, incomplete / "model.safetensors")
+    file = gguf_files.write_gguf(incomplete, tmp_path / "less.gguf")
+    with pytest.raises(CorruptError, match=r"lack 1 of its weights: model\.layers\.1\.mlp\.up_proj\.weight") as raised:
         resolve_model_folder(str(file), with_weights=True)
-    assert wrong.value.where == str(file)
-    assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []
+    assert raised.value.where == str(file)
+    assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
 
 
-def test_a_conversion_that_cannot_be_stored_is_an_error(original, own_cache, tmp_path):
+def test_conversion_that_cannot_be_stored_is_refused(original, gguf_cache, tmp_path):
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     folder = resolve_model_folder(str(file), with_weights=True)
     shutil.rmtree(folder)
     folder.write_text("a file in the place of the folder")
-    with pytest.raises(XtkError, match="not a directory") as wrong:
+    with pytest.raises(XtkError, match="not a directory") as raised:
         resolve_model_folder(str(file), with_weights=True)
-    assert wrong.value.where == str(folder)
-    assert [path for path in own_cache.iterdir() if not path.name.endswith(".lock")] == [folder]
+    assert raised.value.where == str(folder)
+    assert [path for path in gguf_cache.iterdir() if not path.name.endswith(".lock")] == [folder]
 
 
-def test_bad_files_get_one_clear_sentence(tmp_path, own_cache, monkeypatch):
+def test_invalid_files_are_refused_with_a_clear_message(tmp_path, gguf_cache, monkeypatch):
     llama = gguf_files.make_llama(tmp_path / "llama")
     unknown = gguf_files.write_gguf(llama, tmp_path / "mystery.gguf", architecture="mystery9")
-    with pytest.raises(XtkError, match="architecture mystery9") as wrong:
+    with pytest.raises(XtkError, match="architecture mystery9") as raised:
         resolve_model_folder(str(unknown), with_weights=True)
-    assert "original folder" in (wrong.value.hint or "")
-    several = tmp_path / "several"
-    several.mkdir()
+    assert "original folder" in (raised.value.hint or "")
+    folder = tmp_path / "several"
+    folder.mkdir()
     for name in ("a.gguf", "b.gguf"):
-        (several / name).write_bytes(unknown.read_bytes())
+        (folder / name).write_bytes(unknown.read_bytes())
     with pytest.raises(XtkError, match=r"contains 2 GGUF models: a\.gguf, b\.gguf"):
-        resolve_model_folder(str(several), with_weights=True)
+        resolve_model_folder(str(folder), with_weights=True)
     noise = tmp_path / "noise.gguf"
     noise.write_bytes(b"not a model " * 100)
     with pytest.raises(CorruptError, match="does not begin with GGUF"):
@@ -179,18 +181,18 @@ def test_bad_files_get_one_clear_sentence(tmp_path, own_cache, monkeypatch):
     with pytest.raises(XtkError, match="this is another file"):
         resolve_model_folder(str(text), with_weights=True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(XtkError, match="needs the package gguf") as wrong:
+    with pytest.raises(XtkError, match="needs the package gguf") as raised:
         resolve_model_folder(str(unknown), with_weights=True)
-    assert ".[gguf]" in (wrong.value.hint or "")
+    assert ".[gguf]" in (raised.value.hint or "")
 
 
-def test_an_unknown_pre_tokenizer_is_reported(tmp_path, own_cache, capsys):
+def test_unknown_pre_tokenizer_is_reported(tmp_path, gguf_cache, capsys):
     file = gguf_files.write_gguf(gguf_files.make_llama(tmp_path / "llama"), tmp_path / "x.gguf", pre="unheard-of")
     resolve_model_folder(str(file), with_weights=True)
     assert "does not know the pre-tokenizer 'unheard-of'" in capsys.readouterr().err
 
 
-def test_commands_take_a_gguf_file(run, corpus, tmp_path, pair):
+def test_commands_accept_a_gguf_file(run, corpus, tmp_path, pair):
     original = gguf_files.make_llama(tmp_path / "llama")
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     scores = [json.loads(run("evaluate", model, corpus, "--json").stdout) for model in (file, original)]
@@ -214,18 +216,18 @@ def llama_with_rope(folder: Path, scaling: dict[str, object]) -> Path:
 
 
 def llama3_factors(*, factor: float, context: int, dimensions: int) -> np.ndarray:
-    """Return what each frequency is divided by, as llama.cpp's converter writes it."""
-    found = []
+    """Return the divisor of each rotary frequency, as written by llama.cpp's converter."""
+    factors = []
     for number in range(0, dimensions, 2):
         wavelength = 2 * np.pi * 10000.0 ** (number / dimensions)
         if wavelength < context / 4:
-            found.append(1.0)
+            factors.append(1.0)
         elif wavelength > context:
-            found.append(factor)
+            factors.append(factor)
         else:
-            smooth = (context / wavelength - 1) / 3
-            found.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(found)
+            weight = (context / wavelength - 1) / 3
+            factors.append(1 / ((1 - weight) / factor + weight))
+    return np.array(factors)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048}
@@ -248,24 +250,28 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
     ],
     ids=["linear", "yarn", "llama3"],
 )
-def test_scaled_rotary_embeddings_are_kept(tmp_path, own_cache, scaling, fields, tensors):
+def test_scaled_rotary_embeddings_are_kept(tmp_path, gguf_cache, scaling, fields, tensors):
     original = llama_with_rope(tmp_path / "llama", scaling)
-    plain = gguf_files.write_gguf(original, tmp_path / "plain.gguf")
+    unscaled_file = gguf_files.write_gguf(original, tmp_path / "plain.gguf")
     fields = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
     file = gguf_files.write_gguf(original, tmp_path / "scaled.gguf", fields=fields, tensors=tensors)
-    folder, without = (resolve_model_folder(str(one), with_weights=True) for one in (file, plain))
+    folder, unscaled_folder = (
+        resolve_model_folder(str(gguf_path), with_weights=True) for gguf_path in (file, unscaled_file)
+    )
     ids = torch.randint(3, 480, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found, expected, other = (load_causal_lm(place)(ids).logits for place in (folder, original, without))
+        found, expected, unscaled_logits = (
+            load_causal_lm(model_folder)(ids).logits for model_folder in (folder, original, unscaled_folder)
+        )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    assert (other - expected).abs().max() > 1e-2
-    # Earlier conversions ignored the scaling: what was made with them is not taken for this model's.
+    assert (unscaled_logits - expected).abs().max() > 1e-2
+    # Earlier conversions ignored the scaling; the fingerprint prevents that their caches are used with this model.
     checksum = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
     assert weights_fingerprint(folder) != checksum
-    assert weights_fingerprint(without) == "sha256:" + hashlib.sha256(plain.read_bytes()).hexdigest()
+    assert weights_fingerprint(unscaled_folder) == "sha256:" + hashlib.sha256(unscaled_file.read_bytes()).hexdigest()
 
 
-def test_gemma_scales_its_global_layers_only():
+def test_rope_scaling_of_gemma_applies_only_to_global_layers():
     config = transformers.Gemma3TextConfig()
     header = GgufHeader("gemma3", "", "", {"type": "linear", "factor": 8.0})
     local = dict(config.rope_parameters["sliding_attention"])
@@ -285,10 +291,10 @@ def test_gemma_scales_its_global_layers_only():
         ({}, {"blk.0.attn_q.bias": np.zeros(32)}, "of the"),
     ],
 )
-def test_what_the_loader_leaves_out_is_refused(original, tmp_path, own_cache, fields, tensors, what):
+def test_unsupported_rope_scaling_and_tensors_are_refused(original, tmp_path, gguf_cache, fields, tensors, what):
     fields = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
     file = gguf_files.write_gguf(original, tmp_path / "x.gguf", fields=fields, tensors=tensors)
-    with pytest.raises(XtkError, match=what) as wrong:
+    with pytest.raises(XtkError, match=what) as raised:
         resolve_model_folder(str(file), with_weights=True)
-    assert wrong.value.where == str(file)
-    assert [path for path in own_cache.iterdir() if not path.name.startswith(".")] == []
+    assert raised.value.where == str(file)
+    assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []

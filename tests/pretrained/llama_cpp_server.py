@@ -1,8 +1,8 @@
-"""llama.cpp's server, of the package xllamacpp, and a GGUF file in single precision for it.
+"""llama.cpp's server from the package xllamacpp, and a GGUF file in single precision for it.
 
     python tests/pretrained/llama_cpp_server.py MODEL.gguf [--exact]
 
-It prints its address, and runs until it is ended. With `--exact` keys, values and attention are in single precision.
+It prints its address and runs until it is killed. With `--exact`, keys, values and attention are in single precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def write_single_precision(source: Path, target: Path) -> Path:
-    """Write a GGUF file whose tensors are those of another, in single precision."""
+    """Write a GGUF file with the tensors of another one in single precision; return its path."""
     import gguf
     import numpy as np
 
@@ -26,10 +26,10 @@ def write_single_precision(source: Path, target: Path) -> Path:
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
             continue
-        kind = field.types[0]
-        item = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        value_type = field.types[0]
+        item_type = field.types[-1] if value_type == gguf.GGUFValueType.ARRAY else None
         value = 0 if field.name == "general.file_type" else field.contents()
-        writer.add_key_value(field.name, value, kind, sub_type=item)
+        writer.add_key_value(field.name, value, value_type, sub_type=item_type)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
     writer.write_header_to_file()
@@ -41,7 +41,7 @@ def write_single_precision(source: Path, target: Path) -> Path:
 
 @contextlib.contextmanager
 def served(model: Path, log: Path, *flags: str) -> Iterator[str]:
-    """Run the server of a model; yield its URL."""
+    """Run the server with a model; yield its URL."""
     with log.open("wb") as out:
         process = subprocess.Popen([sys.executable, __file__, str(model), *flags], stdout=out, stderr=out)
     try:
@@ -64,12 +64,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--exact", action="store_true")
-    options = parser.parse_args()
+    args = parser.parse_args()
     parameters = xllamacpp.CommonParams()
-    parameters.model.path, parameters.model_alias = options.model, ["teacher"]
+    parameters.model.path, parameters.model_alias = args.model, ["teacher"]
     parameters.port, parameters.n_ctx, parameters.n_parallel, parameters.warmup = 0, 2048, 2, False
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
-    if options.exact:
+    if args.exact:
         parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(parameters)

@@ -1,4 +1,4 @@
-"""What the tests of projections share: tokenizers of all families, and what each method needs beside them."""
+"""Fixtures of the projection tests: tokenizers of all families, and the required options of each method."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def tokenizer_of(families):
 
 
 @pytest.fixture(scope="session")
-def counted(tokenizer_of):
-    """Counts of some texts for a pair of families."""
+def cooccurrence_counts(tokenizer_of):
+    """Return a function: (student, teacher) -> co-occurrence counts of TEXTS for this pair of families."""
 
     @functools.cache
     def count(student: str, teacher: str) -> CooccurrenceCounts:
@@ -30,12 +30,12 @@ def counted(tokenizer_of):
 
 
 @pytest.fixture(scope="session")
-def options_of(tokenizer_of, counted):
-    """Return the options that a method cannot do without."""
+def method_options(tokenizer_of, cooccurrence_counts):
+    """Return a function: (method, student, teacher) -> the options that the method requires."""
 
     def options(method: str, student: str, teacher: str) -> dict[str, object]:
         if method == "cooccurrence":
-            return {"counts": counted(student, teacher)}
+            return {"counts": cooccurrence_counts(student, teacher)}
         if method == "embedding":
             return {f"{side}_embedding": embedding_of(tokenizer_of[name], size)
                     for side, name, size in (("student", student, 12), ("teacher", teacher, 16))}  # fmt: skip

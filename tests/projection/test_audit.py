@@ -1,4 +1,4 @@
-"""The audit: figures by hand on a tiny vocabulary, categories by example."""
+"""Audit of projections: token categories of examples, and figures counted by hand for a tiny vocabulary."""
 
 from __future__ import annotations
 
@@ -33,117 +33,117 @@ EXAMPLES = {
 
 
 def vocabulary_of(spellings: list[bytes]) -> ByteVocabulary:
-    plain = decode_vocabulary(LITERAL, ["<s>", *("x" for _ in spellings)], {0: "<s>"}, {"<s>": 0})
-    sizes = [0, 0, *np.cumsum([len(spelling) for spelling in spellings]).tolist()]
-    changed = {
-        **plain.__dict__,
+    vocabulary = decode_vocabulary(LITERAL, ["<s>", *("x" for _ in spellings)], {0: "<s>"}, {"<s>": 0})
+    offsets = [0, 0, *np.cumsum([len(spelling) for spelling in spellings]).tolist()]
+    fields = {
+        **vocabulary.__dict__,
         "token_bytes": np.frombuffer(b"".join(spellings), np.uint8),
-        "offsets": np.array(sizes),
+        "offsets": np.array(offsets),
     }
-    changed.pop("bytes_by_id")
-    return ByteVocabulary(**changed)
+    fields.pop("bytes_by_id")
+    return ByteVocabulary(**fields)
 
 
-def test_each_category_by_example():
+def test_token_categories_of_examples():
     examples = [(name, text.encode()) for name, texts in EXAMPLES.items() for text in texts]
     examples += [("partial UTF-8", b"\xe6\x97"), ("partial UTF-8", b" \xf0\x9f"), ("specials", b"")]
-    found = token_categories(vocabulary_of([spelling for _, spelling in examples]))
-    told = [CATEGORIES[place] for place in found.tolist()]
-    assert told[0] == "specials"
-    assert dict(zip((spelling for _, spelling in examples), told[1:], strict=True)) == {
+    category_ids = token_categories(vocabulary_of([spelling for _, spelling in examples]))
+    categories = [CATEGORIES[category] for category in category_ids.tolist()]
+    assert categories[0] == "specials"
+    assert dict(zip((spelling for _, spelling in examples), categories[1:], strict=True)) == {
         spelling: name for name, spelling in examples
     }
 
 
 @pytest.mark.parametrize("name", ["student", "teacher", "metaspace", "composing", "word-piece"])
-def test_every_token_has_one_category(tokenizer_of, name):
+def test_every_token_has_a_valid_category(tokenizer_of, name):
     tokenizer = tokenizer_of[name]
-    found = token_categories(tokenizer.vocabulary)
-    assert found.shape == (len(tokenizer),)
-    assert ((found >= 0) & (found < len(CATEGORIES))).all()
+    categories = token_categories(tokenizer.vocabulary)
+    assert categories.shape == (len(tokenizer),)
+    assert ((categories >= 0) & (categories < len(CATEGORIES))).all()
 
 
-def tiny(folder, tokens: list[str], specials: list[str], eos: str) -> Tokenizer:
-    backend = Backend(models.WordLevel({token: at for at, token in enumerate(tokens)}, unk_token=tokens[0]))
+def tiny_tokenizer(folder, tokens: list[str], special_tokens: list[str], eos: str) -> Tokenizer:
+    backend = Backend(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=tokens[0]))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": len(tokens) + len(specials) + 2}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": len(tokens) + len(special_tokens) + 2}))
     return Tokenizer(folder)
 
 
 @pytest.fixture
-def two(tmp_path):
-    student = tiny(tmp_path / "one", ["a", "b", "ab", "12", "zz"], ["<e>", "<x>"], "<e>")
-    return student, tiny(tmp_path / "other", ["a", "b", "1", "2", "c"], ["</e>"], "</e>")
+def tiny_pair(tmp_path):
+    student = tiny_tokenizer(tmp_path / "one", ["a", "b", "ab", "12", "zz"], ["<e>", "<x>"], "<e>")
+    return student, tiny_tokenizer(tmp_path / "other", ["a", "b", "1", "2", "c"], ["</e>"], "</e>")
 
 
-def test_the_figures_of_a_tiny_pair_are_those_counted_by_hand(two):
-    projection = build_projection(*two, "first-token")
-    audited = projection.header["audit"]
-    # Exact: a, b. Special: <e>. Spread: ab on a, 12 on 1. Empty: zz, <x>. Two rows above the vocabulary.
-    assert audited["rows"] == {"exact": 2, "special": 1, "composed": 2, "unmapped": 2, "padding": 2}
-    assert audited["unmapped_mass"] == pytest.approx(2 / 7, abs=1e-6)
-    assert audited["unreachable_teacher_tokens"] == 2  # 2, c
-    assert audited["categories"]["Latin"] == {
+def test_audit_of_a_tiny_pair_has_the_figures_counted_by_hand(tiny_pair):
+    projection = build_projection(*tiny_pair, "first-token")
+    audit = projection.header["audit"]
+    # Exact: a, b. Special: <e>. Composed: ab as a, 12 as 1. Unmapped: zz, <x>. Padding: two rows above the vocabulary.
+    assert audit["rows"] == {"exact": 2, "special": 1, "composed": 2, "unmapped": 2, "padding": 2}
+    assert audit["unmapped_mass"] == pytest.approx(2 / 7, abs=1e-6)
+    assert audit["unreachable_teacher_tokens"] == 2  # 2, c
+    assert audit["categories"]["Latin"] == {
         "student_tokens": 4, "unmatched_student_tokens": 2, "unmapped": 1, "unmapped_mass": 0.25,
         "teacher_tokens": 3, "unmatched_teacher_tokens": 1, "unreachable_teacher_tokens": 1,
     }  # fmt: skip
-    assert audited["categories"]["digits"] == {
+    assert audit["categories"]["digits"] == {
         "student_tokens": 1, "unmatched_student_tokens": 1, "unmapped": 0, "unmapped_mass": 0.0,
         "teacher_tokens": 2, "unmatched_teacher_tokens": 2, "unreachable_teacher_tokens": 1,
     }  # fmt: skip
-    assert audited["categories"]["specials"]["unmatched_student_tokens"] == 1
-    assert audited["poorly_matched_categories"] == []
-    assert audit_warning(audited) is None
+    assert audit["categories"]["specials"]["unmatched_student_tokens"] == 1
+    assert audit["poorly_matched_categories"] == []
+    assert audit_warning(audit) is None
 
 
-def test_a_category_that_a_partition_would_leave_over_is_critical(two, monkeypatch):
+def test_categories_with_many_unmatched_tokens_are_reported_with_a_warning(tiny_pair, monkeypatch):
     monkeypatch.setattr(module, "MIN_CRITICAL_TOKENS", 1)
-    audited = build_projection(*two, "first-token").header["audit"]
-    assert audited["poorly_matched_categories"] == ["digits", "Latin"]
-    told = audit_warning(audited)
-    assert "digits (100% of the student's and 100% of the teacher's); Latin (50% of the student's" in told
-    assert "p-kl" in told
+    audit = build_projection(*tiny_pair, "first-token").header["audit"]
+    assert audit["poorly_matched_categories"] == ["digits", "Latin"]
+    warning = audit_warning(audit)
+    assert "digits (100% of the student's and 100% of the teacher's); Latin (50% of the student's" in warning
+    assert "p-kl" in warning
 
 
-def test_pruned_and_merged_the_audit_tells_what_it_can(tokenizer_of):
+def test_audit_of_pruned_and_merged_projections_agrees_with_a_full_audit(tokenizer_of):
     pair = tokenizer_of["student"], tokenizer_of["word-piece"]
     built = build_projection(*pair)
     pruned = prune_projection(built, top_k=1)
     merged = merge_projections(built, [(pruned, 0.5)])
     for projection in (pruned, merged):
-        again, whole = (
+        audit, full_audit = (
             projection.header["audit"],
             audit_projection(projection, VocabularyPair(*pair), *match_special_tokens(*pair)),
         )
-        assert (again["unmapped_mass"], again["unreachable_teacher_tokens"]) == (
-            whole["unmapped_mass"],
-            whole["unreachable_teacher_tokens"],
+        assert (audit["unmapped_mass"], audit["unreachable_teacher_tokens"]) == (
+            full_audit["unmapped_mass"],
+            full_audit["unreachable_teacher_tokens"],
         )
-        rows = whole["rows"]
-        filled = rows["exact"] + rows["special"] + rows["composed"]
-        assert again["rows"] == {"mapped": filled, "unmapped": rows["unmapped"], "padding": rows["padding"]}
-        for name, figures in again["categories"].items():
-            assert figures.items() <= whole["categories"][name].items()
-        assert again["poorly_matched_categories"] == whole["poorly_matched_categories"]
+        rows = full_audit["rows"]
+        mapped = rows["exact"] + rows["special"] + rows["composed"]
+        assert audit["rows"] == {"mapped": mapped, "unmapped": rows["unmapped"], "padding": rows["padding"]}
+        for name, figures in audit["categories"].items():
+            assert figures.items() <= full_audit["categories"][name].items()
+        assert audit["poorly_matched_categories"] == full_audit["poorly_matched_categories"]
 
 
-def test_pruned_without_a_loss_the_audit_stays(tokenizer_of):
+def test_pruning_that_removes_nothing_keeps_the_audit(tokenizer_of):
     built = build_projection(tokenizer_of["student"], tokenizer_of["word-piece"])
     for limits in ({}, {"top_k": 1000}, {"renormalize": True}):
         assert prune_projection(built, **limits).header["audit"] == built.header["audit"]
 
 
-def test_the_real_pair_is_audited_in_half_a_second_and_its_digits_are_critical(real_data):
-    sides = [Tokenizer(real_data / "tokenizers" / name) for name in ("qwen", "llama3")]
-    projection = build_projection(*sides)
+def test_real_pair_is_audited_in_half_a_second_with_poorly_matched_digits(real_data):
+    tokenizers = [Tokenizer(real_data / "tokenizers" / name) for name in ("qwen", "llama3")]
+    projection = build_projection(*tokenizers)
     figures = projection.header["audit"]["categories"]["digits"]
     assert (figures["unmatched_teacher_tokens"], figures["teacher_tokens"]) == (1180, 1211)
     assert "digits" in projection.header["audit"]["poorly_matched_categories"]
-    pair, matched = VocabularyPair(*sides), match_special_tokens(*sides)
+    pair, matched = VocabularyPair(*tokenizers), match_special_tokens(*tokenizers)
     seconds = []
     for _ in range(3):
         started = time.process_time()

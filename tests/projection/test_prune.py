@@ -1,4 +1,4 @@
-"""Making a projection smaller."""
+"""Pruning of projections."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROWS, COLUMNS = 6, 5
 
 @st.composite
 def projections(draw) -> SparseProjection:
-    """Return any projection [6, 5]: weights are sixteenths or less, ties and empty rows included."""
-    parts = np.array(
+    """Return any projection [6, 5]: weights are multiples of 1/16 or smaller, with ties and empty rows."""
+    integers = np.array(
         draw(st.lists(st.lists(st.integers(0, 16), min_size=COLUMNS, max_size=COLUMNS), min_size=ROWS, max_size=ROWS))
     )
-    matrix = parts / np.maximum(parts.sum(1, keepdims=True), draw(st.sampled_from([16, 40])))
+    matrix = integers / np.maximum(integers.sum(1, keepdims=True), draw(st.sampled_from([16, 40])))
     rows, columns = np.nonzero(matrix)
     return assemble_projection(
         rows.astype(np.int32), columns.astype(np.int32), matrix[rows, columns].astype(np.float32), (ROWS, COLUMNS), {}
@@ -52,24 +52,26 @@ def rows_of(projection: SparseProjection) -> list[dict[int, float]]:
     ]
 
 
-def readable_prune(row: dict[int, float], top_k: int | None, min_weight: float, mass: float) -> dict[int, float]:
-    """Slow twin, of one row."""
+def reference_prune(row: dict[int, float], top_k: int | None, min_weight: float, mass: float) -> dict[int, float]:
+    """Return the kept entries of one row, by a slow reference implementation."""
     heaviest_first = sorted(row, key=lambda teacher_id: (-row[teacher_id], teacher_id))
-    kept, carried = {}, 0.0
+    kept, mass_so_far = {}, 0.0
     for teacher_id in heaviest_first[:top_k]:
-        if row[teacher_id] >= np.float32(min_weight) and (mass == 1 or carried < mass * sum(row.values()) * (1 - 1e-9)):
+        if row[teacher_id] >= np.float32(min_weight) and (
+            mass == 1 or mass_so_far < mass * sum(row.values()) * (1 - 1e-9)
+        ):
             kept[teacher_id] = row[teacher_id]
-        carried += row[teacher_id]
+        mass_so_far += row[teacher_id]
     return dict(sorted(kept.items()))
 
 
 @given(projection=projections(), options=OPTIONS)
 @quick
-def test_the_heaviest_entries_of_each_row_stay(projection, options):
+def test_heaviest_entries_of_each_row_are_kept(projection, options):
     pruned = prune_projection(projection, **{**options, "renormalize": False})
     pruned.validate()
     expected = [
-        readable_prune(row, options["top_k"], options["min_weight"], options["mass"]) for row in rows_of(projection)
+        reference_prune(row, options["top_k"], options["min_weight"], options["mass"]) for row in rows_of(projection)
     ]
     assert rows_of(pruned) == expected
     assert (np.diff(pruned.row_offsets) <= (options["top_k"] or COLUMNS)).all()
@@ -78,7 +80,7 @@ def test_the_heaviest_entries_of_each_row_stay(projection, options):
 
 @given(projection=projections(), mass=st.sampled_from([0.05, 0.3, 0.5, 0.9, 1.0]))
 @quick
-def test_what_stays_carries_its_share_of_each_row_and_no_entry_too_many(projection, mass):
+def test_kept_entries_have_the_requested_mass_and_are_as_few_as_possible(projection, mass):
     pruned = prune_projection(projection, mass=mass)
     assert (pruned.row_masses >= mass * projection.row_masses * (1 - 1e-6)).all()
     for before, after in zip(rows_of(projection), rows_of(pruned), strict=True):
@@ -88,14 +90,14 @@ def test_what_stays_carries_its_share_of_each_row_and_no_entry_too_many(projecti
 
 @given(projection=projections(), options=OPTIONS)
 @quick
-def test_renormalised_rows_keep_their_mass_and_others_miss_it(projection, options):
-    kept = prune_projection(projection, **{**options, "renormalize": True})
+def test_renormalized_rows_keep_their_mass_and_other_pruned_rows_lose_it(projection, options):
+    renormalized = prune_projection(projection, **{**options, "renormalize": True})
     plain = prune_projection(projection, **{**options, "renormalize": False})
-    kept.validate()
-    assert kept.teacher_ids.tolist() == plain.teacher_ids.tolist()
-    left = np.diff(kept.row_offsets) > 0
-    np.testing.assert_allclose(kept.row_masses[left], projection.row_masses[left], rtol=1e-6)
-    assert (kept.row_masses[~left] == 0).all()
+    renormalized.validate()
+    assert renormalized.teacher_ids.tolist() == plain.teacher_ids.tolist()
+    not_empty = np.diff(renormalized.row_offsets) > 0
+    np.testing.assert_allclose(renormalized.row_masses[not_empty], projection.row_masses[not_empty], rtol=1e-6)
+    assert (renormalized.row_masses[~not_empty] == 0).all()
     lost = [sum(before.values()) - sum(after.values()) for before, after in
             zip(rows_of(projection), rows_of(plain), strict=True)]  # fmt: skip
     np.testing.assert_allclose(projection.row_masses - plain.row_masses, lost, atol=1e-6)
@@ -103,20 +105,21 @@ def test_renormalised_rows_keep_their_mass_and_others_miss_it(projection, option
 
 @given(projection=projections(), options=OPTIONS)
 @quick
-def test_pruning_again_in_the_same_way_changes_nothing(projection, options):
+def test_pruning_twice_with_the_same_options_changes_nothing(projection, options):
     once = prune_projection(projection, **options)
     twice = prune_projection(once, **options)
     for name in ("row_offsets", "teacher_ids", "weights"):
         assert getattr(once, name).tobytes() == getattr(twice, name).tobytes()
     assert once.header == twice.header
-    if options["mass"] == 1:  # also where no header tells that it was done; of a share of a share there is no end
-        untold = prune_projection(replace(once, header={}), **options)
-        assert untold.teacher_ids.tolist() == once.teacher_ids.tolist()
-        np.testing.assert_allclose(untold.weights, once.weights, rtol=1e-6)
+    # Also without the record in the header; with a mass below 1, a second pruning would remove more entries.
+    if options["mass"] == 1:
+        without_header = prune_projection(replace(once, header={}), **options)
+        assert without_header.teacher_ids.tolist() == once.teacher_ids.tolist()
+        np.testing.assert_allclose(without_header.weights, once.weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_pruning_again_in_the_same_way_writes_the_same_bytes(families, tmp_path, renormalize):
+def test_pruning_twice_with_the_same_options_writes_the_same_bytes(families, tmp_path, renormalize):
     projection = build_projection(Tokenizer(families["metaspace"]), Tokenizer(families["teacher"]))
     once = prune_projection(projection, top_k=2, min_weight=0.01, renormalize=renormalize)
     assert len(once.teacher_ids) < len(projection.teacher_ids)
@@ -125,7 +128,7 @@ def test_pruning_again_in_the_same_way_writes_the_same_bytes(families, tmp_path,
     assert (tmp_path / "once").read_bytes() == (tmp_path / "twice").read_bytes()
 
 
-def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families):
+def test_header_lists_every_pruning_in_order_and_the_original_is_unchanged(families):
     projection = build_projection(Tokenizer(families["student"]), Tokenizer(families["teacher"]))
     before = projection.weights.copy()
     pruned = prune_projection(prune_projection(projection, top_k=2), min_weight=0.5, renormalize=True)
@@ -150,6 +153,6 @@ def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families
         {"mass": np.nan},
     ],
 )
-def test_options_without_meaning_are_refused(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(XtkError, match="--"):
         prune_projection(SparseProjection.identity(3), **options)

@@ -1,4 +1,4 @@
-"""Which special token plays the part of which."""
+"""Matching of special tokens by role."""
 
 from __future__ import annotations
 
@@ -15,49 +15,51 @@ from xtk.projection.special_tokens import END_OF_TURN_TOKENS, match_special_toke
 from xtk.tokens.tokenizer import Tokenizer
 
 
-def with_tokens(folder, place, *tokens: str, **roles: str) -> Tokenizer:
-    """A copy of a tokenizer with more special tokens."""
-    shutil.copytree(folder, place)
-    backend = Backend.from_file(str(place / "tokenizer.json"))
+def add_special_tokens(folder, target, *tokens: str, **roles: str) -> Tokenizer:
+    """Copy a tokenizer, and return the copy with more special tokens and other roles."""
+    shutil.copytree(folder, target)
+    backend = Backend.from_file(str(target / "tokenizer.json"))
     backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
-    backend.save(str(place / "tokenizer.json"))
-    configuration = json.loads((place / "tokenizer_config.json").read_text())
-    (place / "tokenizer_config.json").write_text(json.dumps({**configuration, **roles}))
-    return Tokenizer(place)
+    backend.save(str(target / "tokenizer.json"))
+    configuration = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps({**configuration, **roles}))
+    return Tokenizer(target)
 
 
-def pairs(student: Tokenizer, teacher: Tokenizer, how="role") -> dict[str, str]:
-    names = [{token: name for name, token in side.vocabulary.special_tokens.items()} for side in (student, teacher)]
-    matched = zip(*match_special_tokens(student, teacher, how), strict=True)
-    return {names[0][int(one)]: names[1][int(other)] for one, other in matched}
+def matched_names(student: Tokenizer, teacher: Tokenizer, special_tokens="role") -> dict[str, str]:
+    names = [
+        {token: name for name, token in tokenizer.vocabulary.special_tokens.items()} for tokenizer in (student, teacher)
+    ]
+    matched = zip(*match_special_tokens(student, teacher, special_tokens), strict=True)
+    return {names[0][int(student_id)]: names[1][int(teacher_id)] for student_id, teacher_id in matched}
 
 
-@pytest.mark.parametrize("one", END_OF_TURN_TOKENS)
-@pytest.mark.parametrize("other", END_OF_TURN_TOKENS)
-def test_the_end_of_a_turn_is_matched_whatever_it_is_called(families, tmp_path, one, other):
-    student = with_tokens(families["student"], tmp_path / "one", one)
-    teacher = with_tokens(families["metaspace"], tmp_path / "other", other)
-    assert pairs(student, teacher)[one] == other
-    assert pairs(student, teacher)["<|end_of_text|>"] == "</s>"
+@pytest.mark.parametrize("student_token", END_OF_TURN_TOKENS)
+@pytest.mark.parametrize("teacher_token", END_OF_TURN_TOKENS)
+def test_end_of_turn_tokens_with_different_names_are_matched(families, tmp_path, student_token, teacher_token):
+    student = add_special_tokens(families["student"], tmp_path / "one", student_token)
+    teacher = add_special_tokens(families["metaspace"], tmp_path / "other", teacher_token)
+    assert matched_names(student, teacher)[student_token] == teacher_token
+    assert matched_names(student, teacher)["<|end_of_text|>"] == "</s>"
 
 
-def test_a_turn_end_that_is_the_end_of_text_was_matched_by_that_role(families, tmp_path):
-    student = with_tokens(families["student"], tmp_path / "one", "<|eot_id|>", eos_token="<|eot_id|>")
-    teacher = with_tokens(families["metaspace"], tmp_path / "other", "<end_of_turn>")
-    assert pairs(student, teacher)["<|eot_id|>"] == "</s>"
+def test_end_of_turn_token_that_is_also_eos_is_matched_as_eos(families, tmp_path):
+    student = add_special_tokens(families["student"], tmp_path / "one", "<|eot_id|>", eos_token="<|eot_id|>")
+    teacher = add_special_tokens(families["metaspace"], tmp_path / "other", "<end_of_turn>")
+    assert matched_names(student, teacher)["<|eot_id|>"] == "</s>"
 
 
-def test_of_several_turn_ends_none_is_guessed(families, tmp_path):
-    student = with_tokens(families["student"], tmp_path / "one", "<|eot_id|>", "<|end|>")
-    teacher = with_tokens(families["metaspace"], tmp_path / "other", "<end_of_turn>")
-    assert not {"<|eot_id|>", "<|end|>"} & set(pairs(student, teacher))
+def test_several_end_of_turn_tokens_are_not_matched(families, tmp_path):
+    student = add_special_tokens(families["student"], tmp_path / "one", "<|eot_id|>", "<|end|>")
+    teacher = add_special_tokens(families["metaspace"], tmp_path / "other", "<end_of_turn>")
+    assert not {"<|eot_id|>", "<|end|>"} & set(matched_names(student, teacher))
 
 
-def test_a_table_is_all_there_is_and_none_is_none(tokenizer_of):
+def test_table_replaces_the_matching_and_none_disables_it(tokenizer_of):
     pair = tokenizer_of["student"], tokenizer_of["metaspace"]
     table = {"<|pad|>": "</s>"}
-    assert pairs(*pair, table) == table
-    assert pairs(*pair, "none") == {}
+    assert matched_names(*pair, table) == table
+    assert matched_names(*pair, "none") == {}
     built = build_projection(*pair, special_tokens=table)
     assert built.header["special_tokens"] == table
     assert built.header["audit"]["rows"]["special"] == 1
@@ -73,6 +75,6 @@ def test_a_table_is_all_there_is_and_none_is_none(tokenizer_of):
         ("roles", "must be role, none or a JSON or YAML file"),
     ],
 )
-def test_an_unknown_token_is_answered_with_the_nearest_one(tokenizer_of, table, message):
+def test_unknown_token_in_a_table_is_refused_with_the_nearest_name(tokenizer_of, table, message):
     with pytest.raises(XtkError, match=message):
         match_special_tokens(tokenizer_of["student"], tokenizer_of["metaspace"], table)

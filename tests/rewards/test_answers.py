@@ -1,4 +1,4 @@
-"""exact, boxed, regex, json and functions: pairs judged by hand, and all of GSM8K."""
+"""The rewards exact, boxed, regex, json and user functions: hand-checked pairs, and all of GSM8K."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from xtk.rewards.reward_spec import RewardSpec, WeightedRewards, parse_reward
 
 needs_data = pytest.mark.skipif("XTK_DATA" not in os.environ, reason="XTK_DATA names no folder with real data")
 
-SAME = [
+EQUAL_ANSWERS = [
     ("18", "18"), ("$18", "18.00"), ("18.", "18"), ("1,234", "1234"), ("$1,234,567.50", "1234567.5"), ("0.5", "1/2"),
     ("1 1/2", "1.5"), ("10%", "10"), ("10\\%", "10"), ("-3", "−3"), ("-$5", "-5"), ("5 apples", "5"), ("2e3", "2000"),
     (".5", "0.50"), ("**42**", "42"), ("\\$7", "7"), ("1/3", "2/6"), ("60 miles per hour", "60"), ("Paris.", "paris"),
@@ -24,7 +24,7 @@ SAME = [
     ("x = 18", "18"), ("2 hundred thousand", "200000"), ("18 km/h", "18"), ("60 eggs/day", "60"), ("\\boxed{18}", "18"),
     ("1,000,000", "1000000.0"), ("+4", "4"), ("007", "7"), ("\\frac{1}{2}", "0.5"), ("\\frac12", "1/2"), ("18€", "18"),
 ]  # fmt: skip
-OTHER = [
+DIFFERENT_ANSWERS = [
     ("18", "19"), ("1,234", "1.234"), ("0.5", "1/3"), ("10%", "0.1"), ("3", "-3"), ("", "18"), ("18 or 19", "18"),
     ("Paris", "London"), ("1/0", "0"), ("12,34", "1234"), ("--3", "3"), ("0.333", "1/3"), ("eighteen", "18"),
     ("3x", "3"), ("3", "3x"), ("6i", "6"), ("2 pi", "2"), ("5 million", "5"), ("2 or x", "2"), ("5 to 6", "5"),
@@ -32,30 +32,30 @@ OTHER = [
 ]  # fmt: skip
 
 
-def one(text, completion, row, prompt=""):
-    return WeightedRewards([parse_reward(text)])(completion, prompt, row)[0]
+def score(spec, completion, row, prompt=""):
+    return WeightedRewards([parse_reward(spec)])(completion, prompt, row)[0]
 
 
-@pytest.mark.parametrize(("answer", "reference"), SAME)
-def test_the_same_answer_written_otherwise(answer, reference):
-    assert one("exact", f"So it is\n#### {answer}\n", {"answer": f"because\n#### {reference}"}) == 1
-    assert one("boxed:compare=strings", f"So \\boxed{{{answer}}}.", {"answer": f"#### {reference}"}) == 1
+@pytest.mark.parametrize(("answer", "reference"), EQUAL_ANSWERS)
+def test_equal_answers_in_different_notation_score_one(answer, reference):
+    assert score("exact", f"So it is\n#### {answer}\n", {"answer": f"because\n#### {reference}"}) == 1
+    assert score("boxed:compare=strings", f"So \\boxed{{{answer}}}.", {"answer": f"#### {reference}"}) == 1
 
 
-@pytest.mark.parametrize(("answer", "reference"), OTHER)
-def test_another_answer(answer, reference):
-    assert one("exact", f"So it is\n#### {answer}\n", {"answer": reference}) == 0
-    assert one("boxed:compare=strings", f"So \\boxed{{{answer}}}.", {"answer": reference}) == 0
+@pytest.mark.parametrize(("answer", "reference"), DIFFERENT_ANSWERS)
+def test_different_answers_score_zero(answer, reference):
+    assert score("exact", f"So it is\n#### {answer}\n", {"answer": reference}) == 0
+    assert score("boxed:compare=strings", f"So \\boxed{{{answer}}}.", {"answer": reference}) == 0
 
 
-def test_where_the_answer_stands():
+def test_answers_are_extracted_from_completions_and_columns():
     row = {"answer": "#### 18"}
-    assert one("exact", "the answer is 18", row) == 0
-    assert one("exact:last_number_fallback=true", "it costs 3, so the answer is $18.", row) == 1
-    assert one("exact", "#### 3\n#### 18 dollars\n", row) == 1
-    assert one("exact:column=gold", "#### 5", {"gold": 5}) == 1
-    assert math.isnan(one("exact", "#### 5", {}))
-    assert math.isnan(one("boxed:compare=strings", "\\boxed{5}", {"answer": None}))
+    assert score("exact", "the answer is 18", row) == 0
+    assert score("exact:last_number_fallback=true", "it costs 3, so the answer is $18.", row) == 1
+    assert score("exact", "#### 3\n#### 18 dollars\n", row) == 1
+    assert score("exact:column=gold", "#### 5", {"gold": 5}) == 1
+    assert math.isnan(score("exact", "#### 5", {}))
+    assert math.isnan(score("boxed:compare=strings", "\\boxed{5}", {"answer": None}))
     assert last_boxed_content(r"\boxed{1} then \fbox{\frac{1}{2}}") == r"\frac{1}{2}"
     assert last_boxed_content(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
     assert last_boxed_content(r"$\boxed 7$") == "7"
@@ -64,12 +64,12 @@ def test_where_the_answer_stands():
     assert parse_number("1" * 1000) is None
 
 
-def test_remarks_and_factors_in_brackets():
-    assert one("exact", "#### 18 (eighteen)", {"answer": "18"}) == 1
+def test_remarks_in_brackets_are_ignored_and_factors_are_not():
+    assert score("exact", "#### 18 (eighteen)", {"answer": "18"}) == 1
     for answer, reference in (("2(x-7)", "2(x+1)"), ("3(4)", "3"), ("y=3", "x=3"), ("2(x+1)", "2")):
         for reward in ("boxed", "boxed:compare=strings"):
-            assert one(reward, f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == 0, (reward, answer)
-    assert one("exact", "#### 2 hundred thousand", {"answer": "200"}) == 0
+            assert score(reward, f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == 0, (reward, answer)
+    assert score("exact", "#### 2 hundred thousand", {"answer": "200"}) == 0
 
 
 @pytest.mark.parametrize(
@@ -78,29 +78,32 @@ def test_remarks_and_factors_in_brackets():
      ("The answer is −5.", "-5"), ("It is .5 of it", "1/2"), ("1 1/2 cups", "3/2"), ("12{,}000 dollars", "12000"),
      ("3.2e4", "32000"), ("pages 5-10", "10"), ("x=-3", "-3"), ("(-3)", "-3"), ("In 2020.", "2020")],
 )  # fmt: skip
-def test_the_last_number_of_a_text(text, number):
-    assert one("exact:last_number_fallback=true", text, {"answer": number}) == 1
+def test_last_number_of_a_text_is_found(text, number):
+    assert score("exact:last_number_fallback=true", text, {"answer": number}) == 1
 
 
 def test_letters_in_a_box_are_variables_and_words_are_words():
-    for answer, reference, score in (
+    for answer, reference, expected_score in (
         ("18kg", "18", 0), ("18\\text{kg}", "18", 1), ("18\\text{ m}", "18", 1), ("18 m", "18", 0),
         ("18 meters", "18", 1),
         ("AB", "BA", 0), ("\\text{even}", "\\text{odd}", 0), ("AB", "AB", 1), ("Monday", "\\text{Monday}", 1),
     ):  # fmt: skip
-        assert one("boxed:compare=strings", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == score
-        if "m" not in answer and answer != "18kg":  # math-verify knows kg
-            assert one("boxed", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == score
+        assert (
+            score("boxed:compare=strings", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"})
+            == expected_score
+        )
+        if "m" not in answer and answer != "18kg":  # math-verify parses kg as a unit
+            assert score("boxed", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == expected_score
     assert last_boxed_content(r"\boxed{5\\} x") == "5\\\\"
-    assert one("boxed", r"\boxed{2x}", {"answer": r"\boxed{2y}"}) == 0
+    assert score("boxed", r"\boxed{2x}", {"answer": r"\boxed{2y}"}) == 0
     for answer, reference in (("3x", "3"), ("3", "3x"), ("6i", "6"), ("5n", "5"), ("2 pi", "2"), ("5 million", "5")):
-        assert one("boxed", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == 0, answer
-    assert one("boxed", r"\boxed{2 x}", {"answer": r"\boxed{x \cdot 2}"}) == 1
-    lines = "\\boxed{\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}}"
-    assert one("boxed", lines, {"answer": r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"}) == 1
+        assert score("boxed", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == 0, answer
+    assert score("boxed", r"\boxed{2 x}", {"answer": r"\boxed{x \cdot 2}"}) == 1
+    multiline_answer = "\\boxed{\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}}"
+    assert score("boxed", multiline_answer, {"answer": r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"}) == 1
 
 
-def test_a_process_that_was_killed_is_started_again():
+def test_killed_math_process_is_restarted():
     comparer = MathComparer(20)
     assert comparer.equal("1/2", "0.5") == 1
     comparer._process.kill()
@@ -108,21 +111,21 @@ def test_a_process_that_was_killed_is_started_again():
     assert comparer.equal("1/2", "0.5") == 1
 
 
-def test_a_reward_is_given_once():
+def test_duplicate_rewards_are_refused():
     with pytest.raises(XtkError, match="given twice"):
         WeightedRewards([parse_reward("exact"), parse_reward("exact")])
 
 
-def test_long_answers_are_judged_in_time():
+def test_long_answers_are_scored_in_limited_time():
     started = time.monotonic()
     for text in ("1," * 50_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 20_000, "a " * 50_000):
-        assert one("exact:last_number_fallback=true", "#### " + text, {"answer": "18"}) == 0
-        assert one("boxed:compare=strings", "\\boxed{" + text + "}", {"answer": "18"}) == 0
+        assert score("exact:last_number_fallback=true", "#### " + text, {"answer": "18"}) == 0
+        assert score("boxed:compare=strings", "\\boxed{" + text + "}", {"answer": "18"}) == 0
     assert time.monotonic() - started < 20
 
 
 @needs_data
-def test_every_reference_of_gsm8k_is_right():
+def test_every_reference_answer_of_gsm8k_scores_one():
     answers = [
         json.loads(line)["answer"]
         for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl")
@@ -138,7 +141,7 @@ def test_every_reference_of_gsm8k_is_right():
         assert rewards(wrong, "", {"answer": answer})[0] == 0.0
 
 
-def test_formulas_are_compared_as_mathematics():
+def test_formulas_are_compared_mathematically():
     pytest.importorskip("math_verify")
     reward = parse_reward("boxed:seconds=10").load_reward()
     for answer, reference in [
@@ -150,7 +153,7 @@ def test_formulas_are_compared_as_mathematics():
         assert reward(f"so $\\boxed{{{answer}}}$", "", {"answer": reference}) == 0, (answer, reference)
 
 
-def test_a_formula_that_takes_for_ever_is_given_up():
+def test_formula_comparison_stops_at_its_time_limit():
     pytest.importorskip("math_verify")
     reward = parse_reward("boxed:seconds=2").load_reward()
     assert reward(r"\boxed{x}", "", {"answer": "x"}) == 1
@@ -161,35 +164,35 @@ def test_a_formula_that_takes_for_ever_is_given_up():
     assert reward(r"\boxed{\sqrt{4}}", "", {"answer": "2"}) == 1
 
 
-def test_patterns():
-    form = r"regex:match=full,pattern=<think>.{1,9}</think>\s*<answer>(?P<it>\d+)</answer>"
-    good = "<think>a\nb</think>\n<answer>18</answer>\n"
-    assert parse_reward(form).options == (("match", "full"), ("pattern", form.partition("pattern=")[2]))
-    assert one(form, good, {}) == 1
-    assert one(form, good + "and more", {}) == 0
-    assert one(form.replace("match=full,", ""), good + "and more", {}) == 1
-    assert one(form + ",group=it,column=gold", good, {"gold": 18}) == 1
-    assert one(form + ",group=it,column=gold", good, {"gold": 19}) == 0
-    assert math.isnan(one(form + ",group=1,column=gold", good, {}))
+def test_regex_reward_matches_patterns_and_groups():
+    spec = r"regex:match=full,pattern=<think>.{1,9}</think>\s*<answer>(?P<it>\d+)</answer>"
+    completion = "<think>a\nb</think>\n<answer>18</answer>\n"
+    assert parse_reward(spec).options == (("match", "full"), ("pattern", spec.partition("pattern=")[2]))
+    assert score(spec, completion, {}) == 1
+    assert score(spec, completion + "and more", {}) == 0
+    assert score(spec.replace("match=full,", ""), completion + "and more", {}) == 1
+    assert score(spec + ",group=it,column=gold", completion, {"gold": 18}) == 1
+    assert score(spec + ",group=it,column=gold", completion, {"gold": 19}) == 0
+    assert math.isnan(score(spec + ",group=1,column=gold", completion, {}))
 
 
-def test_json(tmp_path):
+def test_json_reward_parses_and_validates_schemas(tmp_path):
     for text in ('{"a": 1}', " [1, 2]\n", "null", '```json\n{"a": 1}\n```'):
-        assert one("json", text, {}) == 1
+        assert score("json", text, {}) == 1
     for text in ("{'a': 1}", "{", "", "NaN", '{"a": 1} and more', "[" * 100_000):
-        assert one("json", text, {}) == 0
+        assert score("json", text, {}) == 0
     pytest.importorskip("jsonschema")
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     (tmp_path / "s.json").write_text(json.dumps(schema))
-    assert one(f"json:schema={tmp_path}/s.json", '{"a": 1}', {}) == 1
-    assert one(f"json:schema={tmp_path}/s.json", '{"a": "1"}', {}) == 0
-    assert one("json:column=schema", '{"a": 1}', {"schema": json.dumps(schema)}) == 1
-    assert one("json:column=schema", '{"b": 1}', {"schema": schema}) == 0
-    assert math.isnan(one("json:column=schema", "{}", {}))
-    assert math.isnan(one("json:column=schema", "{}", {"schema": {"type": "no such type"}}))
+    assert score(f"json:schema={tmp_path}/s.json", '{"a": 1}', {}) == 1
+    assert score(f"json:schema={tmp_path}/s.json", '{"a": "1"}', {}) == 0
+    assert score("json:column=schema", '{"a": 1}', {"schema": json.dumps(schema)}) == 1
+    assert score("json:column=schema", '{"b": 1}', {"schema": schema}) == 0
+    assert math.isnan(score("json:column=schema", "{}", {}))
+    assert math.isnan(score("json:column=schema", "{}", {"schema": {"type": "no such type"}}))
 
 
-def test_functions_and_sums(tmp_path):
+def test_user_functions_are_scored_and_rewards_are_summed(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "def short(completion, prompt, row):\n    return None if not completion else len(completion) < row['most']\n"
@@ -203,9 +206,9 @@ def test_functions_and_sums(tmp_path):
     assert math.isnan(rewards("", "", {"most": 10})[0])
     assert rewards.unscored == {"exact": 2, f"{file}:short:weight=0.5": 1}
     with pytest.raises(XtkError, match="failed: KeyError"):
-        one(f"{file}:fails", "x", {})
+        score(f"{file}:fails", "x", {})
     with pytest.raises(XtkError, match="did you mean short"):
-        one(f"{file}:shot", "x", {})
+        score(f"{file}:shot", "x", {})
 
 
 @pytest.mark.parametrize(
@@ -224,25 +227,25 @@ def test_functions_and_sums(tmp_path):
         ("tests:seconds=0", "must be above 0"),
     ],
 )
-def test_what_makes_no_sense_is_told(text, message):
+def test_invalid_reward_specs_are_refused(text, message):
     with pytest.raises(XtkError, match=message):
         parse_reward(text).load_reward()
 
 
-def test_a_function_with_other_parameters_is_refused_before_it_is_called(tmp_path):
+def test_function_with_other_parameters_is_refused_at_load(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
         "def one(a): return 1\ndef more(a, b, c, d=1, *, e=2): return 1\nmost = max\ndef two(a, *, b): return 1\n"
     )
     for name, parameters in (("one", r"\(a\)"), ("two", r"\(a, \*, b\)")):
-        with pytest.raises(XtkError, match=f"takes {parameters}, but is called with three arguments") as refused:
+        with pytest.raises(XtkError, match=f"takes {parameters}, but is called with three arguments") as raised:
             parse_reward(f"{file}:{name}").load_reward()
-        assert refused.value.hint == "declare it as def NAME(completion, prompt, row)"
+        assert raised.value.hint == "declare it as def NAME(completion, prompt, row)"
     for name in ("more", "most"):
         parse_reward(f"{file}:{name}").load_reward()
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_a_specification_reads_what_it_writes(name):
-    wanted = RewardSpec(name, 0.25, (("pattern", "a,b=c"),) if name == "regex" else ())
-    assert parse_reward(str(wanted)) == wanted
+def test_reward_spec_round_trips_through_its_string(name):
+    spec = RewardSpec(name, 0.25, (("pattern", "a,b=c"),) if name == "regex" else ())
+    assert parse_reward(str(spec)) == spec

@@ -1,4 +1,4 @@
-"""tests: HumanEval and rows of MBPP's form, run in the sandbox."""
+"""The reward `tests`: HumanEval and rows in the format of MBPP, run in the sandbox."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from xtk.rewards.sandbox import Sandbox
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _walls():
+def _require_sandbox():
     try:
         Sandbox().close()
     except XtkError as error:
@@ -24,16 +24,16 @@ def _walls():
 
 
 @pytest.mark.skipif("XTK_DATA" not in os.environ, reason="XTK_DATA names no folder with real data")
-def test_the_solutions_of_human_eval_are_right_and_broken_ones_wrong():
+def test_canonical_solutions_of_human_eval_pass_and_broken_ones_fail():
     path = Path(os.environ["XTK_DATA"], "corpora", "HumanEval.jsonl.gz")
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     reward = parse_reward("tests:seconds=60").load_reward()
     assert reward(rows[0]["canonical_solution"], rows[0]["prompt"], rows[0]) == 1
     with ThreadPoolExecutor(4) as pool:
-        right = list(pool.map(lambda row: reward(row["canonical_solution"], row["prompt"], row), rows))
-        wrong = list(pool.map(lambda row: reward("    return None\n", row["prompt"], row), rows))
-    assert [row["task_id"] for row, value in zip(rows, right, strict=True) if value != 1] == []
-    assert [row["task_id"] for row, value in zip(rows, wrong, strict=True) if value != 0] == []
+        solution_scores = list(pool.map(lambda row: reward(row["canonical_solution"], row["prompt"], row), rows))
+        broken_scores = list(pool.map(lambda row: reward("    return None\n", row["prompt"], row), rows))
+    assert [row["task_id"] for row, score in zip(rows, solution_scores, strict=True) if score != 1] == []
+    assert [row["task_id"] for row, score in zip(rows, broken_scores, strict=True) if score != 0] == []
     assert len(rows) == 164
 
 
@@ -47,8 +47,8 @@ MBPP = {
 }
 
 
-def test_completions_and_rows_of_every_form():
-    whole, partial = parse_reward("tests").load_reward(), parse_reward("tests:partial=true").load_reward()
+def test_code_is_extracted_from_completions_of_every_form():
+    full_reward, partial_reward = parse_reward("tests").load_reward(), parse_reward("tests:partial=true").load_reward()
     function = "def add(a, b):\n    return a + b\n"
     for completion in (
         "    return a + b\n",
@@ -56,15 +56,17 @@ def test_completions_and_rows_of_every_form():
         f"Here it is:\n```python\n{function}```\nIt adds.",
         "```\n" + function,
     ):
-        assert whole(completion, ADD["prompt"], ADD) == 1, completion
-    draft, shell = "```python\ndef add(a, b):\n    return a - b\n```\n", "```bash\npip install numpy\n```\n"
-    quoting = 'def add(a, b):\n    """Add:\n    ```\n    add(1, 2)\n    ```\n    """\n    return a + b\n'
+        assert full_reward(completion, ADD["prompt"], ADD) == 1, completion
+    draft_block, shell_block = "```python\ndef add(a, b):\n    return a - b\n```\n", "```bash\npip install numpy\n```\n"
+    code_with_fence_in_docstring = (
+        'def add(a, b):\n    """Add:\n    ```\n    add(1, 2)\n    ```\n    """\n    return a + b\n'
+    )
     for completion in (
-        f"<think>\nMaybe\n{draft}No.\n</think>\nSo:\n```python\n{function}```\n",
-        f"[THINK]{draft}[/THINK]```python\n{function}```\n",
-        f"{shell}Then:\n```python\n{function}```\n",
-        f"A first try:\n{draft}Better:\n```python\n{function}```\n```python\nprint(add(1, 2))\n```\n",
-        f"```python\n{quoting}```\n",
+        f"<think>\nMaybe\n{draft_block}No.\n</think>\nSo:\n```python\n{function}```\n",
+        f"[THINK]{draft_block}[/THINK]```python\n{function}```\n",
+        f"{shell_block}Then:\n```python\n{function}```\n",
+        f"A first try:\n{draft_block}Better:\n```python\n{function}```\n```python\nprint(add(1, 2))\n```\n",
+        f"```python\n{code_with_fence_in_docstring}```\n",
         f"1. So:\n   ```python\n{function}   ```\n",
         f"```python\n{function.rstrip()}```",
         "<think>\nIt adds.\n</think>\n\n    return a + b\n",
@@ -73,20 +75,20 @@ def test_completions_and_rows_of_every_form():
         f"```python\n{function}```\nIt adds.".replace("\n", "\r\n"),
         f"```python\n{function.rstrip()}```\nIt adds.",
     ):
-        assert whole(completion, ADD["prompt"], ADD) == 1, completion
+        assert full_reward(completion, ADD["prompt"], ADD) == 1, completion
     for completion in ("    return a - b\n", "I cannot.", "", "```python\n```", "    return a + b +\n"):
-        assert whole(completion, ADD["prompt"], ADD) == 0, completion
-        assert partial(completion, ADD["prompt"], ADD) == 0, completion
-    assert partial("    return a + b if a < 3 else 0\n", ADD["prompt"], ADD) == 0.75
-    assert whole(function, "", MBPP) == partial(function, "", MBPP) == 1
-    assert partial("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == pytest.approx(2 / 3)
-    assert whole("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == 0
-    assert math.isnan(whole(function, "", {"text": "no tests"}))
-    assert math.isnan(whole(function, "", {"test_list": ["assert add(1,"]}))
+        assert full_reward(completion, ADD["prompt"], ADD) == 0, completion
+        assert partial_reward(completion, ADD["prompt"], ADD) == 0, completion
+    assert partial_reward("    return a + b if a < 3 else 0\n", ADD["prompt"], ADD) == 0.75
+    assert full_reward(function, "", MBPP) == partial_reward(function, "", MBPP) == 1
+    assert partial_reward("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == pytest.approx(2 / 3)
+    assert full_reward("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == 0
+    assert math.isnan(full_reward(function, "", {"text": "no tests"}))
+    assert math.isnan(full_reward(function, "", {"test_list": ["assert add(1,"]}))
 
 
-def test_answers_of_white_space_are_read_in_linear_time():
-    """Students that repeat one token write them; all positions of an indentation were tried for each of its spaces."""
+def test_whitespace_answers_are_parsed_in_linear_time():
+    """Students that repeat one token generate them; an earlier parser tried all indentation positions per space."""
     spaces, lines = " " * 60_000, "\n" * 60_000
     score = parse_reward("tests:seconds=2").load_reward()
     started = time.process_time()
@@ -95,22 +97,22 @@ def test_answers_of_white_space_are_read_in_linear_time():
     assert time.process_time() - started < 5
 
 
-def test_what_is_written_behind_the_code_does_not_count():
+def test_text_after_the_code_is_ignored():
     reward = parse_reward("tests").load_reward()
     body, function = "    return a + b\n", "def add(a, b):\n    return a + b\n"
-    for rest in ("\n\ndef add(a, b):\n    return 0", "\nprint(add(1))", "\nif __name__ == '__main__':\n    add()",
-                 "\nclass A", "\n# Test\nassert add(1, 1) == 3", "\nassert False", "\n@test", "\nThis adds them.\n",
-                 "\nclass ", "\n```\nDone."):  # fmt: skip
-        assert reward(body + rest, ADD["prompt"], ADD) == 1, rest
-    for rest in ("\n\nIt adds a and b.", "\n[END of it]\n", '\n"""', "\nresult = (add(1,"):
-        assert reward(function + rest, ADD["prompt"], ADD) == 1, rest
-        assert reward(function + rest, "", MBPP) == 1, rest
-    for wrong in ("    return a -\n" + body, "def helper(:\n", "It is\n" + body):
-        assert reward(wrong, ADD["prompt"], ADD) == 0, wrong
+    for suffix in ("\n\ndef add(a, b):\n    return 0", "\nprint(add(1))", "\nif __name__ == '__main__':\n    add()",
+                   "\nclass A", "\n# Test\nassert add(1, 1) == 3", "\nassert False", "\n@test", "\nThis adds them.\n",
+                   "\nclass ", "\n```\nDone."):  # fmt: skip
+        assert reward(body + suffix, ADD["prompt"], ADD) == 1, suffix
+    for suffix in ("\n\nIt adds a and b.", "\n[END of it]\n", '\n"""', "\nresult = (add(1,"):
+        assert reward(function + suffix, ADD["prompt"], ADD) == 1, suffix
+        assert reward(function + suffix, "", MBPP) == 1, suffix
+    for invalid in ("    return a -\n" + body, "def helper(:\n", "It is\n" + body):
+        assert reward(invalid, ADD["prompt"], ADD) == 0, invalid
 
 
-# The tests of EvalPlus have this form: a program that compares floats closely, then inputs and results.
-CLOSELY = """
+# EvalPlus tests have this form: a function that compares floats with a tolerance, then inputs and results.
+CLOSE_ASSERTION = """
 import numpy as np
 
 def assertion(out, exp, atol):
@@ -123,13 +125,18 @@ def assertion(out, exp, atol):
 """
 
 
-def test_rows_with_more_tests_as_evalplus_writes_them():
+def test_rows_with_additional_tests_of_evalplus_are_scored():
     reward = parse_reward("tests").load_reward()
     check = "\ndef check(candidate):\n    for given, exp in zip([[1, 2], [0.1, 0.2]], [3, 0.3]):\n"
-    human_eval = {**ADD, "test": CLOSELY + check + "        assertion(candidate(*given), exp, 0)\n"}
+    human_eval = {**ADD, "test": CLOSE_ASSERTION + check + "        assertion(candidate(*given), exp, 0)\n"}
     program = "\ninputs = [[1, 2], [0.1, 0.2]]\nfor given, exp in zip(inputs, [3, 0.3]):\n"
     program += "    assertion(add(*given), exp, 0)\n"
-    mbpp = {"prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"], "test": CLOSELY + program}
-    for add, value in (("a + b", 1), ("a + b + 1e-3", 0), ("int(a + b)", 0)):
-        assert reward(f"    return {add}\n", human_eval["prompt"], human_eval) == value
-        assert reward(f"def add(a, b):\n    return {add}\n", "", mbpp) == value
+    mbpp = {
+        "prompt": "Add.",
+        "test_imports": [],
+        "test_list": ["assert add(1, 2) == 3"],
+        "test": CLOSE_ASSERTION + program,
+    }
+    for expression, expected in (("a + b", 1), ("a + b + 1e-3", 0), ("int(a + b)", 0)):
+        assert reward(f"    return {expression}\n", human_eval["prompt"], human_eval) == expected
+        assert reward(f"def add(a, b):\n    return {expression}\n", "", mbpp) == expected

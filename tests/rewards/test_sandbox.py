@@ -1,4 +1,4 @@
-"""What the sandbox stops, with real code that tries."""
+"""Limits of the sandbox, tested with code that tries to break them."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ TESTS = "assert f(1) == 2\nassert f(2) == 3\nassert f([1]) == 4"
 GOOD = "def f(x): return x + 1 if isinstance(x, int) else 4"
 
 
-def start(allow_weak_isolation=False, **limits):
+def start_sandbox(allow_weak_isolation=False, **limits):
     try:
         return Sandbox(SandboxLimits(**limits), allow_weak_isolation)
     except XtkError as error:
@@ -24,21 +24,21 @@ def start(allow_weak_isolation=False, **limits):
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with start(seconds=20, memory=300 << 20, disk=8 << 20) as made:
-        yield made
+    with start_sandbox(seconds=20, memory=300 << 20, disk=8 << 20) as opened_sandbox:
+        yield opened_sandbox
 
 
 @pytest.fixture(scope="module")
-def hasty():
-    with start(seconds=2, memory=300 << 20, disk=8 << 20) as made:
-        yield made
+def two_second_sandbox():
+    with start_sandbox(seconds=2, memory=300 << 20, disk=8 << 20) as opened_sandbox:
+        yield opened_sandbox
 
 
-def children_of(process):
-    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+def children_of(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def none_left(sandbox):
+def no_children_left(sandbox):
     for _ in range(100):
         if not children_of(sandbox._process.pid):
             return True
@@ -46,22 +46,25 @@ def none_left(sandbox):
     return False
 
 
-def test_a_program_runs_and_its_end_is_told(sandbox):
-    done = sandbox.run("import json\nprint(json.dumps([1]))\nopen('own', 'w').write('x')\nraise SystemExit(3)")
-    assert (done.end, done.code, done.output) == ("ended", 3, "[1]\n")
-    again = sandbox.run("import os\nprint(os.listdir())\n1 / 0")
-    assert (again.code, again.output) == (1, "[]\nZeroDivisionError: division by zero\n")
+def test_program_output_and_exit_code_are_returned(sandbox):
+    result = sandbox.run("import json\nprint(json.dumps([1]))\nopen('own', 'w').write('x')\nraise SystemExit(3)")
+    assert (result.end, result.code, result.output) == ("ended", 3, "[1]\n")
+    second_result = sandbox.run("import os\nprint(os.listdir())\n1 / 0")
+    assert (second_result.code, second_result.output) == (1, "[]\nZeroDivisionError: division by zero\n")
 
 
-def test_an_endless_loop_is_killed(hasty):
+def test_endless_loop_is_killed(two_second_sandbox):
     started = time.monotonic()
-    assert hasty.run("while True: pass").end == "time"
-    assert hasty.run("import time, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(99)").end == "time"
+    assert two_second_sandbox.run("while True: pass").end == "time"
+    assert (
+        two_second_sandbox.run("import time, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(99)").end
+        == "time"
+    )
     assert time.monotonic() - started < 20
 
 
-def test_a_fork_bomb_is_small_and_leaves_nobody(hasty):
-    bomb = """
+def test_fork_bomb_is_limited_and_leaves_no_processes(two_second_sandbox):
+    code = """
         import os, time
         made = 0
         try:
@@ -74,24 +77,24 @@ def test_a_fork_bomb_is_small_and_leaves_nobody(hasty):
             time.sleep(60)
         print("no end of it", flush=True)
     """
-    done = hasty.run(textwrap.dedent(bomb))
-    assert (done.end, done.output) == ("time", "True BlockingIOError\n")
-    assert none_left(hasty)
+    result = two_second_sandbox.run(textwrap.dedent(code))
+    assert (result.end, result.output) == ("time", "True BlockingIOError\n")
+    assert no_children_left(two_second_sandbox)
 
 
-def test_who_lingers_ends_with_the_program(sandbox):
-    done = sandbox.run(
+def test_background_processes_end_with_the_program(sandbox):
+    result = sandbox.run(
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\nprint('bye', flush=True)"
     )
-    assert (done.end, done.code, done.output) == ("ended", 0, "bye\n")
-    assert done.seconds < 15
-    assert none_left(sandbox)
+    assert (result.end, result.code, result.output) == ("ended", 0, "bye\n")
+    assert result.seconds < 15
+    assert no_children_left(sandbox)
 
 
-def test_memory_is_limited_for_one_and_for_all_together(sandbox):
+def test_memory_is_limited_per_process_and_in_total(sandbox):
     assert "MemoryError" in sandbox.run("x = bytearray(10 * 2**30)").output
     assert "MemoryError" in sandbox.run("x = []\nwhile True: x.append(bytearray(2**24))").output
-    together = """
+    code = """
         import os, time
         for _ in range(5):
             if os.fork() == 0:
@@ -99,16 +102,16 @@ def test_memory_is_limited_for_one_and_for_all_together(sandbox):
         x = bytearray(b"1") * (150 * 2**20)
         time.sleep(60)
     """
-    assert sandbox.run(textwrap.dedent(together)).end == "memory"
+    assert sandbox.run(textwrap.dedent(code)).end == "memory"
 
 
-def test_nothing_outside_is_seen_or_written(sandbox, tmp_path):
+def test_files_outside_are_neither_readable_nor_writable(sandbox, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the key")
-    places = [str(tmp_path), str(Path.home()), str(Path(__file__)), "/etc/passwd", "/proc/self", "/sys", "/home"]
+    paths = [str(tmp_path), str(Path.home()), str(Path(__file__)), "/etc/passwd", "/proc/self", "/sys", "/home"]
     code = f"""
         import os
-        for place in {places!r}:
+        for place in {paths!r}:
             print(os.path.exists(place))
         for place in ("/new", "/tmp/new", os.__file__, "/dev/new", "/own/../new", {str(secret)!r}):
             try:
@@ -117,13 +120,13 @@ def test_nothing_outside_is_seen_or_written(sandbox, tmp_path):
             except OSError:
                 print("closed")
     """
-    done = sandbox.run(textwrap.dedent(code))
-    home = "True\n" if os.path.commonpath([os.__file__, Path.home()]) == str(Path.home()) else "False\n"
-    assert done.output == "False\n" + home + 5 * "False\n" + 6 * "closed\n"
+    result = sandbox.run(textwrap.dedent(code))
+    home_line = "True\n" if os.path.commonpath([os.__file__, Path.home()]) == str(Path.home()) else "False\n"
+    assert result.output == "False\n" + home_line + 5 * "False\n" + 6 * "closed\n"
     assert secret.read_text() == "the key"
 
 
-def test_files_are_small(sandbox):
+def test_file_size_and_disk_use_are_limited(sandbox):
     code = """
         import os, signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -141,12 +144,12 @@ def test_files_are_small(sandbox):
         except OSError as error:
             print(number < 8, os.strerror(error.errno))
     """
-    done = sandbox.run(textwrap.dedent(code))
-    assert done.output.splitlines()[0] in ("File too large", "No space left on device"), done
-    assert done.output.splitlines()[1] == "True No space left on device"
+    result = sandbox.run(textwrap.dedent(code))
+    assert result.output.splitlines()[0] in ("File too large", "No space left on device"), result
+    assert result.output.splitlines()[1] == "True No space left on device"
 
 
-def test_the_network_is_not_there(sandbox):
+def test_network_is_unavailable(sandbox):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)"
@@ -156,7 +159,7 @@ def test_the_network_is_not_there(sandbox):
     assert "PermissionError" in sandbox.run("import socket\nsocket.socket(socket.AF_UNIX)").output
 
 
-def test_system_calls_that_reach_out_are_refused(sandbox):
+def test_dangerous_system_calls_are_refused(sandbox):
     code = """
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
@@ -172,28 +175,28 @@ def test_system_calls_that_reach_out_are_refused(sandbox):
     assert sandbox.run(textwrap.dedent(code)).output == "-1 -1 -1\n-1 -1 -1\nTrue\nhere\n"
 
 
-def test_no_variable_is_inherited(monkeypatch):
+def test_environment_variables_are_not_inherited(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "the key")
-    with start() as sandbox:
+    with start_sandbox() as sandbox:
         assert sandbox.run("import os\nprint(sorted(os.environ))").output == "['HOME', 'OMP_NUM_THREADS', 'TMPDIR']\n"
-        held = "import ctypes\nget = ctypes.CDLL(None).getenv\nget.restype = ctypes.c_char_p\nprint(get(b'HF_TOKEN'))"
-        assert sandbox.run(held).output == "None\n"
+        code = "import ctypes\nget = ctypes.CDLL(None).getenv\nget.restype = ctypes.c_char_p\nprint(get(b'HF_TOKEN'))"
+        assert sandbox.run(code).output == "None\n"
 
 
-def test_deep_recursion_and_crashes_are_told(sandbox):
+def test_deep_recursion_and_crashes_are_reported(sandbox):
     assert "RecursionError" in sandbox.run("def f(): return f()\nf()").output
-    deep = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return [f([x])]\nf(0)"
-    assert sandbox.run(deep).code != 0
+    code = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return [f([x])]\nf(0)"
+    assert sandbox.run(code).code != 0
     assert sandbox.run("import ctypes\nctypes.string_at(0)").code == -11
     assert sandbox.run("import os\nos.abort()").code == -6
 
 
-def test_output_is_cut(sandbox):
-    done = sandbox.run("import sys\nfor _ in range(2000): sys.stdout.write('x' * 10_000)")
-    assert (done.end, done.code, done.output) == ("ended", 0, "x" * 10_000)
+def test_output_is_truncated(sandbox):
+    result = sandbox.run("import sys\nfor _ in range(2000): sys.stdout.write('x' * 10_000)")
+    assert (result.end, result.code, result.output) == ("ended", 0, "x" * 10_000)
 
 
-CHEATS = {
+CHEATING_CODE = {
     "prints a result": GOOD.replace("4", "5") + "\nprint('passed', '+++.')",
     "leaves early": "import os\nos._exit(0)",
     "leaves early by exit": "raise SystemExit(0)",
@@ -225,24 +228,24 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("name", CHEATS)
-def test_a_verdict_cannot_be_faked(sandbox, name):
-    verdict = sandbox.test([CHEATS[name]], TESTS)
+@pytest.mark.parametrize("name", CHEATING_CODE)
+def test_cheating_code_does_not_pass(sandbox, name):
+    verdict = sandbox.test([CHEATING_CODE[name]], TESTS)
     assert verdict.all_passed is False, verdict
-    assert sandbox.test([CHEATS[name]], TESTS, partial=True).num_passed < 3
+    assert sandbox.test([CHEATING_CODE[name]], TESTS, partial=True).num_passed < 3
 
 
-def test_the_tests_call_the_code(sandbox):
+def test_tests_call_the_code(sandbox):
     assert sandbox.test([GOOD], TESTS).all_passed is True
-    half = sandbox.test(["def f(x): return x + 1"], TESTS, partial=True)
-    assert (half.all_passed, half.num_passed, half.num_asserts) == (False, 2, 3)
+    partial_verdict = sandbox.test(["def f(x): return x + 1"], TESTS, partial=True)
+    assert (partial_verdict.all_passed, partial_verdict.num_passed, partial_verdict.num_asserts) == (False, 2, 3)
     assert sandbox.test([GOOD], "assert f(1) == 2\nassert f(object()) == 4").all_passed is None
     assert sandbox.test([GOOD], "assert f(1) ==").all_passed is None
     assert sandbox.test([GOOD], "assert 1 + 1 == 2").all_passed is None
     assert sandbox.test([GOOD], "import no_such_module").all_passed is None
 
 
-def test_plain_values_pass_both_ways(sandbox):
+def test_plain_values_are_transferred_in_both_directions(sandbox):
     tests = """
         from collections import Counter, deque
         from decimal import Decimal
@@ -278,20 +281,23 @@ def test_plain_values_pass_both_ways(sandbox):
     assert verdict.num_passed == 17 + 3
 
 
-def test_code_that_hangs_fails_what_is_left(hasty):
+def test_hanging_code_fails_the_remaining_tests(two_second_sandbox):
     code = "def f(x):\n    while x == 2: pass\n    return x + 1"
-    verdict = hasty.test([code], TESTS, partial=True)
+    verdict = two_second_sandbox.test([code], TESTS, partial=True)
     assert (verdict.all_passed, verdict.num_passed, verdict.code_outcome.end) == (False, 1, "time")
-    assert hasty.test(["while True: pass"], TESTS).all_passed is False
-    assert none_left(hasty)
+    assert two_second_sandbox.test(["while True: pass"], TESTS).all_passed is False
+    assert no_children_left(two_second_sandbox)
 
 
-def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeypatch):
+def test_weak_sandbox_cannot_change_files_or_reach_processes_and_network(tmp_path, monkeypatch):
     monkeypatch.setattr(Sandbox, "_start", refuse_namespaces(Sandbox._start))
     with pytest.raises(XtkError, match="cannot start without Linux namespaces"):
         Sandbox()
     (tmp_path / "f").write_text("text")
-    with start(allow_weak_isolation=True, seconds=3) as sandbox, socket.create_server(("127.0.0.1", 0)) as server:
+    with (
+        start_sandbox(allow_weak_isolation=True, seconds=3) as sandbox,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
         server.settimeout(0.2)
         code = f"""
             import os, socket, subprocess, threading
@@ -327,18 +333,18 @@ def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeyp
         assert sandbox.test([GOOD], TESTS).all_passed is True
         assert sandbox.test(["import os\nos._exit(0)"], TESTS).all_passed is False
         assert sandbox.run("while True: pass").end == "time"
-        assert none_left(sandbox)
+        assert no_children_left(sandbox)
 
 
-def refuse_namespaces(begin):
-    """As on a machine that forbids them."""
+def refuse_namespaces(start):
+    """Return a start function that fails as on a machine without Linux namespaces."""
     return lambda self, use_namespaces: (
-        "unshare: Operation not permitted" if use_namespaces else begin(self, use_namespaces)
+        "unshare: Operation not permitted" if use_namespaces else start(self, use_namespaces)
     )
 
 
-def test_the_sandbox_ends_with_the_one_who_asked():
-    with start() as sandbox:
+def test_sandbox_process_ends_when_it_is_closed():
+    with start_sandbox() as sandbox:
         process = sandbox._process
     assert process.poll() is not None
     with pytest.raises(XtkError, match="process of the sandbox for generated code has ended"):

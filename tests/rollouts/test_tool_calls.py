@@ -1,4 +1,4 @@
-"""Tool calls in text: read where they are well formed, and answered with an error where they are not."""
+"""Tool calls in text: well-formed calls are parsed, malformed ones are answered with an error."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ def tagged(call: object) -> str:
 
 
 @given(st.lists(st.tuples(st.text(), st.dictionaries(st.text(), VALUES, max_size=3)), max_size=4), st.booleans())
-def test_calls_that_were_written_are_read(calls, as_ascii):
-    written = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=as_ascii) for name, arguments in calls]
-    if "</think>" not in "".join(written):
-        assert parse_tool_calls(" and ".join(map(tagged, written))) == [ToolCall(*call) for call in calls]
-    bare = [text.replace('"arguments"', '"parameters"', 1) for text in written]
-    if "</think>" not in "".join(bare) and all("arguments" not in name for name, _ in calls):
-        assert parse_tool_calls("<|python_tag|>" + "; ".join(bare), "json") == [ToolCall(*call) for call in calls]
+def test_well_formed_calls_are_parsed(calls, as_ascii):
+    call_texts = [
+        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=as_ascii) for name, arguments in calls
+    ]
+    if "</think>" not in "".join(call_texts):
+        assert parse_tool_calls(" and ".join(map(tagged, call_texts))) == [ToolCall(*call) for call in calls]
+    untagged_texts = [text.replace('"arguments"', '"parameters"', 1) for text in call_texts]
+    if "</think>" not in "".join(untagged_texts) and all("arguments" not in name for name, _ in calls):
+        assert parse_tool_calls("<|python_tag|>" + "; ".join(untagged_texts), "json") == [
+            ToolCall(*call) for call in calls
+        ]
 
 
 @given(st.text(alphabet='<tool_call>/{}[]":,\\ \n;name"argumnts1'), st.sampled_from(["tags", "json"]))
-def test_no_text_is_an_exception(text, form):
+def test_any_text_is_parsed_without_an_exception(text, form):
     for start in ("", "<tool_call>", "{", '<tool_call>{"name": "'):
         for call in parse_tool_calls(start + text, form):
             assert isinstance(call, ToolCall | MalformedToolCall)
@@ -56,13 +60,13 @@ def test_no_text_is_an_exception(text, form):
     (tagged("[" * 100_000), "longer than"), (tagged("[" * 10_000), "nested deeper"),
     (tagged('{"name": "' + "x" * MAX_CHARACTERS + '"}'), "longer than"),
 ])  # fmt: skip
-def test_a_malformed_call_has_a_reason(text, reason):
+def test_malformed_calls_have_a_reason(text, reason):
     calls = parse_tool_calls(text)
     assert isinstance(calls[0], MalformedToolCall)
     assert reason in calls[0].reason
 
 
-def test_text_without_calls_has_none():
+def test_text_without_calls_yields_no_calls():
     for text in ("", "4", "tool_call", "</tool_call>", "<tool_call", "<think>" + tagged({"name": "f"}) + "</think> 4"):
         assert parse_tool_calls(text) == []
     assert parse_tool_calls("The sum is {}.", "json") == []
@@ -70,7 +74,7 @@ def test_text_without_calls_has_none():
         parse_tool_calls("", "xml")
 
 
-def test_limits_keep_it_fast():
+def test_limits_keep_parsing_fast():
     many = parse_tool_calls(tagged({"name": "f", "arguments": {}}) * 1000)
     assert len(many) == MAX_CALLS + 1
     assert "more than 16 calls" in many[-1].reason
@@ -83,7 +87,7 @@ def test_limits_keep_it_fast():
     assert time.monotonic() - started < 10
 
 
-def test_a_tag_in_a_string_is_text():
+def test_tags_inside_json_strings_are_text():
     call = {"name": "f", "arguments": {"x": 'a\\"</tool_call><tool_call>', "y": "</tool_call>"}}
     assert parse_tool_calls(tagged(call) + tagged({"name": "g", "arguments": {}})) == [
         ToolCall("f", call["arguments"]), ToolCall("g", {}),
@@ -94,9 +98,9 @@ class Tools(ToolEnvironment):
     tools = {"add": lambda a, b: a + b, "fail": lambda: 1 / 0, "odd": object, "long": lambda: "x" * 10**6}  # noqa: RUF012
 
 
-def test_calls_are_answered_and_mistakes_told():
-    played = CheckedEnvironment(Tools, {})
-    assert (played.role, played.initial_text, played.reward()) == ("tool", None, None)
+def test_calls_are_answered_with_results_or_errors():
+    environment = CheckedEnvironment(Tools, {})
+    assert (environment.role, environment.initial_text, environment.reward()) == ("tool", None, None)
     for call, answer in [
         ({"name": "add", "arguments": {"a": 1, "b": 2}}, "3"),
         ({"name": "add", "arguments": {"a": "x", "b": "é"}}, "xé"),
@@ -106,18 +110,18 @@ def test_calls_are_answered_and_mistakes_told():
         ({"name": "odd"}, "error: TypeError: Object of type object is not JSON serializable"),
         ("no", "error: the call is not valid JSON: Expecting value: line 2 column 1 (char 1)"),
     ]:  # fmt: skip
-        assert played.step(f"So: {tagged(call)}") == (answer, False)
-    assert len(played.step(tagged({"name": "long"}))[0]) == Tools.max_characters
-    both, over = played.step(tagged({"name": "add", "arguments": {"a": 1, "b": 2}}) + tagged("{}"))
+        assert environment.step(f"So: {tagged(call)}") == (answer, False)
+    assert len(environment.step(tagged({"name": "long"}))[0]) == Tools.max_characters
+    both, finished = environment.step(tagged({"name": "add", "arguments": {"a": 1, "b": 2}}) + tagged("{}"))
     assert [json.loads(line) for line in both.splitlines()] == [
         {"name": "add", "content": "3"},
         {"name": None, "content": 'error: the call is not an object with a "name" and "arguments"'},
     ]
-    assert not over
-    assert played.step("It is 3.") == ("", True)
+    assert not finished
+    assert environment.step("It is 3.") == ("", True)
 
 
-def test_the_example_answers():
+def test_example_tool_environment_answers_calls():
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tools.py"))["Arithmetic"]
     assert CheckedEnvironment(example, {}).step(tagged({"name": "multiply", "arguments": {"a": 6, "b": 7}})) == (
         "42",

@@ -1,4 +1,4 @@
-"""Files of answers of a service: whose they are, and that nothing of a user is changed. Nothing is sent here."""
+"""Answer files of query-teacher: foreign files are refused and unchanged. These tests send no requests."""
 
 import json
 import tracemalloc
@@ -9,7 +9,7 @@ from xtk.options.service_options import ServiceOptions
 from xtk.teachers.service_answers import AnswerFile, make_requests
 from xtk.tokens.document import Document
 
-URL = "http://127.0.0.1:9/v1"  # nothing listens there
+URL = "http://127.0.0.1:9/v1"  # no server listens on this port
 LOGPROBS = {"content": [{"token": "b", "logprob": -1.0, "top_logprobs": []}]}
 RESPONSE = {"model": "m", "choices": [{"message": {"content": "b"}, "finish_reason": "stop", "logprobs": LOGPROBS}]}
 
@@ -20,7 +20,7 @@ def requests_of(model: str = "m", **options):
 
 
 @pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"key": 3}\n', b'{"text": "a"}\n{"te'])
-def test_a_file_of_a_user_is_refused_and_stays(run, tmp_path, content):
+def test_foreign_output_file_is_refused_and_unchanged(run, tmp_path, content):
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "notes").write_bytes(content)
     refused = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "-o", tmp_path / "notes", code=1)
@@ -31,7 +31,7 @@ def test_a_file_of_a_user_is_refused_and_stays(run, tmp_path, content):
     run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "-o", tmp_path, code=1)
 
 
-def test_answers_of_another_model_or_of_other_options_are_other_answers(run, tmp_path):
+def test_answer_file_of_another_model_or_other_options_is_refused(run, tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in "abc"))
     file = AnswerFile(tmp_path / "answers.jsonl", requests_of())
     for one in requests_of():
@@ -47,7 +47,7 @@ def test_answers_of_another_model_or_of_other_options_are_other_answers(run, tmp
     assert "name of a model" in refused.stderr
 
 
-def test_a_part_of_a_line_is_dropped_and_its_request_is_open(tmp_path):
+def test_incomplete_line_is_dropped_and_its_request_stays_open(tmp_path):
     requests, path = requests_of(), tmp_path / "answers.jsonl"
     file = AnswerFile(path, requests)
     for one in requests[:2]:
@@ -61,7 +61,7 @@ def test_a_part_of_a_line_is_dropped_and_its_request_is_open(tmp_path):
         assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:kept])
 
 
-def test_equal_requests_have_one_answer_and_the_file_is_in_the_order_of_the_data(tmp_path):
+def test_equal_requests_share_an_answer_and_the_sorted_file_has_the_data_order(tmp_path):
     documents = [Document.from_text(text) for text in ("a", "b", "a")]
     requests = make_requests(documents, f"{URL}#m", ServiceOptions())
     file = AnswerFile(tmp_path / "answers.jsonl", requests)
@@ -73,7 +73,7 @@ def test_equal_requests_have_one_answer_and_the_file_is_in_the_order_of_the_data
     assert [row["request"]["messages"][0]["content"] for row in rows] == ["a", "b", "a"]
 
 
-def test_the_command_itself_sorts_a_complete_file(run, tmp_path):
+def test_command_sorts_a_complete_answer_file(run, tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in "abc"))
     file = AnswerFile(tmp_path / "answers.jsonl", requests_of())
     for one in reversed(requests_of()):
@@ -93,19 +93,19 @@ def test_fewer_listed_tokens_than_requested_are_reported(run, tmp_path):
         (request,) = make_requests([Document.from_text("a")], f"{URL}#m", ServiceOptions(mode=mode))
         choice = {**RESPONSE["choices"][0], "logprobs": logprobs}
         AnswerFile(path, [request]).add(request, {**RESPONSE, "choices": [choice]})
-        said = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "--mode", mode, "-o", path).stderr
-        assert f"lists at most {count} tokens per position, of --top-logprobs 20" in " ".join(said.split())
+        stderr = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "--mode", mode, "-o", path).stderr
+        assert f"lists at most {count} tokens per position, of --top-logprobs 20" in " ".join(stderr.split())
 
 
 @pytest.mark.parametrize(
     ("mode", "count", "limit"), [("chat", 20, 0), ("chat", 21, 20), ("echo", 6, 5), ("text", 5, 0)]
 )
-def test_the_estimate_names_the_usual_limit_of_services(run, tmp_path, mode, count, limit):
+def test_estimate_reports_the_usual_limit_of_services(run, tmp_path, mode, count, limit):
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
-    said = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "--mode", mode, "--top-logprobs", count,
+    stderr = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "--mode", mode, "--top-logprobs", count,
                "--estimate", "-o", tmp_path / "answers.jsonl").stderr  # fmt: skip
-    assert ("many services list at most" in said) == bool(limit)
-    assert not limit or f"at most {limit} tokens" in said
+    assert ("many services list at most" in stderr) == bool(limit)
+    assert not limit or f"at most {limit} tokens" in stderr
 
 
 @pytest.mark.parametrize(
@@ -125,14 +125,14 @@ def test_the_estimate_names_the_usual_limit_of_services(run, tmp_path, mode, cou
         ("chat", {"prompt": "12 + 5 = ", "teacher_prompt": "The sum is 17. 12 + 5 = "}, "has a teacher_prompt"),
     ],
 )
-def test_what_a_service_cannot_be_told_is_refused(run, tmp_path, mode, row, what):
+def test_prompts_that_the_mode_does_not_support_are_refused(run, tmp_path, mode, row, what):
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     refused = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "--mode", mode, "--estimate",
                   "-o", tmp_path / "answers.jsonl", code=1)  # fmt: skip
     assert what in " ".join(refused.stderr.split())
 
 
-def test_the_memory_does_not_grow_with_the_answers(tmp_path):
+def test_memory_does_not_grow_with_the_answers(tmp_path):
     """A file of 20 MB is opened, continued and sorted with less than 8 MB."""
     listed = [{"token": f"t{number}", "logprob": -1.0} for number in range(1000)]
     response = {**RESPONSE, "choices": [{**RESPONSE["choices"][0], "logprobs": {"content": [

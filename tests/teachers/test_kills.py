@@ -1,4 +1,4 @@
-"""A writer that is killed at any instant: what is finished stays, and the finished cache is that of no kill at all."""
+"""Cache writers killed at any moment: finished shards stay, and the final cache equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def texts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(pair, texts, tmp_path_factory) -> tuple[dict[str, bytes], float]:
-    """The files of a cache that nobody disturbed, and the seconds that it took."""
+def uninterrupted(pair, texts, tmp_path_factory) -> tuple[dict[str, bytes], float]:
+    """Return the files of an uninterrupted cache, and the seconds it took."""
     folder = tmp_path_factory.mktemp("whole") / "cache"
     started = time.monotonic()
-    finish(pair, texts, folder, 1)
+    complete_cache(pair, texts, folder, 1)
     return cache_writer_processes.contents(folder), time.monotonic() - started
 
 
-def finish(pair, texts: Path, folder: Path, processes: int) -> None:
+def complete_cache(pair, texts: Path, folder: Path, processes: int) -> None:
     writer = cache_writer_processes.start(pair.teacher, texts, folder, processes=processes)
     writer.join(300)
     assert writer.exitcode == 0, cache_writer_processes.said(folder)
 
 
-def assert_only_whole_shards(folder: Path, whole: dict[str, bytes]) -> None:
-    """What has its final name after a kill is what it is in the end; the manifest is not there before all of it."""
+def assert_only_complete_files(folder: Path, uninterrupted: dict[str, bytes]) -> None:
+    """Check that files with a final name have the final content, and a manifest exists only if all files do."""
     if not folder.exists():
         return
     found = {
@@ -49,65 +49,63 @@ def assert_only_whole_shards(folder: Path, whole: dict[str, bytes]) -> None:
         for name, content in cache_writer_processes.contents(folder).items()
         if not name.startswith(".xtk-")
     }
-    assert found.items() <= whole.items()
-    assert "manifest.json" not in found or found == whole
+    assert found.items() <= uninterrupted.items()
+    assert "manifest.json" not in found or found == uninterrupted
 
 
-def assert_ends_equal(pair, texts: Path, folder: Path, whole: dict[str, bytes], processes: int) -> None:
-    finish(pair, texts, folder, processes)
-    assert (
-        cache_writer_processes.contents(folder) == whole
-    )  # byte for byte, and nothing beside it: no lock, nothing half
-    read = [row.document.text for row in TeacherCache(folder)]
-    assert read == [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()]
+def assert_resumes_to(pair, texts: Path, folder: Path, uninterrupted: dict[str, bytes], processes: int) -> None:
+    complete_cache(pair, texts, folder, processes)
+    assert cache_writer_processes.contents(folder) == uninterrupted  # byte for byte, without a lock or a partial file
+    texts_in_cache = [row.document.text for row in TeacherCache(folder)]
+    assert texts_in_cache == [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()]
 
 
-def kill_many_times(pair, texts, folder: Path, whole: dict[str, bytes], seconds: float, kills: int) -> int:
-    """Kill writers after random delays, again and again; return how many caches were finished on the way."""
-    draw = random.Random(SEED)
+def kill_many_times(pair, texts, folder: Path, uninterrupted: dict[str, bytes], seconds: float, kills: int) -> int:
+    """Kill writers after random delays; return the number of caches that were finished before a kill."""
+    rng = random.Random(SEED)
     print(f"delays are drawn from seed {SEED}, up to {seconds:.2f} s")
-    killed = caches = 0
-    while killed < kills:
-        target = folder / str(caches)
+    num_killed = num_caches = 0
+    while num_killed < kills:
+        target = folder / str(num_caches)
         writer = cache_writer_processes.start(pair.teacher, texts, target)
-        writer.join(draw.uniform(0, seconds))
+        writer.join(rng.uniform(0, seconds))
         writer.kill()
         writer.join()
-        assert_only_whole_shards(target, whole)
+        assert_only_complete_files(target, uninterrupted)
         if writer.exitcode == 0:
-            caches += 1
+            num_caches += 1
         else:
             assert writer.exitcode == -signal.SIGKILL, cache_writer_processes.said(target)
-            killed += 1
-    assert_ends_equal(pair, texts, folder / str(caches), whole, 1)
-    for number in range(caches):
-        assert cache_writer_processes.contents(folder / str(number)) == whole
-    return caches
+            num_killed += 1
+    assert_resumes_to(pair, texts, folder / str(num_caches), uninterrupted, 1)
+    for number in range(num_caches):
+        assert cache_writer_processes.contents(folder / str(number)) == uninterrupted
+    return num_caches
 
 
 @pytest.mark.slow
-def test_five_kills(pair, texts, whole, tmp_path):
-    kill_many_times(pair, texts, tmp_path, *whole, kills=5)
+def test_cache_is_identical_after_five_kills(pair, texts, uninterrupted, tmp_path):
+    kill_many_times(pair, texts, tmp_path, *uninterrupted, kills=5)
 
 
 @pytest.mark.long
-def test_two_hundred_kills(pair, texts, whole, tmp_path):
-    finished = kill_many_times(pair, texts, tmp_path, *whole, kills=200)
+def test_cache_is_identical_after_two_hundred_kills(pair, texts, uninterrupted, tmp_path):
+    finished = kill_many_times(pair, texts, tmp_path, *uninterrupted, kills=200)
     print(f"{finished} caches were finished in between")
 
 
-def kill_one_of(writer, draw: random.Random) -> bool:
-    """Kill a writer or, as often, one of its processes; say whether it was the writer."""
+def kill_one_of(writer, rng: random.Random) -> bool:
+    """Kill a writer or, with equal probability, one of its subprocesses; return True if it was the writer."""
     children = cache_writer_processes.children_of(writer.pid)
-    if draw.random() < 0.5 or not children:
+    if rng.random() < 0.5 or not children:
         writer.kill()
         return True
-    os.kill(draw.choice(children), signal.SIGKILL)
+    os.kill(rng.choice(children), signal.SIGKILL)
     return False
 
 
-def gone(processes: list[int]) -> bool:
-    """Wait until processes have ended."""
+def wait_until_ended(processes: list[int]) -> bool:
+    """Return True when processes have ended, False after 10 seconds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{process}/cmdline").exists() and Path(f"/proc/{process}/cmdline").read_bytes()
@@ -117,44 +115,44 @@ def gone(processes: list[int]) -> bool:
     return False
 
 
-def kill_two_processes(pair, texts, folder: Path, whole: dict[str, bytes], kills: int) -> None:
-    """Kill, of two processes or the one that watches them, any one at a random moment, most of them while they write.
+def kill_two_processes(pair, texts, folder: Path, uninterrupted: dict[str, bytes], kills: int) -> None:
+    """Kill a writer or one of its two subprocesses at random moments, mostly while they write.
 
-    They start slowly: a delay counts from a new shard on, or, once in four times, from the very start.
+    They start slowly: a delay counts from the next new shard on or, in one of four cases, from the start.
     """
-    draw = random.Random(SEED)
+    rng = random.Random(SEED)
     print(f"delays are drawn from seed {SEED}")
-    killed = caches = 0
-    while killed < kills:
-        target = folder / str(caches)
-        there = len(list(target.glob("shard-*")))
+    num_killed = num_caches = 0
+    while num_killed < kills:
+        target = folder / str(num_caches)
+        num_shards = len(list(target.glob("shard-*")))
         writer = cache_writer_processes.start(pair.teacher, texts, target, processes=2)
-        if draw.random() < 0.25:
-            writer.join(draw.uniform(0, 5))
+        if rng.random() < 0.25:
+            writer.join(rng.uniform(0, 5))
         else:
-            while writer.is_alive() and len(list(target.glob("shard-*"))) == there:
+            while writer.is_alive() and len(list(target.glob("shard-*"))) == num_shards:
                 time.sleep(0.005)
-            writer.join(draw.uniform(0, 0.5))
+            writer.join(rng.uniform(0, 0.5))
         children = cache_writer_processes.children_of(writer.pid) if writer.is_alive() else []
-        was_parent = kill_one_of(writer, draw) if writer.is_alive() else False
+        was_parent = kill_one_of(writer, rng) if writer.is_alive() else False
         writer.join(60)
-        assert gone(children)
-        assert_only_whole_shards(target, whole)
+        assert wait_until_ended(children)
+        assert_only_complete_files(target, uninterrupted)
         if writer.exitcode == 0:
-            caches += 1
+            num_caches += 1
             continue
-        killed += 1
+        num_killed += 1
         assert writer.exitcode == (-signal.SIGKILL if was_parent else 1)
         if not was_parent:
             assert "was killed by SIGKILL" in cache_writer_processes.said(target)
-    assert_ends_equal(pair, texts, folder / str(caches), whole, 2)
+    assert_resumes_to(pair, texts, folder / str(num_caches), uninterrupted, 2)
 
 
 @pytest.mark.long
-def test_a_kill_of_two_processes_ends_all_of_them_and_the_work_goes_on(pair, texts, whole, tmp_path):
-    kill_two_processes(pair, texts, tmp_path, whole[0], kills=2)
+def test_kill_of_one_of_two_processes_ends_all_and_the_cache_resumes(pair, texts, uninterrupted, tmp_path):
+    kill_two_processes(pair, texts, tmp_path, uninterrupted[0], kills=2)
 
 
 @pytest.mark.long
-def test_twenty_kills_of_two_processes(pair, texts, whole, tmp_path):
-    kill_two_processes(pair, texts, tmp_path, whole[0], kills=20)
+def test_cache_of_two_processes_is_identical_after_twenty_kills(pair, texts, uninterrupted, tmp_path):
+    kill_two_processes(pair, texts, tmp_path, uninterrupted[0], kills=20)

@@ -1,4 +1,4 @@
-"""Teachers that are spread, cut, packed or adapted say what they say when they are whole."""
+"""Teachers with layers on disk, tensor parallelism, quantization or adapters match the plain teacher."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TEXTS = ["Ada has 12 apples and gives 5 to Grace. Now Ada has 7 apples left.", "
 SUPPORT = Support("top-k+sample", top_k=8, num_samples=4, num_sample_sets=1)
 
 
-def scores_of(folder: Path, **options: object) -> list:
+def score_texts(folder: Path, **options: object) -> list:
     tokenizer = Tokenizer(folder)
     teacher = TransformersTeacher(TeacherConfig(folder, "t", tokenizer, options=options, support=SUPPORT))
     return teacher.score(tokenize_documents(tokenizer, [Document.from_text(text) for text in TEXTS]))
 
 
-def assert_say_the_same(found: list, expected: list, tolerance: float) -> None:
+def assert_close(found: list, expected: list, tolerance: float) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.sample_ids.tolist() == other.sample_ids.tolist()
@@ -45,8 +45,8 @@ def assert_say_the_same(found: list, expected: list, tolerance: float) -> None:
             np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=0, atol=tolerance)
 
 
-def parts_of(folder: Path) -> dict[str, str]:
-    """Put the second layer and the head of a model on the disk, the rest in memory."""
+def device_map_of(folder: Path) -> dict[str, str]:
+    """Return a device map with the last layer of a model on the disk and everything else in memory."""
     model = load_causal_lm(folder)
     body = dict(model.model.named_children())
     layers = {f"model.layers.{number}": "cpu" for number in range(len(model.model.layers))}
@@ -54,18 +54,18 @@ def parts_of(folder: Path) -> dict[str, str]:
     return {**{f"model.{name}": "cpu" for name in body if name != "layers"}, **layers, last: "disk", "lm_head": "cpu"}
 
 
-def test_a_teacher_that_lies_partly_on_the_disk(pair, tmp_path):
-    engine = {"device_map": parts_of(pair.teacher), "offload_folder": str(tmp_path)}
-    assert_say_the_same(scores_of(pair.teacher, engine=engine), scores_of(pair.teacher), 1e-6)
+def test_teacher_with_a_layer_on_disk_matches_the_plain_teacher(pair, tmp_path):
+    engine = {"device_map": device_map_of(pair.teacher), "offload_folder": str(tmp_path)}
+    assert_close(score_texts(pair.teacher, engine=engine), score_texts(pair.teacher), 1e-6)
 
 
-def test_a_quantised_teacher_says_what_transformers_says_of_it(pair, tmp_path):
+def test_quantized_teacher_matches_the_quantized_model_of_transformers(pair, tmp_path):
     from transformers import AutoModelForCausalLM
 
     configuration = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    found = scores_of(pair.teacher, engine={"quantization_config": dict(configuration)})
+    found = score_texts(pair.teacher, engine={"quantization_config": dict(configuration)})
     model = AutoModelForCausalLM.from_pretrained(pair.teacher, quantization_config=configuration, dtype=torch.float32)
-    for module in model.modules():  # of some CPUs, a way to pack for inference that asks for widths of 32
+    for module in model.modules():  # packing for inference on some CPUs, which needs widths of 32
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     tokenizer = Tokenizer(pair.teacher)
@@ -75,28 +75,28 @@ def test_a_quantised_teacher_says_what_transformers_says_of_it(pair, tmp_path):
         with torch.inference_mode():
             logits = model(input_ids=torch.from_numpy(document.ids.astype(np.int64))[None]).logits[0].double()
         expected = torch.log_softmax(logits, 1).numpy()[scores.positions - 1]
-        realised = document.ids[scores.positions]
+        observed_ids = document.ids[scores.positions]
         np.testing.assert_allclose(
-            scores.observed_logprobs, expected[np.arange(len(realised)), realised], rtol=0, atol=2e-3
+            scores.observed_logprobs, expected[np.arange(len(observed_ids)), observed_ids], rtol=0, atol=2e-3
         )
-    whole = scores_of(pair.teacher)
-    assert max(float(np.abs(a.entropy - b.entropy).max()) for a, b in zip(found, whole, strict=True)) > 1e-3
+    unquantized = score_texts(pair.teacher)
+    assert max(float(np.abs(a.entropy - b.entropy).max()) for a, b in zip(found, unquantized, strict=True)) > 1e-3
     model.save_pretrained(tmp_path)
     for name, content in tokenizer.to_files().items():
         (tmp_path / name).write_bytes(content)
-    assert_say_the_same(scores_of(tmp_path), found, 2e-3)
+    assert_close(score_texts(tmp_path), found, 2e-3)
 
 
 @pytest.fixture(scope="module")
 def adapter(pair, tmp_path_factory) -> Path:
-    """An adapter of the teacher that changes what it says, and the same merged."""
+    """Write an adapter that changes the teacher's predictions, and the merged model."""
     from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("adapter")
-    described = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft asks transformers in a way that it will not know for long
-        model = get_peft_model(load_causal_lm(pair.teacher), described)
+        warnings.simplefilter("ignore")  # peft uses a deprecated interface of transformers
+        model = get_peft_model(load_causal_lm(pair.teacher), config)
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -111,8 +111,8 @@ def adapter(pair, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_an_adapter_in_the_cache_of_the_hub_is_read(adapter, tmp_path):
-    """The cache of the hub has links to files with the names of their checksums."""
+def test_adapter_in_the_hub_cache_is_read(adapter, tmp_path):
+    """Files in the cache of the Hub are links to files that are named by their checksums."""
     folder, files = tmp_path / "snapshot", tmp_path / "blobs"
     folder.mkdir()
     files.mkdir()
@@ -123,44 +123,44 @@ def test_an_adapter_in_the_cache_of_the_hub_is_read(adapter, tmp_path):
     assert weights_fingerprint(folder) == weights_fingerprint(adapter / "adapter")
 
 
-def test_an_adapter_is_a_teacher_by_its_own_folder(run, pair, corpus, adapter, tmp_path):
+def test_adapter_folder_is_accepted_as_a_teacher(run, pair, corpus, adapter, tmp_path):
     exact = ("--top-k", 8, "--precision", "float32")
     for teacher, name in ((adapter / "adapter", "a"), (adapter / "merged", "m"), (pair.teacher, "t")):
         run("cache-teacher", teacher, corpus, *exact, "-o", tmp_path / name)
-    adapted, merged, bare = (TeacherCache(tmp_path / name) for name in "amt")
-    assert_say_the_same([row.stored_logprobs for row in adapted], [row.stored_logprobs for row in merged], 1e-4)
-    assert adapted.header["teacher"]["weights"] != bare.header["teacher"]["weights"]
+    adapted, merged, base = (TeacherCache(tmp_path / name) for name in "amt")
+    assert_close([row.stored_logprobs for row in adapted], [row.stored_logprobs for row in merged], 1e-4)
+    assert adapted.header["teacher"]["weights"] != base.header["teacher"]["weights"]
     assert (
         float(
             np.abs(
-                adapted.read_document(0).stored_logprobs.entropy - bare.read_document(0).stored_logprobs.entropy
+                adapted.read_document(0).stored_logprobs.entropy - base.read_document(0).stored_logprobs.entropy
             ).max()
         )
         > 1e-2
     )
-    found = run("inspect", tmp_path / "a", "--teacher", adapter / "adapter", "--json")
-    assert json.loads(found.stdout)["statistics"]["scored_again"]["same_weights"]
-    packed = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    quantised = scores_of(pair.teacher, adapter=adapter / "adapter", engine=packed)
-    assert float(np.abs(quantised[0].entropy - scores_of(adapter / "merged")[0].entropy).max()) < 0.5
+    result = run("inspect", tmp_path / "a", "--teacher", adapter / "adapter", "--json")
+    assert json.loads(result.stdout)["statistics"]["scored_again"]["same_weights"]
+    quantization = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    quantized = score_texts(pair.teacher, adapter=adapter / "adapter", engine=quantization)
+    assert float(np.abs(quantized[0].entropy - score_texts(adapter / "merged")[0].entropy).max()) < 0.5
 
 
-def test_an_adapter_whose_model_is_gone_or_unsaid_is_told(run, corpus, adapter, tmp_path):
+def test_adapter_with_a_missing_or_unnamed_base_model_is_refused(run, corpus, adapter, tmp_path):
     broken = Path(shutil.copytree(adapter / "adapter", tmp_path / "broken"))
-    described = json.loads((broken / "adapter_config.json").read_text())
-    for base, words in (
+    config = json.loads((broken / "adapter_config.json").read_text())
+    for base, message in (
         (str(tmp_path / "gone"), "this model folder does not exist"),
         (None, "does not name its base model"),
     ):
-        (broken / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": base}))
-        done = run("cache-teacher", broken, corpus, "-o", tmp_path / "c", code=1)
-        assert words in done.stderr
-        assert str(broken) in done.stderr
+        (broken / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}))
+        result = run("cache-teacher", broken, corpus, "-o", tmp_path / "c", code=1)
+        assert message in result.stderr
+        assert str(broken) in result.stderr
 
 
 @pytest.fixture(scope="module")
-def even(pair, tmp_path_factory) -> Path:
-    """A teacher whose heads can be dealt to two."""
+def tp_teacher(pair, tmp_path_factory) -> Path:
+    """Write a teacher whose attention heads can be split over two processes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path_factory.mktemp("even")
@@ -181,35 +181,35 @@ def even(pair, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_teacher_that_is_cut_over_two_processes(run, even, corpus, tmp_path):
+def test_teacher_with_two_tensor_parallel_processes_matches_one_process(run, tp_teacher, corpus, tmp_path):
     exact = ("--top-k", 8, "--precision", "float32")
-    run("cache-teacher", even, corpus, *exact, "-o", tmp_path / "one")
-    run("cache-teacher", even, corpus, *exact, "--engine", "tp_size=2", "-o", tmp_path / "two", timeout=600)
+    run("cache-teacher", tp_teacher, corpus, *exact, "-o", tmp_path / "one")
+    run("cache-teacher", tp_teacher, corpus, *exact, "--engine", "tp_size=2", "-o", tmp_path / "two", timeout=600)
     one, two = TeacherCache(tmp_path / "one"), TeacherCache(tmp_path / "two")
     assert two.header == one.header
-    assert_say_the_same([row.stored_logprobs for row in two], [row.stored_logprobs for row in one], 1e-4)
+    assert_close([row.stored_logprobs for row in two], [row.stored_logprobs for row in one], 1e-4)
 
 
 @pytest.mark.long
-def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, corpus, tmp_path):
-    command = [sys.executable, "-m", "xtk", "cache-teacher", even, corpus, "--top-k", "8"]
+def test_killed_tensor_parallel_process_ends_the_command_which_can_resume(tp_teacher, corpus, tmp_path):
+    command = [sys.executable, "-m", "xtk", "cache-teacher", tp_teacher, corpus, "--top-k", "8"]
     command += ["--engine", "tp_size=2", "--shard-tokens", "200", "-o", tmp_path / "c"]
     writer = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True)
     while not list((tmp_path / "c").glob("shard-*")) and writer.poll() is None:
         time.sleep(0.01)
     (follower,) = cache_writer_processes.children_of(writer.pid)
     os.kill(follower, signal.SIGKILL)
-    _, said = writer.communicate(timeout=60)
+    _, stderr = writer.communicate(timeout=60)
     assert writer.returncode == 1
-    assert "was killed by SIGKILL" in said
-    assert "tensor-parallel process 1 of 2 of the teacher" in said
-    assert "Traceback" not in said
+    assert "was killed by SIGKILL" in stderr
+    assert "tensor-parallel process 1 of 2 of the teacher" in stderr
+    assert "Traceback" not in stderr
     subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=300)
     TeacherCache(tmp_path / "c").verify()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--engine", "dtype=float16"], "--engine dtype is not allowed: xtk sets this argument"),
         (["--engine", "tp_plan=auto"], "use --engine tp_size=N"),
@@ -219,7 +219,7 @@ def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, co
         (["--engine", "nonsense=1"], "nonsense"),
     ],
 )
-def test_what_cannot_be_an_option_of_the_model_is_told(run, pair, corpus, tmp_path, options, words):
-    done = run("cache-teacher", pair.teacher, corpus, *options, "-o", tmp_path / "c", code=1)
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_invalid_engine_options_are_refused(run, pair, corpus, tmp_path, options, message):
+    result = run("cache-teacher", pair.teacher, corpus, *options, "-o", tmp_path / "c", code=1)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

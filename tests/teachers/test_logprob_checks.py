@@ -1,4 +1,4 @@
-"""A teacher that misbehaves: no row of it gets into a cache, and what was finished before stays."""
+"""Invalid log-probabilities of a teacher are refused before they are written to a cache; finished shards stay."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 SUPPORT = Support("top-k+sample", top_k=4, num_samples=5, num_sample_sets=2, seed=1)
-AT = 3  # the position that is made wrong
-U = 496
+POSITION = 3  # the position of the invalid value
+VOCAB_SIZE = 496
 
 
 class Misbehaving(TransformersTeacher):
-    """The real teacher, but for the fifth document that it scores."""
+    """The real teacher, with invalid log-probabilities of the fifth document that it scores."""
 
     spoil = staticmethod(lambda scores: scores)
     calls = 0
 
-    def score(self, documents, given=None):
-        found = super().score(documents, given)
+    def score(self, documents, candidate_ids=None):
+        found = super().score(documents, candidate_ids)
         for at in range(len(found)):
             type(self).calls += 1
             if self.calls == 5:
@@ -43,7 +43,7 @@ def changed(scores: StoredLogprobs, **values: object) -> StoredLogprobs:
     return dataclasses.replace(scores, **values)
 
 
-def with_value(name: str, value: float, at: int = AT) -> Callable[[StoredLogprobs], StoredLogprobs]:
+def with_value(name: str, value: float, at: int = POSITION) -> Callable[[StoredLogprobs], StoredLogprobs]:
     def spoil(scores: StoredLogprobs) -> StoredLogprobs:
         array = getattr(scores, name).copy()
         array[at] = value
@@ -53,7 +53,7 @@ def with_value(name: str, value: float, at: int = AT) -> Callable[[StoredLogprob
 
 
 def swapped(name: str, offsets: str) -> Callable[[StoredLogprobs], StoredLogprobs]:
-    """Exchange the first two ids of a range that has two."""
+    """Return a function that swaps the first two ids of the first range with at least two ids."""
 
     def spoil(scores: StoredLogprobs) -> StoredLogprobs:
         starts = getattr(scores, offsets)
@@ -65,18 +65,18 @@ def swapped(name: str, offsets: str) -> Callable[[StoredLogprobs], StoredLogprob
     return spoil
 
 
-def twice(scores: StoredLogprobs) -> StoredLogprobs:
+def with_duplicate_id(scores: StoredLogprobs) -> StoredLogprobs:
     ids = scores.ids.copy()
     ids[1] = ids[0]
     return changed(scores, ids=ids)
 
 
-def without_the_realised_id(scores: StoredLogprobs) -> StoredLogprobs:
-    """Name another id where the realised one stood."""
-    (at,) = np.flatnonzero(scores.logprobs[: scores.offsets[1]] == scores.observed_logprobs[0])[:1]
+def without_observed_id(scores: StoredLogprobs) -> StoredLogprobs:
+    """Replace the observed id of the first position by another id."""
+    (index,) = np.flatnonzero(scores.logprobs[: scores.offsets[1]] == scores.observed_logprobs[0])[:1]
     ids = scores.ids.copy()
-    others = np.setdiff1d(np.arange(U), ids[: scores.offsets[1]])
-    ids[at] = others[(others > (ids[at - 1] if at else -1))][0]
+    others = np.setdiff1d(np.arange(VOCAB_SIZE), ids[: scores.offsets[1]])
+    ids[index] = others[(others > (ids[index - 1] if index else -1))][0]
     order = np.argsort(ids[: scores.offsets[1]])
     ids[: scores.offsets[1]] = ids[: scores.offsets[1]][order]
     logprobs = scores.logprobs.copy()
@@ -84,8 +84,8 @@ def without_the_realised_id(scores: StoredLogprobs) -> StoredLogprobs:
     return changed(scores, ids=ids, logprobs=logprobs)
 
 
-def drawn_what_is_exact(scores: StoredLogprobs) -> StoredLogprobs:
-    """Replace the draws of the first set by one exact id."""
+def with_exact_id_among_samples(scores: StoredLogprobs) -> StoredLogprobs:
+    """Replace the samples of the first set by one of the exact ids."""
     size = int(scores.sample_offsets[1])
     offsets = scores.sample_offsets - (size - 1)
     offsets[0] = 0
@@ -94,16 +94,16 @@ def drawn_what_is_exact(scores: StoredLogprobs) -> StoredLogprobs:
     return changed(scores, sample_offsets=offsets, sample_ids=ids, sample_counts=counts)
 
 
-def heavier(scores: StoredLogprobs) -> StoredLogprobs:
-    """Make the exact ids of a position carry more than 1."""
+def with_mass_above_1(scores: StoredLogprobs) -> StoredLogprobs:
+    """Make the probabilities of a position's exact ids sum to more than 1."""
     logprobs = scores.logprobs.copy()
-    first, stop = scores.offsets[AT : AT + 2]
-    other = next(at for at in range(first, stop) if logprobs[at] != scores.observed_logprobs[AT])
+    first, stop = scores.offsets[POSITION : POSITION + 2]
+    other = next(at for at in range(first, stop) if logprobs[at] != scores.observed_logprobs[POSITION])
     logprobs[other] = 0.0
     return changed(scores, logprobs=logprobs)
 
 
-BAD = {
+INVALID = {
     "a NaN among log-probabilities": (with_value("logprobs", np.nan), "NaN"),
     "a NaN of the realised token": (with_value("observed_logprobs", np.nan), "NaN"),
     "an endless entropy": (with_value("entropy", np.inf), "not finite"),
@@ -111,27 +111,29 @@ BAD = {
     "a NaN for the rest": (with_value("remainder_mass", np.nan), "NaN"),
     "an endless log-probability": (with_value("logprobs", np.inf), "above 0"),
     "a log-probability above 0": (with_value("observed_logprobs", 0.5), "above 0"),
-    "a mass above 1": (heavier, "do not sum to 1"),
+    "a mass above 1": (with_mass_above_1, "do not sum to 1"),
     "a rest that is not the rest": (with_value("remainder_mass", 1.5), "do not sum to 1"),
     "a rest below 0": (with_value("remainder_mass", -0.005), "do not sum to 1"),
     "an id below 0": (with_value("ids", -1, 0), "outside of its vocabulary"),
-    "an id past the vocabulary": (with_value("ids", U, 0), "outside of its vocabulary"),
-    "a drawn id past the vocabulary": (with_value("sample_ids", U, 0), "sampled token ids outside of its vocabulary"),
+    "an id past the vocabulary": (with_value("ids", VOCAB_SIZE, 0), "outside of its vocabulary"),
+    "a drawn id past the vocabulary": (
+        with_value("sample_ids", VOCAB_SIZE, 0), "sampled token ids outside of its vocabulary"
+    ),
     "ids that fall": (swapped("ids", "offsets"), "not strictly increasing"),
-    "an id twice": (twice, "not strictly increasing"),
+    "an id twice": (with_duplicate_id, "not strictly increasing"),
     "drawn ids that fall": (
         swapped("sample_ids", "sample_offsets"), "sampled token ids that are not strictly increasing"
     ),
-    "no realised id": (without_the_realised_id, "no log-probability of the observed token"),
+    "no realised id": (without_observed_id, "no log-probability of the observed token"),
     "two numbers for the realised id": (
-        lambda scores: with_value("observed_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),
+        lambda scores: with_value("observed_logprobs", scores.observed_logprobs[POSITION] - 0.5)(scores),
         "two different log-probabilities",
     ),
     "a draw too many": (
         lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "not return 5 samples"
     ),
     "a count of none": (with_value("sample_counts", 0, 0), "a count below 1"),
-    "a draw of what is exact": (drawn_what_is_exact, "whose exact log-probabilities it also returned"),
+    "a draw of what is exact": (with_exact_id_among_samples, "whose exact log-probabilities it also returned"),
     "an offset that falls": (with_value("offsets", 0, 2), "offsets that do not match"),
     "offsets that end too early": (
         lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets that do not match"
@@ -154,41 +156,43 @@ def texts(tmp_path_factory) -> Path:
     return small_inputs.write_jsonl(folder / "texts.jsonl", small_inputs.sentences(8, seed=5))
 
 
-def fill(pair, texts: Path, folder: Path, backend: str) -> dict:
-    request = CacheRequest(pair.teacher, "teacher", SUPPORT, backend=backend, shard_tokens=1)  # a document a shard
+def build_cache(pair, texts: Path, folder: Path, backend: str) -> dict:
+    request = CacheRequest(pair.teacher, "teacher", SUPPORT, backend=backend, shard_tokens=1)  # one document per shard
     return cache_teacher(request, Corpus([str(texts)]), folder)
 
 
-@pytest.mark.parametrize(("spoil", "words"), BAD.values(), ids=BAD)
-def test_no_bad_row_gets_into_a_cache_and_what_was_finished_stays(pair, texts, tmp_path, monkeypatch, spoil, words):
+@pytest.mark.parametrize(("spoil", "message"), INVALID.values(), ids=INVALID)
+def test_invalid_log_probabilities_are_refused_and_finished_shards_stay(
+    pair, texts, tmp_path, monkeypatch, spoil, message
+):
     monkeypatch.setitem(BACKENDS, "misbehaving", f"{__name__}:Misbehaving")
     monkeypatch.setattr(Misbehaving, "spoil", staticmethod(spoil))
     monkeypatch.setattr(Misbehaving, "calls", 0)
-    with pytest.raises(XtkError, match=words) as caught:
-        fill(pair, texts, tmp_path / "c", "misbehaving")
-    assert "shard 4, row 0" in caught.value.where
+    with pytest.raises(XtkError, match=message) as raised:
+        build_cache(pair, texts, tmp_path / "c", "misbehaving")
+    assert "shard 4, row 0" in raised.value.where
     assert sorted(path.name for path in (tmp_path / "c").glob("shard-*")) == [
         f"shard-0000{at}.arrow" for at in range(4)
     ]
-    assert fill(pair, texts, tmp_path / "c", "misbehaving")["documents"] == 8  # it behaves from now on
+    assert build_cache(pair, texts, tmp_path / "c", "misbehaving")["documents"] == 8  # valid from the sixth call on
     assert len(list(TeacherCache(tmp_path / "c"))) == 8
 
 
-def test_an_answer_for_fewer_documents_is_refused(pair, texts, tmp_path, monkeypatch):
+def test_backend_that_returns_too_few_documents_is_refused(pair, texts, tmp_path, monkeypatch):
     class Silent(TransformersTeacher):
-        def score(self, documents, given=None):
-            return super().score(documents, given)[:-1]
+        def score(self, documents, candidate_ids=None):
+            return super().score(documents, candidate_ids)[:-1]
 
     monkeypatch.setitem(BACKENDS, "silent", f"{__name__}:Silent")
     monkeypatch.setitem(globals(), "Silent", Silent)
     with pytest.raises(XtkError, match="returned log-probabilities of 0 documents instead of 1"):
-        fill(pair, texts, tmp_path / "c", "silent")
+        build_cache(pair, texts, tmp_path / "c", "silent")
     assert not list((tmp_path / "c").glob("shard-*"))
 
 
 @pytest.mark.parametrize("kind", ["top-k", "top-p", "sample", "top-k+sample", "none"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_what_a_real_teacher_says_is_never_refused(pair, texts, tmp_path, kind, dtype):
+def test_log_probabilities_of_a_real_teacher_are_accepted(pair, texts, tmp_path, kind, dtype):
     sampled = {"num_samples": 5, "num_sample_sets": 2} if "sample" in kind else {}
     support = Support(
         kind, top_k=0 if kind in ("sample", "none") else 8, top_p=0.9 if kind == "top-p" else 1, **sampled

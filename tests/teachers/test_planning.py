@@ -1,4 +1,4 @@
-"""What is known of a corpus before the teacher starts does not grow with it, and reading it is linear."""
+"""Planning and reading of the shards of a cache: constant memory, linear time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer
 
 
-def peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int, int]:
-    """Return the documents of a corpus, and the bytes that planning it took at most."""
+def planning_peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int, int]:
+    """Return the number of documents of a corpus and the peak memory of planning its cache, in bytes."""
     tracemalloc.start()
     try:
         plan = make_shard_plan(sharding_options(request), Corpus([str(corpus)]), tokenizer)
@@ -27,34 +27,37 @@ def peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int
 
 
 @pytest.mark.long
-def test_planning_ten_times_the_documents_takes_no_more_memory(pair, tmp_path):
+def test_planning_eight_times_the_documents_needs_no_more_memory(pair, tmp_path):
     request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4))
     tokenizer = Tokenizer(pair.teacher)
     texts = small_inputs.sentences(1500, seed=9)
     few = small_inputs.write_jsonl(tmp_path / "few.jsonl", texts)
     many = small_inputs.write_jsonl(tmp_path / "many.jsonl", texts * 8)
-    peak(request, tokenizer, few)  # what is made once and kept
-    (one, small), (other, large) = peak(request, tokenizer, few), peak(request, tokenizer, many)
-    assert (one, other) == (1500, 12_000)
-    assert large < 1.2 * small
+    planning_peak(request, tokenizer, few)  # warm-up: some objects are created once and kept
+    (few_documents, few_peak), (many_documents, many_peak) = (
+        planning_peak(request, tokenizer, few),
+        planning_peak(request, tokenizer, many),
+    )
+    assert (few_documents, many_documents) == (1500, 12_000)
+    assert many_peak < 1.2 * few_peak
 
 
 def reading_seconds(request: CacheRequest, tokenizer: Tokenizer, corpus: Corpus) -> float:
     sharding = sharding_options(request)
     plan = make_shard_plan(sharding, corpus, tokenizer)
     started = time.process_time()
-    pieces = [
-        piece
-        for _, some in read_shards(sharding, corpus, tokenizer, plan, set(range(len(plan.shards))))
-        for piece in some
+    chunks = [
+        chunk
+        for _, shard_chunks in read_shards(sharding, corpus, tokenizer, plan, set(range(len(plan.shards))))
+        for chunk in shard_chunks
     ]
-    assert len(pieces) == plan.num_chunks
-    assert "".join(document.text for document, _ in pieces) == "".join(document.text for document in corpus)
+    assert len(chunks) == plan.num_chunks
+    assert "".join(document.text for document, _ in chunks) == "".join(document.text for document in corpus)
     return time.process_time() - started
 
 
 def test_a_long_document_in_many_shards_is_tokenized_once(pair, tmp_path):
-    """If each shard with a piece of it tokenized the whole document, four times the text would take 16 times."""
+    """If each shard tokenized the whole document for its chunk, four times the text would take 16 times as long."""
     request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4), long_documents="split", max_length=64,
                            shard_tokens=256)  # fmt: skip
     tokenizer = Tokenizer(pair.teacher)

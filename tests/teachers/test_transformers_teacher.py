@@ -1,4 +1,4 @@
-"""What a teacher says is what transformers' own forward pass says."""
+"""The transformers teacher: log-probabilities equal those of the plain forward pass."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from xtk.tokens.tokenizer import Tokenizer
 TEXTS = [*small_inputs.sentences(9, seed=8), "a", "", "Anna", " ".join(small_inputs.sentences(6, seed=9))]
 
 
-def read(folder: Path, texts: list[str] = TEXTS) -> list[TokenSequence]:
+def tokenized(folder: Path, texts: list[str] = TEXTS) -> list[TokenSequence]:
     documents = [Document.from_text(text) for text in texts]
     return tokenize_documents(Tokenizer(folder), [*documents, Document.from_completion("Anna has 12 ", "apples left.")])
 
 
-def said_plainly(model: object, document: TokenSequence) -> np.ndarray:
-    """Log-probabilities [P, U] of the trained tokens, of the plain forward pass of one document."""
+def plain_logprobs(model: object, document: TokenSequence) -> np.ndarray:
+    """Return the log-probabilities [P, U] of the trained tokens, from the plain forward pass of one document."""
     positions = np.flatnonzero(document.train_mask)
     if not len(positions):
         return np.zeros((0, 1))
@@ -47,60 +47,64 @@ def said_plainly(model: object, document: TokenSequence) -> np.ndarray:
     return torch.log_softmax(logits.double(), -1)[positions - 1].numpy()
 
 
-def opened(folder: Path, support: Support, *, dtype: str = "float32", batch_tokens: int = 512) -> TransformersTeacher:
+def open_teacher(
+    folder: Path, support: Support, *, dtype: str = "float32", batch_tokens: int = 512
+) -> TransformersTeacher:
     tokenizer = Tokenizer(folder)
     return TransformersTeacher(TeacherConfig(folder, str(folder), tokenizer, dtype, batch_tokens, support=support))
 
 
-def top(k: int) -> Support:
+def top_k_support(k: int) -> Support:
     return Support("top-k", top_k=k)
 
 
-def likeliest(row: np.ndarray, K: int) -> set[int]:
-    return set(np.argsort(-row, kind="stable")[:K].tolist())
+def top_ids(logprobs: np.ndarray, K: int) -> set[int]:
+    return set(np.argsort(-logprobs, kind="stable")[:K].tolist())
 
 
-def wanted_ids(support: Support, row: np.ndarray, given: np.ndarray | None) -> set[int]:
-    """Ids that are exact, beside the realised one, of one distribution."""
+def expected_exact_ids(support: Support, logprobs: np.ndarray, given: np.ndarray | None) -> set[int]:
+    """Return the ids that are exact, in addition to the observed one, of one distribution."""
     if support.kind == "top-p":
-        order = np.argsort(-row)[: support.top_k]
-        before = np.cumsum(np.exp(row[order])) - np.exp(row[order])
+        order = np.argsort(-logprobs)[: support.top_k]
+        before = np.cumsum(np.exp(logprobs[order])) - np.exp(logprobs[order])
         return set(order[before < support.top_p].tolist())
     if support.kind == "candidates":
         assert given is not None
         return {token for token in given.tolist() if token >= 0}
-    return likeliest(row, support.top_k)
+    return top_ids(logprobs, support.top_k)
 
 
-def assert_says(scores, document, expected, support, tolerance, given=None) -> None:
+def assert_matches(scores, document, expected, support, tolerance, given=None) -> None:
     assert scores.positions.tolist() == np.flatnonzero(document.train_mask).tolist()
     close = {"rtol": 0, "atol": tolerance}
     for at, position in enumerate(scores.positions.tolist()):
         ids = scores.ids[scores.offsets[at] : scores.offsets[at + 1]]
-        wanted = wanted_ids(support, expected[at], None if given is None else given[at]) | {int(document.ids[position])}
+        expected_ids = expected_exact_ids(support, expected[at], None if given is None else given[at]) | {
+            int(document.ids[position])
+        }
         assert ids.tolist() == sorted(set(ids.tolist()))
-        # Of tokens that are nearly as likely as each other any may be in.
-        np.testing.assert_allclose(np.sort(expected[at][ids]), np.sort(expected[at][list(wanted)]), **close)
+        # Of tokens with nearly equal probabilities, any may be stored.
+        np.testing.assert_allclose(np.sort(expected[at][ids]), np.sort(expected[at][list(expected_ids)]), **close)
         np.testing.assert_allclose(
             scores.logprobs[scores.offsets[at] : scores.offsets[at + 1]], expected[at][ids], **close
         )
         assert abs(scores.remainder_mass[at] - (1 - np.exp(expected[at][ids]).sum())) < tolerance
         for number in range(support.num_sample_sets):
             first, stop = scores.sample_offsets[at * support.num_sample_sets + number :][:2]
-            drawn = scores.sample_ids[first:stop]
-            assert drawn.tolist() == sorted(set(drawn.tolist()) - set(ids.tolist()))
+            sampled = scores.sample_ids[first:stop]
+            assert sampled.tolist() == sorted(set(sampled.tolist()) - set(ids.tolist()))
             assert scores.sample_counts[first:stop].sum() == (
                 support.num_samples if len(ids) < len(expected[at]) else 0
             )
-            # Systematic draws: never a whole time more or less than in the mean.
-            mean = support.num_samples * np.exp(expected[at][drawn]) / max(1e-30, 1 - np.exp(expected[at][ids]).sum())
+            # Systematic sampling: the count of an id differs by less than 1 from its mean.
+            mean = support.num_samples * np.exp(expected[at][sampled]) / max(1e-30, 1 - np.exp(expected[at][ids]).sum())
             assert (
                 np.abs(scores.sample_counts[first:stop] - mean) < 1 + 1e-3 * mean + support.num_samples * tolerance
             ).all()
     if len(scores):
-        realised = document.ids[scores.positions].astype(np.int64)
+        observed = document.ids[scores.positions].astype(np.int64)
         np.testing.assert_allclose(
-            scores.observed_logprobs, np.take_along_axis(expected, realised[:, None], 1)[:, 0], **close
+            scores.observed_logprobs, np.take_along_axis(expected, observed[:, None], 1)[:, 0], **close
         )
         np.testing.assert_allclose(scores.entropy, -(np.exp(expected) * expected).sum(1), **close)
 
@@ -113,7 +117,7 @@ def assert_says(scores, document, expected, support, tolerance, given=None) -> N
     ties=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_top_values_are_those_of_topk(rows, width, top_k, ties, seed):
+def test_blockwise_top_k_equals_torch_topk(rows, width, top_k, ties, seed):
     torch.manual_seed(seed)
     logits = torch.randint(0, 5, (rows, width)).float() if ties else torch.randn(rows, width)
     top_k = min(top_k, width)
@@ -127,7 +131,7 @@ def test_top_values_are_those_of_topk(rows, width, top_k, ties, seed):
     "width", [1, BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1, 151_936, 128_256 + 7]
 )
 @pytest.mark.parametrize("top_k", [1, 32, None])
-def test_top_values_are_those_of_topk_at_odd_and_at_real_widths(width, top_k):
+def test_blockwise_top_k_equals_torch_topk_at_odd_and_real_widths(width, top_k):
     logits = torch.randn(3, width)
     logits[1] = -torch.inf
     logits[1, -1] = 0.5
@@ -136,17 +140,17 @@ def test_top_values_are_those_of_topk_at_odd_and_at_real_widths(width, top_k):
     assert torch.equal(logits.gather(1, ids), values)
 
 
-def test_top_values_of_a_slice_of_rows_are_its_own():
+def test_blockwise_top_k_equals_torch_topk_for_a_slice_of_rows():
     logits = torch.randn(7, 20 * BLOCK_SIZE + 5)
     values, ids = blockwise_top_k(logits[3:5], 2)
     assert torch.equal(values, logits[3:5].topk(2, 1).values)
     assert torch.equal(logits[3:5].gather(1, ids), values)
 
 
-KINDS = {
-    "top-1": top(1),
-    "top-16": top(16),
-    "all": top(10_000),
+SUPPORTS = {
+    "top-1": top_k_support(1),
+    "top-16": top_k_support(16),
+    "all": top_k_support(10_000),
     "top-p": Support("top-p", top_k=40, top_p=0.7),
     "top-p, all": Support("top-p", top_k=10_000, top_p=1.0),
     "sample": Support("sample", num_samples=9, num_sample_sets=1),
@@ -158,33 +162,35 @@ KINDS = {
 }
 
 
-def given_at(document: TokenSequence, width: int) -> np.ndarray:
-    """Any ids at each trained token, one of them twice, some of them none."""
+def random_candidate_ids(document: TokenSequence, width: int) -> np.ndarray:
+    """Return random ids [P, 6] at the trained tokens, one of them twice, some of them -1 (padding)."""
     ids = np.random.default_rng(len(document)).integers(-1, width, (int(document.train_mask.sum()), 6)).astype(np.int32)
     ids[:, 3:4] = ids[:, :1]
     return ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("side", ["teacher", "student"])
-def test_a_teacher_says_what_the_plain_forward_pass_says(pair, side, kind):
-    folder, support = getattr(pair, side), KINDS[kind]
-    teacher = opened(folder, support, batch_tokens=256)
+@pytest.mark.parametrize("kind", SUPPORTS)
+@pytest.mark.parametrize("role", ["teacher", "student"])
+def test_teacher_matches_the_plain_forward_pass(pair, role, kind):
+    folder, support = getattr(pair, role), SUPPORTS[kind]
+    teacher = open_teacher(folder, support, batch_tokens=256)
     model = load_causal_lm(folder).eval()
-    documents = read(folder)
-    given = [given_at(document, teacher.vocab_size) for document in documents] if kind == "candidates" else None
+    documents = tokenized(folder)
+    given = (
+        [random_candidate_ids(document, teacher.vocab_size) for document in documents] if kind == "candidates" else None
+    )
     for at, (document, scores) in enumerate(zip(documents, teacher.score(documents, given), strict=True)):
-        plain = said_plainly(model, document)
-        assert_says(scores, document, plain, support, 1e-5, None if given is None else given[at])
+        expected = plain_logprobs(model, document)
+        assert_matches(scores, document, expected, support, 1e-5, None if given is None else given[at])
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 64, 100_000])
-def test_what_a_teacher_says_does_not_depend_on_the_batch_or_its_padding(pair, batch_tokens):
-    documents, support = read(pair.teacher), Support("top-k+sample", top_k=8, num_samples=6, num_sample_sets=2)
-    alone = opened(pair.teacher, support, batch_tokens=1)
-    teacher = opened(pair.teacher, support, batch_tokens=batch_tokens)
+def test_log_probabilities_do_not_depend_on_the_batch_or_its_padding(pair, batch_tokens):
+    documents, support = tokenized(pair.teacher), Support("top-k+sample", top_k=8, num_samples=6, num_sample_sets=2)
+    unbatched = open_teacher(pair.teacher, support, batch_tokens=1)
+    teacher = open_teacher(pair.teacher, support, batch_tokens=batch_tokens)
     for expected, found in zip(
-        [alone.score([document])[0] for document in documents], teacher.score(documents), strict=True
+        [unbatched.score([document])[0] for document in documents], teacher.score(documents), strict=True
     ):
         for name in ("positions", "offsets", "ids", "sample_offsets", "sample_ids", "sample_counts"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist()
@@ -192,43 +198,45 @@ def test_what_a_teacher_says_does_not_depend_on_the_batch_or_its_padding(pair, b
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-5)
 
 
-def test_draws_are_the_same_for_a_seed_and_others_for_another_one(pair):
-    documents = read(pair.teacher)
+def test_samples_are_equal_for_one_seed_and_differ_for_another(pair):
+    documents = tokenized(pair.teacher)
 
-    def drawn(seed: int) -> list[list[int]]:
-        scores = opened(pair.teacher, Support("sample", num_samples=4, num_sample_sets=1, seed=seed)).score(documents)
+    def sampled_ids(seed: int) -> list[list[int]]:
+        scores = open_teacher(pair.teacher, Support("sample", num_samples=4, num_sample_sets=1, seed=seed)).score(
+            documents
+        )
         return [row.sample_ids.tolist() for row in scores]
 
-    assert drawn(0) == drawn(0)
-    assert drawn(0) != drawn(1)
+    assert sampled_ids(0) == sampled_ids(0)
+    assert sampled_ids(0) != sampled_ids(1)
 
 
 @pytest.mark.parametrize("width", [3, BLOCK_SIZE, 5 * BLOCK_SIZE + 3])
-@pytest.mark.parametrize("draws", [1, 12])
-def test_the_mean_of_draws_is_the_distribution(width, draws):
+@pytest.mark.parametrize("num_samples", [1, 12])
+def test_systematic_sample_frequencies_match_the_distribution(width, num_samples):
     weights = torch.rand(2, width) ** 8
     weights[:, width // 2] = 0
     weights[1] = 0
     starts = torch.rand(2, 20_000, dtype=torch.float64)
-    ids, total = systematic_sample(weights, starts, draws)
+    ids, total = systematic_sample(weights, starts, num_samples)
     assert (ids[1] == -1).all()
     assert total.tolist() == pytest.approx(weights.double().sum(1).tolist(), rel=1e-6)
-    share = torch.bincount(ids[0].flatten(), minlength=width) / ids[0].numel()
+    frequencies = torch.bincount(ids[0].flatten(), minlength=width) / ids[0].numel()
     expected = weights[0] / weights[0].sum()
-    assert share[width // 2] == 0
-    assert (share - expected).abs().max() < 5 * (1 / 20_000) ** 0.5 / draws**0.5
+    assert frequencies[width // 2] == 0
+    assert (frequencies - expected).abs().max() < 5 * (1 / 20_000) ** 0.5 / num_samples**0.5
     edges = torch.tensor([[0.0, 1 - 2**-53]] * 2, dtype=torch.float64)
-    assert (weights[0][systematic_sample(weights, edges, draws)[0][0]] > 0).all()
+    assert (weights[0][systematic_sample(weights, edges, num_samples)[0][0]] > 0).all()
 
 
-def test_batches_hold_every_document_once_and_no_more_tokens_than_asked_for():
+def test_batches_contain_every_document_once_within_the_token_limit():
     lengths = [3, 50, 0, 7, 7, 120, 1]
     batches = list(batches_by_length(lengths, 60))
     assert sorted(number for batch in batches for number in batch) == list(range(7))
     assert all(len(batch) == 1 or len(batch) * max(lengths[at] for at in batch) <= 60 for batch in batches)
 
 
-def test_the_cached_signal_is_what_transformers_says(run, pair, corpus, tmp_path):
+def test_cached_log_probabilities_match_the_plain_forward_pass(run, pair, corpus, tmp_path):
     cache = tmp_path / "c"
     run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--precision", "float32", "-o", cache)
     model = load_causal_lm(pair.teacher).eval()
@@ -238,31 +246,33 @@ def test_the_cached_signal_is_what_transformers_says(run, pair, corpus, tmp_path
     for row in rows:
         (document,) = tokenize_documents(tokenizer, [row.document])
         assert row.tokens.ids.tolist() == document.ids.tolist()
-        assert_says(row.stored_logprobs, document, said_plainly(model, document), top(16), 1e-4)
+        assert_matches(row.stored_logprobs, document, plain_logprobs(model, document), top_k_support(16), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_smaller_dtype_stays_near(pair, dtype):
-    documents = read(pair.teacher)
-    exact = opened(pair.teacher, top(4)).score(documents)
-    near = opened(pair.teacher, top(4), dtype=dtype).score(documents)
-    for one, other in zip(near, exact, strict=True):
+def test_entropy_in_half_precision_is_close_to_float32(pair, dtype):
+    documents = tokenized(pair.teacher)
+    in_float32 = open_teacher(pair.teacher, top_k_support(4)).score(documents)
+    in_half_precision = open_teacher(pair.teacher, top_k_support(4), dtype=dtype).score(documents)
+    for one, other in zip(in_half_precision, in_float32, strict=True):
         np.testing.assert_allclose(one.entropy, other.entropy, atol=0.1)
 
 
-def test_a_teacher_without_numbers_never_gets_into_a_cache(pair, tmp_path):
+def test_nan_log_probabilities_of_a_teacher_are_refused(pair, tmp_path):
     model = load_causal_lm(pair.teacher)
     with torch.no_grad():
-        model.model.norm.weight.fill_(3e38)  # finite, as weights have to be; its logits are not
+        model.model.norm.weight.fill_(3e38)  # finite, as weights must be; the logits are not
     model.save_pretrained(tmp_path)
     for name, content in Tokenizer(pair.teacher).to_files().items():
         (tmp_path / name).write_bytes(content)
-    documents = read(pair.teacher)
+    documents = tokenized(pair.teacher)
     texts = [Document.from_text(text) for text in TEXTS]
-    bad = 0
-    for text, tokens, scores in zip(texts, documents, opened(tmp_path, top(4)).score(documents), strict=False):
+    num_refused = 0
+    for text, tokens, scores in zip(
+        texts, documents, open_teacher(tmp_path, top_k_support(4)).score(documents), strict=False
+    ):
         if len(scores):
-            bad += 1
+            num_refused += 1
             with pytest.raises(XtkError, match="log-probabilities that are NaN"):
                 check_scored_document(ScoredDocument(text, tokens, scores), "here")
-    assert bad
+    assert num_refused

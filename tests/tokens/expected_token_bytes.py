@@ -1,6 +1,6 @@
-"""What the tokenizers of the tests do to a text, written again without them: the truth that spans are held against.
+"""Expected bytes of the tokens of every tokenizer family, computed without the tokenizers.
 
-A family here says what its normaliser reads (in Python's own Unicode functions) and what its tokens may leave out.
+Each family has its normalizer, written with Python's Unicode functions, and what its tokens may leave out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def nfkc(text: str) -> str:
 
 
 def lower(text: str) -> str:
-    # Letter by letter: Python's str.lower() knows the final sigma, the backends do not.
+    # One character at a time: Python's str.lower() handles the final sigma, the backends do not.
     return "".join(character.lower() for character in text)
 
 
@@ -48,134 +48,134 @@ def albert(text: str) -> str:
     return lower(without_marks(unicodedata.normalize("NFKD", text)))
 
 
-COMPILED = normalizers.Precompiled(charsmap(CHARSMAP))
+COMPILED_CHARSMAP = normalizers.Precompiled(charsmap(CHARSMAP))
 
 
-def read_by_charsmap(text: str) -> str:
-    # Asked piece by piece: how a charsmap treats letters with marks, which it reads as one, only the backend knows.
-    return str(COMPILED.normalize_str(text))
+def normalize_by_charsmap(text: str) -> str:
+    # By the backend itself: a charsmap treats a letter with its marks as one unit, without an equivalent in Python.
+    return str(COMPILED_CHARSMAP.normalize_str(text))
 
 
-def same(text: str) -> str:
+def unchanged(text: str) -> str:
     return text
 
 
 @dataclass(frozen=True)
-class Truth:
-    """What one family does.
+class GroundTruth:
+    """Expected behavior of one tokenizer family.
 
     Attributes:
-        reads: its normaliser, but for white space and the spaces that it adds.
-        squeezes: whether white space is dropped, collapsed or added, so that it cannot be compared.
-        bytes_spell: whether its tokens' bytes spell every text (without "▁" if `escapes`), perhaps after a space.
-        escapes: whether it reads "▁" as a space.
-        prefix: whether it puts a space in front.
-        everything: whether there is a token for every text, so that none is unknown.
+        normalize: its normalizer, except for white space and the spaces that it adds.
+        changes_spaces: whether white space is dropped, collapsed or added, so that it cannot be compared.
+        lossless: whether its tokens decode to every text (without "▁" if `metaspace`), perhaps after an added space.
+        metaspace: whether it replaces "▁" with a space.
+        prefix_space: whether it adds a space in front of the text.
+        complete: whether every text can be encoded without unknown tokens.
     """
 
-    reads: Callable[[str], str] = same
-    squeezes: bool = False
-    bytes_spell: bool = False
-    escapes: bool = False
-    prefix: bool = False
-    everything: bool = True
+    normalize: Callable[[str], str] = unchanged
+    changes_spaces: bool = False
+    lossless: bool = False
+    metaspace: bool = False
+    prefix_space: bool = False
+    complete: bool = True
 
 
-TRUTHS = {
-    "student": Truth(bytes_spell=True),
-    "teacher": Truth(bytes_spell=True),
-    "gpt2": Truth(bytes_spell=True),
-    "gpt2-prefix": Truth(bytes_spell=True, prefix=True),
-    "llama3": Truth(bytes_spell=True),
-    "tekken": Truth(bytes_spell=True),
-    "composing": Truth(nfc),
-    "byte-lower": Truth(lambda text: without_marks(lower(unicodedata.normalize("NFD", text)))),
-    "metaspace": Truth(bytes_spell=True, escapes=True, prefix=True),
-    "metaspace-always": Truth(bytes_spell=True, escapes=True, prefix=True),
-    "llama2": Truth(bytes_spell=True, escapes=True, prefix=True),
-    "gemma": Truth(bytes_spell=True, escapes=True),
-    "t5": Truth(nfkc, squeezes=True, escapes=True, prefix=True, everything=False),
-    "albert": Truth(albert, squeezes=True, escapes=True, prefix=True, everything=False),
-    "xlm-r": Truth(read_by_charsmap, squeezes=True, escapes=True, prefix=True, everything=False),
-    "word-piece": Truth(lambda text: lower(without_accents(unicodedata.normalize("NFD", bert_clean(text)))),
-                        squeezes=True, everything=False),
-    "word-piece-cased": Truth(bert_clean, squeezes=True, everything=False),
-    "word-level": Truth(squeezes=True, everything=False),
-    "characters": Truth(everything=False),
-    "added": Truth(squeezes=True),
-    "added-metaspace": Truth(squeezes=True, escapes=True, prefix=True),
-    "added-lower": Truth(lambda text: lower(nfkc(text)), squeezes=True),
+GROUND_TRUTHS = {
+    "student": GroundTruth(lossless=True),
+    "teacher": GroundTruth(lossless=True),
+    "gpt2": GroundTruth(lossless=True),
+    "gpt2-prefix": GroundTruth(lossless=True, prefix_space=True),
+    "llama3": GroundTruth(lossless=True),
+    "tekken": GroundTruth(lossless=True),
+    "composing": GroundTruth(nfc),
+    "byte-lower": GroundTruth(lambda text: without_marks(lower(unicodedata.normalize("NFD", text)))),
+    "metaspace": GroundTruth(lossless=True, metaspace=True, prefix_space=True),
+    "metaspace-always": GroundTruth(lossless=True, metaspace=True, prefix_space=True),
+    "llama2": GroundTruth(lossless=True, metaspace=True, prefix_space=True),
+    "gemma": GroundTruth(lossless=True, metaspace=True),
+    "t5": GroundTruth(nfkc, changes_spaces=True, metaspace=True, prefix_space=True, complete=False),
+    "albert": GroundTruth(albert, changes_spaces=True, metaspace=True, prefix_space=True, complete=False),
+    "xlm-r": GroundTruth(normalize_by_charsmap, changes_spaces=True, metaspace=True, prefix_space=True, complete=False),
+    "word-piece": GroundTruth(lambda text: lower(without_accents(unicodedata.normalize("NFD", bert_clean(text)))),
+                              changes_spaces=True, complete=False),
+    "word-piece-cased": GroundTruth(bert_clean, changes_spaces=True, complete=False),
+    "word-level": GroundTruth(changes_spaces=True, complete=False),
+    "characters": GroundTruth(complete=False),
+    "added": GroundTruth(changes_spaces=True),
+    "added-metaspace": GroundTruth(changes_spaces=True, metaspace=True, prefix_space=True),
+    "added-lower": GroundTruth(lambda text: lower(nfkc(text)), changes_spaces=True),
 }  # fmt: skip
 
 
-def squeezed(text: bytes) -> bytes:
+def without_whitespace(text: bytes) -> bytes:
     return re.sub(r"\s+", "", text.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
-def groups(tokens: EncodedText) -> list[tuple[int, int, int, int]]:
-    """Return `[first, stop)` of tokens and `[start, end)` of bytes between each two places where tokens end."""
-    found = []
+def token_groups(tokens: EncodedText) -> list[tuple[int, int, int, int]]:
+    """Return `[first, stop)` of tokens and `[start, end)` of bytes between consecutive positions where tokens end."""
+    groups = []
     first = start = 0
-    for at, end in enumerate(tokens.byte_ends.tolist()):
+    for index, end in enumerate(tokens.byte_ends.tolist()):
         if end > start:
-            found.append((first, at + 1, start, end))
-            first, start = at + 1, end
-    return found
+            groups.append((first, index + 1, start, end))
+            first, start = index + 1, end
+    return groups
 
 
-def read_bytes(truth: Truth, text: bytes) -> bytes:
-    """What the family reads in a stretch of text; in a part of a character, itself."""
+def normalized_bytes(truth: GroundTruth, text: bytes) -> bytes:
+    """Return what the family's normalizer makes of a part of a text; an incomplete character stays unchanged."""
     try:
         characters = text.decode()
     except UnicodeDecodeError:
-        return squeezed(text) if truth.squeezes else text
-    read = truth.reads(characters.replace("▁", " ") if truth.escapes else characters)
-    return squeezed(read.encode()) if truth.squeezes else read.encode()
+        return without_whitespace(text) if truth.changes_spaces else text
+    normalized = truth.normalize(characters.replace("▁", " ") if truth.metaspace else characters)
+    return without_whitespace(normalized.encode()) if truth.changes_spaces else normalized.encode()
 
 
-def assert_groups_spell(truth: Truth, tokenizer: Tokenizer, text: str, tokens: EncodedText) -> int:
-    """Hold each group of tokens against the bytes that it is said to spell; return how many could be compared."""
-    raw, unknown = text.encode(), tokenizer.special_token_ids.get("unk")
-    compared = 0
-    for first, stop, start, end in groups(tokens):
+def assert_groups_match_text(truth: GroundTruth, tokenizer: Tokenizer, text: str, tokens: EncodedText) -> None:
+    """Compare each group of tokens with the bytes of its part of the text, except for unknown tokens."""
+    encoded, unknown = text.encode(), tokenizer.special_token_ids.get("unk")
+    for first, stop, start, end in token_groups(tokens):
         ids = tokens.ids[first:stop].tolist()
         if unknown in ids:
+            assert not truth.complete
             continue
-        compared += 1
-        spelled = b"".join(tokenizer.vocabulary.bytes_of(token) for token in ids)
-        spelled = squeezed(read_bytes(truth, spelled)) if truth.squeezes else spelled
-        read = read_bytes(truth, raw[start:end])
-        prefixed = truth.prefix and start == 0 and spelled == b" " + read
-        assert spelled == read or prefixed, f"{text!r}: bytes {start} to {end} are {read!r}, the tokens {spelled!r}"
-    return compared
-
-
-def assert_ends_where_it_could(truth: Truth, tokenizer: Tokenizer, text: str, tokens: EncodedText) -> None:
-    """Hold each token that could end somewhere against the places where it could; brute force, for short texts."""
-    spellings = [tokenizer.vocabulary.bytes_of(token) for token in tokens.ids.tolist()]
-    fit = squeezed if truth.squeezes else bytes
-    reads = [
-        (
-            len(text[:at].encode()),
-            fit(read_bytes(truth, text[:at].encode())),
-            fit(read_bytes(truth, text[at:].encode())),
+        token_bytes = b"".join(tokenizer.vocabulary.bytes_of(token) for token in ids)
+        token_bytes = without_whitespace(normalized_bytes(truth, token_bytes)) if truth.changes_spaces else token_bytes
+        expected = normalized_bytes(truth, encoded[start:end])
+        only_prefix_added = truth.prefix_space and start == 0 and token_bytes == b" " + expected
+        assert token_bytes == expected or only_prefix_added, (
+            f"{text!r}: bytes {start} to {end} are {expected!r}, the tokens {token_bytes!r}"
         )
-        for at in range(1, len(text))
+
+
+def assert_ends_at_possible_positions(truth: GroundTruth, tokenizer: Tokenizer, text: str, tokens: EncodedText) -> None:
+    """Check that each token ends at one of its possible byte positions, if it has any; brute force, for short texts."""
+    token_bytes = [tokenizer.vocabulary.bytes_of(token) for token in tokens.ids.tolist()]
+    clean = without_whitespace if truth.changes_spaces else bytes
+    splits = [
+        (
+            len(text[:position].encode()),
+            clean(normalized_bytes(truth, text[:position].encode())),
+            clean(normalized_bytes(truth, text[position:].encode())),
+        )
+        for position in range(1, len(text))
     ]
     ends = set(tokens.byte_ends.tolist())
-    for at in range(1, len(spellings)):
-        head, tail = fit(b"".join(spellings[:at])), fit(b"".join(spellings[at:]))
-        if not head or not tail:
+    for position in range(1, len(token_bytes)):
+        left, right = clean(b"".join(token_bytes[:position])), clean(b"".join(token_bytes[position:]))
+        if not left or not right:
             continue
-        head = head.removeprefix(b" ") if truth.prefix and not text.startswith(" ") else head
-        places = {byte for byte, before, after in reads if (before, after) == (head, tail)}
-        assert not places or places & ends, (
-            f"{text!r}: token {at} could end at {sorted(places)}, ends: {tokens.byte_ends}"
+        left = left.removeprefix(b" ") if truth.prefix_space and not text.startswith(" ") else left
+        possible_ends = {byte for byte, before, after in splits if (before, after) == (left, right)}
+        assert not possible_ends or possible_ends & ends, (
+            f"{text!r}: token {position} could end at {sorted(possible_ends)}, ends: {tokens.byte_ends}"
         )
 
 
-def assert_whole(text: str, tokens: EncodedText) -> None:
-    """Hold ends against what is true of all families."""
+def assert_valid_byte_ends(text: str, tokens: EncodedText) -> None:
+    """Check the properties of byte ends that hold for all families."""
     assert tokens.ids.dtype == tokens.byte_ends.dtype == np.int32
     assert len(tokens.ids) == len(tokens.byte_ends)
     assert (np.diff(tokens.byte_ends, prepend=0) >= 0).all()

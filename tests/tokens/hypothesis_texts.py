@@ -1,4 +1,4 @@
-"""Texts that are hard on tokenizers, for hypothesis."""
+"""Hypothesis strategies of texts that are difficult for tokenizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizer_families import MAKERS
 FAMILIES = list(MAKERS)
 SPECIAL_SPELLINGS = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "</s>", "<unk>", "[SEP]"]
 ADDED_WORDS = ["<think>", " <left>  ", "  <right> ", " <both> ", "pear", "pears", "Café", "<extra_id_0>"]
-PIECES = [
+FRAGMENTS = [
     *small_inputs.ODD,
     *SPECIAL_SPELLINGS,
     *ADDED_WORDS,
@@ -49,25 +49,25 @@ PIECES = [
         "7",
     ],
 ]
-TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=10).map("".join))
+TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join))
 
-# Unassigned code points are left out: Python and the backends know different versions of Unicode.
+# Without unassigned code points: Python and the backends use different versions of Unicode.
 _FRAGMENTS = st.one_of(
-    st.sampled_from(PIECES),
+    st.sampled_from(FRAGMENTS),
     st.text(st.characters(exclude_categories=("Cs", "Cn")), min_size=1, max_size=6),
     st.text(st.sampled_from("aeinoANO \u0301\u0323\u0302\u0327\u0345\u1112\u1161\u11ab日é0."), min_size=1, max_size=5),
 )
 
 
 def batches(size: int) -> st.SearchStrategy[list[str]]:
-    """Lists of texts, each a few of the same drawn fragments: many cases for the price of a few draws."""
+    """Return a strategy of lists of texts that are joined from the same few fragments: many cases from few examples."""
 
-    def joined(fragments: list[str], seed: int) -> list[str]:
-        draw = random.Random(seed)
-        return ["".join(draw.choices(fragments, k=draw.randint(0, 7))) for _ in range(size)]
+    def join_fragments(fragments: list[str], seed: int) -> list[str]:
+        rng = random.Random(seed)
+        return ["".join(rng.choices(fragments, k=rng.randint(0, 7))) for _ in range(size)]
 
-    return st.builds(joined, st.lists(_FRAGMENTS, min_size=4, max_size=16), st.integers(0, 2**32))
+    return st.builds(join_fragments, st.lists(_FRAGMENTS, min_size=4, max_size=16), st.integers(0, 2**32))
 
 
-# The first example compiles or loads the kernels, so no example has a deadline.
+# The first example compiles or loads the Numba kernels, so no example has a deadline.
 quick = settings(max_examples=60, deadline=None)

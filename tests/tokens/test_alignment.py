@@ -1,4 +1,4 @@
-"""The alignment of two tokenisations of one text."""
+"""Alignment of two tokenizations of one text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis_texts import FAMILIES, TEXTS, quick
-from test_properties import readable_spans
+from test_properties import reference_spans
 
 from xtk.tokens.alignment import align, align_sequences
 from xtk.tokens.alignment_numba import minimal_spans
@@ -23,7 +23,7 @@ from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden_alignment.jsonl"
-UNCHANGING = ["student", "teacher", "metaspace"]
+LOSSLESS = ["student", "teacher", "metaspace"]
 
 
 @pytest.fixture(scope="session")
@@ -36,34 +36,34 @@ def bytes_of_spans(tokenizer: Tokenizer, tokens: EncodedText, spans: np.ndarray)
     return [b"".join(spellings[token] for token in ids[start:stop]) for start, stop in spans.tolist()]
 
 
-def ends_of(steps: list[int]) -> np.ndarray:
-    return np.cumsum(steps, dtype=np.int32) if steps else np.zeros(0, np.int32)
+def byte_ends_of(sizes: list[int]) -> np.ndarray:
+    return np.cumsum(sizes, dtype=np.int32) if sizes else np.zeros(0, np.int32)
 
 
-STEPS = st.lists(st.integers(0, 4), max_size=30)
+TOKEN_SIZES = st.lists(st.integers(0, 4), max_size=30)
 
 
-@given(student=STEPS, teacher=STEPS)
+@given(student=TOKEN_SIZES, teacher=TOKEN_SIZES)
 @quick
-def test_the_span_kernel_agrees_with_its_readable_twin(student, teacher):
-    student_ends, teacher_ends = ends_of(student), ends_of(teacher)
+def test_span_kernel_agrees_with_the_reference_implementation(student, teacher):
+    student_ends, teacher_ends = byte_ends_of(student), byte_ends_of(teacher)
     spans = minimal_spans(student_ends, teacher_ends)
     assert spans.dtype == np.int32
-    assert spans.tolist() == readable_spans(student_ends.tolist(), teacher_ends.tolist())
+    assert spans.tolist() == reference_spans(student_ends.tolist(), teacher_ends.tolist())
 
 
-@pytest.mark.parametrize(("student_name", "teacher_name"), itertools.combinations(UNCHANGING, 2))
+@pytest.mark.parametrize(("student_name", "teacher_name"), itertools.combinations(LOSSLESS, 2))
 @given(text=TEXTS)
 @quick
-def test_the_bytes_of_a_span_are_equal_on_both_sides(tokenizer_of, student_name, teacher_name, text):
-    assume("▁" not in text)  # which metaspace tokenizers read as a space
-    one, other = tokenizer_of[student_name], tokenizer_of[teacher_name]
-    (student,), (teacher,) = one.encode([text]), other.encode([text])
+def test_spans_contain_equal_bytes_on_both_sides(tokenizer_of, student_name, teacher_name, text):
+    assume("▁" not in text)  # metaspace tokenizers replace it with a space
+    student_tokenizer, teacher_tokenizer = tokenizer_of[student_name], tokenizer_of[teacher_name]
+    (student,), (teacher,) = student_tokenizer.encode([text]), teacher_tokenizer.encode([text])
     spans = align(student, teacher)
-    student_bytes = bytes_of_spans(one, student, spans[:, :2])
-    teacher_bytes = bytes_of_spans(other, teacher, spans[:, 2:])
+    student_bytes = bytes_of_spans(student_tokenizer, student, spans[:, :2])
+    teacher_bytes = bytes_of_spans(teacher_tokenizer, teacher, spans[:, 2:])
     if student_bytes and "metaspace" in (student_name, teacher_name) and not text.startswith(" "):
-        teacher_bytes[0] = teacher_bytes[0].removeprefix(b" ")  # its own space in front
+        teacher_bytes[0] = teacher_bytes[0].removeprefix(b" ")  # the space that a metaspace tokenizer adds
     assert student_bytes == teacher_bytes
     assert b"".join(student_bytes) == text.encode()
 
@@ -74,17 +74,19 @@ COMPOSED = st.text(
 
 
 @given(text=COMPOSED)
-@example(text="aa\u0301\u0301")  # one token holds the "a" and a part of U+00E1
+@example(text="aa\u0301\u0301")  # one token contains the "a" and a part of U+00E1
 @settings(quick, max_examples=300)
-def test_a_span_holds_what_the_normaliser_made_of_its_bytes(tokenizer_of, text):
-    one, other = tokenizer_of["student"], tokenizer_of["composing"]
-    (student,), (teacher,) = one.encode([text]), other.encode([text])
+def test_span_of_a_normalizing_teacher_contains_the_normalized_student_bytes(tokenizer_of, text):
+    student_tokenizer, teacher_tokenizer = tokenizer_of["student"], tokenizer_of["composing"]
+    (student,), (teacher,) = student_tokenizer.encode([text]), teacher_tokenizer.encode([text])
     spans = align(student, teacher)
-    student_bytes = bytes_of_spans(one, student, spans[:, :2])
-    teacher_bytes = bytes_of_spans(other, teacher, spans[:, 2:])
+    student_bytes = bytes_of_spans(student_tokenizer, student, spans[:, :2])
+    teacher_bytes = bytes_of_spans(teacher_tokenizer, teacher, spans[:, 2:])
     assert b"".join(teacher_bytes).decode() == unicodedata.normalize("NFC", text)
-    for raw, normal in zip(student_bytes, teacher_bytes, strict=True):
-        assert raw == normal or unicodedata.normalize("NFC", raw.decode()) == normal.decode()
+    for student_span, teacher_span in zip(student_bytes, teacher_bytes, strict=True):
+        assert (
+            student_span == teacher_span or unicodedata.normalize("NFC", student_span.decode()) == teacher_span.decode()
+        )
 
 
 WORDS = ["Anna", "has", "12", "CAFÉ", "cafe\u0301", "naïve", "  ", "\n", ".", "Bert", "left,", "\u0301", "gives"]
@@ -92,50 +94,52 @@ WORDS = ["Anna", "has", "12", "CAFÉ", "cafe\u0301", "naïve", "  ", "\n", ".", 
 
 @given(words=st.lists(st.sampled_from(WORDS), max_size=12))
 @quick
-def test_word_piece_spans_hold_the_lower_case_letters_of_the_text(tokenizer_of, words):
+def test_word_piece_spans_contain_the_lower_case_letters_of_the_text(tokenizer_of, words):
     text = " ".join(words)
-    one, other = tokenizer_of["student"], tokenizer_of["word-piece"]
-    (student,), (teacher,) = one.encode([text]), other.encode([text])
-    assume(other.special_token_ids["unk"] not in teacher.ids.tolist())
+    student_tokenizer, teacher_tokenizer = tokenizer_of["student"], tokenizer_of["word-piece"]
+    (student,), (teacher,) = student_tokenizer.encode([text]), teacher_tokenizer.encode([text])
+    assume(teacher_tokenizer.special_token_ids["unk"] not in teacher.ids.tolist())
     spans = align(student, teacher)
-    for raw, pieces in zip(
-        bytes_of_spans(one, student, spans[:, :2]), bytes_of_spans(other, teacher, spans[:, 2:]), strict=True
+    for raw, teacher_bytes in zip(
+        bytes_of_spans(student_tokenizer, student, spans[:, :2]),
+        bytes_of_spans(teacher_tokenizer, teacher, spans[:, 2:]),
+        strict=True,
     ):
         letters = unicodedata.normalize("NFD", raw.decode().lower())
-        assert "".join(x for x in letters if not x.isspace() and not unicodedata.combining(x)) == pieces.decode()
+        assert "".join(x for x in letters if not x.isspace() and not unicodedata.combining(x)) == teacher_bytes.decode()
 
 
-@given(text=TEXTS, keep=st.integers(0, 40))
+@given(text=TEXTS, num_kept=st.integers(0, 40))
 @quick
-def test_where_one_side_is_cut_short_the_spans_are_those_of_the_common_text(tokenizer_of, text, keep):
+def test_spans_of_a_truncated_side_are_those_of_the_common_text(tokenizer_of, text, num_kept):
     (student,), (teacher,) = tokenizer_of["student"].encode([text]), tokenizer_of["teacher"].encode([text])
-    cut = EncodedText(teacher.ids[:keep], teacher.byte_ends[:keep])
-    whole = align(student, teacher)
-    assert align(student, cut).tolist() == whole[whole[:, 3] <= keep].tolist()
+    truncated = EncodedText(teacher.ids[:num_kept], teacher.byte_ends[:num_kept])
+    spans = align(student, teacher)
+    assert align(student, truncated).tolist() == spans[spans[:, 3] <= num_kept].tolist()
 
 
 def test_two_empty_texts_have_no_spans(tokenizer_of):
     (empty,) = tokenizer_of["student"].encode([""])
     assert align(empty, empty).shape == (0, 4)
-    (some,) = tokenizer_of["teacher"].encode(["Anna"])
-    assert align(empty, some).shape == (0, 4)
+    (not_empty,) = tokenizer_of["teacher"].encode(["Anna"])
+    assert align(empty, not_empty).shape == (0, 4)
 
 
-# Documents as models read them.
+# Tokens of documents, with start and end tokens.
 
 
-def test_a_document_stands_between_its_start_and_end_token(tokenizer_of):
+def test_document_is_enclosed_by_start_and_end_tokens(tokenizer_of):
     (student,) = tokenize_documents(tokenizer_of["student"], [Document.from_text("Anna has 12")])
     (teacher,) = tokenize_documents(tokenizer_of["teacher"], [Document.from_text("Anna has 12")])
     assert (student.ids[0], student.ids[-1], student.segment_end_tokens.tolist()) == (0, 1, [len(student) - 1])
-    assert (teacher.ids[0], teacher.ids[-1]) == (1, 1)  # without a bos, eos is in front too
+    assert (teacher.ids[0], teacher.ids[-1]) == (1, 1)  # without a bos, the sequence starts with eos
     assert student.byte_ends[0] == 0
     assert student.byte_ends[-1] == student.byte_ends[-2] == len("Anna has 12")
     assert student.train_mask.tolist() == [False] + [True] * (len(student) - 1)
     assert student.text_runs.tolist() == [[1, len(student) - 1, 0]]
 
 
-def test_only_the_completion_and_the_end_after_it_are_trained(tokenizer_of):
+def test_only_the_completion_and_its_end_token_are_trained(tokenizer_of):
     document = Document.from_completion("Anna has ", "12 apples")
     for name in ("student", "teacher"):
         (sequence,) = tokenize_documents(tokenizer_of[name], [document])
@@ -146,14 +150,14 @@ def test_only_the_completion_and_the_end_after_it_are_trained(tokenizer_of):
         assert not sequence.train_mask.all()
 
 
-def test_a_token_across_the_edge_of_prompt_and_completion_belongs_to_its_last_byte(tokenizer_of):
+def test_token_across_prompt_and_completion_belongs_to_the_segment_of_its_last_byte(tokenizer_of):
     (sequence,) = tokenize_documents(tokenizer_of["student"], [Document.from_completion("An", "na has")])
     tokenizer = tokenizer_of["student"]
     assert tokenizer.vocabulary.bytes_of(sequence.ids[1]) == b"Anna"
     assert sequence.train_mask[1]
 
 
-def test_an_empty_completion_trains_its_end_and_an_empty_text_trains_nothing(tokenizer_of):
+def test_empty_completion_trains_its_end_token_and_empty_text_trains_nothing(tokenizer_of):
     (completion,) = tokenize_documents(tokenizer_of["student"], [Document.from_completion("Anna has", "")])
     assert completion.train_mask.tolist() == [False] * (len(completion) - 1) + [True]
     (empty,) = tokenize_documents(tokenizer_of["student"], [Document.from_text("")])
@@ -161,14 +165,14 @@ def test_an_empty_completion_trains_its_end_and_an_empty_text_trains_nothing(tok
     assert not empty.train_mask.any()
 
 
-def test_a_piece_that_does_not_end_the_text_has_no_end_token(tokenizer_of):
+def test_byte_slice_before_the_end_of_the_text_has_no_end_token(tokenizer_of):
     document = Document.from_text("Anna has 12 apples left.")
-    head, tail = document.byte_slice(0, 9), document.byte_slice(9, 24)
+    first_part, last_part = document.byte_slice(0, 9), document.byte_slice(9, 24)
     (first,), (last,) = (
-        tokenize_documents(tokenizer_of["student"], [head]),
-        tokenize_documents(tokenizer_of["student"], [tail]),
+        tokenize_documents(tokenizer_of["student"], [first_part]),
+        tokenize_documents(tokenizer_of["student"], [last_part]),
     )
-    assert (head.text, tail.text) == ("Anna has ", "12 apples left.")
+    assert (first_part.text, last_part.text) == ("Anna has ", "12 apples left.")
     assert (first.segment_end_tokens.tolist(), last.segment_end_tokens.tolist()) == ([-1], [len(last) - 1])
     assert first.text_runs[-1, 1] == len(first)
     assert last.ids[-1] == 1
@@ -176,32 +180,32 @@ def test_a_piece_that_does_not_end_the_text_has_no_end_token(tokenizer_of):
 
 @given(text=TEXTS)
 @quick
-def test_the_end_token_is_aligned_with_the_end_token(tokenizer_of, text):
+def test_end_tokens_of_both_sides_are_aligned(tokenizer_of, text):
     document = Document.from_text(text)
     (student,) = tokenize_documents(tokenizer_of["student"], [document])
     (teacher,) = tokenize_documents(tokenizer_of["metaspace"], [document])
     spans = align_sequences(student, teacher)
     assert spans[-1].tolist() == [len(student) - 1, len(student), len(teacher) - 1, len(teacher)]
-    (one,), (other,) = (
+    (student_text,), (teacher_text,) = (
         tokenizer_of["student"].encode([document.text]),
         tokenizer_of["metaspace"].encode([document.text]),
     )
-    assert spans[:-1].tolist() == (align(one, other) + 1).tolist()
+    assert spans[:-1].tolist() == (align(student_text, teacher_text) + 1).tolist()
 
 
-@given(text=TEXTS.filter(bool), keep=st.integers(1, 30))
+@given(text=TEXTS.filter(bool), num_kept=st.integers(1, 30))
 @quick
-def test_a_sequence_cut_short_loses_its_end_and_keeps_its_spans(tokenizer_of, text, keep):
+def test_truncated_sequence_keeps_the_spans_of_its_remaining_tokens(tokenizer_of, text, num_kept):
     document = Document.from_text(text)
     (student,) = tokenize_documents(tokenizer_of["student"], [document])
     (teacher,) = tokenize_documents(tokenizer_of["teacher"], [document])
-    cut = student.truncate(keep)
-    assert len(cut) == min(keep, len(student))
-    whole = align_sequences(student, teacher)
-    assert align_sequences(cut, teacher).tolist() == whole[whole[:, 1] <= keep].tolist()
+    truncated = student.truncate(num_kept)
+    assert len(truncated) == min(num_kept, len(student))
+    spans = align_sequences(student, teacher)
+    assert align_sequences(truncated, teacher).tolist() == spans[spans[:, 1] <= num_kept].tolist()
 
 
-def test_without_a_start_token_the_first_token_is_not_trained(families, tmp_path):
+def test_first_token_is_not_trained_without_a_start_token(families, tmp_path):
     folder = tmp_path / "bare"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((families["teacher"] / "tokenizer.json").read_bytes())
@@ -213,36 +217,36 @@ def test_without_a_start_token_the_first_token_is_not_trained(families, tmp_path
 # Golden cases.
 
 
-def shown(tokenizer: Tokenizer, tokens: EncodedText) -> list[str]:
-    unknown = next((text for text, token in tokenizer.vocabulary.special_tokens.items()
-                    if token == tokenizer.unknown_id), "")  # fmt: skip
+def decoded_tokens(tokenizer: Tokenizer, tokens: EncodedText) -> list[str]:
+    unknown_text = next((text for text, token in tokenizer.vocabulary.special_tokens.items()
+                         if token == tokenizer.unknown_id), "")  # fmt: skip
     return [
-        unknown if token == tokenizer.unknown_id
+        unknown_text if token == tokenizer.unknown_id
         else tokenizer.vocabulary.bytes_of(token).decode("utf-8", "backslashreplace")
         for token in tokens.ids.tolist()
     ]  # fmt: skip
 
 
-def golden_side(tokenizer: Tokenizer, text: str, keeps: int | None) -> EncodedText:
+def encode_golden_text(tokenizer: Tokenizer, text: str, num_kept: int | None) -> EncodedText:
     (tokens,) = tokenizer.encode([text])
-    return EncodedText(tokens.ids[:keeps], tokens.byte_ends[:keeps], tokens.exact)
+    return EncodedText(tokens.ids[:num_kept], tokens.byte_ends[:num_kept], tokens.exact)
 
 
 GOLDEN_CASES = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("golden", GOLDEN_CASES, ids=[golden["case"] for golden in GOLDEN_CASES])
-def test_known_texts_align_as_they_always_did(tokenizer_of, golden):
-    one, other = tokenizer_of[golden["student"]], tokenizer_of[golden["teacher"]]
+def test_golden_cases_have_the_recorded_tokens_and_spans(tokenizer_of, golden):
+    student_tokenizer, teacher_tokenizer = tokenizer_of[golden["student"]], tokenizer_of[golden["teacher"]]
     text = Document.from_text(golden["text"]).text
-    student = golden_side(one, text, golden.get("student_keeps"))
-    teacher = golden_side(other, text, golden.get("teacher_keeps"))
-    assert shown(one, student) == golden["student_tokens"]
-    assert shown(other, teacher) == golden["teacher_tokens"]
+    student = encode_golden_text(student_tokenizer, text, golden.get("student_keeps"))
+    teacher = encode_golden_text(teacher_tokenizer, text, golden.get("teacher_keeps"))
+    assert decoded_tokens(student_tokenizer, student) == golden["student_tokens"]
+    assert decoded_tokens(teacher_tokenizer, teacher) == golden["teacher_tokens"]
     assert align(student, teacher).tolist() == golden["spans"]
 
 
-def test_the_golden_cases_are_of_all_families(families):
+def test_golden_cases_cover_all_families(families):
     assert len(GOLDEN_CASES) >= 60
     assert {golden[side] for golden in GOLDEN_CASES for side in ("student", "teacher")} == set(families)
 
@@ -258,7 +262,7 @@ LONG_TEXTS = {
 
 @pytest.mark.parametrize("kind", LONG_TEXTS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_hundred_thousand_characters_without_a_space_take_seconds(tokenizer_of, name, kind):
+def test_100k_characters_without_spaces_are_aligned_within_seconds(tokenizer_of, name, kind):
     text = LONG_TEXTS[kind]
     started = time.perf_counter()
     (tokens,), (student,) = tokenizer_of[name].encode([text]), tokenizer_of["student"].encode([text])
@@ -279,20 +283,20 @@ def real_tokenizers(real_data):
 
 
 def generated_texts() -> list[str]:
-    """Number tables, emoji and CJK text, the same every time."""
-    draw = random.Random(0)
-    rows = ("\t".join(f"{draw.randrange(10**k):,}" for k in range(1, 9)) for _ in range(150))
+    """Return tables of numbers, emoji and CJK text, the same in every call."""
+    rng = random.Random(0)
+    rows = ("\t".join(f"{rng.randrange(10**k):,}" for k in range(1, 9)) for _ in range(150))
     table = "\n".join(f"{number} | {number * 7919} | {number / 7:.4f}" for number in range(0, 3000, 13))
-    family = ["👩", "👨", "👧", "🧑🏽"]
+    people = ["👩", "👨", "👧", "🧑🏽"]
     emoji = [
-        lambda: "\u200d".join(draw.choices(family, k=draw.randint(1, 4))),
-        lambda: "".join(chr(0x1F1E6 + draw.randrange(26)) for _ in range(2)),
-        lambda: chr(draw.randrange(0x1F600, 0x1F650)) + draw.choice(["", " ", "!", "\n"]),
-        lambda: draw.choice(["☎\ufe0f", "1\ufe0f\u20e3", "word", " 12"]),
+        lambda: "\u200d".join(rng.choices(people, k=rng.randint(1, 4))),
+        lambda: "".join(chr(0x1F1E6 + rng.randrange(26)) for _ in range(2)),
+        lambda: chr(rng.randrange(0x1F600, 0x1F650)) + rng.choice(["", " ", "!", "\n"]),
+        lambda: rng.choice(["☎\ufe0f", "1\ufe0f\u20e3", "word", " 12"]),
     ]
     ranges = [range(0x4E00, 0x9FA0), range(0x4E00, 0x5200), range(0x3041, 0x3094), range(0xAC00, 0xD7A4)]
-    cjk = ["".join(chr(draw.choice(draw.choice(ranges))) for _ in range(30)) + "，。 12" for _ in range(100)]
-    return [table, "\n".join(rows), *("".join(draw.choice(emoji)() for _ in range(40)) for _ in range(50)), *cjk]
+    cjk = ["".join(chr(rng.choice(rng.choice(ranges))) for _ in range(30)) + "，。 12" for _ in range(100)]
+    return [table, "\n".join(rows), *("".join(rng.choice(emoji)() for _ in range(40)) for _ in range(50)), *cjk]
 
 
 def real_texts(folder: Path, problems: int | None, paragraphs: int | None) -> list[str]:
@@ -303,44 +307,50 @@ def real_texts(folder: Path, problems: int | None, paragraphs: int | None) -> li
 
 
 def count_wrong_spans(tokenizers: dict[str, Tokenizer], texts: list[str]) -> tuple[int, int]:
-    """Return the spans whose bytes differ, and all spans, over all pairs."""
+    """Return the number of spans whose bytes differ, and of all spans, over all pairs of tokenizers."""
     encoded = {name: tokenizer.encode(texts) for name, tokenizer in tokenizers.items()}
     wrong = count = 0
-    for one, other in itertools.combinations(tokenizers, 2):
-        for text, student, teacher in zip(texts, encoded[one], encoded[other], strict=True):
+    for student_name, teacher_name in itertools.combinations(tokenizers, 2):
+        for text, student, teacher in zip(texts, encoded[student_name], encoded[teacher_name], strict=True):
             spans = align(student, teacher)
-            student_bytes = bytes_of_spans(tokenizers[one], student, spans[:, :2])
-            teacher_bytes = bytes_of_spans(tokenizers[other], teacher, spans[:, 2:])
-            if not text.startswith(" "):  # Mistral's own space in front
+            student_bytes = bytes_of_spans(tokenizers[student_name], student, spans[:, :2])
+            teacher_bytes = bytes_of_spans(tokenizers[teacher_name], teacher, spans[:, 2:])
+            if not text.startswith(" "):  # Mistral adds a space in front
                 student_bytes[0], teacher_bytes[0] = student_bytes[0].lstrip(b" "), teacher_bytes[0].lstrip(b" ")
             assert b"".join(student_bytes) == text.encode()
-            wrong += sum(ours != theirs for ours, theirs in zip(student_bytes, teacher_bytes, strict=True))
+            wrong += sum(
+                student_span != teacher_span
+                for student_span, teacher_span in zip(student_bytes, teacher_bytes, strict=True)
+            )
             count += len(spans)
     return wrong, count
 
 
-def test_real_tokenizers_spell_equal_bytes_in_every_span(real_tokenizers, real_data):
+def test_real_tokenizers_have_equal_bytes_in_every_span(real_tokenizers, real_data):
     wrong, count = count_wrong_spans(real_tokenizers, [*real_texts(real_data, 150, 60), *generated_texts()])
     assert count > 200_000
     assert wrong == 0
 
 
 @pytest.mark.long
-def test_real_tokenizers_spell_equal_bytes_in_every_span_of_whole_corpora(real_tokenizers, real_data):
+def test_real_tokenizers_have_equal_bytes_in_every_span_of_full_corpora(real_tokenizers, real_data):
     wrong, count = count_wrong_spans(real_tokenizers, [*real_texts(real_data, None, None), *generated_texts()])
     print(f"{count:,} spans")
     assert count > 2_000_000
     assert wrong == 0
 
 
-def test_qwen_composes_what_llama_reads_in_parts_and_every_span_still_fits(real_tokenizers, real_data):
+def test_spans_of_qwen_and_llama_match_where_qwen_composes_characters(real_tokenizers, real_data):
     articles = (real_data / "corpora/wikitext2-test.txt").read_text(encoding="utf-8").splitlines()
     texts = [unicodedata.normalize("NFD", line) for line in articles if unicodedata.normalize("NFD", line) != line]
-    one, other = real_tokenizers["llama3"], real_tokenizers["qwen"]
+    student_tokenizer, teacher_tokenizer = real_tokenizers["llama3"], real_tokenizers["qwen"]
     assert len(texts) > 20
-    for student, teacher in zip(one.encode(texts), other.encode(texts), strict=True):
+    for student, teacher in zip(student_tokenizer.encode(texts), teacher_tokenizer.encode(texts), strict=True):
         spans = align(student, teacher)
-        student_bytes = bytes_of_spans(one, student, spans[:, :2])
-        teacher_bytes = bytes_of_spans(other, teacher, spans[:, 2:])
-        for raw, normal in zip(student_bytes, teacher_bytes, strict=True):
-            assert raw == normal or unicodedata.normalize("NFC", raw.decode()) == normal.decode()
+        student_bytes = bytes_of_spans(student_tokenizer, student, spans[:, :2])
+        teacher_bytes = bytes_of_spans(teacher_tokenizer, teacher, spans[:, 2:])
+        for student_span, teacher_span in zip(student_bytes, teacher_bytes, strict=True):
+            assert (
+                student_span == teacher_span
+                or unicodedata.normalize("NFC", student_span.decode()) == teacher_span.decode()
+            )

@@ -1,4 +1,4 @@
-"""Regions of conversations in the chat templates of 14 families, and the alignment of all ordered pairs of them."""
+"""Regions of conversations in the chat templates of 14 model families, and the alignment of all ordered pairs."""
 
 import itertools
 import json
@@ -30,18 +30,18 @@ WITH_TOOLS = [
 ]  # fmt: skip
 WITHOUT_TOOLS = [WITH_TOOLS[0], *WITH_TOOLS[3:]]
 PAIRS = list(itertools.permutations(FAMILIES, 2))
-# Templates that end no turn, or only those before another message.
-WITHOUT_LAST_END = {"glm4moe"}
+# Families whose template ends no turn, or not the last one.
+FAMILIES_WITHOUT_LAST_END = {"glm4moe"}
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("families"), {}
+def tokenizer_of_family(tmp_path_factory):
+    folder, tokenizers = tmp_path_factory.mktemp("families"), {}
 
     def get(name: str) -> Tokenizer:
-        if name not in made:
-            made[name] = Tokenizer(write_family(name, folder))
-        return made[name]
+        if name not in tokenizers:
+            tokenizers[name] = Tokenizer(write_family(name, folder))
+        return tokenizers[name]
 
     return get
 
@@ -51,77 +51,108 @@ def document_for(*names: str) -> Document:
 
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
-    special = {token: text for text, token in tokenizer.vocabulary.special_tokens.items()}
-    raw = [special[one].encode() if one in special else tokenizer.vocabulary.bytes_of(one) for one in ids]
-    return b"".join(raw).decode(errors="backslashreplace")  # a token may end within a character
+    special_texts = {special_id: text for text, special_id in tokenizer.vocabulary.special_tokens.items()}
+    token_bytes = [
+        special_texts[token].encode() if token in special_texts else tokenizer.vocabulary.bytes_of(token)
+        for token in ids
+    ]
+    return b"".join(token_bytes).decode(errors="backslashreplace")  # a token may end within a character
 
 
-def described(tokenizer: Tokenizer, document: Document) -> list[list[str]]:
-    """[region, text] of all tokens with a loss; `region*`: of losses without a teacher only."""
+def region_texts(tokenizer: Tokenizer, document: Document) -> list[list[str]]:
+    """Return `[region, text]` of all tokens with a loss; `region*` marks tokens with losses without a teacher only."""
     (sequence,) = tokenize_documents(tokenizer, [document])
     regions, result = token_regions(document, sequence), []
-    for is_loss, rows in itertools.groupby(range(len(sequence)), lambda at: (regions[at], sequence.train_mask[at])):
-        if is_loss[0] != NO_REGION:
-            name = REGIONS[is_loss[0]] + ("" if is_loss[1] else "*")
-            result.append([name, text_of(tokenizer, sequence.ids[list(rows)].tolist())])
+    for group, positions in itertools.groupby(
+        range(len(sequence)), lambda position: (regions[position], sequence.train_mask[position])
+    ):
+        if group[0] != NO_REGION:
+            name = REGIONS[group[0]] + ("" if group[1] else "*")
+            result.append([name, text_of(tokenizer, sequence.ids[list(positions)].tolist())])
     return result
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_regions_of_a_family(family, name):
-    assert described(family(name), document_for(name)) == json.loads(GOLDEN.read_text())[name]
+def test_regions_of_each_family_match_the_golden_file(tokenizer_of_family, name):
+    assert region_texts(tokenizer_of_family(name), document_for(name)) == json.loads(GOLDEN.read_text())[name]
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids=map("-".join, PAIRS))
-def test_a_pair_is_aligned_at_parts_and_ends_and_never_at_markup(family, one, other):
-    document = document_for(one, other)
-    student, teacher = family(one), family(other)
-    (own,), (theirs,) = tokenize_documents(student, [document]), tokenize_documents(teacher, [document])
-    for sequence in (own, theirs):
+@pytest.mark.parametrize(("student_name", "teacher_name"), PAIRS, ids=map("-".join, PAIRS))
+def test_pairs_align_contents_and_end_tokens_but_no_template_markup(tokenizer_of_family, student_name, teacher_name):
+    document = document_for(student_name, teacher_name)
+    student, teacher = tokenizer_of_family(student_name), tokenizer_of_family(teacher_name)
+    (student_sequence,), (teacher_sequence,) = (
+        tokenize_documents(student, [document]),
+        tokenize_documents(teacher, [document]),
+    )
+    for sequence in (student_sequence, teacher_sequence):
         regions = token_regions(document, sequence)
         assert ((regions != NO_REGION) == sequence.loss_mask).all()
         assert not (sequence.train_mask & (sequence.template_regions != NO_REGION)).any()
-    spans = separate_added_spaces(align_sequences(own, theirs), own, theirs)
+    spans = separate_added_spaces(
+        align_sequences(student_sequence, teacher_sequence), student_sequence, teacher_sequence
+    )
     assert len(spans)
-    ends = [
+    common_ends = [
         (a, b)
-        for a, b in zip(own.segment_end_tokens.tolist(), theirs.segment_end_tokens.tolist(), strict=True)
+        for a, b in zip(
+            student_sequence.segment_end_tokens.tolist(), teacher_sequence.segment_end_tokens.tolist(), strict=True
+        )
         if a >= 0 and b >= 0
     ]
-    paired = {(a, c): (b - a, d - c) for a, b, c, d in spans.tolist()}
-    assert all(paired[end] == (1, 1) for end in ends)
-    of_both = set(np.flatnonzero(own.segment_end_tokens >= 0)) & set(np.flatnonzero(theirs.segment_end_tokens >= 0))
-    messages = [part.message for part in document.conversation.parts]
-    ended = {messages[at] for at in of_both if own.train_mask[own.segment_end_tokens[at]]}
-    without = {number for number, message in enumerate(WITH_TOOLS) if message.get("tool_calls")}
-    expected = {
-        number for number, message in enumerate(document.conversation.messages) if message["role"] == "assistant"
+    span_sizes = {(a, c): (b - a, d - c) for a, b, c, d in spans.tolist()}
+    assert all(span_sizes[end] == (1, 1) for end in common_ends)
+    ended_segments = set(np.flatnonzero(student_sequence.segment_end_tokens >= 0)) & set(
+        np.flatnonzero(teacher_sequence.segment_end_tokens >= 0)
+    )
+    message_of_segment = [part.message for part in document.conversation.parts]
+    ended_messages = {
+        message_of_segment[position]
+        for position in ended_segments
+        if student_sequence.train_mask[student_sequence.segment_end_tokens[position]]
     }
-    if WITHOUT_LAST_END & {one, other}:
-        expected.discard(max(expected))
-    if document.conversation.messages[1].get("tool_calls") and {"phi3", "phi4"} & {one, other}:
-        expected -= without  # their templates write nothing of tool calls
-    assert expected <= ended
-    if without <= ended:  # both write the call: its name, keys and values are compared, whatever is around them
+    messages_with_calls = {
+        message_index for message_index, message in enumerate(WITH_TOOLS) if message.get("tool_calls")
+    }
+    expected_messages = {
+        message_index
+        for message_index, message in enumerate(document.conversation.messages)
+        if message["role"] == "assistant"
+    }
+    if FAMILIES_WITHOUT_LAST_END & {student_name, teacher_name}:
+        expected_messages.discard(max(expected_messages))
+    if document.conversation.messages[1].get("tool_calls") and {"phi3", "phi4"} & {student_name, teacher_name}:
+        expected_messages -= messages_with_calls  # their templates do not write tool calls
+    assert expected_messages <= ended_messages
+    # If both write the call, its name, keys and values are compared, whatever surrounds them.
+    if messages_with_calls <= ended_messages:
         covered = np.zeros(len(document.text.encode()), np.bool_)
         for a, b, *_ in spans[spans[:, 1] - spans[:, 0] > 0].tolist():
-            covered[own.byte_ends[a - 1] if a else 0 : own.byte_ends[b - 1]] = True
-        first = 0
+            covered[student_sequence.byte_ends[a - 1] if a else 0 : student_sequence.byte_ends[b - 1]] = True
+        segment_start = 0
         for segment in document.segments:
             if segment.role in ("tool-name", "tool-arguments"):
                 for word in ("get_weather", "city", "Paris", "days", "3"):
-                    if (at := segment.text.find(word)) >= 0:
-                        start = first + len(segment.text[:at].encode())
+                    if (position := segment.text.find(word)) >= 0:
+                        start = segment_start + len(segment.text[:position].encode())
                         assert covered[start : start + len(word)].all(), word
-            first += len(segment.text.encode())
-    # What a span compares is the same text on both sides, in the same region.
-    own_regions, their_regions = token_regions(document, own), token_regions(document, theirs)
-    own_ends, their_ends = (set(side.segment_end_tokens.tolist()) for side in (own, theirs))
+            segment_start += len(segment.text.encode())
+    # A span compares the same text on both sides, in the same region.
+    student_regions, teacher_regions = (
+        token_regions(document, student_sequence),
+        token_regions(document, teacher_sequence),
+    )
+    student_ends, teacher_ends = (
+        set(side.segment_end_tokens.tolist()) for side in (student_sequence, teacher_sequence)
+    )
     for a, b, c, d in spans.tolist():
-        assert (own.template_regions[a:b] == NO_REGION).all()
-        assert (theirs.template_regions[c:d] == NO_REGION).all()
-        assert (a in own_ends) == (c in their_ends)
-        if own.train_mask[b - 1]:
-            assert own_regions[b - 1] == their_regions[d - 1]
-        if a not in own_ends:
-            assert text_of(student, own.ids[a:b].tolist()).strip() == text_of(teacher, theirs.ids[c:d].tolist()).strip()
+        assert (student_sequence.template_regions[a:b] == NO_REGION).all()
+        assert (teacher_sequence.template_regions[c:d] == NO_REGION).all()
+        assert (a in student_ends) == (c in teacher_ends)
+        if student_sequence.train_mask[b - 1]:
+            assert student_regions[b - 1] == teacher_regions[d - 1]
+        if a not in student_ends:
+            assert (
+                text_of(student, student_sequence.ids[a:b].tolist()).strip()
+                == text_of(teacher, teacher_sequence.ids[c:d].tolist()).strip()
+            )

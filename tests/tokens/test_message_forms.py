@@ -1,4 +1,4 @@
-"""The forms of messages that data has: one document from all of them."""
+"""Message formats of different data sources, which all result in the same document."""
 
 import json
 
@@ -9,17 +9,17 @@ from xtk.tokens.message_parts import normalize_message, write_arguments
 
 ARGUMENTS = {"city": "Paris", "days": [3, 4.5], "deep": {"key": None, "ok": True}, "note": 'a "b"\n\\ ü'}
 CALL = {"name": "get_weather", "arguments": ARGUMENTS}
-AS_TEXT = {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
-THOUGHT = "I need it."
-BASE = {"role": "assistant", "content": "So:", "reasoning_content": THOUGHT}
+CALL_WITH_JSON_TEXT = {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
+REASONING = "I need it."
+BASE_MESSAGE = {"role": "assistant", "content": "So:", "reasoning_content": REASONING}
 
 
-def parts_of(message: dict) -> list[tuple[str, str]]:
+def segments_of(message: dict) -> list[tuple[str, str]]:
     return [(segment.role, segment.text) for segment in Document.from_messages([message]).segments]
 
 
 EXPECTED = [
-    ("reasoning", THOUGHT),
+    ("reasoning", REASONING),
     ("reasoning-end", "</think>"),
     ("assistant", "So:"),
     ("tool-start", "<tool_call>"),
@@ -32,45 +32,46 @@ EXPECTED = [
     "calls",
     [
         {"tool_calls": [{"id": "call_1", "type": "function", "function": CALL}]},  # Hugging Face
-        {"tool_calls": [{"id": "call_1", "type": "function", "function": AS_TEXT}]},  # OpenAI
+        {"tool_calls": [{"id": "call_1", "type": "function", "function": CALL_WITH_JSON_TEXT}]},  # OpenAI
         {"tool_calls": [CALL]},  # older models of Hugging Face
         {"tool_calls": [{"name": "get_weather", "parameters": ARGUMENTS}]},  # Llama
         {"tool_calls": json.dumps([{"type": "function", "function": CALL}])},  # Parquet
-        {"function_call": AS_TEXT},  # OpenAI, before tools
+        {"function_call": CALL_WITH_JSON_TEXT},  # OpenAI, before tools
     ],
 )
 @pytest.mark.parametrize(
-    "thought",
+    "reasoning",
     [
-        {"reasoning_content": THOUGHT},
-        {"thinking": THOUGHT},
-        {"reasoning": THOUGHT},
-        {"content": [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": "So:"}]},
-        {"content": [{"type": "reasoning", "text": THOUGHT}, *({"type": "text", "text": one} for one in ("So", ":"))]},
+        {"reasoning_content": REASONING},
+        {"thinking": REASONING},
+        {"reasoning": REASONING},
+        {"content": [{"type": "thinking", "thinking": REASONING}, {"type": "text", "text": "So:"}]},
+        {"content": [{"type": "reasoning", "text": REASONING},
+                     *({"type": "text", "text": text} for text in ("So", ":"))]},
     ],
 )  # fmt: skip
-def test_all_forms_have_the_same_parts(calls, thought):
-    assert parts_of({"role": "assistant", "content": "So:", **thought, **calls}) == EXPECTED
+def test_all_message_forms_have_the_same_segments(calls, reasoning):
+    assert segments_of({"role": "assistant", "content": "So:", **reasoning, **calls}) == EXPECTED
 
 
-def test_a_message_is_normal_after_one_pass():
-    message = {**BASE, "tool_calls": [{"type": "function", "function": CALL}], "name": "a"}
+def test_normalize_message_is_idempotent():
+    message = {**BASE_MESSAGE, "tool_calls": [{"type": "function", "function": CALL}], "name": "a"}
     once = normalize_message(message)
     assert normalize_message(once) == once == message
 
 
-def test_arguments_that_are_no_json_object_are_their_own_text():
-    assert parts_of({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{x"}]})[-1] == (
+def test_tool_arguments_that_are_not_valid_json_are_kept_as_text():
+    assert segments_of({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{x"}]})[-1] == (
         "tool-arguments",
         "{x",
     )
-    assert parts_of({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": ""}]})[-1] == (
+    assert segments_of({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": ""}]})[-1] == (
         "tool-arguments",
         "{}",
     )
 
 
-def test_leaves_are_where_their_text_is():
+def test_leaf_positions_contain_the_text_of_the_leaf():
     text, leaves = write_arguments(ARGUMENTS)
     assert json.loads(text) == ARGUMENTS
     for leaf in leaves:
@@ -80,7 +81,7 @@ def test_leaves_are_where_their_text_is():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "error"),
     [
         ({"tool_calls": {"a": 1}}, "must be a list of calls"),
         ({"tool_calls": [{"function": {"arguments": {}}}]}, "each call in tool_calls"),
@@ -90,6 +91,6 @@ def test_leaves_are_where_their_text_is():
         ({"role": None}, "must be an object"),
     ],
 )
-def test_other_forms_are_refused(change, words):
-    with pytest.raises(ValueError, match=words):
-        normalize_message({**BASE, **change})
+def test_invalid_message_forms_are_refused(change, error):
+    with pytest.raises(ValueError, match=error):
+        normalize_message({**BASE_MESSAGE, **change})

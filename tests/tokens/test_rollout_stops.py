@@ -1,4 +1,4 @@
-"""The tokens at which generation stops."""
+"""Stop tokens of generation."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import small_inputs
 
 from xtk.tokens.tokenizer import Tokenizer
 
-HARMONY = ["<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"]
+HARMONY_TOKENS = ["<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"]
 
 
-def test_generation_stops_at_the_end_of_a_turn_not_of_a_message(tmp_path):
-    """gpt-oss ends its reasoning with <|end|>, and goes on. Some end turns with calls with another token."""
-    for name, specials, eos, stops in (
-        ("harmony", HARMONY, "<|return|>", {"<|return|>", "<|call|>"}),
+def test_stop_tokens_end_a_turn_and_not_a_message(tmp_path):
+    """gpt-oss ends its reasoning with <|end|> and continues. Some models end a turn with tool calls differently."""
+    for name, special_tokens, eos, stop_tokens in (
+        ("harmony", HARMONY_TOKENS, "<|return|>", {"<|return|>", "<|call|>"}),
         ("llama3", ["<s>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "<|eot_id|>", {"<|eom_id|>", "<|eot_id|>"}),
         (
             "glm4",
@@ -22,9 +22,9 @@ def test_generation_stops_at_the_end_of_a_turn_not_of_a_message(tmp_path):
         ),
         ("phi3", ["<s>", "<|endoftext|>", "<|end|>", "<|user|>"], "<|endoftext|>", {"<|endoftext|>", "<|end|>"}),
     ):
-        backend = small_inputs.byte_level_tokenizer(small_inputs.STUDENT_SPLIT, 320, specials, ["a b"])
+        backend = small_inputs.byte_level_tokenizer(small_inputs.STUDENT_SPLIT, 320, special_tokens, ["a b"])
         tokenizer = Tokenizer(
-            small_inputs.save_tokenizer(backend, tmp_path / name, bos_token=specials[0], eos_token=eos)
+            small_inputs.save_tokenizer(backend, tmp_path / name, bos_token=special_tokens[0], eos_token=eos)
         )
-        assert {tokenizer.special_token_names[token] for token in tokenizer.stop_ids} == stops
+        assert {tokenizer.special_token_names[token] for token in tokenizer.stop_ids} == stop_tokens
         assert tokenizer.end_ids >= {tokenizer.end_id}

@@ -1,4 +1,4 @@
-"""A tokenizer with more special tokens than the model has rows, as that of Gemma 3 1B."""
+"""A tokenizer with more special tokens than the model has embedding rows, as that of Gemma 3 1B."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xtk.errors import XtkError
 from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.tokens.tokenizer import Tokenizer
 
-SURPLUS = "<image_soft_token>"
+SURPLUS_TOKEN = "<image_soft_token>"
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
 
 
@@ -24,7 +24,7 @@ def model(tmp_path):
         small_inputs.STUDENT_SPLIT, 400, ["<|x|>", "<|end|>"], small_inputs.sentences(200)
     )
     rows = backend.get_vocab_size()
-    backend.add_special_tokens([AddedToken(SURPLUS, special=True)])
+    backend.add_special_tokens([AddedToken(SURPLUS_TOKEN, special=True)])
     folder = small_inputs.save_tokenizer(
         backend, tmp_path / "model", bos_token="<|x|>", eos_token="<|end|>", chat_template=TEMPLATE
     )
@@ -36,12 +36,12 @@ def model(tmp_path):
     return folder
 
 
-def test_the_model_is_teacher_and_student_and_texts_with_the_token_are_texts(run, pair, model, tmp_path):
+def test_commands_accept_the_model_and_encode_the_surplus_token_as_text(run, pair, model, tmp_path):
     tokenizer = Tokenizer(model)
     rows = json.loads((model / "config.json").read_text())["vocab_size"]
     assert len(tokenizer) == tokenizer.embedding_rows == rows
-    assert SURPLUS not in tokenizer.vocabulary.special_tokens
-    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12.", f"An {SURPLUS} is 7."] * 4)
+    assert SURPLUS_TOKEN not in tokenizer.vocabulary.special_tokens
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12.", f"An {SURPLUS_TOKEN} is 7."] * 4)
     run("cache-teacher", model, data, "--top-k", 8, "-o", tmp_path / "cache")
     run("cache-teacher", pair.teacher, data, "--top-k", 8, "-o", tmp_path / "other")
     run("distill", pair.student, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "one")
@@ -55,37 +55,37 @@ def test_the_model_is_teacher_and_student_and_texts_with_the_token_are_texts(run
     assert (len(reopened), reopened.fingerprint) == (rows, tokenizer.fingerprint)
 
 
-def test_in_a_content_it_is_text_and_in_a_template_it_is_refused(model):
+def test_surplus_token_is_text_in_a_content_and_refused_in_a_template(model):
     tokenizer = Tokenizer(model)
-    text = str(tokenizer.chat_template.render([{"role": "user", "content": f"an {SURPLUS}"}]))
+    text = str(tokenizer.chat_template.render([{"role": "user", "content": f"an {SURPLUS_TOKEN}"}]))
     start = text.index("an <")
-    content = [(start, start + len(f"an {SURPLUS}"))]
+    content = [(start, start + len(f"an {SURPLUS_TOKEN}"))]
     (encoded,) = tokenizer.encode_rendered([text], [content])
     assert encoded.ids.max() < len(tokenizer)
-    for wrong in ([(0, 0)], content):
-        shown = text if wrong == [(0, 0)] else text + SURPLUS
+    for content_spans in ([(0, 0)], content):
+        rendered = text if content_spans == [(0, 0)] else text + SURPLUS_TOKEN
         with pytest.raises(XtkError, match="has no row in its embedding"):
-            tokenizer.encode_rendered([shown], [wrong])
+            tokenizer.encode_rendered([rendered], [content_spans])
 
 
-def test_other_missing_rows_are_refused(run, model, tmp_path):
+def test_missing_rows_of_ordinary_tokens_are_refused(run, model, tmp_path):
     config = json.loads((model / "config.json").read_text())
     LlamaForCausalLM(LlamaConfig(**{**config, "vocab_size": config["vocab_size"] - 5})).save_pretrained(model)
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12."])
     assert "rows" in run("cache-teacher", model, data, "-o", tmp_path / "cache", code=1).stderr
 
 
-@pytest.mark.parametrize("used", ["as eos", "in the template", "as an end of turn"])
-def test_a_token_that_something_writes_needs_its_row(run, pair, model, tmp_path, used):
-    """Such a student is refused, and --resize-vocabulary adds the row."""
-    name = "<|im_end|>" if used == "as an end of turn" else SURPLUS
-    content = (model / "tokenizer.json").read_text().replace(SURPLUS, name)
+@pytest.mark.parametrize("usage", ["as eos", "in the template", "as an end of turn"])
+def test_surplus_token_that_is_used_needs_an_embedding_row(run, pair, model, tmp_path, usage):
+    """A student without the row is refused, and --resize-vocabulary adds the row."""
+    name = "<|im_end|>" if usage == "as an end of turn" else SURPLUS_TOKEN
+    content = (model / "tokenizer.json").read_text().replace(SURPLUS_TOKEN, name)
     (model / "tokenizer.json").write_text(content)
     path = model / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    settings |= {"eos_token": name} if used == "as eos" else {}
-    settings |= {"chat_template": TEMPLATE.replace("<|end|>", name)} if used == "in the template" else {}
-    path.write_text(json.dumps(settings))
+    configuration = json.loads(path.read_text())
+    configuration |= {"eos_token": name} if usage == "as eos" else {}
+    configuration |= {"chat_template": TEMPLATE.replace("<|end|>", name)} if usage == "in the template" else {}
+    path.write_text(json.dumps(configuration))
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12."] * 4)
     run("cache-teacher", pair.teacher, data, "-o", tmp_path / "cache")
     refused = run("distill", model, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "out", code=1)
@@ -94,6 +94,6 @@ def test_a_token_that_something_writes_needs_its_row(run, pair, model, tmp_path,
     assert name in Tokenizer(tmp_path / "out").vocabulary.special_tokens
 
 
-def test_a_tokenizer_of_transformers_is_the_one_of_the_folder(model):
-    found = to_tokenizer(transformers.AutoTokenizer.from_pretrained(model))
-    assert (len(found), found.fingerprint) == (len(Tokenizer(model)), Tokenizer(model).fingerprint)
+def test_transformers_tokenizer_equals_the_tokenizer_of_the_folder(model):
+    converted = to_tokenizer(transformers.AutoTokenizer.from_pretrained(model))
+    assert (len(converted), converted.fingerprint) == (len(Tokenizer(model)), Tokenizer(model).fingerprint)

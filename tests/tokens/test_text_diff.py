@@ -1,4 +1,4 @@
-"""Texts that differ: the dynamic program, its anchors, and the spans made from them."""
+"""Alignment of different texts: the dynamic program, its anchors, and the resulting spans."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from xtk.tokens.different_text_alignment import (
 )
 
 FEW_LETTERS = st.text("abc", max_size=14)
-ENOUGH = 64
+SUFFICIENT_LIMIT = 64
 
 
-def codes(text: str) -> np.ndarray:
+def code_points(text: str) -> np.ndarray:
     return np.array([ord(letter) for letter in text], np.int32)
 
 
-def longest_common(one: str, other: str) -> int:
-    """Slow twin: the table of all prefixes."""
-    before = [0] * (len(other) + 1)
+def longest_common_length(one: str, other: str) -> int:
+    """Return the length of the longest common subsequence (reference implementation: the table of all prefixes)."""
+    previous_row = [0] * (len(other) + 1)
     for letter in one:
         row = [0]
-        for at, found in enumerate(other):
-            row.append(before[at] + 1 if letter == found else max(before[at + 1], row[at]))
-        before = row
-    return before[-1]
+        for index, other_letter in enumerate(other):
+            row.append(previous_row[index] + 1 if letter == other_letter else max(previous_row[index + 1], row[index]))
+        previous_row = row
+    return previous_row[-1]
 
 
 def assert_runs(one: str, other: str, runs: np.ndarray) -> None:
@@ -46,23 +46,23 @@ def assert_runs(one: str, other: str, runs: np.ndarray) -> None:
 
 @given(one=FEW_LETTERS, other=FEW_LETTERS)
 @quick
-def test_the_dynamic_program_finds_as_much_as_the_whole_table(one, other):
-    runs = longest_common_runs(codes(one), codes(other), ENOUGH)
+def test_dynamic_program_finds_runs_of_maximal_total_length(one, other):
+    runs = longest_common_runs(code_points(one), code_points(other), SUFFICIENT_LIMIT)
     assert_runs(one, other, runs)
-    assert runs[:, 2].sum() == longest_common(one, other)
+    assert runs[:, 2].sum() == longest_common_length(one, other)
 
 
 @given(one=FEW_LETTERS, other=FEW_LETTERS, limit=st.integers(1, 4))
 @quick
-def test_a_search_that_is_given_up_still_finds_what_is_common(one, other, limit):
-    runs = longest_common_runs(codes(one), codes(other), limit)
+def test_limited_search_finds_only_common_runs(one, other, limit):
+    runs = longest_common_runs(code_points(one), code_points(other), limit)
     assert_runs(one, other, runs)
-    assert runs[:, 2].sum() <= longest_common(one, other)
+    assert runs[:, 2].sum() <= longest_common_length(one, other)
 
 
 @given(one=TEXTS, other=TEXTS)
 @quick
-def test_runs_are_common_and_rise_and_swap_with_the_texts(one, other):
+def test_matching_runs_are_common_ordered_and_symmetric(one, other):
     runs = matching_runs(one, other)
     assert_runs(one, other, runs)
     assert matching_runs(other, one)[:, [1, 0, 2]].tolist() == runs.tolist()
@@ -70,26 +70,27 @@ def test_runs_are_common_and_rise_and_swap_with_the_texts(one, other):
 
 @given(text=TEXTS)
 @quick
-def test_equal_texts_are_one_run(text):
+def test_equal_texts_have_one_run(text):
     assert matching_runs(text, text).tolist() == ([[0, 0, len(text)]] if text else [])
 
 
 @given(before=TEXTS, middle=st.text("xyz", max_size=60), after=TEXTS)
 @example(before="0000", middle="yxxx", after="x000")
 @quick
-def test_what_is_cut_out_is_all_that_is_missing(before, middle, after):
-    whole, cut = before + middle + after, before + after
-    assert matching_runs(whole, cut)[:, 2].sum() == len(cut)
+def test_runs_cover_all_remaining_text_after_a_deletion(before, middle, after):
+    full, shortened = before + middle + after, before + after
+    assert matching_runs(full, shortened)[:, 2].sum() == len(shortened)
 
 
-def test_what_stands_on_other_places_does_not_anchor_what_lies_between():
-    # "abc" is unique on both sides, at other places: a tool that anchors there loses the twenty "m".
-    one, other = "qabc" + "m" * 20 + "abcz", "qabc" + "m" * 20 + "a-b-cz"
-    runs = matching_runs(one, other)
-    assert [24, 24] in runs[:, :2].tolist() or runs[0].tolist()[2] >= 24
+def test_moved_anchor_does_not_lose_the_common_text_that_it_passes():
+    # Both parts occur once in each text: an algorithm that uses the shorter one as an anchor loses the longer one.
+    short = "".join(map(chr, range(1000, 1020)))
+    long = "".join(map(chr, range(2000, 2200)))
+    runs = matching_runs("1" + short + long + "2", "3" + long + short + "4")
+    assert runs.tolist() == [[1 + len(short), 1, len(long)]]
 
 
-def test_case_accents_and_width_are_folded_when_asked():
+def test_case_and_accents_are_ignored_only_on_request():
     assert matching_runs("ÉCOLE", "ecole", ignore_case_and_accents=True).tolist() == [[0, 0, 5]]
     assert len(matching_runs("ÉCOLE", "ecole")) == 0
     assert text_similarity("ÉCOLE", "ecole") == 1
@@ -105,7 +106,7 @@ def test_case_accents_and_width_are_folded_when_asked():
         ("word " * 5_000 + "<think>" + "y " * 2_000 + "</think>" + "tail " * 5_000, "word " * 5_000 + "tail " * 5_000),
     ],
 )
-def test_long_texts_take_time_by_what_differs(one, other):
+def test_long_similar_texts_are_matched_within_five_seconds(one, other):
     matching_runs("warm", "up")
     started = time.perf_counter()
     runs = matching_runs(one, other)
@@ -113,9 +114,9 @@ def test_long_texts_take_time_by_what_differs(one, other):
     assert runs[:, 2].sum() >= 0.99 * len(other)
 
 
-def test_unrelated_texts_end_in_time_too():
-    draw = random.Random(0)
-    one, other = ("".join(draw.choices("abcdefgh ", k=20_000)) for _ in range(2))
+def test_long_unrelated_texts_are_matched_within_ten_seconds():
+    rng = random.Random(0)
+    one, other = ("".join(rng.choices("abcdefgh ", k=20_000)) for _ in range(2))
     started = time.perf_counter()
     assert_runs(one, other, matching_runs(one, other))
     assert time.perf_counter() - started < 10
@@ -124,23 +125,23 @@ def test_unrelated_texts_end_in_time_too():
 # Spans.
 
 
-def ends_by_word(text: str) -> np.ndarray:
-    """A token ends after each space, and at the end."""
-    raw = text.encode()
-    ends = [at + 1 for at, byte in enumerate(raw) if byte == 32]
-    return np.array([*ends, len(raw)] if raw and (not ends or ends[-1] != len(raw)) else ends, np.int32)
+def word_byte_ends(text: str) -> np.ndarray:
+    """Return the byte ends of tokens that end after each space and at the end of the text."""
+    encoded = text.encode()
+    ends = [index + 1 for index, byte in enumerate(encoded) if byte == 32]
+    return np.array([*ends, len(encoded)] if encoded and (not ends or ends[-1] != len(encoded)) else ends, np.int32)
 
 
-def words_of(text: str, low: int, high: int) -> str:
-    ends = [0, *ends_by_word(text).tolist()]
+def text_of_words(text: str, low: int, high: int) -> str:
+    ends = [0, *word_byte_ends(text).tolist()]
     return text.encode()[ends[low] : ends[high]].decode()
 
 
-def test_spans_of_texts_that_differ_close_where_they_agree_again():
+def test_spans_of_different_texts_end_where_the_texts_agree_again():
     one, other = "he said <think>hmm, well</think> yes to all of it", "he said yes to all of it, twice"
-    found = align_different_texts(one, ends_by_word(one), other, ends_by_word(other))
-    shown = [(words_of(one, s0, s1), words_of(other, t0, t1)) for s0, s1, t0, t1 in found.spans.tolist()]
-    assert shown == [
+    found = align_different_texts(one, word_byte_ends(one), other, word_byte_ends(other))
+    span_texts = [(text_of_words(one, s0, s1), text_of_words(other, t0, t1)) for s0, s1, t0, t1 in found.spans.tolist()]
+    assert span_texts == [
         ("he ", "he "),
         ("said ", "said "),
         ("<think>hmm, well</think> yes ", "yes "),
@@ -158,8 +159,8 @@ def test_spans_of_texts_that_differ_close_where_they_agree_again():
 @given(one=TEXTS, other=TEXTS)
 @example(one="a b", other="")
 @quick
-def test_spans_of_any_two_texts_hold_every_token_once_and_swap(one, other):
-    left, right = ends_by_word(one), ends_by_word(other)
+def test_spans_of_any_two_texts_cover_every_token_once_and_are_symmetric(one, other):
+    left, right = word_byte_ends(one), word_byte_ends(other)
     found = align_different_texts(one, left, other, right)
     spans = found.spans
     if len(left) or len(right):
@@ -170,14 +171,14 @@ def test_spans_of_any_two_texts_hold_every_token_once_and_swap(one, other):
     assert swapped.spans[:, [2, 3, 0, 1]].tolist() == spans.tolist()
     assert swapped.equal.tolist() == found.equal.tolist()
     for (s0, s1, t0, t1), equal, similarity in zip(spans.tolist(), found.equal, found.similarity, strict=True):
-        assert equal == (words_of(one, s0, s1) == words_of(other, t0, t1))
+        assert equal == (text_of_words(one, s0, s1) == text_of_words(other, t0, t1))
         assert 0 <= similarity <= 1
 
 
 @given(text=TEXTS)
 @quick
-def test_equal_texts_are_aligned_as_by_bytes(text):
-    ends = ends_by_word(text)
+def test_equal_texts_are_aligned_one_to_one(text):
+    ends = word_byte_ends(text)
     found = align_different_texts(text, ends, text, ends)
     assert found.spans.tolist() == [[at, at + 1, at, at + 1] for at in range(len(ends))]
     assert found.equal.all()

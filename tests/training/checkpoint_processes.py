@@ -1,10 +1,11 @@
-"""Processes that write and read checkpoints of a small model, cut in several ways.
+"""Processes that write and read checkpoints of a small model in several parallel layouts.
 
     torchrun --nproc-per-node N checkpoint_processes.py PROCESSES FOLDER ACTION...
 
-An action is `write:LAYOUT` (three steps of AdamW with a moving average, `FOLDER/LAYOUT-PROCESSES`, and what is in it as
-whole tensors beside it, `.safetensors`) or `read:LAYOUT:NAME`, which fails unless the checkpoint NAME gives the same to
-the bit. LAYOUT is `dp`, `fsdp`, `tp`, `fsdp-tp` or `dp-tp`, of which the last two are of two by two processes.
+An action is `write:LAYOUT` or `read:LAYOUT:NAME`. `write` takes three steps of AdamW with a moving average of the
+weights, and writes the checkpoint `FOLDER/LAYOUT-PROCESSES` and its content as unsharded tensors,
+`FOLDER/LAYOUT-PROCESSES.safetensors`. `read` fails unless the checkpoint NAME has bit for bit the same content. LAYOUT
+is `dp`, `fsdp`, `tp`, `fsdp-tp` or `dp-tp`; the last two have two by two processes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEP, SEED = 3, 5
 
 
 def make_models(folder: Path) -> None:
-    """Write tiny Llamas `tied` and `untied`, whose sizes two and three processes cut unevenly."""
+    """Write tiny Llamas `tied` and `untied`, whose sizes do not divide evenly over two and three processes."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 24, "intermediate_size": 52, "num_hidden_layers": 2, "vocab_size": 51}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
@@ -42,8 +43,8 @@ def make_models(folder: Path) -> None:
         LlamaForCausalLM(configuration).save_pretrained(folder / name)
 
 
-class Wrapped(nn.Module):
-    """What is around a model while it is trained."""
+class ModelWithLoss(nn.Module):
+    """A module that wraps the model and returns its loss, as during training."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -54,25 +55,25 @@ class Wrapped(nn.Module):
 
 
 class Trained:
-    """A model on its way, cut as a layout says."""
+    """A model, its optimizer and the average of its weights, sharded as the layout requires."""
 
     def __init__(self, folder: Path, layout: str) -> None:
-        two = DistributedConfig(tp_size=2)
-        options = {"distributed_config": two} if layout == "tp" else {}
+        tp_config = DistributedConfig(tp_size=2)
+        options = {"distributed_config": tp_config} if layout == "tp" else {}
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-        self.wrapped = Wrapped(self.model)
+        self.wrapped = ModelWithLoss(self.model)
         mesh = None
         if layout.endswith("-tp"):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
-            apply_tensor_parallelism(self.model, mesh["tp"], self.model._resolve_parallel_plans(two)[0])
-        if layout == "tp" and self.model.config.tie_word_embeddings:  # cutting it undoes the tie
+            apply_tensor_parallelism(self.model, mesh["tp"], self.model._resolve_parallel_plans(tp_config)[0])
+        if layout == "tp" and self.model.config.tie_word_embeddings:  # tensor parallelism unties the weights
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
         if layout.startswith("fsdp"):
-            shards = mesh["data"] if mesh else init_device_mesh("cpu", (process_group.world_size(),))
+            shard_mesh = mesh["data"] if mesh else init_device_mesh("cpu", (process_group.world_size(),))
             for layer in self.model.model.layers:
-                fully_shard(layer, mesh=shards)
-            fully_shard(self.wrapped, mesh=shards)
-        # Taken once: after a forward pass FSDP shows others, which are whole, in their place.
+                fully_shard(layer, mesh=shard_mesh)
+            fully_shard(self.wrapped, mesh=shard_mesh)
+        # Collected once: after a forward pass, FSDP replaces the parameters with unsharded ones.
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.01, foreach=False)
         self.average = ExponentialMovingAverage(self.model, 0.5)
@@ -86,15 +87,15 @@ class Trained:
         self.optimizer.zero_grad()
         self.average.update()
 
-    def whole(self) -> dict[str, Tensor]:
-        """Return everything that a checkpoint holds, gathered by torch."""
-        found = {}
+    def full_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of a checkpoint, gathered from all processes by torch."""
+        tensors = {}
         for name, parameter in self.parameters.items():
-            found[f"weight.{name}"] = parameter
-            found[f"ema.{name}"] = self.average.averages[name]
-            found |= {f"{key}.{name}": value for key, value in self.optimizer.state[parameter].items()}
-        gathered = {name: one.detach() for name, one in found.items()}
-        return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gathered.items()}
+            tensors[f"weight.{name}"] = parameter
+            tensors[f"ema.{name}"] = self.average.averages[name]
+            tensors |= {f"{key}.{name}": value for key, value in self.optimizer.state[parameter].items()}
+        detached = {name: one.detach() for name, one in tensors.items()}
+        return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in detached.items()}
 
 
 def write(folder: Path, name: str, layout: str) -> None:
@@ -107,14 +108,14 @@ def write(folder: Path, name: str, layout: str) -> None:
     process_group.barrier()
     run.saver.write_checkpoint(folder / name, STEP, {"tokens": 72})
     with torch.no_grad():
-        before = run.wrapped(IDS)
+        loss_before = run.wrapped(IDS)
         with run.average.swapped_in(run.wrapped):
-            averaged = run.wrapped(IDS)
+            averaged_loss = run.wrapped(IDS)
             run.saver.write_best(folder / name, STEP)
-        assert torch.equal(before, run.wrapped(IDS)), "the weights came back"
-    whole = run.whole() | {"averaged": averaged.detach(), "random": torch.rand(4)}
+        assert torch.equal(loss_before, run.wrapped(IDS)), "the weights came back"
+    tensors = run.full_tensors() | {"averaged": averaged_loss.detach(), "random": torch.rand(4)}
     if process_group.is_main_process():
-        save_file({key: value.contiguous().clone() for key, value in whole.items()}, folder / f"{name}.safetensors")
+        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, folder / f"{name}.safetensors")
     process_group.barrier()
 
 
@@ -125,37 +126,37 @@ def read(folder: Path, name: str, layout: str) -> None:
     assert content["step"] == STEP
     assert content["tokens"] == 72
     expected = load_file(folder / f"{name}.safetensors")
-    found = run.whole()
+    found = run.full_tensors()
     assert expected.keys() - found.keys() == {"averaged", "random"}
     assert found.keys() <= expected.keys(), found.keys() - expected.keys()
     for key, value in found.items():
         assert torch.equal(value, expected[key]), f"{key} of {name}, read as {layout}"
-    cut = sum(local_tensor(one).numel() < one.numel() for one in run.parameters.values())
-    assert (cut > 0) == (layout != "dp" and process_group.world_size() > 1), "the model is cut"
+    num_sharded = sum(local_tensor(one).numel() < one.numel() for one in run.parameters.values())
+    assert (num_sharded > 0) == (layout != "dp" and process_group.world_size() > 1), "the model is cut"
     if process_group.is_main_process():
-        drawn = torch.rand(4)
+        random_numbers = torch.rand(4)
         torch.manual_seed(0)
-        same = name == f"{layout}-{process_group.world_size()}"
-        assert torch.equal(drawn, expected["random"]) == same, "random numbers go on, or begin anew"
-    run.step()  # what was read is good to go on with
+        is_same_layout = name == f"{layout}-{process_group.world_size()}"
+        assert torch.equal(random_numbers, expected["random"]) == is_same_layout, "random numbers go on, or begin anew"
+    run.step()  # training can continue from what was read
 
 
 def main() -> None:
-    wanted, folder = int(sys.argv[1]), Path(sys.argv[2])
+    num_processes, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    if wanted > 1:
+    if num_processes > 1:
         torch.distributed.init_process_group("gloo")
-    assert process_group.world_size() == wanted
+    assert process_group.world_size() == num_processes
     for action in sys.argv[3:]:
         kind, layout, *name = action.split(":")
         if kind == "write":
-            write(folder, f"{layout}-{wanted}", layout)
+            write(folder, f"{layout}-{num_processes}", layout)
         else:
             read(folder, *name, layout)
         if process_group.is_main_process():
             print(f"done {action}", flush=True)
-    if wanted > 1:
+    if num_processes > 1:
         torch.distributed.destroy_process_group()
 
 

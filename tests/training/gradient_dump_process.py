@@ -1,12 +1,12 @@
-"""A process of a run, or one of several: writes loss and gradient of a few ways to take the same step.
+"""A process of a run, or one of several: writes losses and gradients of a step that is split in several ways.
 
     python gradient_dump_process.py CASES
 
-CASES is JSON: `student`, `output`, and `cases`, each with a `name`, `caches`, `projections`, `losses`, `options` of the
-recipe and `ways`, and perhaps a `student` of its own, and caches `held_out` that are evaluated in a `context` of so
-many tokens. Each way, DOCUMENTS:BATCH, takes two steps of so many documents, over all processes, in forward passes of
-so many; those of `moved` documents then take five steps that move the weights. The first process writes
-OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and OUTPUT/told.json.
+CASES is JSON with `student`, `output` and `cases`. Each case has a `name`, `caches`, `projections`, `losses`, `options`
+of the training configuration and `ways`. Optional are a separate `student`, and caches `held_out`, which are evaluated
+in a context of `context` tokens. Each way, DOCUMENTS:BATCH, takes two steps of DOCUMENTS documents over all processes,
+in forward passes of BATCH documents; the ways whose DOCUMENTS is `moved` then take five steps that update the weights.
+The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and OUTPUT/told.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     cases = json.loads(sys.argv[1])
     accelerator = Accelerator(cpu=True)
     output = Path(cases["output"])
-    told: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, object]] = {}
     for case in cases["cases"]:
         student = Path(case.get("student") or cases["student"])
         inputs = inputs_of(
@@ -37,15 +37,15 @@ def main() -> None:
         for way in case["ways"]:
             documents, batch = map(int, way.split(":"))
             recipe = recipe_of(case["losses"], batch, learning_rate=1e-3, **case["options"])
-            gradients, results = take_steps(
+            gradients, way_results = take_steps(
                 accelerator, student, inputs, recipe, documents, context=case.get("context", 256),
                 moved=5 * (documents == case.get("moved")),
             )  # fmt: skip
-            told.setdefault(case["name"], {})[way] = results
+            results.setdefault(case["name"], {})[way] = way_results
             if accelerator.is_main_process:
                 save_file(gradients, output / f"{case['name']}-{documents}-{batch}.safetensors")
     if accelerator.is_main_process:
-        (output / "told.json").write_text(json.dumps(told))
+        (output / "told.json").write_text(json.dumps(results))
     accelerator.end_training()
 
 

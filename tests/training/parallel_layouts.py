@@ -1,4 +1,4 @@
-"""Layouts, and what processes that share the work in them get: losses, gradients, weights after five steps."""
+"""Parallel layouts, and the losses, gradients and weights after five steps that processes compute in them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
-# In which ways eight and five documents are taken, by the number of processes: in passes of so many, over all of them.
+# DOCUMENTS:BATCH by number of processes: documents of a step over all processes, documents of a forward pass.
 WAYS = {1: ["8:2", "5:5"], 2: ["8:4", "5:5"], 3: ["5:2"], 4: ["8:2", "5:2"], 8: ["8:2"]}
-MOVED = 5  # documents of a step, where five steps move the weights
+MOVED = 5  # DOCUMENTS of the ways that also take five steps that update the weights
 LORA = {"lora_r": 4}
 LIKE_ONE: dict[int, list[dict[str, Any]]] = {
-    # A budget of 10 is less than any document has.
+    # Each document has more than 10 tokens.
     1: [{}, {"max_batch_tokens": 100}, {"max_batch_tokens": 10}, {"max_batch_tokens": 100, "packing": False},
         {"gradient_checkpointing": True}],
     2: [
@@ -48,13 +48,13 @@ LIKE_ONE_LONG: dict[int, list[dict[str, Any]]] = {
     8: [{"parallel": "dp=2,tp=2,cp=2"}, {"parallel": "fsdp=2,tp=2,cp=2"}, {"parallel": "dp=2,fsdp=2,cp=2"}],
 }
 STUDENTS = ("llama", "tied")
-CONTEXT = 24  # tokens, of held-out documents, some of which have more
+CONTEXT = 24  # maximum tokens of held-out documents; some of them are longer
 
 Case = tuple[str, dict[str, Any]]
 
 
 def make_students(folder: Path) -> dict[str, Path]:
-    """Write a Llama, and a Qwen3 whose head is its embedding; 657 rows are not cut evenly."""
+    """Write a Llama and a Qwen3 with tied embeddings; their 657 rows do not divide evenly over processes."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     size = {"vocab_size": 657, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -73,7 +73,7 @@ def make_students(folder: Path) -> dict[str, Path]:
 
 
 def cases(layouts: Sequence[dict[str, Any]]) -> list[Case]:
-    """Return each student with each layout; adapters are tried with one of them."""
+    """Return each student with each layout; layouts with adapters are tested with the first student only."""
     return [
         (student, options)
         for student in STUDENTS
@@ -83,7 +83,7 @@ def cases(layouts: Sequence[dict[str, Any]]) -> list[Case]:
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a layout is compared with: one process, one pass, a row for each document."""
+    """Return the options that a layout is compared with: one process, one pass, one row per document."""
     return {"packing": False, **{name: value for name, value in options.items() if name in LORA}}
 
 
@@ -93,13 +93,13 @@ def name_of(student: str, options: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much a layout differs from one process: of losses and norms relative, of the rest over the largest number.
+    """The largest differences between a layout and one process.
 
     Attributes:
-        loss: of any loss.
-        gradient: of any parameter's gradient, over its largest number.
-        norm: of the gradient's norm.
-        weights: of any parameter after five steps, over its largest number; None where none were taken.
+        loss: relative difference of any loss.
+        gradient: of any parameter's gradient, divided by its largest absolute value.
+        norm: relative difference of the gradient's norm.
+        weights: of any parameter after five steps, divided by its largest absolute value; None without these steps.
     """
 
     loss: float
@@ -110,65 +110,73 @@ class Difference:
 
 @dataclass(frozen=True)
 class Taken:
-    """What so many processes got, in all their cases and ways."""
+    """Results of a number of processes, for all their cases and ways."""
 
     folder: Path
-    told: dict[str, dict[str, Any]]
+    results: dict[str, dict[str, Any]]
 
     def tensors(self, name: str, way: str) -> dict[str, torch.Tensor]:
-        """Return gradients, and weights after five steps, as `take_steps` does."""
+        """Return gradients, and weights after five steps, named as in `take_steps`."""
         return load_file(self.folder / f"{name}-{way.replace(':', '-')}.safetensors")
 
-    def difference(self, student: str, options: Mapping[str, Any], way: str, alone: Taken) -> Difference:
-        """Compare with one process.
+    def difference(self, student: str, options: Mapping[str, Any], way: str, one_process: Taken) -> Difference:
+        """Return the differences from one process.
 
         Raises:
-            AssertionError: they have other parameters, or a gradient is zero.
+            AssertionError: the parameters are not the same ones, or a gradient is zero.
         """
         name, other, documents = name_of(student, options), name_of(student, plain(options)), way.split(":")[0]
-        ours, theirs = self.told[name][way], alone.told[other][f"{documents}:{documents}"]
-        found, expected = self.tensors(name, way), alone.tensors(other, f"{documents}:{documents}")
+        found_results, expected_results = (
+            self.results[name][way],
+            one_process.results[other][f"{documents}:{documents}"],
+        )
+        found, expected = self.tensors(name, way), one_process.tensors(other, f"{documents}:{documents}")
         assert expected.keys() == found.keys()
-        worst: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for parameter, values in expected.items():
             kind = "weights" if parameter.startswith("weights.") else "gradient"
             scale = float(values.abs().max())
             assert scale > 0, parameter
-            worst[kind] = max(worst.get(kind, 0.0), float((found[parameter] - values).abs().max()) / scale)
+            largest[kind] = max(largest.get(kind, 0.0), float((found[parameter] - values).abs().max()) / scale)
         losses = [
-            _relative(one[loss], theirs["losses"][step][loss])
-            for step, one in enumerate(ours["losses"])
+            _relative_difference(one[loss], expected_results["losses"][step][loss])
+            for step, one in enumerate(found_results["losses"])
             for loss in one
         ]
-        norms = [_relative(one, other) for one, other in zip(ours["norms"], theirs["norms"], strict=True)]
-        return Difference(max(losses), worst["gradient"], max(norms), worst.get("weights"))
+        norms = [
+            _relative_difference(one, other)
+            for one, other in zip(found_results["norms"], expected_results["norms"], strict=True)
+        ]
+        return Difference(max(losses), largest["gradient"], max(norms), largest.get("weights"))
 
 
-def _relative(one: float, other: float) -> float:
+def _relative_difference(one: float, other: float) -> float:
     return abs(one - other) / abs(other)
 
 
-def take(processes: int, wanted: Sequence[Case], cache: Path, students: Mapping[str, Path], folder: Path) -> Taken:
-    """Let processes, which are started once, take steps in some layouts."""
-    every = {"caches": [str(cache)], "projections": [], "losses": LOSSES.split(" "), "held_out": [str(cache)],
-             "context": CONTEXT, "moved": MOVED}  # fmt: skip
-    asked = {
+def take(
+    processes: int, requested_cases: Sequence[Case], cache: Path, students: Mapping[str, Path], folder: Path
+) -> Taken:
+    """Start processes once, take steps in several layouts, and return the results."""
+    common = {"caches": [str(cache)], "projections": [], "losses": LOSSES.split(" "), "held_out": [str(cache)],
+              "context": CONTEXT, "moved": MOVED}  # fmt: skip
+    request = {
         "output": str(folder),
         "cases": [
-            {**every, "name": name_of(student, options), "student": str(students[student]), "options": options,
+            {**common, "name": name_of(student, options), "student": str(students[student]), "options": options,
              "ways": ["8:8", "5:5"] if processes == 1 and options == plain(options) else WAYS[processes]}
-            for student, options in wanted
+            for student, options in requested_cases
         ],
     }  # fmt: skip
     launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
                 "--nproc-per-node", str(processes)] if processes > 1 else []  # fmt: skip
-    paths = [str(Path(small_inputs.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    python_path = [str(Path(small_inputs.__file__).parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, *launcher, str(Path(__file__).parent / "gradient_dump_process.py"), json.dumps(asked)],
+        [sys.executable, *launcher, str(Path(__file__).parent / "gradient_dump_process.py"), json.dumps(request)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-             "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(paths)},
+             "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(python_path)},
         timeout=600,
         check=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A token that is only the space that a metaspace tokenizer prepends is scored and trained as the text after it."""
+"""Scoring and training of the space token that a metaspace tokenizer prepends to a text."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def cache(run, models, tmp_path_factory):
 
 
 def token_ids(folder, text: str) -> list[int]:
-    """Return the tokens of a text or a rendered conversation, from the tokenizers library alone."""
+    """Return the token ids of a text or a rendered conversation, from the tokenizers library only."""
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return backend.encode(text, add_special_tokens=False).ids
 
@@ -108,19 +108,19 @@ def test_bits_per_byte_sum_over_all_tokens_of_a_text(models, tokenizer):
         assert sum(ratio.sums.sum() for ratio in found.per_category.values()) == pytest.approx(bits, rel=1e-5), text
 
 
-def test_the_space_is_trained_as_the_token_after_it(tokenizer, models, cache, tmp_path):
+def test_prepended_space_token_is_trained_with_the_token_after_it(tokenizer, models, cache, tmp_path):
     assert trained_bytes(tokenizer, Document.from_text("20")) == [b" ", b"2", b"0", b""]
     assert trained_bytes(tokenizer, Document.from_completion("20", "17")) == [b"1", b"7", b""]
     assert trained_bytes(tokenizer, Document.from_completion("", "17")) == [b" ", b"1", b"7", b""]
     assert trained_bytes(tokenizer, Document.from_text("")) == []
-    without_start = shutil.copytree(models[0], tmp_path / "plain")
-    (without_start / "tokenizer_config.json").write_text(json.dumps({"unk_token": "<unk>"}))
-    plain = Tokenizer(without_start)
-    assert plain.start_id is None
-    for text, expected in (("20", [b"2", b"0"]), ("Anna 2", [b" ", b"2"])):  # nothing predicts the first token
+    folder_without_bos = shutil.copytree(models[0], tmp_path / "plain")
+    (folder_without_bos / "tokenizer_config.json").write_text(json.dumps({"unk_token": "<unk>"}))
+    tokenizer_without_bos = Tokenizer(folder_without_bos)
+    assert tokenizer_without_bos.start_id is None
+    for text, expected in (("20", [b"2", b"0"]), ("Anna 2", [b" ", b"2"])):  # no position predicts the first token
         document = Document.from_text(text)
-        assert trained_bytes(plain, document) == expected
-        (sequence,) = tokenize_documents(plain, [document])
+        assert trained_bytes(tokenizer_without_bos, document) == expected
+        (sequence,) = tokenize_documents(tokenizer_without_bos, [document])
         logprobs = cache.read_document(0).teacher_logprobs
         assert _unaligned([make_loss_inputs(sequence, document, TeacherOutput(sequence, logprobs))], [sequence]) == (
             0,
@@ -129,7 +129,7 @@ def test_the_space_is_trained_as_the_token_after_it(tokenizer, models, cache, tm
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_the_template_space_before_an_answer_is_trained_separate_or_merged(tokenizer, models, answer):
+def test_template_space_before_an_answer_is_trained_as_separate_or_merged_token(tokenizer, models, answer):
     messages = [
         {"role": "user", "content": "5 apples "},
         {"role": "assistant", "content": "7"},
@@ -137,15 +137,17 @@ def test_the_template_space_before_an_answer_is_trained_separate_or_merged(token
         {"role": "assistant", "content": answer},
     ]
     (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(messages)])
-    before = "<s>[INST] 5 apples  [/INST]"
-    between = f"{before} 7</s>[INST] 12? [/INST]"
-    assert sequence.ids.tolist() == token_ids(models[0], f"{between} {answer}</s>")
-    first, second, last = (len(token_ids(models[0], text)) for text in (before, f"{before} 7</s>", between))
+    first_turn = "<s>[INST] 5 apples  [/INST]"
+    before_answer = f"{first_turn} 7</s>[INST] 12? [/INST]"
+    assert sequence.ids.tolist() == token_ids(models[0], f"{before_answer} {answer}</s>")
+    first, second, last = (
+        len(token_ids(models[0], text)) for text in (first_turn, f"{first_turn} 7</s>", before_answer)
+    )
     expected = [first <= at < second or at >= last for at in range(len(sequence))]
     assert sequence.train_mask.tolist() == expected
 
 
-def test_a_space_token_of_a_template_is_not_trained_in_other_vocabularies(families, tmp_path):
+def test_template_space_token_is_not_trained_with_a_byte_level_tokenizer(families, tmp_path):
     folder = shutil.copytree(families["teacher"], tmp_path / "byte-level")
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("bos_token", "''"))
     document = Document.from_messages(CONVERSATIONS[0])
@@ -177,29 +179,33 @@ def test_ce_and_forward_kl_are_averages_over_the_same_tokens(run, models, tokeni
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_cache_without_the_space_leaves_out_the_space_only(cache, tokenizer, number):
-    """Such caches were written by older versions: a position less, and in a conversation a shorter run."""
+def test_cache_without_the_space_position_omits_only_the_space(cache, tokenizer, number):
+    """Older versions wrote such caches: one position fewer, and in a conversation a shorter text run."""
     row = cache.read_document(number)
     (student,) = tokenize_documents(tokenizer, [row.document])
-    whole = make_loss_inputs(student, row.document, TeacherOutput(row.tokens, row.teacher_logprobs))
+    with_space = make_loss_inputs(student, row.document, TeacherOutput(row.tokens, row.teacher_logprobs))
     space = int(row.teacher_logprobs.positions[0])
     runs = row.tokens.text_runs.copy()
     runs[-1, 0] += number
     mask = row.tokens.train_mask & (np.arange(len(row.tokens)) != space)
-    tokens = TokenSequence(row.tokens.ids, row.tokens.byte_ends, mask, runs, row.tokens.segment_end_tokens)
+    tokens_without_space = TokenSequence(
+        row.tokens.ids, row.tokens.byte_ends, mask, runs, row.tokens.segment_end_tokens
+    )
     logprobs = row.teacher_logprobs
     observed = np.where(logprobs.positions == space, np.nan, logprobs.observed_logprobs)
     logprobs = replace(logprobs, observed_logprobs=observed)
-    older = make_loss_inputs(student, row.document, TeacherOutput(tokens, logprobs.drop_nan_positions()))
-    assert len(older.teacher_logprobs) == len(whole.teacher_logprobs) - 1
-    items, fewer = span_ranges(whole), span_ranges(older)
-    assert items.row_start.tolist() == list(range(int(student.train_mask.sum())))
-    assert fewer.row_start.tolist() == items.row_start[1:].tolist()
-    assert (fewer.position_stop - fewer.position_start == 1).all()
+    without_space = make_loss_inputs(
+        student, row.document, TeacherOutput(tokens_without_space, logprobs.drop_nan_positions())
+    )
+    assert len(without_space.teacher_logprobs) == len(with_space.teacher_logprobs) - 1
+    ranges, ranges_without_space = span_ranges(with_space), span_ranges(without_space)
+    assert ranges.row_start.tolist() == list(range(int(student.train_mask.sum())))
+    assert ranges_without_space.row_start.tolist() == ranges.row_start[1:].tolist()
+    assert (ranges_without_space.position_stop - ranges_without_space.position_start == 1).all()
 
 
-def test_a_rewritten_first_character_is_no_added_space_in_a_cache_either(run, models, pair, tmp_path):
-    """NFKC rewrites `½` to three characters; the first two of their tokens have no bytes of the text."""
+def test_normalized_first_character_is_not_an_added_space_in_a_cache(run, models, pair, tmp_path):
+    """NFKC normalizes `½` to three characters; the first two of their tokens have no bytes of the text."""
     folder = shutil.copytree(models[1], tmp_path / "normalizing")
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.NFKC()])
@@ -213,33 +219,37 @@ def test_a_rewritten_first_character_is_no_added_space_in_a_cache_either(run, mo
     teacher, student = Tokenizer(folder), Tokenizer(pair.teacher)
     for number, document in enumerate(documents):
         row = TeacherCache(tmp_path / "cache").read_document(number)
-        (theirs,), (mine,) = (tokenize_documents(one, [document]) for one in (teacher, student))
-        assert row.tokens.byte_ends.tolist() == theirs.byte_ends.tolist()
-        assert not theirs.exact
+        (teacher_sequence,), (student_sequence,) = (tokenize_documents(one, [document]) for one in (teacher, student))
+        assert row.tokens.byte_ends.tolist() == teacher_sequence.byte_ends.tolist()
+        assert not teacher_sequence.exact
         cached, online = (
-            make_loss_inputs(mine, document, TeacherOutput(tokens, row.teacher_logprobs)).spans
-            for tokens in (row.tokens, theirs)
+            make_loss_inputs(student_sequence, document, TeacherOutput(tokens, row.teacher_logprobs)).spans
+            for tokens in (row.tokens, teacher_sequence)
         )
         assert cached.tolist() == online.tolist()
 
 
 @pytest.mark.parametrize("metaspace_student", [False, True])
 @pytest.mark.parametrize("text", TEXTS[:5])
-def test_another_tokenizer_is_compared_from_the_first_byte_on(tokenizer, pair, cache, metaspace_student, text):
+def test_other_tokenizer_is_aligned_from_the_first_byte(tokenizer, pair, cache, metaspace_student, text):
     other, document = Tokenizer(pair.teacher), Document.from_text(text)
-    (mine,), (theirs,) = (tokenize_documents(one, [document]) for one in (tokenizer, other))
-    student, teacher = (mine, theirs) if metaspace_student else (theirs, mine)
+    (metaspace_sequence,), (other_sequence,) = (tokenize_documents(one, [document]) for one in (tokenizer, other))
+    student, teacher = (
+        (metaspace_sequence, other_sequence) if metaspace_student else (other_sequence, metaspace_sequence)
+    )
     logprobs = cache.read_document(0).teacher_logprobs
     inputs = make_loss_inputs(student, document, TeacherOutput(teacher, logprobs))
-    spans, plain = inputs.spans, align_sequences(student, teacher)
-    space = int(mine.byte_ends[1] == 0)
-    assert spans[0].tolist() == (plain[0] + [space * metaspace_student, 0, space * (not metaspace_student), 0]).tolist()
-    assert spans[1:].tolist() == plain[1:].tolist()
+    spans, aligned = inputs.spans, align_sequences(student, teacher)
+    space = int(metaspace_sequence.byte_ends[1] == 0)
+    assert (
+        spans[0].tolist() == (aligned[0] + [space * metaspace_student, 0, space * (not metaspace_student), 0]).tolist()
+    )
+    assert spans[1:].tolist() == aligned[1:].tolist()
     assert _unaligned([inputs], [student]) == (space * metaspace_student, int(student.train_mask.sum()))
 
 
-def test_the_sampled_tokens_of_an_answer_do_not_replace_the_space_before_it(tokenizer, models):
-    """The student sampled `201` after a prompt that ends with the space; a teacher reads it after another prompt."""
+def test_sampled_tokens_of_an_answer_do_not_replace_the_space_before_it(tokenizer, models):
+    """The student sampled `201` after a prompt that ends with the space; the teacher gets another prompt."""
     ids = token_ids(models[0], "<s>[INST] 12+5? [/INST] 201</s>")
     sampled = [False] * (len(ids) - 4) + [True] * 4
     document = replace(
@@ -248,9 +258,9 @@ def test_the_sampled_tokens_of_an_answer_do_not_replace_the_space_before_it(toke
             ids, sampled, np.where(sampled, -1.0, 0.0), tokenizer.fingerprint, tokenizer.template_fingerprint
         ),
     )
-    (own,) = tokenize_documents(tokenizer, [document])
-    assert (own.ids.tolist(), own.train_mask.tolist()) == (ids, sampled)
-    ((_, sequence),) = teacher_views(tokenizer, [document.with_teacher_prompt("Be exact.")])
-    assert sequence.ids[-5:].tolist() == ids[-5:]
-    assert sequence.train_mask.tolist() == [False] * (len(sequence) - 4) + [True] * 4
-    assert align_sequences(own, sequence)[:, 1].tolist() == list(range(len(ids) - 3, len(ids) + 1))
+    (student_sequence,) = tokenize_documents(tokenizer, [document])
+    assert (student_sequence.ids.tolist(), student_sequence.train_mask.tolist()) == (ids, sampled)
+    ((_, teacher_sequence),) = teacher_views(tokenizer, [document.with_teacher_prompt("Be exact.")])
+    assert teacher_sequence.ids[-5:].tolist() == ids[-5:]
+    assert teacher_sequence.train_mask.tolist() == [False] * (len(teacher_sequence) - 4) + [True] * 4
+    assert align_sequences(student_sequence, teacher_sequence)[:, 1].tolist() == list(range(len(ids) - 3, len(ids) + 1))

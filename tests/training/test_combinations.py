@@ -1,4 +1,4 @@
-"""What is tested apart elsewhere, together: narrow numbers, adapters and live teachers with shared work."""
+"""bf16, adapters and online teachers, each combined with several processes and sharded students."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from xtk_processes import run_xtk
 
 from xtk.training.metrics_file import read_metrics
 
-FIVE = ["--max-steps", 5, "--logging-steps", 1, "--learning-rate", 1e-3, "--save-steps", 0]
-TWO = ["--num-processes", 2]
+FIVE_STEPS = ["--max-steps", 5, "--logging-steps", 1, "--learning-rate", 1e-3, "--save-steps", 0]
+TWO_PROCESSES = ["--num-processes", 2]
 
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory) -> Path:
-    """A Llama that can be cut in two."""
+    """A Llama that can be split over two processes."""
     return make_students(tmp_path_factory.mktemp("students"))["llama"]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All numbers that a finished run has written, the adapter's among them."""
+    """Return all tensors that a finished run has written, including the adapter's."""
     return {
         f"{path.parent.name == 'adapter'} {name}": value
         for path in (*folder.glob("*.safetensors"), *folder.glob("adapter/*.safetensors"))
@@ -31,37 +31,44 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def farthest(found: Path, expected: Path) -> float:
-    """How far two students are apart: the largest difference of a matrix over its largest number."""
-    ours, theirs = weights_of(found), weights_of(expected)
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - one).abs().max() / one.abs().max()) for name, one in theirs.items())
+def largest_difference(found: Path, expected: Path) -> float:
+    """Return the largest difference of a matrix between two students, divided by its largest absolute value."""
+    found_weights, expected_weights = weights_of(found), weights_of(expected)
+    assert found_weights.keys() == expected_weights.keys()
+    return max(
+        float((found_weights[name] - one).abs().max() / one.abs().max()) for name, one in expected_weights.items()
+    )
 
 
-# --- bf16, weights shared out
+# --- bf16 with sharded weights
 
 
 @pytest.mark.long
-def test_bf16_over_shared_weights_learns_what_one_process_learns_and_adds_losses_in_fp32(student, cache, tmp_path):
-    arguments = ["distill", student, cache, "--loss", "ce", "--loss", "byte-kl", *FIVE]
-    narrow, half = ("--mixed-precision", "bf16"), ("--per-device-train-batch-size", 4)
+def test_bf16_with_fsdp_learns_like_one_process_and_sums_losses_in_fp32(student, cache, tmp_path):
+    arguments = ["distill", student, cache, "--loss", "ce", "--loss", "byte-kl", *FIVE_STEPS]
+    bf16, half_batch = ("--mixed-precision", "bf16"), ("--per-device-train-batch-size", 4)
     run_xtk(*arguments, "-o", tmp_path / "exact")
-    run_xtk(*arguments, *narrow, "-o", tmp_path / "one")
-    done = run_xtk(*arguments, *narrow, *half, *TWO, "--parallel", "fsdp=2", "-o", tmp_path / "two", fresh=True)
+    run_xtk(*arguments, *bf16, "-o", tmp_path / "one")
+    done = run_xtk(
+        *arguments, *bf16, *half_batch, *TWO_PROCESSES, "--parallel", "fsdp=2", "-o", tmp_path / "two", fresh=True
+    )
     assert "2 processes: 2-way FSDP" in done.stderr
-    told = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("exact", "one", "two")}
-    for one, two, exact in zip(told["one"], told["two"], told["exact"], strict=True):
+    metrics = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("exact", "one", "two")}
+    for one, two, exact in zip(metrics["one"], metrics["two"], metrics["exact"], strict=True):
         for loss in ("ce", "byte-kl"):
-            # A loss of 6 in bf16 would be a multiple of 1/32, half a percent of it.
+            # In bf16, a loss of 6 would be a multiple of 1/32, which is half a percent of it.
             assert two[loss] == pytest.approx(one[loss], rel=1e-3), loss
             assert two[loss] == pytest.approx(exact[loss], rel=5e-3), loss
             assert two[loss] != exact[loss]
     before = load_file(student / "model.safetensors")
-    after = {name: load_file(tmp_path / name / "model.safetensors") for name in told}
+    after = {name: load_file(tmp_path / name / "model.safetensors") for name in metrics}
     assert {value.dtype for value in after["two"].values()} == {torch.float32}
-    moves = {name: torch.cat([(one - before[key]).flatten() for key, one in of.items()]) for name, of in after.items()}
+    updates = {
+        name: torch.cat([(one - before[key]).flatten() for key, one in weights.items()])
+        for name, weights in after.items()
+    }
     for other in ("one", "exact"):
-        assert float(torch.cosine_similarity(moves["two"], moves[other], dim=0)) > 0.98
+        assert float(torch.cosine_similarity(updates["two"], updates[other], dim=0)) > 0.98
 
 
 # --- adapters
@@ -69,51 +76,53 @@ def test_bf16_over_shared_weights_learns_what_one_process_learns_and_adds_losses
 
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["dp=2", "fsdp=2"])
-def test_adapters_of_two_processes_are_those_of_one(student, cache, tmp_path, parallel):
-    arguments = ["distill", student, cache, *FIVE, "--lora-r", 4, "--lora-modules-to-save", "lm_head"]
+def test_adapters_of_two_processes_equal_those_of_one(student, cache, tmp_path, parallel):
+    arguments = ["distill", student, cache, *FIVE_STEPS, "--lora-r", 4, "--lora-modules-to-save", "lm_head"]
     run_xtk(*arguments, "-o", tmp_path / "one")
-    two = (*TWO, "--parallel", parallel, "--per-device-train-batch-size", 4, "--save-steps", 2)
+    two = (*TWO_PROCESSES, "--parallel", parallel, "--per-device-train-batch-size", 4, "--save-steps", 2)
     run_xtk(*arguments, *two, "-o", tmp_path / "two", fresh=True)
-    assert farthest(tmp_path / "two", tmp_path / "one") <= 5e-5
+    assert largest_difference(tmp_path / "two", tmp_path / "one") <= 5e-5
 
-    # What is left of a run that was killed after its second checkpoint goes on in the other layout.
+    # The files of a run that was killed after its second checkpoint are resumed in the other layout.
     (tmp_path / "other").mkdir()
     (tmp_path / "two" / "checkpoint-4").rename(tmp_path / "other" / "checkpoint-4")
     for name in ("recipe.json", "metrics.jsonl"):
         (tmp_path / "two" / name).rename(tmp_path / "other" / name)
-    other = {"dp=2": "fsdp=2", "fsdp=2": "dp=2"}[parallel]
-    done = run_xtk(*arguments, *two, "--parallel", other, "-o", tmp_path / "other", fresh=True)
+    other_layout = {"dp=2": "fsdp=2", "fsdp=2": "dp=2"}[parallel]
+    done = run_xtk(*arguments, *two, "--parallel", other_layout, "-o", tmp_path / "other", fresh=True)
     assert "resuming from" in done.stderr
-    assert farthest(tmp_path / "other", tmp_path / "one") <= 5e-5
+    assert largest_difference(tmp_path / "other", tmp_path / "one") <= 5e-5
 
 
-# --- live teachers, whose layout is not the student's
+# --- online teachers, whose layout is not the student's
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["tp=2", "cp=2", "fsdp=2"])
-def test_beside_its_teacher_a_student_that_is_shared_learns_to_the_bit_what_it_learns_from_a_cache(
+def test_sharded_student_learns_bitwise_equally_from_an_online_teacher_and_a_cache(
     student, pair, corpus, tmp_path, parallel
 ):
-    told = "top_k=16,batch_tokens=1"
+    teacher_options = "top_k=16,batch_tokens=1"
     run_xtk("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--precision", "float32", "--batch-tokens", 1,
             "-o", tmp_path / "cache")  # fmt: skip
-    shared = [*FIVE, *TWO, "--parallel", parallel, "--per-device-train-batch-size", 4, "-o"]
-    run_xtk("distill", student, tmp_path / "cache", *shared, tmp_path / "from-cache", fresh=True)
-    live = ("--teacher", f"{pair.teacher}:{told}", "--teacher-block-steps", 2)
-    run_xtk("distill", student, corpus, *live, *shared, tmp_path / "live", fresh=True)
-    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("live", "from-cache"))
-    assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
+    common = [*FIVE_STEPS, *TWO_PROCESSES, "--parallel", parallel, "--per-device-train-batch-size", 4, "-o"]
+    run_xtk("distill", student, tmp_path / "cache", *common, tmp_path / "from-cache", fresh=True)
+    online_teacher = ("--teacher", f"{pair.teacher}:{teacher_options}", "--teacher-block-steps", 2)
+    run_xtk("distill", student, corpus, *online_teacher, *common, tmp_path / "live", fresh=True)
+    online_metrics, cache_metrics = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("live", "from-cache"))
+    assert [line["loss"] for line in online_metrics] == [line["loss"] for line in cache_metrics]
     assert (tmp_path / "live" / "model.safetensors").read_bytes() == (
         tmp_path / "from-cache" / "model.safetensors"
     ).read_bytes()
 
 
 @pytest.mark.long
-def test_a_student_cut_in_two_directions_learns_from_a_teacher_cut_in_one(student, corpus, tmp_path):
+def test_student_with_tp_and_cp_learns_from_a_tensor_parallel_teacher(student, corpus, tmp_path):
     teacher = make_students(tmp_path / "teachers")["tied"]
-    run_xtk("distill", student, corpus, "--teacher", f"{teacher}:top_k=16", *FIVE, "-o", tmp_path / "one")
-    cut = ("--teacher", f"{teacher}:top_k=16,engine.tp_size=2", "--teacher-block-steps", 2)
+    run_xtk("distill", student, corpus, "--teacher", f"{teacher}:top_k=16", *FIVE_STEPS, "-o", tmp_path / "one")
+    tensor_parallel_teacher = ("--teacher", f"{teacher}:top_k=16,engine.tp_size=2", "--teacher-block-steps", 2)
     layout = ("--num-processes", 4, "--parallel", "tp=2,cp=2")
-    run_xtk("distill", student, corpus, *cut, *FIVE, *layout, "-o", tmp_path / "four", fresh=True)
-    assert farthest(tmp_path / "four", tmp_path / "one") <= 5e-4
+    run_xtk(
+        "distill", student, corpus, *tensor_parallel_teacher, *FIVE_STEPS, *layout, "-o", tmp_path / "four", fresh=True
+    )
+    assert largest_difference(tmp_path / "four", tmp_path / "one") <= 5e-4

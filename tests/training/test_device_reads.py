@@ -1,4 +1,4 @@
-"""A training step on a GPU: how often the host waits for the device; the code for GPUs gives the CPU's gradients."""
+"""Training steps on a simulated GPU: how often the host waits for the device, and gradients equal to the CPU's."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from xtk.training.train_config import LoggingConfig
 from xtk.training.training_loop import TrainingRun, _step, _step_batch_builder
 
 DOCUMENTS, STEPS = 6, 2
-ACROSS = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
-FEW = ["ce", "byte-kl", "gold"]
-CHUNK = 48  # rows: several chunks a pass
+CROSS_TOKENIZER_LOSSES = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
+FEW_LOSSES = ["ce", "byte-kl", "gold"]
+CHUNK_ROWS = 48  # rows; a pass has several chunks
 
 
 def take_steps(
@@ -42,7 +42,7 @@ def take_steps(
     parallel: ParallelConfig | None = None,
     **options: Any,
 ) -> Any:
-    """Take steps on the CPU or on the simulated device; return metrics, gradients, and the waits of each step."""
+    """Take steps on the CPU or on the simulated device; return metrics, gradients and the waits of each step."""
     recipe = dataclasses.replace(recipe_of(losses, batch, **options), max_grad_norm=max_norm)
     inputs = inputs_of(pair.student, [cache], recipe, (projection,))
     model = prepared(pair.student, recipe, inputs)
@@ -73,52 +73,52 @@ def take_steps(
     )
     recorder, waits, metrics = Recorder(model), [], []
     for step in range(STEPS):
-        with SimulatedCuda() if simulated else contextlib.nullcontext(SimpleNamespace(waits={}, places={})) as counted:
+        with SimulatedCuda() if simulated else contextlib.nullcontext(SimpleNamespace(waits={}, places={})) as counter:
             metrics.append(_step(run, recorder, _step_batch_builder(run)(step)))
-        waits.append(counted)
+        waits.append(counter)
     return metrics, {name: on_host(one) for name, one in recorder.gradients.items()}, waits
 
 
-TAKES_MINUTES = {"items of several chunks"}  # a chunk of one row, with the operations of a simulated device
-# Losses, options, rows of a chunk, and device-to-host reads.
+SLOW_CASES = {"items of several chunks"}  # chunks of one row are slow on the simulated device
+# Losses, options, rows per chunk, and device-to-host reads.
 DIVERGENCES = ["ce", "byte-kl:divergence=jsd,beta=0.3", "p-kl:divergence=reverse-kl,temperature=2"]
 CASES = {
-    "one pass": (FEW, {"batch": DOCUMENTS}, CHUNK, 1),
-    "three passes": (ACROSS, {"batch": 2}, CHUNK, 1),
-    "one chunk": (ACROSS, {"batch": 2}, 1000, 1),
-    "items of several chunks": (ACROSS, {"batch": 2}, 1, 1),
-    "divergences": (DIVERGENCES, {"batch": 3}, CHUNK, 1),
-    "clipped": (["ce", "alm"], {"batch": 2, "max_norm": 0.01}, CHUNK, 1),
-    "gradient checkpointing": (["ce", "byte-kl"], {"batch": 2, "gradient_checkpointing": True}, CHUNK, 1),
-    # The losses of the first passes, from which the factor follows, are read before the second ones.
-    "scaled": (["ce", "byte-kl"], {"batch": 2, "scale_kd_to": "ce"}, CHUNK, 2),
-    # Without packing, transformers itself reads once a forward pass, to see whether documents are packed.
-    "padded": (FEW, {"batch": 2, "packing": False}, CHUNK, 1 + DOCUMENTS // 2),
+    "one pass": (FEW_LOSSES, {"batch": DOCUMENTS}, CHUNK_ROWS, 1),
+    "three passes": (CROSS_TOKENIZER_LOSSES, {"batch": 2}, CHUNK_ROWS, 1),
+    "one chunk": (CROSS_TOKENIZER_LOSSES, {"batch": 2}, 1000, 1),
+    "items of several chunks": (CROSS_TOKENIZER_LOSSES, {"batch": 2}, 1, 1),
+    "divergences": (DIVERGENCES, {"batch": 3}, CHUNK_ROWS, 1),
+    "clipped": (["ce", "alm"], {"batch": 2, "max_norm": 0.01}, CHUNK_ROWS, 1),
+    "gradient checkpointing": (["ce", "byte-kl"], {"batch": 2, "gradient_checkpointing": True}, CHUNK_ROWS, 1),
+    # The losses of the first passes, which determine the scale, are read before the second passes.
+    "scaled": (["ce", "byte-kl"], {"batch": 2, "scale_kd_to": "ce"}, CHUNK_ROWS, 2),
+    # Without packing, transformers itself reads once per forward pass to detect packed documents.
+    "padded": (FEW_LOSSES, {"batch": 2, "packing": False}, CHUNK_ROWS, 1 + DOCUMENTS // 2),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.long] * (name in TAKES_MINUTES)) for name in CASES]
+    "case", [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW_CASES)) for name in CASES]
 )
-def test_a_step_reads_the_device_once_for_any_number_of_passes(pair, cache, projection, monkeypatch, case):
+def test_step_reads_the_device_once_for_any_number_of_passes(pair, cache, projection, monkeypatch, case):
     losses, options, rows, reads = CASES[case]
     monkeypatch.setattr(student_with_losses, "chunk_rows", lambda vocab_size: rows)
-    expected_metrics, expected, _ = take_steps(pair, cache, projection, losses, simulated=False, **options)
+    expected_metrics, expected_gradients, _ = take_steps(pair, cache, projection, losses, simulated=False, **options)
     metrics, gradients, waits = take_steps(pair, cache, projection, losses, simulated=True, **options)
-    for counted in waits:
-        places = "\n".join(f"{number} {place}" for place, number in counted.places.most_common())
-        assert counted.waits[READ] == reads, places
-        assert counted.waits[SHAPE] == counted.waits[UPLOAD] == 0, places
-    for (losses_here, norm_here), (losses_there, norm_there) in zip(metrics, expected_metrics, strict=True):
-        assert losses_here == pytest.approx(losses_there, rel=1e-5)
-        assert norm_here == pytest.approx(norm_there, rel=1e-4)
-    for name, gradient in expected.items():
+    for counter in waits:
+        read_locations = "\n".join(f"{count} {location}" for location, count in counter.places.most_common())
+        assert counter.waits[READ] == reads, read_locations
+        assert counter.waits[SHAPE] == counter.waits[UPLOAD] == 0, read_locations
+    for (found_losses, found_norm), (expected_losses, expected_norm) in zip(metrics, expected_metrics, strict=True):
+        assert found_losses == pytest.approx(expected_losses, rel=1e-5)
+        assert found_norm == pytest.approx(expected_norm, rel=1e-4)
+    for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
 
 
 class OneOfTwoProcesses:
-    """The device mesh of process 0 of two that have equal values, so that a sum is twice the own value."""
+    """The device mesh of process 0 of two that have equal values, so that a sum is twice the process's own value."""
 
     def get_local_rank(self, dimension: str) -> int:
         return 0
@@ -128,19 +128,21 @@ class OneOfTwoProcesses:
 
 
 @pytest.mark.parametrize(("options", "reads"), [({}, 2), ({"scale_kd_to": "ce"}, 3)], ids=["default", "scaled"])
-def test_with_several_processes_a_step_also_reads_their_counts(pair, cache, projection, monkeypatch, options, reads):
+def test_step_of_several_processes_also_reads_their_summed_counts(pair, cache, projection, monkeypatch, options, reads):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, group: values.mul_(2))
     options = {**options, "batch": 2, "parallel": ParallelConfig(dp=2, mesh=OneOfTwoProcesses())}
-    expected, gradients, _ = take_steps(pair, cache, projection, FEW[:2], simulated=False, **options)
-    metrics, found, waits = take_steps(pair, cache, projection, FEW[:2], simulated=True, **options)
-    for counted in waits:
-        places = "\n".join(f"{number} {place}" for place, number in counted.places.most_common())
-        assert counted.waits[READ] == reads, places
-        assert counted.waits[SHAPE] == counted.waits[UPLOAD] == 0, places
-    for (one, norm), (other, other_norm) in zip(metrics, expected, strict=True):
-        assert (one, norm) == (pytest.approx(other, rel=1e-5), pytest.approx(other_norm, rel=1e-4))
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+    expected_metrics, expected_gradients, _ = take_steps(
+        pair, cache, projection, FEW_LOSSES[:2], simulated=False, **options
+    )
+    metrics, gradients, waits = take_steps(pair, cache, projection, FEW_LOSSES[:2], simulated=True, **options)
+    for counter in waits:
+        read_locations = "\n".join(f"{count} {location}" for location, count in counter.places.most_common())
+        assert counter.waits[READ] == reads, read_locations
+        assert counter.waits[SHAPE] == counter.waits[UPLOAD] == 0, read_locations
+    for (losses, norm), (expected_losses, expected_norm) in zip(metrics, expected_metrics, strict=True):
+        assert (losses, norm) == (pytest.approx(expected_losses, rel=1e-5), pytest.approx(expected_norm, rel=1e-4))
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
 
 
 def test_all_memory_of_the_copy_stream_is_kept_until_the_step_has_used_it(monkeypatch):
@@ -156,13 +158,13 @@ def test_all_memory_of_the_copy_stream_is_kept_until_the_step_has_used_it(monkey
     with SimulatedCuda():
         moved_cells = cells.to(CUDA, 1.0)
         _wait_for(None, [moved_cells], CUDA)
-    there = {name: value for name, value in vars(moved_cells).items() if isinstance(value, SimulatedTensor)}
-    assert "ratio_statistics" in there
-    assert [name for name, value in there.items() if not value.is_recorded] == []
+    device_tensors = {name: value for name, value in vars(moved_cells).items() if isinstance(value, SimulatedTensor)}
+    assert "ratio_statistics" in device_tensors
+    assert [name for name, value in device_tensors.items() if not value.is_recorded] == []
 
 
-def test_the_count_sees_each_way_to_wait():
-    with SimulatedCuda() as counted:
+def test_simulated_device_counts_each_kind_of_wait():
+    with SimulatedCuda() as counter:
         numbers = torch.arange(6, device=CUDA)
         float(numbers[0]), numbers.tolist(), numbers.cpu()
         numbers[numbers > 2], numbers.nonzero(), numbers.repeat_interleave(numbers)
@@ -171,4 +173,4 @@ def test_the_count_sees_each_way_to_wait():
         torch.ones(1).pin_memory().to(CUDA, non_blocking=True), numbers.repeat_interleave(numbers, output_size=15)
         with pytest.raises(RuntimeError, match="two devices"):
             numbers + torch.ones(6)
-    assert counted.waits == {READ: 3, SHAPE: 3, UPLOAD: 4}
+    assert counter.waits == {READ: 3, SHAPE: 3, UPLOAD: 4}

@@ -1,4 +1,4 @@
-"""What a student is asked while it learns: the figures of `xtk evaluate`, and the run stays as it is."""
+"""Evaluation tasks during training: metrics equal to those of `xtk evaluate`, and unchanged trained weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from xtk.training.task_evaluation import check_supports_eval_tasks, parse_eval_t
 
 WITH_HARNESS = pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
 
-# It draws random numbers of every kind, as a reward may.
-JUDGE = """
+# It uses every random number generator, as a reward may.
+REWARD = """
 import random
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% if brief is not defined %}{{ raise_exception('brief or not?') }}{% endif %}"
     "{% for message in messages %}{{ message.content }}{% endfor %}{% if brief %} In short:{% endif %}"
 )
-TOLD = '{"brief": true, "kind": 1}'
+TEMPLATE_KWARGS = '{"brief": true, "kind": 1}'
 
 
 @pytest.fixture(scope="module")
@@ -46,88 +46,89 @@ def folder(pair, tmp_path_factory) -> Path:
     (folder / "student" / "chat_template.jinja").write_text(TEMPLATE)
     lm_eval_tasks.write_tasks(folder / "tasks")
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lm_eval_tasks.rows(7)))
-    (folder / "judge.py").write_text(JUDGE)
+    (folder / "judge.py").write_text(REWARD)
     return folder
 
 
-ASKED = [
+EVAL_TASKS = [
     "--eval-tasks", "problems.jsonl:reward=judge.py:length:weight=2,prompt=question,num_generations=2,temperature=1,"
-    f"max_completion_length=8,apply_chat_template=true,chat_template_kwargs={TOLD},seed=3",
+    f"max_completion_length=8,apply_chat_template=true,chat_template_kwargs={TEMPLATE_KWARGS},seed=3",
     "--eval-tasks", "choose_sum,write_sum:include_path=tasks,num_fewshot=1,apply_chat_template=true,"
-    f"chat_template_kwargs={TOLD}",
+    f"chat_template_kwargs={TEMPLATE_KWARGS}",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def train(run, cache, folder):
-    def one(name: str, *arguments: object, batch: int = 4, **options: object):
+    def train_student(name: str, *arguments: object, batch: int = 4, **options: object):
         command = ["distill", "student", cache, "--loss", "ce", "--loss", "byte-kl", "--max-steps", 4, "--save-steps",
                    2, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", batch,
                    "-o", name]  # fmt: skip
         return run(*command, *arguments, cwd=folder, **options)
 
-    return one
+    return train_student
 
 
 @pytest.fixture(scope="module")
-def asked(train, folder) -> Path:
-    train("asked", *ASKED, "--eval-steps", 2, "--eval-on-start", "--report-to", "tensorboard")
+def evaluated_run(train, folder) -> Path:
+    train("asked", *EVAL_TASKS, "--eval-steps", 2, "--eval-on-start", "--report-to", "tensorboard")
     return folder / "asked"
 
 
-def figures(folder: Path) -> dict[int, dict[str, float]]:
-    """What evaluations said, by step."""
+def eval_metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
+    """Return a run's evaluation metrics by step."""
     found = {}
     for record in read_metrics(folder / "metrics.jsonl"):
-        of = {key: value for key, value in record.items() if key.startswith("eval_")}
-        if of:
-            found[record["step"]] = of
+        metrics = {key: value for key, value in record.items() if key.startswith("eval_")}
+        if metrics:
+            found[record["step"]] = metrics
     return found
 
 
-def test_the_student_is_the_same_to_the_bit(train, folder, asked):
+def test_eval_tasks_do_not_change_the_trained_weights(train, folder, evaluated_run):
     train("plain")
-    assert (folder / "plain" / "model.safetensors").read_bytes() == (asked / "model.safetensors").read_bytes()
+    assert (folder / "plain" / "model.safetensors").read_bytes() == (evaluated_run / "model.safetensors").read_bytes()
     losses = [[record["loss"] for record in read_metrics(folder / name / "metrics.jsonl") if record["step"]]
               for name in ("plain", "asked")]  # fmt: skip
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
 
 
-def test_the_figures_are_those_of_evaluate_on_the_schedule(run, folder, asked):
-    found = figures(asked)
+def test_scheduled_task_metrics_equal_those_of_xtk_evaluate(run, folder, evaluated_run):
+    found = eval_metrics_by_step(evaluated_run)
     assert sorted(found) == [0, 2, 4]
     assert "eval_bits_per_byte" not in found[4]
-    answers = run("evaluate", "asked", "problems.jsonl", "--reward", "judge.py:length:weight=2", "--columns",
-                  "prompt=question", "--num-generations", 2, "--temperature", 1, "--max-completion-length", 8, "--seed",
-                  3, "--apply-chat-template", "--chat-template-kwargs", TOLD, "--json", cwd=folder)  # fmt: skip
-    told = json.loads(answers.stdout)
+    generation = run("evaluate", "asked", "problems.jsonl", "--reward", "judge.py:length:weight=2", "--columns",
+                     "prompt=question", "--num-generations", 2, "--temperature", 1, "--max-completion-length", 8,
+                     "--seed", 3, "--apply-chat-template", "--chat-template-kwargs", TEMPLATE_KWARGS, "--json",
+                     cwd=folder)  # fmt: skip
+    generation_results = json.loads(generation.stdout)
     for key in ("avg@2", "avg@2_error", "pass@1", "pass@2", "mean_length", "truncated_fraction"):
-        assert found[4][f"eval_problems/{key}"] == pytest.approx(told[key]), key
+        assert found[4][f"eval_problems/{key}"] == pytest.approx(generation_results[key]), key
     assert found[4]["eval_problems/avg@2"] != found[0]["eval_problems/avg@2"]
-    tasks = run("evaluate", "asked", "--tasks", "choose_sum,write_sum", "--include-path", "tasks", "--num-fewshot", 1,
-                "--apply-chat-template", "--chat-template-kwargs", TOLD, "--json", cwd=folder)  # fmt: skip
-    for task, scores in json.loads(tasks.stdout)["results"].items():
+    harness = run("evaluate", "asked", "--tasks", "choose_sum,write_sum", "--include-path", "tasks", "--num-fewshot", 1,
+                  "--apply-chat-template", "--chat-template-kwargs", TEMPLATE_KWARGS, "--json", cwd=folder)  # fmt: skip
+    for task, scores in json.loads(harness.stdout)["results"].items():
         for metric in scores.keys() - {"problems", "num_fewshot"}:
             assert found[4][f"eval_{task}/{metric}"] == pytest.approx(scores[metric]), metric
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folders = {path.parent for path in (asked / "trackers").rglob("*tfevents*")}
+    folders = {path.parent for path in (evaluated_run / "trackers").rglob("*tfevents*")}
     tags = {tag for one in folders for tag in EventAccumulator(str(one)).Reload().Tags()["scalars"]}
     assert {"eval_choose_sum/acc", "eval_problems/truncated_fraction"} <= tags
 
 
 @pytest.mark.long
-def test_two_processes_share_the_questions_and_say_the_same(train, folder, asked):
-    train("two", *ASKED, "--eval-steps", 2, "--num-processes", 2, batch=2)
-    one, two = figures(asked), figures(folder / "two")
+def test_two_processes_split_the_problems_and_log_the_same_metrics(train, folder, evaluated_run):
+    train("two", *EVAL_TASKS, "--eval-steps", 2, "--num-processes", 2, batch=2)
+    one, two = eval_metrics_by_step(evaluated_run), eval_metrics_by_step(folder / "two")
     assert sorted(two) == [2, 4]
     for step, found in two.items():
         assert found.keys() == one[step].keys()
-        assert found == pytest.approx(one[step], abs=0.03)  # dropout is drawn in other shares
+        assert found == pytest.approx(one[step], abs=0.03)  # each process samples dropout for its own documents
 
 
-def test_a_task_is_identified_by_the_contents_of_its_files_wherever_they_are(folder, tmp_path):
+def test_task_identity_depends_on_file_contents_and_not_on_paths(folder, tmp_path):
     def identity(tasks: Path) -> list[object]:
         (task,) = parse_eval_tasks([f"choose_sum:include_path={tasks}"])
         return task.identity
@@ -143,7 +144,7 @@ def test_a_task_is_identified_by_the_contents_of_its_files_wherever_they_are(fol
 
 
 def test_any_template_and_reward_text_has_an_identity(folder):
-    """A text that looks like `FILE.py:NAME` but is too long for a file name is no file."""
+    """A text that looks like `FILE.py:NAME` but is too long for a file name is not a file."""
     text = "x" * 300 + "{{ question }} in a file.py: "
     for options in (f"reward=exact,prompt_template={text}", f"reward=regex:pattern=a.py:{'b' * 300}.py:(c)"):
         (task,) = parse_eval_tasks([f"{folder / 'problems.jsonl'}:{options},prompt=question"])
@@ -151,7 +152,7 @@ def test_any_template_and_reward_text_has_an_identity(folder):
 
 
 @pytest.mark.parametrize("parallel", ["fsdp=2", "tp=2"])
-def test_a_student_that_is_cut_is_refused(folder, monkeypatch, parallel):
+def test_eval_tasks_refuse_a_sharded_student(folder, monkeypatch, parallel):
     monkeypatch.chdir(folder)
     tasks = parse_eval_tasks(["problems.jsonl:reward=exact,prompt=question"])
     with pytest.raises(XtkError, match="--eval-tasks needs an unsharded student"):
@@ -160,11 +161,11 @@ def test_a_student_that_is_cut_is_refused(folder, monkeypatch, parallel):
     check_supports_eval_tasks((), parse_parallel(parallel, 2))
 
 
-def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatch):
+def test_invalid_eval_tasks_are_refused_before_training(train, folder, monkeypatch):
     refused = train("never", "--eval-tasks", "problems.jsonl:reward=exact,prompt=nothing", code=1)
     assert (
         "this document has no column nothing; its columns: question" in refused.stderr
-    )  # "nothing" is the column that was named
+    )  # "nothing" is the name of the requested column
     assert not (folder / "never").exists()
     monkeypatch.chdir(folder)
     for text, message in [
@@ -181,9 +182,9 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
         ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "not a JSON object"),
         ("run_sum:include_path=tasks", "executes generated code"),
     ]:
-        with pytest.raises(XtkError) as refusal:
+        with pytest.raises(XtkError) as raised:
             parse_eval_tasks([text])
-        assert message in f"{refusal.value} {refusal.value.hint}", text
+        assert message in f"{raised.value} {raised.value.hint}", text
     problems = "problems.jsonl:reward=regex:pattern=[0-9],[0-9],match=full,prompt=question"
     with pytest.raises(XtkError, match="a value of --eval-tasks is empty"):
         parse_eval_tasks([""])

@@ -1,4 +1,4 @@
-"""`xtk export`: what a run has learnt, as others load it: the same numbers, in the files that they look for."""
+"""`xtk export`: the weights of a run, written as the files that other libraries load."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TRAINING = ["--loss", "ce", "--save-steps", 2, "--logging-steps", 1, "--learning
             "--per-device-train-batch-size", 4, "--max-steps"]  # fmt: skip
 
 
-def sign(run: Path) -> None:
-    """Let a finished run state the files that are in it now."""
-    stated = json.loads((run / "xtk.json").read_text())
-    content = {key: value for key, value in stated.items() if key not in ("files", "folders", "checksum")}
-    write_run_manifest(run, content, file_entries(run, stated["files"]))
+def rewrite_manifest(run: Path) -> None:
+    """Rewrite the manifest of a finished run for the files that the run contains now."""
+    manifest = json.loads((run / "xtk.json").read_text())
+    content = {key: value for key, value in manifest.items() if key not in ("files", "folders", "checksum")}
+    write_run_manifest(run, content, file_entries(run, manifest["files"]))
 
 
-def test_sizes_are_read_as_bytes():
+def test_sizes_are_parsed_as_bytes():
     for text, size in (("1B", 1), ("60KB", 60_000), ("60kib", 61_440), ("1.5GiB", 3 << 29), ("2TB", 2 * 10**12)):
         assert size_in_bytes(text) == size
     for text in ("huge", "iB", "0GB", "5", "-1GB", "1e3KB", "5PB"):
@@ -55,19 +55,19 @@ def logits_of(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory, corpus) -> Path:
-    """A finished run of a student with tied embeddings, a chat template, and another end of turn than its eos."""
+    """A finished run of a student with tied embeddings, chat templates, and an end-of-turn token other than eos."""
     root = tmp_path_factory.mktemp("exports")
     student = small_inputs.make_teacher(root / "student")
     (student / "chat_template.jinja").write_text(TEMPLATE)
     (student / "additional_chat_templates").mkdir()
     (student / "additional_chat_templates" / "tool_use.jinja").write_text(f"{{{{ tools }}}}{TEMPLATE}")
-    described = json.loads((student / "tokenizer_config.json").read_text())
-    (student / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "<|endoftext|>"}))
+    tokenizer_config = json.loads((student / "tokenizer_config.json").read_text())
+    (student / "tokenizer_config.json").write_text(json.dumps({**tokenizer_config, "eos_token": "<|endoftext|>"}))
     run_xtk("distill", student, corpus, *TRAINING, 3, "-o", root / "run")
     return root / "run"
 
 
-def test_one_chat_template_is_copied_byte_by_byte(tmp_path):
+def test_a_single_chat_template_is_copied_byte_by_byte(tmp_path):
     source, folder = (tmp_path / name for name in ("source", "copy"))
     source.mkdir()
     folder.mkdir()
@@ -82,7 +82,7 @@ def test_a_second_chat_template_is_kept(tied, tmp_path):
         assert Tokenizer(folder).template_fingerprint == Tokenizer(tied.parent / "student").template_fingerprint
 
 
-def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied, tmp_path):
+def test_export_writes_the_student_in_files_that_transformers_loads(tied, tmp_path):
     results = tmp_path / "results.json"
     results.write_text(
         json.dumps({"model": "a", "data": "test.txt", "bits_per_byte": 1.25, "bytes": 900}) + "\n"
@@ -90,26 +90,28 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
     )  # fmt: skip
     out = tmp_path / "deep" / "out"
     command = ["export", tied, "-o", out, "--max-shard-size", "60KB", "--evaluation", results, "--json"]
-    told = json.loads(run_xtk(*command).stdout)
+    report = json.loads(run_xtk(*command).stdout)
     assert torch.equal(logits_of(out), logits_of(tied))
 
-    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # who may read one may read all
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all files have the same permissions
     shards = sorted(out.glob("*.safetensors"))
-    assert len(shards) == told["shards"] > 1
+    assert len(shards) == report["shards"] > 1
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(index.values()) == {path.name for path in shards}
     assert "lm_head.weight" not in index
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert told["parameters"] == sum(one.numel() for one in model.parameters())
-    assert told["bytes"] == sum(path.stat().st_size for path in shards)
+    assert report["parameters"] == sum(one.numel() for one in model.parameters())
+    assert report["bytes"] == sum(path.stat().st_size for path in shards)
 
     tokenizer = AutoTokenizer.from_pretrained(out)
-    talk = [{"role": "user", "content": "Hi"}]
-    shown = "<|im_end|>user\nHi<|im_end|>\n<|im_end|>assistant\n"
-    assert tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == shown
-    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == ends == told["eos_token_ids"]
+    messages = [{"role": "user", "content": "Hi"}]
+    expected_prompt = "<|im_end|>user\nHi<|im_end|>\n<|im_end|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == expected_prompt
+    stop_ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert (
+        json.loads((out / "generation_config.json").read_text())["eos_token_id"] == stop_ids == report["eos_token_ids"]
+    )
 
     card = (out / "README.md").read_text()
     assert "| test.txt | bits_per_byte | 1.2500 |\n| gsm8k | exact_match | 0.5000 ± 0.0500 |" in card
@@ -117,14 +119,15 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
     assert str(tmp_path) not in card
     assert str(tied) not in (out / "xtk.json").read_text()
 
-    # Once more: found again; another request is refused, replaced only by force, and nothing is left behind.
-    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    compared = add_evaluation_table(
+    # The same command again finds the export. Another request is refused and replaces the export only with --force.
+    # No temporary files remain.
+    modified_times = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    table = add_evaluation_table(
         "## Recipe\n", [EvaluationResult("a", "t", "m", 0.5), EvaluationResult("b", "t", "m", 1.0, 0.25)]
     )
-    assert "| data | metric | a | b |\n| --- | --- | --- | --- |\n| t | m | 0.5000 | 1.0000 ± 0.2500 |\n" in compared
-    assert json.loads(run_xtk(*command).stdout) == told
-    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    assert "| data | metric | a | b |\n| --- | --- | --- | --- |\n| t | m | 0.5000 | 1.0000 ± 0.2500 |\n" in table
+    assert json.loads(run_xtk(*command).stdout) == report
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == modified_times
     refused = run_xtk("export", tied, "-o", out, "--dtype", "bfloat16", code=1).stderr
     assert "an export with other options or weights" in refused
     assert "dtype, max_shard_size, evaluation" in refused
@@ -139,33 +142,39 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_the_tokens_at_which_the_model_stopped_stay_and_text_is_no_end(tied, tmp_path):
+def test_export_keeps_the_models_special_stop_tokens_and_drops_text_tokens(tied, tmp_path):
     run = Path(shutil.copytree(tied, tmp_path / "run"))
     tokenizer = json.loads((run / "tokenizer.json").read_text())
-    added = {**tokenizer["added_tokens"][0], "id": (end := len(tokenizer["model"]["vocab"])), "content": "<|eom_id|>"}
-    (run / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": [*tokenizer["added_tokens"], added]}))
-    for name, ends in (("config.json", end), ("generation_config.json", [1, 2])):
-        (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), "eos_token_id": ends}))
-    sign(run)
-    told = export_student(ExportConfig(run), tmp_path / "out", force=False)
+    added_token = {
+        **tokenizer["added_tokens"][0],
+        "id": (end_of_message_id := len(tokenizer["model"]["vocab"])),
+        "content": "<|eom_id|>",
+    }
+    (run / "tokenizer.json").write_text(
+        json.dumps({**tokenizer, "added_tokens": [*tokenizer["added_tokens"], added_token]})
+    )
+    for name, eos_ids in (("config.json", end_of_message_id), ("generation_config.json", [1, 2])):
+        (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), "eos_token_id": eos_ids}))
+    rewrite_manifest(run)
+    report = export_student(ExportConfig(run), tmp_path / "out", force=False)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
-    assert written == told["eos_token_ids"] == [0, 1, end]
+    assert written == report["eos_token_ids"] == [0, 1, end_of_message_id]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_an_export_that_lacks_a_file_is_not_found_again(tied, tmp_path, name):
+def test_export_with_a_missing_file_is_refused_unless_forced(tied, tmp_path, name):
     out = tmp_path / "out"
     export_student(ExportConfig(tied), out, force=False)
     assert export_student(ExportConfig(tied), out, force=False)["kind"] == "exported-student"
     (out / name).unlink()
-    with pytest.raises(CorruptError, match="listed in the manifest, but it is missing") as refused:
+    with pytest.raises(CorruptError, match="listed in the manifest, but it is missing") as raised:
         export_student(ExportConfig(tied), out, force=False)
-    assert refused.value.where == str(out / name)
+    assert raised.value.where == str(out / name)
     export_student(ExportConfig(tied), out, force=True)
     assert (out / name).is_file()
 
 
-def test_a_link_to_a_folder_stays_one_and_leads_to_what_was_exported(tied, tmp_path):
+def test_export_to_a_symlink_keeps_the_link_and_writes_to_its_target(tied, tmp_path):
     (tmp_path / "disk" / "target").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
     for force in (False, True):
@@ -180,8 +189,8 @@ def test_a_link_to_a_folder_stays_one_and_leads_to_what_was_exported(tied, tmp_p
 
 
 @pytest.mark.slow
-def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair, cache, tmp_path):
-    """The run is stopped after two of four steps, and has two steps in all the second time: its end is known."""
+def test_checkpoint_with_an_adapter_is_merged_like_the_finished_student(pair, cache, tmp_path):
+    """Checkpoint 2 of a run of four steps is compared with the finished student of a run of two steps."""
     training = ["--lora-r", 4, "--lora-modules-to-save", "lm_head", "--lr-scheduler-type", "constant"]
     common = ["distill", pair.student, cache, *TRAINING]
     run_xtk(*common, 4, *training, "--warmup-steps", 1, "-o", tmp_path / "long")
@@ -196,12 +205,12 @@ def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair,
     assert "text alone" not in card
 
 
-def test_of_a_run_with_an_average_a_checkpoint_gives_the_average(pair, corpus, tmp_path):
+def test_export_of_a_checkpoint_uses_the_averaged_weights(pair, corpus, tmp_path):
     run_xtk("distill", pair.student, corpus, *TRAINING, 3, "--ema-decay", 0.5, "-o", tmp_path / "run")
     run_xtk("export", tmp_path / "run", "--checkpoint", 2, "--dtype", "float16", "-o", tmp_path / "out")
-    pieces = ShardedStateReader(sorted((tmp_path / "run" / "checkpoint-2" / "trainer").iterdir()))
+    trainer_state = ShardedStateReader(sorted((tmp_path / "run" / "checkpoint-2" / "trainer").iterdir()))
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-        assert torch.equal(tensor, pieces.read_unsharded(f"ema.{name}").half())
+        assert torch.equal(tensor, trainer_state.read_unsharded(f"ema.{name}").half())
 
 
 CONVERTER = """
@@ -216,7 +225,7 @@ given.outfile.write_bytes(b"GGUF" + given.outtype.encode())
 """
 
 
-def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monkeypatch):
+def test_invalid_export_requests_are_refused_and_leave_no_files(tied, pair, tmp_path, monkeypatch):
     converter = tmp_path / "convert_hf_to_gguf.py"
     converter.write_text(CONVERTER)
     unfinished = Path(shutil.copytree(tied, tmp_path / "unfinished"))
@@ -225,16 +234,16 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     weights = load_file(large / "model.safetensors")
     weights["model.norm.weight"] += 1e6
     save_file(weights, large / "model.safetensors", {"format": "pt"})
-    sign(large)
+    rewrite_manifest(large)
     damaged = Path(shutil.copytree(tied, tmp_path / "damaged"))
     first, *others = (damaged / "metrics.jsonl").read_text().splitlines(keepends=True)
     (damaged / "metrics.jsonl").write_text(first[: len(first) // 2] + "\n" + "".join(others))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("notes")
     (tmp_path / "empty.json").write_text("{}")
-    there = sorted(path.name for path in tmp_path.iterdir())
+    names_before = sorted(path.name for path in tmp_path.iterdir())
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    for told, run, options in (
+    for message, run, options in (
         ("this is not a run of xtk distill", pair.student, {}),
         ("the run to export is not finished.*, or use --checkpoint 2", unfinished, {}),
         ("not a JSON object.*metrics.jsonl, line 1", damaged, {}),
@@ -248,7 +257,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         ("--gguf-converter needs --gguf", tied, {"gguf_converter": str(converter)}),
         ("converter failed with exit code 2", tied, {"gguf": "x", "gguf_converter": str(converter)}),
     ):
-        with pytest.raises(XtkError, match="(?s)" + told):
+        with pytest.raises(XtkError, match="(?s)" + message):
             export_student(ExportConfig(run, **options), tmp_path / "out", force=False)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -256,15 +265,15 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         export_student(ExportConfig(tied), Path(), force=False)
     (tmp_path / "here").rmdir()
     monkeypatch.chdir(tmp_path)
-    for told, output in (
+    for message, output in (
         ("files that xtk did not write", "mine"),
         ("this path is a file", "empty.json"),
         ("use another -o, outside of the run", tied / "x"),
     ):
-        with pytest.raises(XtkError) as refused:
+        with pytest.raises(XtkError) as raised:
             export_student(ExportConfig(tied), tmp_path / output, force=True)
-        assert told in str(refused.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == there
+        assert message in str(raised.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names_before
     export_student(ExportConfig(tied, gguf="q8_0", gguf_converter=str(converter)), tmp_path / "out", force=False)
     assert (tmp_path / "out" / "model.gguf").read_bytes() == b"GGUFq8_0"
     converter.chmod(0o755)
@@ -273,13 +282,13 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     assert (tmp_path / "on-the-path" / "model.gguf").read_bytes() == b"GGUFf16"
 
 
-def test_without_a_token_nothing_is_written_for_the_hub(tied, tmp_path):
-    for told, name in (
+def test_push_to_hub_without_repository_name_or_token_writes_nothing(tied, tmp_path):
+    for message, name in (
         ("--push-to-hub 'mine' is not a repository name", "mine"),
         ("need an access token, and none was found", "me/mine"),
     ):
         command = ["export", tied, "-o", tmp_path / "out", "--push-to-hub", name]
         done = run_xtk(*command, code=1, env={"HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / "none")})
-        assert told in done.stderr
+        assert message in done.stderr
         assert done.stdout == ""
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""llama.cpp's own converter reads what `export` writes: weights, tokens and ends are those of the student."""
+"""The GGUF file that llama.cpp's converter writes from an export has the student's weights, tokens and eos token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import small_inputs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-READ = """
+READ_GGUF_SCRIPT = """
 import json, sys
 import numpy as np
 from gguf import GGUFReader, dequantize
@@ -35,7 +35,7 @@ print(json.dumps({
 
 
 @pytest.mark.long
-def test_a_student_is_what_it_was_in_llama_cpps_own_file(run, real_data, tmp_path):
+def test_gguf_file_of_llama_cpps_converter_contains_the_student(run, real_data, tmp_path):
     converter = Path(os.environ.get("XTK_GGUF_CONVERTER", ""))
     if not converter.is_file():
         pytest.skip("llama.cpp is not here: XTK_GGUF_CONVERTER is to name its convert_hf_to_gguf.py")
@@ -53,8 +53,8 @@ def test_a_student_is_what_it_was_in_llama_cpps_own_file(run, real_data, tmp_pat
     run("distill", student, data, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "run")
     out = tmp_path / "out"
     run("export", tmp_path / "run", "-o", out, "--gguf", "q8_0", "--gguf-converter", converter, timeout=600)
-    surroundings = {**os.environ, "PYTHONPATH": str(converter.parent / "gguf-py")}
-    command = [sys.executable, "-c", READ, str(out)]
-    told = json.loads(subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True).stdout)
-    assert max(told.pop("off")) < 1 / 127  # half a step of 8 bits
-    assert told == {"eos": 151645, "tokens": 151936, "kind": "qwen3", "template": True}
+    environment = {**os.environ, "PYTHONPATH": str(converter.parent / "gguf-py")}
+    command = [sys.executable, "-c", READ_GGUF_SCRIPT, str(out)]
+    content = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert max(content.pop("off")) < 1 / 127  # half a quantization step of 8 bits
+    assert content == {"eos": 151645, "tokens": 151936, "kind": "qwen3", "template": True}

@@ -1,4 +1,4 @@
-"""Evaluation while training says what a plain computation says, and leaves the run as it is."""
+"""Held-out evaluation during training: metrics equal to those of plain computations, and an unchanged run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def caches(run, pair, tmp_path_factory) -> Path:
-    """Held-out documents as the teacher said them, and as the student itself did."""
+    """Held-out documents, with caches of the teacher, of the student itself, and of the teacher's samples only."""
     folder = tmp_path_factory.mktemp("held-out")
     small_inputs.write_jsonl(folder / "data.jsonl", small_inputs.sentences(12, seed=21))
     for name in ("teacher", "student"):
@@ -55,65 +55,75 @@ def evaluate(student: Path, cache: Path, losses: list[str], projections: tuple[P
     return HeldOutEvaluator(inputs.held_out, model, inputs.tokenizer, 256, 0, ParallelConfig(), CPU)()
 
 
-def likeliest(folder: Path, ids: np.ndarray) -> np.ndarray:
-    """What a model finds likeliest behind each token, from full logits in float64."""
+def top1_tokens(folder: Path, ids: np.ndarray) -> np.ndarray:
+    """Return a model's most likely token after each token, from full logits in float64."""
     model = load_causal_lm(folder, dtype=torch.float64).eval()
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0].argmax(-1).numpy()
 
 
-def starts_of_both(pair, texts: list[str]):
-    """The tokens that student and teacher find likeliest, wherever both begin a trained token."""
+def top1_pairs(pair, texts: list[str]):
+    """Yield the most likely tokens of student and teacher wherever both begin a trained token."""
     documents = [Document.from_text(text) for text in texts]
-    students, teachers = (tokenize_documents(Tokenizer(folder), documents) for folder in (pair.student, pair.teacher))
-    for ours, theirs in zip(students, teachers, strict=True):
-        of_student, of_teacher = likeliest(pair.student, ours.ids), likeliest(pair.teacher, theirs.ids)
-        for start, stop, begin, end in align_sequences(ours, theirs).tolist():
-            if ours.train_mask[start:stop].all() and theirs.train_mask[begin:end].all():
-                yield int(of_student[start - 1]), int(of_teacher[begin - 1])
+    student_sequences, teacher_sequences = (
+        tokenize_documents(Tokenizer(folder), documents) for folder in (pair.student, pair.teacher)
+    )
+    for student_sequence, teacher_sequence in zip(student_sequences, teacher_sequences, strict=True):
+        student_top1, teacher_top1 = (
+            top1_tokens(pair.student, student_sequence.ids),
+            top1_tokens(pair.teacher, teacher_sequence.ids),
+        )
+        for start, stop, teacher_start, teacher_stop in align_sequences(student_sequence, teacher_sequence).tolist():
+            if (
+                student_sequence.train_mask[start:stop].all()
+                and teacher_sequence.train_mask[teacher_start:teacher_stop].all()
+            ):
+                yield int(student_top1[start - 1]), int(teacher_top1[teacher_start - 1])
 
 
-def test_top1_agreement_through_a_projection_is_that_of_full_logits(pair, caches, projection):
+def test_top1_agreement_through_a_projection_equals_that_of_full_logits(pair, caches, projection):
     weights = read_projection(projection)
     dense = np.zeros((weights.student_width, weights.teacher_width))
     dense[weights.entry_rows, weights.teacher_ids] = weights.weights
-    pairs = list(starts_of_both(pair, small_inputs.sentences(12, seed=21)))
-    agreed = [dense[ours].max() > 0 and dense[ours].argmax() == theirs for ours, theirs in pairs]
+    pairs = list(top1_pairs(pair, small_inputs.sentences(12, seed=21)))
+    agreed = [
+        dense[student_id].max() > 0 and dense[student_id].argmax() == teacher_id for student_id, teacher_id in pairs
+    ]
     found = evaluate(pair.student, caches / "teacher", ["p-kl"], (projection,))
     assert len(pairs) > 100
     assert found["eval_top1_agreement"] == pytest.approx(np.mean(agreed), abs=1e-12)
 
 
-def test_top1_agreement_without_a_projection_is_by_bytes(pair, caches):
-    padding = [b""] * 100  # rows of the heads above the tokens
-    spelled = [[*Tokenizer(folder).vocabulary.bytes_by_id, *padding] for folder in (pair.student, pair.teacher)]
-    ends = [Tokenizer(folder).special_token_ids["eos"] for folder in (pair.student, pair.teacher)]
-    pairs = list(starts_of_both(pair, small_inputs.sentences(12, seed=21)))
+def test_top1_agreement_without_a_projection_compares_bytes(pair, caches):
+    padding = [b""] * 100  # rows of the output heads above the vocabulary
+    bytes_by_id = [[*Tokenizer(folder).vocabulary.bytes_by_id, *padding] for folder in (pair.student, pair.teacher)]
+    eos_ids = [Tokenizer(folder).special_token_ids["eos"] for folder in (pair.student, pair.teacher)]
+    pairs = list(top1_pairs(pair, small_inputs.sentences(12, seed=21)))
     agreed = 0
-    for ours, theirs in pairs:
-        one, other = spelled[0][ours], spelled[1][theirs]
-        shorter = min(len(one), len(other))
-        agreed += (shorter > 0 and one[:shorter] == other[:shorter]) or [ours, theirs] == ends
+    for student_id, teacher_id in pairs:
+        student_bytes, teacher_bytes = bytes_by_id[0][student_id], bytes_by_id[1][teacher_id]
+        size = min(len(student_bytes), len(teacher_bytes))
+        agreed += (size > 0 and student_bytes[:size] == teacher_bytes[:size]) or [student_id, teacher_id] == eos_ids
     found = evaluate(pair.student, caches / "teacher", ["byte-kl"])
     assert found["eval_top1_agreement"] == pytest.approx(agreed / len(pairs), abs=1e-12)
 
 
 def test_special_tokens_agree_by_their_roles_and_others_by_their_bytes(pair):
-    meeting = BySpelling((b"", b"ab", b"c", b""), (b"a", b"abc", b"", b"x"), {0: 2})
-    students = np.repeat(np.arange(5), 4)
-    teachers = np.tile(np.arange(4, dtype=np.int32), 5)
-    found = meeting.matches(students, teachers).reshape(5, 4)
+    matching = BySpelling((b"", b"ab", b"c", b""), (b"a", b"abc", b"", b"x"), {0: 2})
+    student_ids = np.repeat(np.arange(5), 4)
+    teacher_ids = np.tile(np.arange(4, dtype=np.int32), 5)
+    found = matching.matches(student_ids, teacher_ids).reshape(5, 4)
     assert np.argwhere(found).tolist() == [[0, 2], [1, 0], [1, 1]]
 
 
-def test_a_student_agrees_with_itself_and_its_kl_to_itself_is_nothing(pair, caches):
+def test_a_student_agrees_with_itself_and_its_kl_to_itself_is_zero(pair, caches):
     found = evaluate(pair.student, caches / "student", ["forward-kl"])
     assert found["eval_top1_agreement"] == 1.0
     assert abs(found["eval_forward-kl"]) < 1e-5
     assert found["eval_distillation_loss"] == found["eval_loss"] == found["eval_forward-kl"]
 
 
-def test_the_cross_entropy_is_that_of_all_tokens_if_the_run_leaves_out_white_space(run, pair, tmp_path):
+def test_eval_ce_includes_whitespace_that_the_training_loss_masks(run, pair, tmp_path):
     small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has\n\n  two\n apples.", "\n\n  One\n\n"])
     run("cache-teacher", pair.teacher, "data.jsonl", "--top-k", 4, "-o", "cache", cwd=tmp_path)
     expected = evaluate(pair.student, tmp_path / "cache", ["byte-kl"])["eval_ce"]
@@ -122,7 +132,7 @@ def test_the_cross_entropy_is_that_of_all_tokens_if_the_run_leaves_out_white_spa
     assert masked["eval_loss"] - masked["eval_byte-kl"] != pytest.approx(expected, rel=1e-3)
 
 
-def test_the_cross_entropy_of_held_out_text_is_always_told(pair, caches):
+def test_eval_ce_is_reported_even_if_ce_is_not_a_loss(pair, caches):
     found = evaluate(pair.student, caches / "teacher", ["byte-kl"])
     nats, count = 0.0, 0
     model = load_causal_lm(pair.student, dtype=torch.float64).eval()
@@ -134,16 +144,16 @@ def test_the_cross_entropy_of_held_out_text_is_always_told(pair, caches):
         nats -= float(logprobs[torch.arange(len(ids) - 1), ids[1:]].sum())
         count += len(ids) - 1
     assert found["eval_ce"] == pytest.approx(nats / count, rel=1e-6)
-    assert found["eval_loss"] == found["eval_byte-kl"]  # it is told, and no part of the sum
+    assert found["eval_loss"] == found["eval_byte-kl"]  # eval_ce is reported, but is not part of the sum
 
 
-def test_of_draws_alone_nobody_knows_the_likeliest_token(pair, caches):
+def test_top1_agreement_is_unavailable_for_sampled_supports(pair, caches):
     found = evaluate(pair.student, caches / "sample", ["byte-kl"])
     assert "eval_byte-kl" in found
     assert "eval_top1_agreement" not in found
 
 
-def test_held_out_caches_of_others_are_refused(pair, caches):
+def test_eval_caches_of_other_teachers_or_in_wrong_number_are_refused(pair, caches):
     for held_out, message in [
         ((caches / "student",), "a cache of --eval-data is from a teacher with another vocabulary"),
         ((caches / "teacher", caches / "teacher"), "--eval-data has 2 caches for 1 teachers"),
@@ -157,7 +167,7 @@ def test_held_out_caches_of_others_are_refused(pair, caches):
 
 @pytest.fixture(scope="module")
 def with_dropout(pair, tmp_path_factory) -> Path:
-    """The student, with dropout: who draws a number too many gets another one."""
+    """The student with dropout: a run that samples one random number too many trains other weights."""
     folder = tmp_path_factory.mktemp("dropout") / "student"
     shutil.copytree(pair.student, folder)
     configuration = json.loads((folder / "config.json").read_text())
@@ -172,7 +182,7 @@ def arguments(with_dropout, cache, caches) -> list[object]:
             "--per-device-train-batch-size", 4]  # fmt: skip
 
 
-EVALUATED = ["--eval-on-start", "--eval-steps", 1, "--report-to", "tensorboard"]
+EVALUATION = ["--eval-on-start", "--eval-steps", 1, "--report-to", "tensorboard"]
 
 
 @pytest.fixture(scope="module")
@@ -184,22 +194,22 @@ def plain(run, arguments, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(run, arguments, caches, tmp_path_factory) -> Path:
-    """The same with evaluations, a tracker, and batches made by two processes; ended once in the middle."""
+    """The same run with evaluations, a tracker and two data loader workers, interrupted and resumed once."""
     folder = tmp_path_factory.mktemp("evaluated") / "out"
-    command = [*arguments, "--eval-data", caches / "teacher", *EVALUATED, "--dataloader-num-workers", 2, "-o", folder]
+    command = [*arguments, "--eval-data", caches / "teacher", *EVALUATION, "--dataloader-num-workers", 2, "-o", folder]
     run(*command)
-    (folder / "xtk.json").unlink()  # as if it had ended behind its last checkpoint
+    (folder / "xtk.json").unlink()  # as if it had ended after its last checkpoint
     assert "resuming from" in run(*command).stderr
     return folder
 
 
 @pytest.mark.long
-def test_evaluations_and_workers_change_nothing(plain, evaluated):
+def test_evaluations_and_data_loader_workers_do_not_change_the_run(plain, evaluated):
     assert (plain / "model.safetensors").read_bytes() == (evaluated / "model.safetensors").read_bytes()
-    clocks = {"tokens_per_second", "training_seconds", "data_wait_fraction", "peak_memory_gib"}
+    varying_metrics = {"tokens_per_second", "training_seconds", "data_wait_fraction", "peak_memory_gib"}
     records = [
         [
-            {key: value for key, value in record.items() if key not in clocks and not key.startswith("eval_")}
+            {key: value for key, value in record.items() if key not in varying_metrics and not key.startswith("eval_")}
             for record in read_metrics(folder / "metrics.jsonl")
             if record["step"]
         ]
@@ -209,7 +219,7 @@ def test_evaluations_and_workers_change_nothing(plain, evaluated):
 
 
 @pytest.mark.slow
-def test_the_gain_is_known(run, evaluated, with_dropout, caches):
+def test_eval_bits_per_byte_before_and_after_training_equal_xtk_evaluate(run, evaluated, with_dropout, caches):
     records = {record["step"]: record for record in read_metrics(evaluated / "metrics.jsonl")}
     assert sorted(records) == [0, 1, 2, 3, 4]
     data = caches / "data.jsonl"
@@ -227,7 +237,7 @@ def test_the_gain_is_known(run, evaluated, with_dropout, caches):
 
 
 @pytest.mark.slow
-def test_a_tracker_gets_each_step_once_in_one_run(evaluated):
+def test_a_tracker_logs_each_step_once_in_one_run(evaluated):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = evaluated / "trackers" / "xtk"
@@ -239,7 +249,7 @@ def test_a_tracker_gets_each_step_once_in_one_run(evaluated):
     assert bits == [0, 1, 2, 3, 4]
 
 
-def test_plain_data_is_told_its_bits_and_cross_entropy(run, arguments, caches, tmp_path):
+def test_evaluation_on_plain_data_reports_bits_per_byte_and_ce(run, arguments, caches, tmp_path):
     run(*arguments, "--max-steps", 1, "--eval-data", caches / "data.jsonl", "-o", tmp_path / "out")
     (record,) = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert {name for name in record if name.startswith("eval_")} == {"eval_bits_per_byte", "eval_ce"}
@@ -254,7 +264,7 @@ def test_a_tracker_that_is_not_installed_is_refused(run, arguments, tmp_path, na
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_worker_meets_is_told_as_its_own(run, arguments, cache, tmp_path):
+def test_errors_in_a_data_loader_worker_are_reported_like_those_of_the_run(run, arguments, cache, tmp_path):
     damaged = tmp_path / "cache"
     shutil.copytree(cache, damaged)
     shard = max(damaged.glob("*.arrow"), key=os.path.getsize)
@@ -262,44 +272,44 @@ def test_what_a_worker_meets_is_told_as_its_own(run, arguments, cache, tmp_path)
     middle = len(content) // 2
     content[middle : middle + 400] = bytes(byte ^ 0xFF for byte in content[middle : middle + 400])
     shard.write_bytes(content)
-    told = [
+    outputs = [
         run(*arguments[:2], damaged, *arguments[3:], "--num-train-epochs", 1, "--max-steps", 0,
             "--dataloader-num-workers", workers, "-o", tmp_path / f"out-{workers}", code=1).stderr
         for workers in (0, 1)
     ]  # fmt: skip
-    errors = [[line for line in text.splitlines() if line.startswith(("xtk:", "  where", "  try"))] for text in told]
+    errors = [[line for line in text.splitlines() if line.startswith(("xtk:", "  where", "  try"))] for text in outputs]
     assert errors[0] == errors[1] != []
 
 
 @pytest.mark.long
-def test_workers_end_with_the_run_and_a_killed_one_ends_it(arguments, tmp_path):
-    """The run of a killed worker says so; the workers of a killed run leave."""
+def test_workers_end_with_the_run_and_a_killed_worker_ends_the_run(arguments, tmp_path):
+    """The run of a killed worker reports it; the workers of a killed run exit."""
     for victim, expected in (("worker", 1), ("run", -signal.SIGKILL)):
         output = tmp_path / victim
         command = [*arguments, "--max-steps", 100_000, "--dataloader-num-workers", 1, "--save-steps", 0, "-o", output]
         process = subprocess.Popen(
             [sys.executable, "-m", "xtk", *map(str, command)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        until = time.monotonic() + 120
-        while not read_metrics(output / "metrics.jsonl") and process.poll() is None and time.monotonic() < until:
+        deadline = time.monotonic() + 120
+        while not read_metrics(output / "metrics.jsonl") and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        workers = [child for child in children_of(process.pid) if "spawn_main" in words_of(child)]
+        workers = [child for child in children_of(process.pid) if "spawn_main" in command_line_of(child)]
         assert len(workers) == 1
         os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
-        _, told = process.communicate(timeout=60)
-        assert process.returncode == expected, told
-        assert "Traceback" not in told
-        assert (victim == "worker") == ("a process of --dataloader-num-workers was killed" in told)
-        while any(words_of(worker) for worker in workers) and time.monotonic() < until + 30:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == expected, stderr
+        assert "Traceback" not in stderr
+        assert (victim == "worker") == ("a process of --dataloader-num-workers was killed" in stderr)
+        while any(command_line_of(worker) for worker in workers) and time.monotonic() < deadline + 30:
             time.sleep(0.05)
-        assert not any(words_of(worker) for worker in workers)
+        assert not any(command_line_of(worker) for worker in workers)
 
 
 def children_of(parent: int) -> list[int]:
     return [int(word) for path in Path(f"/proc/{parent}/task").glob("*/children") for word in path.read_text().split()]
 
 
-def words_of(process: int) -> str:
+def command_line_of(process: int) -> str:
     try:
         return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
     except OSError:

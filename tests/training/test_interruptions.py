@@ -1,4 +1,4 @@
-"""A run that is asked to stop, killed, slowed down or given bad numbers goes on as if nothing had been."""
+"""Runs that are stopped, killed, blocked or have non-finite losses; averaged weights, early stopping, model card."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from xtk.training.model_card import public_model_name
 pytestmark = pytest.mark.slow
 
 STEPS = 16
-COME_AGAIN = 75
-TWO = ("--num-processes", 2, "--per-device-train-batch-size", 2)
+EXIT_RESUMABLE = 75
+TWO_PROCESSES = ("--num-processes", 2, "--per-device-train-batch-size", 2)
 
 
 @pytest.fixture(scope="module")
 def arguments(pair, corpus) -> list[object]:
-    """Sixteen steps with a line of metrics each and a checkpoint every second; the output is given last."""
+    """Arguments of sixteen steps, with metrics of each step and a checkpoint every two; the output path comes last."""
     return [
         "distill", pair.student, corpus, "--loss", "ce", "--max-steps", STEPS, "--save-steps", 2, "--save-total-limit",
         STEPS, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4, "-o",
@@ -52,101 +52,101 @@ def arguments(pair, corpus) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def whole(arguments, tmp_path_factory) -> Path:
-    """The run that nothing interrupts."""
+def uninterrupted(arguments, tmp_path_factory) -> Path:
+    """A run that is not interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     run_xtk(*arguments, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def whole_of_two(arguments, tmp_path_factory) -> Path:
-    """That of two processes."""
+def uninterrupted_two_processes(arguments, tmp_path_factory) -> Path:
+    """The same run with two processes."""
     folder = tmp_path_factory.mktemp("whole-of-two") / "out"
-    assert "2 processes: 2-way data parallel" in run_xtk(*arguments, folder, *TWO, fresh=True).stderr
+    assert "2 processes: 2-way data parallel" in run_xtk(*arguments, folder, *TWO_PROCESSES, fresh=True).stderr
     return folder
 
 
-def newest(output: Path) -> int:
+def newest_step(output: Path) -> int:
     return max((int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*")), default=0)
 
 
-# --- asked to stop
+# --- signals, time limits and kills
 
 
-def test_sigterm_saves_after_the_step_and_ends_with_75(arguments, whole, tmp_path):
+def test_sigterm_saves_after_the_step_and_exits_with_75(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
     code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGTERM)
-    assert code == COME_AGAIN
+    assert code == EXIT_RESUMABLE
     assert "Traceback" not in stderr
-    assert f"stopped after step {newest(output)} of {STEPS}: SIGTERM" in stderr
+    assert f"stopped after step {newest_step(output)} of {STEPS}: SIGTERM" in stderr
     assert "resuming from" in run_xtk(*arguments, output).stderr
-    assert_same(output, whole)
+    assert_same(output, uninterrupted)
 
 
-def test_a_time_limit_saves_and_ends_with_75_until_the_run_is_done(arguments, tmp_path):
-    three = [*arguments[:-1], "--max-steps", 3, "-o"]
-    run_xtk(*three, tmp_path / "whole")
-    sliced = [*three, tmp_path / "sliced", "--max-seconds", 0.001]
+def test_a_time_limit_saves_and_exits_with_75_until_the_run_is_done(arguments, tmp_path):
+    three_steps = [*arguments[:-1], "--max-steps", 3, "-o"]
+    run_xtk(*three_steps, tmp_path / "whole")
+    limited = [*three_steps, tmp_path / "sliced", "--max-seconds", 0.001]
     for step in (1, 2):
-        done = run_xtk(*sliced, code=COME_AGAIN)
+        done = run_xtk(*limited, code=EXIT_RESUMABLE)
         assert f"stopped after step {step} of 3: --max-seconds is over" in done.stderr
         assert done.stdout == ""
-    assert run_xtk(*sliced).stdout == f"{tmp_path}/sliced\n"
+    assert run_xtk(*limited).stdout == f"{tmp_path}/sliced\n"
     assert_same(tmp_path / "sliced", tmp_path / "whole")
 
 
-def test_two_processes_stop_together_end_when_one_is_killed_and_go_on(arguments, whole_of_two, tmp_path):
+def test_two_processes_stop_together_end_if_one_is_killed_and_resume(arguments, uninterrupted_two_processes, tmp_path):
     output = tmp_path / "out"
-    code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGUSR1, *TWO)
-    assert code == COME_AGAIN, stderr
-    stopped_at = newest(output)
+    code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGUSR1, *TWO_PROCESSES)
+    assert code == EXIT_RESUMABLE, stderr
+    stopped_at = newest_step(output)
     assert f"stopped after step {stopped_at} of {STEPS}: SIGUSR1" in stderr
     assert "Traceback" not in stderr
     assert_none_left(output)
 
-    process = start([*arguments, output, *TWO])
+    process = start([*arguments, output, *TWO_PROCESSES])
     wait_for(output / f"checkpoint-{stopped_at // 2 * 2 + 2}", process)
     os.kill(worker(output, rank=1), signal.SIGKILL)
-    killed = time.monotonic()
+    killed_at = time.monotonic()
     code, stderr = ended(process, output)
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - killed_at < 30
     assert code == 128 + signal.SIGKILL
     assert "training process 1 was killed by the signal SIGKILL" in stderr
     assert_none_left(output)
 
-    assert "resuming from" in run_xtk(*arguments, output, *TWO, fresh=True).stderr
-    assert_same(output, whole_of_two)
+    assert "resuming from" in run_xtk(*arguments, output, *TWO_PROCESSES, fresh=True).stderr
+    assert_same(output, uninterrupted_two_processes)
 
 
 @pytest.mark.long
-def test_a_process_that_hangs_ends_the_run_after_the_timeout(arguments, tmp_path):
+def test_a_hanging_process_ends_the_run_after_the_timeout(arguments, tmp_path):
     output = tmp_path / "out"
-    process = start([*arguments, output, *TWO, "--ddp-timeout", 5])
+    process = start([*arguments, output, *TWO_PROCESSES, "--ddp-timeout", 5])
     wait_for(output / "checkpoint-4", process)
     os.kill(worker(output, rank=1), signal.SIGSTOP)
-    stopped = time.monotonic()
+    stopped_at = time.monotonic()
     code, stderr = ended(process, output)
-    assert time.monotonic() - stopped < 45  # it takes 38 s (docs/explanation/decisions.md)
+    assert time.monotonic() - stopped_at < 45  # it takes 38 s (docs/explanation/decisions.md)
     assert code == 1
     assert "a process of this run did not respond within --ddp-timeout" in stderr
     assert_none_left(output)
 
 
 @pytest.mark.long
-def test_workers_die_with_their_launcher(arguments, tmp_path):
+def test_training_processes_end_with_their_launcher(arguments, tmp_path):
     output = tmp_path / "out"
-    code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGKILL, *TWO)
+    code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGKILL, *TWO_PROCESSES)
     assert code == -signal.SIGKILL
     assert_none_left(output)
 
 
 @pytest.mark.long
-def test_torchrun_starts_again_what_was_killed_and_it_goes_on(arguments, whole_of_two, tmp_path):
+def test_torchrun_restarts_killed_processes_and_the_run_resumes(arguments, uninterrupted_two_processes, tmp_path):
     output = tmp_path / "out"
     launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
                 "--nproc-per-node", 2, "--max-restarts", 2]  # fmt: skip
-    process = start([*arguments, output, *TWO[2:]], launcher)
+    process = start([*arguments, output, *TWO_PROCESSES[2:]], launcher)
     for checkpoint in (4, 8):
         wait_for(output / f"checkpoint-{checkpoint}", process)
         os.kill(worker(output, rank=1), signal.SIGKILL)
@@ -154,124 +154,134 @@ def test_torchrun_starts_again_what_was_killed_and_it_goes_on(arguments, whole_o
     assert process.returncode == 0, stderr
     assert stdout == f"{output}\n"
     assert stderr.count("resuming from") == 2
-    assert_same(output, whole_of_two)
+    assert_same(output, uninterrupted_two_processes)
 
 
-def kill_at_random_instants(arguments: list[object], whole: Path, folder: Path, kills: int, *extra: object) -> None:
-    """Kill a run, up to three steps further each time, until it was killed so often; another one when it has ended."""
-    draw = random.Random(kills)
+def kill_at_random_instants(
+    arguments: list[object], uninterrupted: Path, folder: Path, kills: int, *extra_arguments: object
+) -> None:
+    """Kill a run `kills` times, up to three steps further each time; when it has ended, start another run."""
+    rng = random.Random(kills)
     output = folder / "out"
     while kills:
         metrics = output / "metrics.jsonl"
-        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
-        target = newest(output) + draw.randint(0, 3)
-        process = start([*arguments, output, *extra])
-        until = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < until:
-            begun = metrics.exists() and metrics.stat().st_mtime_ns != before
-            if begun and len(told(output)) >= target:
+        earlier_mtime = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        target = newest_step(output) + rng.randint(0, 3)
+        process = start([*arguments, output, *extra_arguments])
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            has_started = metrics.exists() and metrics.stat().st_mtime_ns != earlier_mtime
+            if has_started and len(told(output)) >= target:
                 break
             time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.03))
+        time.sleep(rng.uniform(0, 0.03))
         process.kill()
         process.communicate(timeout=60)
         assert_none_left(output)
         kills -= not (output / "xtk.json").exists()
         if (output / "xtk.json").exists() or not kills:
-            run_xtk(*arguments, output, *extra, fresh=True)
-            assert_same(output, whole)
+            run_xtk(*arguments, output, *extra_arguments, fresh=True)
+            assert_same(output, uninterrupted)
             shutil.rmtree(output)
 
 
 @pytest.mark.long
-def test_killed_at_random_instants_the_curve_is_that_of_the_whole_run(arguments, whole, tmp_path):
-    kill_at_random_instants(arguments, whole, tmp_path, 3)
+def test_a_run_killed_three_times_equals_an_uninterrupted_run(arguments, uninterrupted, tmp_path):
+    kill_at_random_instants(arguments, uninterrupted, tmp_path, 3)
 
 
 @pytest.mark.long
-def test_so_it_is_fifty_times(arguments, whole, tmp_path):
-    kill_at_random_instants(arguments, whole, tmp_path, 50)
+def test_runs_killed_fifty_times_equal_an_uninterrupted_run(arguments, uninterrupted, tmp_path):
+    kill_at_random_instants(arguments, uninterrupted, tmp_path, 50)
 
 
 @pytest.mark.long
-def test_so_it_is_ten_times_with_two_processes(arguments, whole_of_two, tmp_path):
-    kill_at_random_instants(arguments, whole_of_two, tmp_path, 10, *TWO)
+def test_runs_of_two_processes_killed_ten_times_equal_an_uninterrupted_run(
+    arguments, uninterrupted_two_processes, tmp_path
+):
+    kill_at_random_instants(arguments, uninterrupted_two_processes, tmp_path, 10, *TWO_PROCESSES)
 
 
-# --- steps whose loss is no number
+# --- steps with a non-finite loss
 
 
 @pytest.fixture(scope="module")
-def broken(pair, tmp_path_factory) -> tuple[list[object], list[int]]:
-    """A student whose gradient is not finite at one token, though its weights are, and the steps that read it."""
+def nonfinite_run(pair, tmp_path_factory) -> tuple[list[object], list[int]]:
+    """Arguments for a student with finite weights whose gradient is not finite at one token, and the steps with it."""
     folder = tmp_path_factory.mktemp("broken")
     texts = sentences(24, seed=5)
     tokenizer = Tokenizer(pair.student)
-    read = [set(encoded.ids.tolist()) for encoded in tokenizer.encode(texts)]
-    few = [token for token in range(9, len(tokenizer)) if 3 <= sum(token in ids for ids in read) <= 4]
+    ids_of_documents = [set(encoded.ids.tolist()) for encoded in tokenizer.encode(texts)]
+    rare_tokens = [
+        token for token in range(9, len(tokenizer)) if 3 <= sum(token in ids for ids in ids_of_documents) <= 4
+    ]
     shutil.copytree(pair.student, folder / "student")
     weights = load_file(folder / "student" / "model.safetensors")
-    weights["model.embed_tokens.weight"][few[0]] = 3e38
+    weights["model.embed_tokens.weight"][rare_tokens[0]] = 3e38
     save_file(weights, folder / "student" / "model.safetensors", metadata={"format": "pt"})
     data = write_jsonl(folder / "data.jsonl", texts)
-    order = BatchSampler(np.arange(24), np.array([len(text.encode()) for text in texts]), 4, 42)
-    skipped = [step + 1 for step in range(6) if any(few[0] in read[number] for number in order.documents_of_step(step))]
+    sampler = BatchSampler(np.arange(24), np.array([len(text.encode()) for text in texts]), 4, 42)
+    skipped = [
+        step + 1
+        for step in range(6)
+        if any(rare_tokens[0] in ids_of_documents[number] for number in sampler.documents_of_step(step))
+    ]
     assert 0 < len(skipped) < 5
     arguments = ["distill", folder / "student", data, "--loss", "ce", "--max-steps", 6, "--logging-steps", 1,
                  "--learning-rate", 1e-3, "--save-steps", 1, "--save-total-limit", 9, "-o"]  # fmt: skip
     return arguments, skipped
 
 
-def test_a_step_whose_loss_is_no_number_moves_nothing_and_is_counted(broken, tmp_path):
-    arguments, skipped = broken
-    four = ("--per-device-train-batch-size", 4)
-    done = run_xtk(*arguments, tmp_path / "out", *four)
+def test_a_step_with_nonfinite_loss_updates_nothing_and_is_counted(nonfinite_run, tmp_path):
+    arguments, skipped = nonfinite_run
+    batch_of_four = ("--per-device-train-batch-size", 4)
+    done = run_xtk(*arguments, tmp_path / "out", *batch_of_four)
     for step in skipped:
         assert f"skipping step {step}, which is not finite: loss " in done.stderr
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert [line["skipped_steps"] for line in lines] == [sum(step <= at for step in skipped) for at in range(1, 7)]
     assert [line["step"] for line in lines if "gradient_norm" not in line] == skipped
-    moved = [load_file(tmp_path / "out" / f"checkpoint-{step}" / "model.safetensors") for step in range(1, 6)]
+    checkpoints = [load_file(tmp_path / "out" / f"checkpoint-{step}" / "model.safetensors") for step in range(1, 6)]
     for step in range(2, 6):
-        one, other = (weights["lm_head.weight"] for weights in moved[step - 2 : step])
-        assert torch.equal(one, other) == (step in skipped)
+        before, after = (weights["lm_head.weight"] for weights in checkpoints[step - 2 : step])
+        assert torch.equal(before, after) == (step in skipped)
     with safe_open(tmp_path / "out" / "checkpoint-5" / "trainer" / "rank-00000-of-00001.safetensors", "pt") as state:
         assert state.get_tensor("step.lm_head.weight") == 5 - sum(step <= 5 for step in skipped)
         assert all(state.get_tensor(key).isfinite().all() for key in state.keys() if key.startswith("exp_avg"))  # noqa: SIM118
 
-    run_xtk(*arguments, tmp_path / "again", *four, "--max-seconds", 0.001, code=COME_AGAIN)
-    run_xtk(*arguments, tmp_path / "again", *four)
+    run_xtk(*arguments, tmp_path / "again", *batch_of_four, "--max-seconds", 0.001, code=EXIT_RESUMABLE)
+    run_xtk(*arguments, tmp_path / "again", *batch_of_four)
     assert_same(tmp_path / "again", tmp_path / "out")
 
-    run_xtk(*arguments, tmp_path / "two", *TWO, fresh=True)
+    run_xtk(*arguments, tmp_path / "two", *TWO_PROCESSES, fresh=True)
     found = read_metrics(tmp_path / "two" / "metrics.jsonl")
     assert [line["skipped_steps"] for line in found] == [line["skipped_steps"] for line in lines]
-    ours, theirs = ([line["loss"] for line in some if "loss" in line] for some in (found, lines))
-    assert ours == pytest.approx(theirs, rel=1e-5)
+    found_losses, expected_losses = ([line["loss"] for line in records if "loss" in line] for records in (found, lines))
+    assert found_losses == pytest.approx(expected_losses, rel=1e-5)
 
 
-def test_too_many_such_steps_in_a_row_end_the_run(broken, tmp_path):
-    arguments, skipped = broken
-    at_once = run_xtk(
+def test_too_many_consecutive_nonfinite_steps_end_the_run(nonfinite_run, tmp_path):
+    arguments, skipped = nonfinite_run
+    refused = run_xtk(
         *arguments, tmp_path / "out", "--max-skipped-steps", 0, "--per-device-train-batch-size", 4, code=1
     )
-    assert "gradient norm nan" in at_once.stderr
-    assert f"step {skipped[0]}" in at_once.stderr
-    every = (*arguments, tmp_path / "every", "--max-skipped-steps", 2, "--per-device-train-batch-size", 24)
-    told = run_xtk(*every, code=1).stderr
+    assert "gradient norm nan" in refused.stderr
+    assert f"step {skipped[0]}" in refused.stderr
+    command = (*arguments, tmp_path / "every", "--max-skipped-steps", 2, "--per-device-train-batch-size", 24)
+    told = run_xtk(*command, code=1).stderr
     assert "the loss or the gradient is not finite in 3 consecutive step(s)" in told
     assert "where: step 3" in told
 
 
-# --- averages, and the best
+# --- averaged weights and the best checkpoint
 
 
-def test_the_student_is_the_average_of_the_weights_after_each_step(arguments, pair, tmp_path):
-    plain = [*arguments[:-1], "--lr-scheduler-type", "constant", "--warmup-ratio", 0, "--save-steps", 1, "-o"]
-    run_xtk(*plain, tmp_path / "steps", "--max-steps", 5)
-    averaged = (*plain, tmp_path / "averaged", "--max-steps", 4, "--ema-decay", 0.75)
-    run_xtk(*averaged, "--max-seconds", 0.001, code=COME_AGAIN)
-    run_xtk(*averaged)
+def test_with_ema_the_student_is_the_average_of_the_weights_of_all_steps(arguments, pair, tmp_path):
+    common = [*arguments[:-1], "--lr-scheduler-type", "constant", "--warmup-ratio", 0, "--save-steps", 1, "-o"]
+    run_xtk(*common, tmp_path / "steps", "--max-steps", 5)
+    with_ema = (*common, tmp_path / "averaged", "--max-steps", 4, "--ema-decay", 0.75)
+    run_xtk(*with_ema, "--max-seconds", 0.001, code=EXIT_RESUMABLE)
+    run_xtk(*with_ema)
     expected = load_file(pair.student / "model.safetensors")
     for step in range(1, 5):
         weights = load_file(tmp_path / "steps" / f"checkpoint-{step}" / "model.safetensors")
@@ -282,55 +292,55 @@ def test_the_student_is_the_average_of_the_weights_after_each_step(arguments, pa
         assert not torch.equal(found[name], weights[name])
 
 
-def test_early_stopping_ends_with_the_best_student_also_when_killed(arguments, tmp_path):
-    # The more it learns of the corpus, the less it expects of letters that are not in it.
+def test_early_stopping_returns_the_best_student_also_after_an_interruption(arguments, tmp_path):
+    # The more the student learns of the corpus, the less likely it finds letters that are not in the corpus.
     held_out = write_jsonl(tmp_path / "held-out.jsonl", ["ЖЩЪЫ ЭЮЯ ЖЖЩ ЪЫЭ", "ЯЮЭ ЫЪЩЖ"])
-    wild = [*arguments[:-1], "--learning-rate", 0.01, "--eval-data", held_out, "--eval-steps", 1,
-            "--early-stopping-patience", 8, "--save-total-limit", 1, "--max-steps", 40, "--ema-decay", 0.1,
-            "-o"]  # fmt: skip
-    whole = tmp_path / "whole"
-    run_xtk(*wild, whole)
-    content = json.loads((whole / "xtk.json").read_text())
-    bits = [line["eval_bits_per_byte"] for line in read_metrics(whole / "metrics.jsonl")]
+    command = [*arguments[:-1], "--learning-rate", 0.01, "--eval-data", held_out, "--eval-steps", 1,
+               "--early-stopping-patience", 8, "--save-total-limit", 1, "--max-steps", 40, "--ema-decay", 0.1,
+               "-o"]  # fmt: skip
+    uninterrupted = tmp_path / "whole"
+    run_xtk(*command, uninterrupted)
+    content = json.loads((uninterrupted / "xtk.json").read_text())
+    bits = [line["eval_bits_per_byte"] for line in read_metrics(uninterrupted / "metrics.jsonl")]
     best = min(bits)
     assert content["best"] == {"step": bits.index(best) + 1, "eval_bits_per_byte": best}
     assert (content["metrics"]["step"], content["metrics"]["eval_bits_per_byte"]) == (bits.index(best) + 1, best)
-    (reported,) = json.loads(run_xtk("report", whole, "-o", tmp_path / "page.html", "--json").stdout)["runs"]
+    (reported,) = json.loads(run_xtk("report", uninterrupted, "-o", tmp_path / "page.html", "--json").stdout)["runs"]
     assert reported["metrics"]["eval_bits_per_byte"] == pytest.approx(best)
     assert len(bits) == content["steps"] == bits.index(best) + 1 + 8 < 40
-    told_again = json.loads(run_xtk("evaluate", whole, held_out, "--json").stdout)
-    assert told_again["bits_per_byte"] == pytest.approx(best, rel=1e-6)
-    assert not list(whole.glob("best-*"))
+    evaluation = json.loads(run_xtk("evaluate", uninterrupted, held_out, "--json").stdout)
+    assert evaluation["bits_per_byte"] == pytest.approx(best, rel=1e-6)
+    assert not list(uninterrupted.glob("best-*"))
 
-    after = (bits.index(best) + 1) // 2 * 2 + 2  # a checkpoint, the only one that is kept, that is not of the best
+    later_step = (bits.index(best) + 1) // 2 * 2 + 2  # the only checkpoint that is kept, and not the best one
     output = tmp_path / "out"
-    code, _ = stop_at_a_checkpoint(wild, output, signal.SIGTERM, at=after)
-    assert code == COME_AGAIN
+    code, _ = stop_at_a_checkpoint(command, output, signal.SIGTERM, at=later_step)
+    assert code == EXIT_RESUMABLE
     assert [path.name for path in output.glob("best-*")] == [f"best-{bits.index(best) + 1}"]
-    run_xtk(*wild, output)
-    assert_same(output, whole)
+    run_xtk(*command, output)
+    assert_same(output, uninterrupted)
 
 
 def test_early_stopping_keeps_the_first_weights_if_no_step_improves_them(arguments, tmp_path, pair):
     held_out = write_jsonl(tmp_path / "held-out.jsonl", ["ЖЩЪЫ ЭЮЯ ЖЖЩ ЪЫЭ", "ЯЮЭ ЫЪЩЖ"])
-    worse = [*arguments[:-1], "--learning-rate", 0.5, "--lr-scheduler-type", "constant", "--warmup-ratio", 0,
-             "--eval-data", held_out, "--eval-steps", 1, "--eval-on-start", "--early-stopping-patience", 5,
-             "--save-steps", 2, "--max-steps", 12, "-o"]  # fmt: skip
-    run_xtk(*worse, tmp_path / "whole")
+    command = [*arguments[:-1], "--learning-rate", 0.5, "--lr-scheduler-type", "constant", "--warmup-ratio", 0,
+               "--eval-data", held_out, "--eval-steps", 1, "--eval-on-start", "--early-stopping-patience", 5,
+               "--save-steps", 2, "--max-steps", 12, "-o"]  # fmt: skip
+    run_xtk(*command, tmp_path / "whole")
     content = json.loads((tmp_path / "whole" / "xtk.json").read_text())
     first = read_metrics(tmp_path / "whole" / "metrics.jsonl")[0]
     assert first["step"] == 0
     assert content["best"] == {"step": 0, "eval_bits_per_byte": first["eval_bits_per_byte"]}
     assert content["steps"] == 5
-    without = [one for one in worse if one != "--eval-on-start"]
-    assert "eval_on_start" in run_xtk(*without, tmp_path / "whole", code=1).stderr
+    without_eval_on_start = [one for one in command if one != "--eval-on-start"]
+    assert "eval_on_start" in run_xtk(*without_eval_on_start, tmp_path / "whole", code=1).stderr
     weights = load_file(tmp_path / "whole" / "model.safetensors")
     for name, one in load_file(pair.student / "model.safetensors").items():
         assert torch.equal(weights[name], one), name
     assert not list((tmp_path / "whole").glob("best-*"))
-    code, _ = stop_at_a_checkpoint(worse, tmp_path / "out", signal.SIGTERM, at=2)
-    assert code == COME_AGAIN
-    run_xtk(*worse, tmp_path / "out")
+    code, _ = stop_at_a_checkpoint(command, tmp_path / "out", signal.SIGTERM, at=2)
+    assert code == EXIT_RESUMABLE
+    run_xtk(*command, tmp_path / "out")
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
@@ -339,17 +349,17 @@ def test_early_stopping_without_evaluations_is_refused(arguments, tmp_path):
     assert "--eval-data DATA --eval-steps N" in refused.stderr
 
 
-# --- the card
+# --- the model card
 
 
-def test_the_card_says_from_what_the_student_was_distilled_and_names_no_path(pair, cache, tmp_path):
-    hub = tmp_path / "models--some-lab--small-1" / "snapshots" / "0123"
-    shutil.copytree(pair.student, hub)
-    run_xtk("distill", hub, cache, "--max-steps", 2, "-o", tmp_path / "out")
+def test_the_model_card_names_the_base_model_and_no_local_path(pair, cache, tmp_path):
+    hub_folder = tmp_path / "models--some-lab--small-1" / "snapshots" / "0123"
+    shutil.copytree(pair.student, hub_folder)
+    run_xtk("distill", hub_folder, cache, "--max-steps", 2, "-o", tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    head = yaml.safe_load(card.split("---")[1])
-    assert head["base_model"] == "some-lab/small-1"
-    assert "distillation" in head["tags"]
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["base_model"] == "some-lab/small-1"
+    assert "distillation" in metadata["tags"]
     recipe = read_recipe(tmp_path / "out")
     manifest = json.loads((cache / "manifest.json").read_text())["header"]
     for fingerprint in (

@@ -1,4 +1,4 @@
-"""On-policy training: rounds in which a student writes, its teachers score, and it trains from what they said."""
+"""On-policy training: the student generates rollout batches, its teachers score them, and it trains on them."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ SIZES = np.array([5, 9, 2, 7, 4, 8, 1], np.int64)
 USABLE = np.array([0, 1, 2, 3, 5, 6])
 
 
-# --- which documents a step takes
+# --- the documents of a step
 
 
 @pytest.mark.parametrize("lmbda", [1.0, 0.0, 0.4])
-def test_every_prompt_is_taken_as_often_as_any_other_and_all_its_completions_together(lmbda):
+def test_prompts_are_used_equally_often_and_with_all_their_completions(lmbda):
     on_policy = OnPolicyConfig(num_generations=2, steps_per_generation=3, num_iterations=2, lmbda=lmbda)
-    order = PromptSampler(USABLE, SIZES, 4, 7, on_policy)
+    sampler = PromptSampler(USABLE, SIZES, 4, 7, on_policy)
     steps = range(6 * 40)
-    taken: dict[int, int] = {}
+    uses: dict[int, int] = {}
     for first in range(0, len(steps), 6):
-        # The second iteration takes the very same documents.
-        assert [order.documents_of_step(step) for step in range(first, first + 3)] == [
-            order.documents_of_step(step) for step in range(first + 3, first + 6)
+        # The second iteration has the same documents.
+        assert [sampler.documents_of_step(step) for step in range(first, first + 3)] == [
+            sampler.documents_of_step(step) for step in range(first + 3, first + 6)
         ]
     for step in steps:
-        numbers = order.documents_of_step(step)
+        numbers = sampler.documents_of_step(step)
         assert len(numbers) == 4
-        assert order.micro_batches_of_rank(step, 0, 2, 2) + order.micro_batches_of_rank(step, 1, 2, 2) == [
+        assert sampler.micro_batches_of_rank(step, 0, 2, 2) + sampler.micro_batches_of_rank(step, 1, 2, 2) == [
             numbers[:2],
             numbers[2:],
         ]
-        if order.is_on_policy(step):
+        if sampler.is_on_policy(step):
             prompts = [number // 2 for number in numbers]
             assert prompts[::2] == prompts[1::2]
             assert [number % 2 for number in numbers] == [0, 1] * 2
@@ -77,75 +77,75 @@ def test_every_prompt_is_taken_as_often_as_any_other_and_all_its_completions_tog
             prompts = [number - 2 * len(SIZES) for number in numbers]
         assert set(prompts) <= set(USABLE.tolist())
         for prompt in prompts:
-            taken[prompt] = taken.get(prompt, 0) + 1
-    share = np.mean([order.is_on_policy(step) for step in steps])
-    assert share == pytest.approx(lmbda, abs=0.15 if 0 < lmbda < 1 else 0)
+            uses[prompt] = uses.get(prompt, 0) + 1
+    on_policy_fraction = np.mean([sampler.is_on_policy(step) for step in steps])
+    assert on_policy_fraction == pytest.approx(lmbda, abs=0.15 if 0 < lmbda < 1 else 0)
     if lmbda in (0, 1):
-        assert max(taken.values()) - min(taken.values()) <= 4
-    assert [order.documents_of_step(step) for step in range(12)] == [
+        assert max(uses.values()) - min(uses.values()) <= 4
+    assert [sampler.documents_of_step(step) for step in range(12)] == [
         PromptSampler(USABLE, SIZES, 4, 7, on_policy).documents_of_step(step) for step in range(12)
     ]
 
 
-def test_a_prompt_is_known_by_how_often_it_was_taken():
-    order = PromptSampler(USABLE, SIZES, 4, 7, OnPolicyConfig(num_generations=2))
-    seen: dict[int, list[int]] = {}
+def test_prompts_of_a_step_come_with_the_number_of_their_earlier_uses():
+    sampler = PromptSampler(USABLE, SIZES, 4, 7, OnPolicyConfig(num_generations=2))
+    earlier_uses: dict[int, list[int]] = {}
     for step in range(12):
-        for prompt, before in order.prompts_of_step(step):
-            seen.setdefault(prompt, []).append(before)
-    assert all(times == list(range(len(times))) for times in seen.values())
+        for prompt, number in sampler.prompts_of_step(step):
+            earlier_uses.setdefault(prompt, []).append(number)
+    assert all(numbers == list(range(len(numbers))) for numbers in earlier_uses.values())
 
 
-def test_a_step_that_would_cut_a_group_is_refused():
+def test_a_batch_that_would_split_a_group_is_refused():
     with pytest.raises(XtkError, match=r"the documents per step \(6\) must be a multiple of --num-generations 4"):
         OnPolicyConfig(num_generations=4).check_batch(6)
 
 
-# --- what rollouts count
+# --- reward weights, repetition and stop conditions
 
 
-def test_weights_of_rewards_by_hand():
+def test_reward_weights_equal_values_computed_by_hand():
     weights = reward_weights([1.0, 0.0, math.nan, 1.0], [0, 0, 0, 1], 0.5)
-    mean = 0.5  # of those that could be judged
+    mean = 0.5  # of the completions that have a reward
     powers = np.exp(np.array([1.0, 0.0, mean]) / 0.5)
     np.testing.assert_allclose(weights[:3], 3 * powers / powers.sum())
     assert weights[3] == 1.0
-    # One completion a prompt: the whole step is compared, and the mean weight is 1.
-    of_step = reward_weights([3.0, 1.0, 2.0], [0, 1, 2], 1.0)
-    np.testing.assert_allclose(of_step, 3 * np.exp([3.0, 1.0, 2.0]) / np.exp([3.0, 1.0, 2.0]).sum())
+    # With one completion per prompt, weights are relative to the whole step, and their mean is 1.
+    step_weights = reward_weights([3.0, 1.0, 2.0], [0, 1, 2], 1.0)
+    np.testing.assert_allclose(step_weights, 3 * np.exp([3.0, 1.0, 2.0]) / np.exp([3.0, 1.0, 2.0]).sum())
     np.testing.assert_array_equal(reward_weights([math.nan] * 2, [0, 0], 1.0), [1, 1])
     np.testing.assert_allclose(reward_weights([1e6, 0.0], [0, 0], 1e-3), [2, 0], atol=1e-12)
 
 
-def test_repetition():
+def test_repeated_ngrams_are_counted():
     assert count_repeated_ngrams([1, 2, 3, 4, 5]) == (0, 2)
     assert count_repeated_ngrams([7] * 6) == (2, 3)
     assert count_repeated_ngrams([1, 2]) == (0, 0)
 
 
 @pytest.mark.parametrize("text", ["entropy", "entropy=1", "entropi<1", "entropy<x", "entropy<1e"])
-def test_no_sign_of_collapse(text):
+def test_invalid_stop_conditions_are_refused(text):
     with pytest.raises(XtkError):
         parse_stop_condition(text)
 
 
-def test_signs_of_collapse():
-    sign = parse_stop_condition("repeated_4gram_fraction > 0.5")
-    assert str(sign) == "repeated_4gram_fraction>0.5"
-    assert sign.is_met({"repeated_4gram_fraction": 0.6})
-    assert not sign.is_met({"repeated_4gram_fraction": 0.5})
-    assert not sign.is_met({})
+def test_stop_conditions_are_met_above_or_below_their_threshold():
+    condition = parse_stop_condition("repeated_4gram_fraction > 0.5")
+    assert str(condition) == "repeated_4gram_fraction>0.5"
+    assert condition.is_met({"repeated_4gram_fraction": 0.6})
+    assert not condition.is_met({"repeated_4gram_fraction": 0.5})
+    assert not condition.is_met({})
     assert parse_stop_condition("entropy<0.05").is_met({"entropy": 0.01})
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "options",
     [{"num_generations": 0}, {"lmbda": 1.5}, {"reward_beta": 1.0}, {"reward_beta": -1.0}, {"backend": "vlm"},
      {"num_iterations": 0}],
 )  # fmt: skip
-def test_refused_options(wrong):
+def test_invalid_on_policy_options_are_refused(options):
     with pytest.raises(XtkError):
-        OnPolicyConfig(**wrong)
+        OnPolicyConfig(**options)
     assert OnPolicyConfig(reward_beta=1.0, rewards=(parse_reward("exact"),)).identity()["rewards"] == ["exact"]
 
 
@@ -167,7 +167,7 @@ def prompts(tmp_path_factory) -> Path:
     return path
 
 
-def run(pair, prompts: Path, output: Path, *more: object, code: int = 0):
+def run(pair, prompts: Path, output: Path, *options: object, code: int = 0):
     return run_xtk(
         "distill",
         pair.student,
@@ -175,7 +175,7 @@ def run(pair, prompts: Path, output: Path, *more: object, code: int = 0):
         "--teacher",
         f"{pair.teacher}:top_k=16",
         *OPTIONS,
-        *more,
+        *options,
         "-o",
         output,
         code=code,
@@ -183,7 +183,7 @@ def run(pair, prompts: Path, output: Path, *more: object, code: int = 0):
 
 
 @pytest.fixture(scope="module")
-def whole(pair, prompts, tmp_path_factory) -> Path:
+def reference_run(pair, prompts, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "out"
     done = run(pair, prompts, folder, "--max-steps", 8, "--save-steps", 3, "--steps-per-generation", 2,
                "--loss", "byte-kl", "--reward", "regex:pattern=apples")  # fmt: skip
@@ -192,8 +192,8 @@ def whole(pair, prompts, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_what_a_run_tells_and_leaves(whole):
-    lines = read_metrics(whole / "metrics.jsonl")
+def test_a_run_writes_metrics_rollouts_and_its_recipe(reference_run):
+    lines = read_metrics(reference_run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["staleness_steps"] for line in lines] == [0, 1] * 4
     for name in ("entropy", "length", "truncated_fraction", "repeated_4gram_fraction", "unusable_fraction", "turns"):
@@ -201,17 +201,17 @@ def test_what_a_run_tells_and_leaves(whole):
     assert all(0 <= line["reward"] <= 1 for line in lines)
     assert lines[-1]["generation_seconds"] > 0
     assert lines[-1]["teacher_seconds"] > 0
-    assert not (whole / "rollout_batches").exists()
-    told_of = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in told_of] == [0, 2, 4, 6]
-    recipe = json.loads((whole / "recipe.json").read_text())["identity"]
+    assert not (reference_run / "rollout_batches").exists()
+    rollouts = [json.loads(line) for line in (reference_run / "rollouts.jsonl").read_text().splitlines()]
+    assert [rollout["step"] for rollout in rollouts] == [0, 2, 4, 6]
+    recipe = json.loads((reference_run / "recipe.json").read_text())["identity"]
     assert recipe["on_policy"]["num_generations"] == 2
     assert recipe["on_policy"]["rewards"] == ["regex:pattern=apples"]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_inside_of_its_round(pair, prompts, whole, tmp_path):
-    """Round 2 is steps 5 and 6; the checkpoint of step 6 comes at its end, that of step 3 inside of round 1."""
+def test_a_killed_run_resumes_within_its_rollout_batch(pair, prompts, reference_run, tmp_path):
+    """Rollout batch 2 is steps 5 and 6; the checkpoint of step 6 is at its end, that of step 3 is within batch 1."""
     output = tmp_path / "out"
     arguments = ["distill", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 8,
                  "--save-steps", 3, "--steps-per-generation", 2, "--loss", "byte-kl",
@@ -220,50 +220,51 @@ def test_a_killed_run_goes_on_inside_of_its_round(pair, prompts, whole, tmp_path
     wait_for(output / "checkpoint-3", process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    written = output / "rollout_batches" / "000001" / "rollouts-00000-of-00001.jsonl"
-    content, inode = written.read_bytes(), written.stat().st_ino
-    again = start([*arguments, output])
-    seen = set()
-    while again.poll() is None:
+    rollouts_file = output / "rollout_batches" / "000001" / "rollouts-00000-of-00001.jsonl"
+    content, inode = rollouts_file.read_bytes(), rollouts_file.stat().st_ino
+    resumed = start([*arguments, output])
+    inodes = set()
+    while resumed.poll() is None:
         with contextlib.suppress(FileNotFoundError):
-            seen.add(written.stat().st_ino)
+            inodes.add(rollouts_file.stat().st_ino)
         time.sleep(0.02)
-    assert again.returncode == 0, again.communicate()[1]
-    again.communicate()
+    assert resumed.returncode == 0, resumed.communicate()[1]
+    resumed.communicate()
     assert content
-    assert seen == {inode}  # read, and not written again
-    assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    clocks = {"generation_seconds", "teacher_seconds"}
-    ours, theirs = (
-        [{k: v for k, v in line.items() if k not in clocks} for line in told(one)] for one in (output, whole)
+    assert inodes == {inode}  # the rollouts are read, and not written again
+    assert (output / "model.safetensors").read_bytes() == (reference_run / "model.safetensors").read_bytes()
+    timing_metrics = {"generation_seconds", "teacher_seconds"}
+    resumed_metrics, expected_metrics = (
+        [{key: value for key, value in line.items() if key not in timing_metrics} for line in told(one)]
+        for one in (output, reference_run)
     )
-    assert ours == theirs
+    assert resumed_metrics == expected_metrics
 
 
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives(pair, prompts, whole, tmp_path):
+def test_two_processes_train_the_same_student_as_one(pair, prompts, reference_run, tmp_path):
     output = tmp_path / "two"
     done = run(pair, prompts, output, "--max-steps", 8, "--save-steps", 3, "--steps-per-generation", 2,
                "--loss", "byte-kl", "--reward", "regex:pattern=apples", "--num-processes", 2,
                "--per-device-train-batch-size", 2)  # fmt: skip
     assert "2 processes" in done.stderr
-    for one, other in zip(*(read_metrics(folder / "metrics.jsonl") for folder in (output, whole)), strict=True):
+    for one, other in zip(*(read_metrics(folder / "metrics.jsonl") for folder in (output, reference_run)), strict=True):
         assert one["rollout_length"] == other["rollout_length"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    expected = load_file(whole / "model.safetensors")
+    expected = load_file(reference_run / "model.safetensors")
     for name, weight in load_file(output / "model.safetensors").items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4 * float(expected[name].abs().max()))
 
 
 @pytest.mark.slow
-def test_the_pipeline_gives_the_student_of_the_one_command(pair, prompts, tmp_path):
-    """One round, all of whose documents are one step."""
+def test_rollout_cache_teacher_and_distill_equal_one_on_policy_command(pair, prompts, tmp_path):
+    """One rollout batch, whose documents are all in one step."""
     sampling = ["--num-generations", 2, "--max-completion-length", 12, "--seed", 42]
     rollouts, cache = tmp_path / "rollouts.jsonl", tmp_path / "cache"
     run_xtk("rollout", pair.student, prompts, *sampling, "-o", rollouts)
     run_xtk("cache-teacher", pair.teacher, rollouts, "--top-k", 16, "--precision", "float32", "-o", cache)
     rows = TeacherCache(cache)
-    assert 0 < len(rows) <= 10  # empty ones are not written, and count nothing
+    assert 0 < len(rows) <= 10  # empty completions are not written, and have no weight
     training = ["--loss", "byte-kl", "--max-steps", 1, "--learning-rate", 1e-3, "--warmup-ratio", 0, "--seed", 42,
                 "--per-device-train-batch-size"]  # fmt: skip
     run_xtk("distill", pair.student, cache, *training, len(rows), "-o", tmp_path / "pipeline")
@@ -274,39 +275,41 @@ def test_the_pipeline_gives_the_student_of_the_one_command(pair, prompts, tmp_pa
         rows.read_document(number).document.sampled_tokens.tokenizer_fingerprint == student.fingerprint
         for number in range(len(rows))
     )
-    one, other = (read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("command", "pipeline"))
-    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-5)
-    # AdamW's first step is the sign of the gradient, and of rounding where there is none: functions are compared.
+    command_metrics, pipeline_metrics = (
+        read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("command", "pipeline")
+    )
+    assert command_metrics["loss"] == pytest.approx(pipeline_metrics["loss"], rel=1e-5)
+    assert command_metrics["gradient_norm"] == pytest.approx(pipeline_metrics["gradient_norm"], rel=1e-5)
+    # AdamW's first step is the sign of the gradient, or of rounding errors where it is zero: so logits are compared.
     ids = torch.arange(2, 42)[None]
-    before, ours, theirs = (
+    initial_logits, command_logits, pipeline_logits = (
         AutoModelForCausalLM.from_pretrained(folder)(ids).logits
         for folder in (pair.student, tmp_path / "command", tmp_path / "pipeline")
     )
-    assert (ours - theirs).norm() < 0.02 * (ours - before).norm()
+    assert (command_logits - pipeline_logits).norm() < 0.02 * (command_logits - initial_logits).norm()
 
 
 @pytest.mark.slow
-def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
-    """Weights of rewards are compared over the step, not over a micro-batch, within which they would cancel."""
-    judge = tmp_path / "judge.py"
-    judge.write_text("def length(completion, prompt, row):\n    return len(completion) % 7 / 7\n")
-    options = ["--loss", "byte-kl", "--loss", "policy-gradient", "--reward", f"{judge}:length", "--reward-beta", 0.5,
-               "--max-steps", 2, "--save-steps", 0, "--offload-student"]  # fmt: skip
+def test_splitting_a_step_into_micro_batches_changes_nothing(pair, prompts, tmp_path):
+    """Reward weights are relative to the step, not to a micro-batch, in which they would cancel."""
+    reward_file = tmp_path / "judge.py"
+    reward_file.write_text("def length(completion, prompt, row):\n    return len(completion) % 7 / 7\n")
+    options = ["--loss", "byte-kl", "--loss", "policy-gradient", "--reward", f"{reward_file}:length", "--reward-beta",
+               0.5, "--max-steps", 2, "--save-steps", 0, "--offload-student"]  # fmt: skip
     for size in (4, 1):
         run(pair, prompts, tmp_path / str(size), *options, "--per-device-train-batch-size", size,
             "--gradient-accumulation-steps", 4 // size)  # fmt: skip
-    whole, cut = (read_metrics(tmp_path / name / "metrics.jsonl") for name in "41")
-    for one, other in zip(whole, cut, strict=True):
+    reference_run, split_run = (read_metrics(tmp_path / name / "metrics.jsonl") for name in "41")
+    for one, other in zip(reference_run, split_run, strict=True):
         for name in ("loss", "byte-kl", "policy-gradient", "importance_ratio", "clip_fraction", "gradient_norm"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
-    assert whole[0]["importance_ratio"] == pytest.approx(
+    assert reference_run[0]["importance_ratio"] == pytest.approx(
         1, abs=1e-4
-    )  # the trainer holds likely what the writer drew, as it did
-    assert whole[0]["clip_fraction"] == 0
+    )  # trainer and generator assign the sampled tokens the same probability
+    assert reference_run[0]["clip_fraction"] == 0
     run(pair, prompts, tmp_path / "alike", *options[:6], *options[8:])
-    alike = read_metrics(tmp_path / "alike" / "metrics.jsonl")
-    assert alike[0]["byte-kl"] != pytest.approx(whole[0]["byte-kl"], rel=1e-3)
+    without_reward_beta = read_metrics(tmp_path / "alike" / "metrics.jsonl")
+    assert without_reward_beta[0]["byte-kl"] != pytest.approx(reference_run[0]["byte-kl"], rel=1e-3)
 
 
 def test_a_prompt_that_fills_the_context_is_refused_before_training(pair, tmp_path):
@@ -333,110 +336,117 @@ def test_an_engine_is_refused_for_weights_that_it_cannot_load(fields):
 
 
 @pytest.mark.long
-def test_a_teacher_on_devices_of_its_own_says_the_same(pair, prompts, tmp_path):
+def test_a_teacher_on_separate_devices_gives_the_same_losses(pair, prompts, tmp_path):
     options = ["--loss", "byte-kl", "--max-steps", 2, "--save-steps", 0]
     run(pair, prompts, tmp_path / "with", *options)
     done = run(pair, prompts, tmp_path / "apart", *options, "--devices", "teacher=0")
     assert "in a subprocess on devices 0" in done.stderr
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("with", "apart"))
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in other], rel=1e-6)
-    for wrong in ("teachr=0", "teacher=x", "teacher=0,rollout=0", "teacher=0,teacher=1"):
-        run(pair, prompts, tmp_path / "wrong", *options, "--devices", wrong, code=1)
+    for invalid in ("teachr=0", "teacher=x", "teacher=0,rollout=0", "teacher=0,teacher=1"):
+        run(pair, prompts, tmp_path / "wrong", *options, "--devices", invalid, code=1)
     done = run(pair, prompts, tmp_path / "wrong", *options, "--devices", "rollout=0", code=1)
     assert "--rollout-backend vllm" in done.stderr
 
 
 @pytest.mark.long
-def test_kills_at_random_instants(pair, prompts, whole, tmp_path):
+def test_a_run_killed_at_random_times_ends_bitwise_equal(pair, prompts, reference_run, tmp_path):
     arguments = ["distill", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 8,
                  "--save-steps", 3, "--steps-per-generation", 2, "--loss", "byte-kl",
                  "--reward", "regex:pattern=apples", "-o"]  # fmt: skip
-    draw = random.Random(5)
+    rng = random.Random(5)
     for number in range(20):
         output = tmp_path / str(number)
         for _ in range(2):
             process = start([*arguments, output])
             wait_for(output / "recipe.json", process)
-            time.sleep(draw.uniform(0, 4))
+            time.sleep(rng.uniform(0, 4))
             process.kill()
             process.communicate()
         process = start([*arguments, output])
         _, stderr = process.communicate(timeout=300)
         assert process.returncode == 0, stderr
-        assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        assert (output / "model.safetensors").read_bytes() == (reference_run / "model.safetensors").read_bytes()
         shutil.rmtree(output)
 
 
-def test_data_beside_the_students_own_writing(pair, prompts, tmp_path):
+def test_lmbda_mixes_on_policy_steps_and_steps_on_the_data(pair, prompts, tmp_path):
     run(pair, prompts, tmp_path / "out", "--max-steps", 12, "--save-steps", 0, "--lmbda", 0.5, "--loss", "ce",
         "--loss", "byte-kl", "--num-iterations", 2)  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
-    # Cross-entropy is of the data's completions: steps that take what the student wrote have none.
-    written = ["ce" not in line for line in lines]
-    assert any(written)
-    assert not all(written)
-    assert written[::2] == written[1::2]
+    # Cross-entropy is computed on the data's completions: on-policy steps have none.
+    on_policy = ["ce" not in line for line in lines]
+    assert any(on_policy)
+    assert not all(on_policy)
+    assert on_policy[::2] == on_policy[1::2]
     assert all(line["byte-kl"] > 0 for line in lines)
-    assert [line["is_on_policy_step"] == 1 for line in lines] == written
-    for line, has in zip(lines, written, strict=True):  # the figures of rollouts are those of steps that took them
-        assert any(name.startswith("rollout_") for name in line) == has
+    assert [line["is_on_policy_step"] == 1 for line in lines] == on_policy
+    for line, is_on_policy in zip(lines, on_policy, strict=True):  # only on-policy steps have metrics of rollouts
+        assert any(name.startswith("rollout_") for name in line) == is_on_policy
 
 
-def test_rows_are_put_to_the_student_as_if_their_prompts_had_been_written_so(pair, tmp_path):
-    """A template, a chat's user and words to the chat template; with steps that take the data's answers."""
+def test_a_prompt_template_trains_like_data_with_rendered_prompts(pair, tmp_path):
+    """With a prompt template, a chat template and its arguments, and steps on the data's completions."""
     student, teacher, other = (tmp_path / name for name in ("student", "teacher", "other"))
-    thinks = "{% if add_generation_prompt and not enable_thinking | default(true) %}<none>{% endif %}"
+    thinking = "{% if add_generation_prompt and not enable_thinking | default(true) %}<none>{% endif %}"
     for folder, source, template in (
-        (student, pair.student, HEADERS + GENERATION[HEADERS] + thinks),
+        (student, pair.student, HEADERS + GENERATION[HEADERS] + thinking),
         (other, pair.student, HEADERS + GENERATION[HEADERS].replace("{% endif %}", "<none>{% endif %}")),
         (teacher, pair.teacher, TURNS + GENERATION[TURNS]),
     ):
         shutil.copytree(source, folder)
         (folder / "chat_template.jinja").write_text(template)
     names = ["Anna", "Bert", "Clara", "Dora", "Emil"]
-    said = [f" {at} apples are left." for at in range(len(names))]
-    write(tmp_path / "rows.jsonl", [{"who": who, "left": text} for who, text in zip(names, said, strict=True)])
-    asked = [f"{who} gives some.\nHow many?" for who in names]
-    write(
+    completions = [f" {at} apples are left." for at in range(len(names))]
+    write_rows(
+        tmp_path / "rows.jsonl",
+        [{"who": person, "left": text} for person, text in zip(names, completions, strict=True)],
+    )
+    questions = [f"{person} gives some.\nHow many?" for person in names]
+    write_rows(
         tmp_path / "talks.jsonl",
         [
             {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-            for question, answer in zip(asked, said, strict=True)
+            for question, answer in zip(questions, completions, strict=True)
         ],
     )
     (tmp_path / "form.jinja").write_text("{{who}} gives some.\nHow many?\n")
     common = ["--teacher", f"{teacher}:top_k=16", *OPTIONS, "--max-steps", 6, "--save-steps", 0, "--lmbda", 0.5,
               "--loss", "ce", "--loss", "byte-kl"]  # fmt: skip
-    form = ["--prompt-template", tmp_path / "form.jinja", "--apply-chat-template", "--chat-template-kwargs",
-            '{"enable_thinking": false}', "--columns", "completion=left"]  # fmt: skip
-    run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form, "-o", tmp_path / "out")
+    template_options = ["--prompt-template", tmp_path / "form.jinja", "--apply-chat-template", "--chat-template-kwargs",
+                        '{"enable_thinking": false}', "--columns", "completion=left"]  # fmt: skip
+    run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *template_options, "-o", tmp_path / "out")
     run_xtk("distill", other, tmp_path / "talks.jsonl", *common, "-o", tmp_path / "same")
-    lines, same = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("out", "same"))
+    lines, expected = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("out", "same"))
     assert {"ce" not in line for line in lines} == {True, False}
-    assert [line["loss"] for line in lines] == [line["loss"] for line in same]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "same")]
     assert weights[0] == weights[1]
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())["identity"]["on_policy"]
     assert recipe["prompt_template"] == "{{who}} gives some.\nHow many?"
     assert "prompt_template" not in json.loads((tmp_path / "same" / "recipe.json").read_text())["identity"]["on_policy"]
-    refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form[:-2], "-o", tmp_path / "x", code=1)
+    refused = run_xtk(
+        "distill", student, tmp_path / "rows.jsonl", *common, *template_options[:-2], "-o", tmp_path / "x", code=1
+    )
     assert "the completion (column completion of the data) is missing; the record has who, left" in refused.stderr
     assert "--lmbda 1" in refused.stderr
-    # The data's answers are a part of the request: with others, what is there is the student of another one.
-    refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form[:-1], "completion=who", "-o",
-                      tmp_path / "out", code=1)  # fmt: skip
+    # The data's completions are part of the run's identity: with others, the existing output is of another run.
+    refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *template_options[:-1], "completion=who",
+                      "-o", tmp_path / "out", code=1)  # fmt: skip
     assert "--force" in refused.stderr
-    refused = run_xtk("distill", pair.student, tmp_path / "rows.jsonl", *common, *form, "-o", tmp_path / "x", code=1)
+    refused = run_xtk(
+        "distill", pair.student, tmp_path / "rows.jsonl", *common, *template_options, "-o", tmp_path / "x", code=1
+    )
     assert "chat template" in refused.stderr
     assert not (tmp_path / "x").exists()
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_frozen_support_of_the_student_that_wrote(pair, prompts, tmp_path):
-    """Reverse KL over the tokens that the student found likeliest, with its own base as teacher: zero at the start."""
+def test_reverse_kl_on_the_students_candidates_is_zero_for_its_initial_weights(pair, prompts, tmp_path):
+    """The support is the student's top-8 tokens; the teacher has the student's initial weights."""
     teacher = f"{pair.student}:support=candidates,top_k=8"
     done = run_xtk("distill", pair.student, prompts, "--teacher", teacher, *OPTIONS,
                    "--loss", "reverse-kl", "--max-steps", 4, "--num-iterations", 2, "--save-steps", 0,
@@ -448,7 +458,7 @@ def test_a_frozen_support_of_the_student_that_wrote(pair, prompts, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_student_as_its_own_teacher_with_more_to_go_by(pair, tmp_path):
+def test_self_teacher_with_privileged_prompts_has_current_averaged_or_fixed_weights(pair, tmp_path):
     data = tmp_path / "privileged.jsonl"
     rows = [
         {"prompt": f"Anna has {at} apples and", "teacher_prompt": f"She has 12. Anna has {at} apples and"}
@@ -465,29 +475,29 @@ def test_the_student_as_its_own_teacher_with_more_to_go_by(pair, tmp_path):
         run_xtk("distill", pair.student, data, "--teacher", teacher, *options, *more, "--loss", "forward-kl",
                 "-o", tmp_path / name)  # fmt: skip
         losses[name] = [line["forward-kl"] for line in read_metrics(tmp_path / name / "metrics.jsonl")]
-    # All begin alike; then one teacher moves with the student, one follows, one stays.
+    # The first losses are equal; then the teacher has the student's current, averaged or initial weights.
     assert losses["live"][0] == pytest.approx(losses["folder"][0], rel=1e-5)
     assert losses["ema"][0] == pytest.approx(losses["folder"][0], rel=1e-5)
     assert losses["live"][0] > 0
     assert len({round(value[2], 7) for value in losses.values()}) == 3
 
 
-@pytest.mark.parametrize("way", ["mixture", "route", "sum"])
-def test_several_teachers_score_what_the_student_writes(pair, tmp_path, way):
+@pytest.mark.parametrize("method", ["mixture", "route", "sum"])
+def test_several_teachers_score_the_rollouts_of_the_student(pair, tmp_path, method):
     data = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"Anna has {at} apples and", "by": ["teacher", "other"][at % 2]} for at in range(4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     other = small_inputs.make_teacher(tmp_path / "other", seed=9)
-    routes = ["--route-column", "by"] if way == "route" else []
+    routes = ["--route-column", "by"] if method == "route" else []
     run_xtk("distill", pair.student, data, "--teacher", f"{pair.teacher}:top_k=16", "--teacher", f"{other}:top_k=16",
-            "--combine-teachers", way, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,
+            "--combine-teachers", method, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,
             "-o", tmp_path / "out")  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
-    names = ["byte-kl"] if way == "mixture" else ["byte-kl/teacher", "byte-kl/other"]
+    names = ["byte-kl"] if method == "mixture" else ["byte-kl/teacher", "byte-kl/other"]
     assert all(line[name] > 0 for line in lines for name in names)
 
 
-def test_all_tokens_can_be_candidates_and_none_cannot(pair, tmp_path):
+def test_all_tokens_can_be_candidates_but_zero_tokens_cannot(pair, tmp_path):
     data = tmp_path / "prompts.jsonl"
     data.write_text(json.dumps({"prompt": "Anna has 12 apples"}) + "\n")
     command = ["distill", pair.student, data, *OPTIONS, "--loss", "byte-kl", "--max-steps", 1, "--save-steps", 0]
@@ -536,7 +546,7 @@ class Countdown:
 """
 
 
-def test_a_prompt_that_fills_the_context_with_its_environment_is_named(pair, tmp_path):
+def test_a_prompt_that_fills_the_context_with_its_environment_is_refused(pair, tmp_path):
     (tmp_path / "countdown.py").write_text(COUNTDOWN)
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": "Anna has 12 " * size, "turns": 1}) + "\n" for size in (1, 4000)))
@@ -548,13 +558,13 @@ def test_a_prompt_that_fills_the_context_with_its_environment_is_named(pair, tmp
     assert "row 1 of the data" in refused
 
 
-@pytest.mark.parametrize("talk", [False, True])
-def test_turns_with_an_environment_train_what_the_student_said_alone(pair, tmp_path, talk):
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_turns_with_an_environment_train_only_the_students_tokens(pair, tmp_path, is_chat):
     student, teacher = (shutil.copytree(one, tmp_path / one.name) for one in (pair.student, pair.teacher))
     for folder, template in ((student, HEADERS), (teacher, TURNS)):
         (folder / "chat_template.jinja").write_text(template + GENERATION[template])
     (tmp_path / "countdown.py").write_text(COUNTDOWN)
-    prompt = [{"role": "user", "content": "Anna has 12 apples and"}] if talk else "Anna has 12 apples and"
+    prompt = [{"role": "user", "content": "Anna has 12 apples and"}] if is_chat else "Anna has 12 apples and"
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": prompt, "turns": turns}) + "\n" for turns in (1, 2, 3)))
     run_xtk("distill", student, data, "--teacher", f"{teacher}:top_k=16", "--on-policy",
@@ -567,7 +577,7 @@ def test_turns_with_an_environment_train_what_the_student_said_alone(pair, tmp_p
     assert lines[-1]["reward"] == 1
 
 
-def test_a_reward_that_cannot_score_any_row_is_refused_and_one_that_scores_nothing_is_reported(pair, prompts, tmp_path):
+def test_a_reward_that_can_score_no_row_is_refused_and_missing_scores_are_reported(pair, prompts, tmp_path):
     output = tmp_path / "out"
     done = run(pair, prompts, output, "--max-steps", 1, "--reward", "exact:column=answr", code=1)
     assert "--reward exact:column=answr cannot score any row of the data" in done.stderr
@@ -582,7 +592,7 @@ def test_a_reward_that_cannot_score_any_row_is_refused_and_one_that_scores_nothi
     assert done.stderr.count("warning: none of 4 completions was scored by --reward") == 2
 
 
-def test_refusals(pair, prompts, tmp_path):
+def test_invalid_on_policy_commands_are_refused(pair, prompts, tmp_path):
     output = tmp_path / "out"
     done = run_xtk("distill", pair.student, prompts, "--on-policy", "-o", output, code=1)
     assert "--on-policy needs --teacher" in done.stderr

@@ -1,4 +1,4 @@
-"""Students with adapters, packed weights, frozen parts: from the command line to the folder that others load."""
+"""Students with adapters, quantized weights or frozen parts: training, resuming, and loading with other libraries."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def short(pair, tmp_path_factory) -> Path:
-    """The student, with a row less than it has tokens."""
+def short_student(pair, tmp_path_factory) -> Path:
+    """The student with one embedding row fewer than its tokenizer has tokens."""
     folder = Path(shutil.copytree(pair.student, tmp_path_factory.mktemp("short") / "student"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(639)
@@ -32,9 +32,9 @@ def short(pair, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(params=KINDS)
-def run_of(request, pair, short, cache):
-    """What it is, the student and the arguments of four steps with a checkpoint after each."""
-    student = short if request.param.startswith("resized") else pair.student
+def prepared_run(request, pair, short_student, cache):
+    """The kind of student, the student, and the arguments of four steps with a checkpoint after each."""
+    student = short_student if request.param.startswith("resized") else pair.student
     arguments = [
         "distill", student, cache, "--loss", "p-kl", "--loss", "byte-kl", "--max-steps", 4, "--save-steps", 1,
         "--logging-steps", 1, "--learning-rate", 1e-2, "--per-device-train-batch-size", 4, *KINDS[request.param], "-o",
@@ -43,7 +43,7 @@ def run_of(request, pair, short, cache):
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All numbers that a finished run has written."""
+    """Return all tensors that a finished run has written."""
     return {
         f"{path.relative_to(folder)} {name}": value
         for path in (*folder.glob("*.safetensors"), *folder.glob("adapter/*.safetensors"))
@@ -52,39 +52,41 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_prepared_student_is_trained_resumed_to_the_bit_and_loads_anywhere(run_of, corpus, cache, tmp_path):
-    kind, student, arguments = run_of
-    whole = tmp_path / "whole"
-    told = run_xtk(*arguments, whole).stderr
-    assert "parameters are trained" in told
-    assert ("updates below 1/256 of a weight are lost" in told) == ("bf16" in kind)
-    losses = [line["loss"] for line in read_metrics(whole / "metrics.jsonl")]
+def test_a_prepared_student_trains_resumes_bit_for_bit_and_loads_with_transformers(
+    prepared_run, corpus, cache, tmp_path
+):
+    kind, student, arguments = prepared_run
+    uninterrupted = tmp_path / "whole"
+    reported = run_xtk(*arguments, uninterrupted).stderr
+    assert "parameters are trained" in reported
+    assert ("updates below 1/256 of a weight are lost" in reported) == ("bf16" in kind)
+    losses = [line["loss"] for line in read_metrics(uninterrupted / "metrics.jsonl")]
     assert losses[-1] < losses[0]
 
     stopped = tmp_path / "stopped"  # as if it had been killed after its third checkpoint
-    shutil.copytree(whole / "checkpoint-3", stopped / "checkpoint-3")
+    shutil.copytree(uninterrupted / "checkpoint-3", stopped / "checkpoint-3")
     for name in ("recipe.json", "metrics.jsonl"):
-        shutil.copyfile(whole / name, stopped / name)
+        shutil.copyfile(uninterrupted / name, stopped / name)
     assert "resuming from" in run_xtk(*arguments, stopped).stderr
-    found, expected = weights_of(stopped), weights_of(whole)
+    found, expected = weights_of(stopped), weights_of(uninterrupted)
     assert found.keys() == expected.keys()
     assert all(torch.equal(one, expected[name]) for name, one in found.items())
 
-    files = {path.name for path in whole.iterdir()} | {path.name for path in whole.glob("adapter/*")}
+    files = {path.name for path in uninterrupted.iterdir()} | {path.name for path in uninterrupted.glob("adapter/*")}
     assert "tokenizer.json" in files
-    assert "Trained with" in (whole / "README.md").read_text()  # not peft's form with its blanks
-    assert not (whole / "adapter" / "README.md").exists()
-    told = json.loads((whole / "recipe.json").read_text())["identity"]["student_model"]
+    assert "Trained with" in (uninterrupted / "README.md").read_text()  # not peft's template with its empty fields
+    assert not (uninterrupted / "adapter" / "README.md").exists()
+    reported = json.loads((uninterrupted / "recipe.json").read_text())["identity"]["student_model"]
     if kind == "QLoRA":
-        assert told == {"lora_r": 4, "load_in_4bit": True}
+        assert reported == {"lora_r": 4, "load_in_4bit": True}
         assert "config.json" not in files
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(whole)
+        loaded = AutoModelForCausalLM.from_pretrained(uninterrupted)
         assert loaded.config.vocab_size == (640 if "resized" in kind else 656)
         assert loaded.dtype == (torch.bfloat16 if "bf16" in kind else torch.float32)
         assert not [name for name in loaded.state_dict() if "lora" in name or "base" in name or "_orig" in name]
     if kind == "LoRA":
-        assert (whole / "adapter" / "adapter_config.json").is_file()
+        assert (uninterrupted / "adapter" / "adapter_config.json").is_file()
         before, after = AutoModelForCausalLM.from_pretrained(student).state_dict(), loaded.state_dict()
         changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
         matrices = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -92,13 +94,15 @@ def test_a_prepared_student_is_trained_resumed_to_the_bit_and_loads_anywhere(run
         assert all("layers.1." in name and name.split(".")[-2] in matrices for name in changed - {"lm_head.weight"})
         assert len(changed) == 1 + len(matrices)
 
-    if kind == "QLoRA":  # what others load with peft is a student, and a model to evaluate, here too
-        assert json.loads(run_xtk("evaluate", whole, corpus, "--json").stdout)["bits_per_byte"] < 8
-        more = run_xtk("distill", whole, cache, "--loss", "byte-kl", "--max-steps", 1, "-o", tmp_path / "more").stderr
-        assert "parameters are trained" in more
+    if kind == "QLoRA":  # a folder that peft loads can be evaluated, and trained as a student
+        assert json.loads(run_xtk("evaluate", uninterrupted, corpus, "--json").stdout)["bits_per_byte"] < 8
+        stderr = run_xtk(
+            "distill", uninterrupted, cache, "--loss", "byte-kl", "--max-steps", 1, "-o", tmp_path / "more"
+        ).stderr
+        assert "parameters are trained" in stderr
 
 
-def test_a_finished_run_of_other_adapters_is_not_taken_for_this_one(pair, cache, tmp_path):
+def test_a_finished_run_with_other_adapter_options_is_refused(pair, cache, tmp_path):
     arguments = ["distill", pair.student, cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out"]
     run_xtk(*arguments)
     run_xtk(*arguments, "--attn-implementation", "eager")

@@ -12,7 +12,7 @@ from xtk.training import process_group
 
 
 @pytest.fixture
-def alone(tmp_path, monkeypatch):
+def process_group_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(process_group, "_timeout", None)
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
@@ -22,7 +22,7 @@ def alone(tmp_path, monkeypatch):
     distributed.destroy_process_group()
 
 
-def test_the_second_group_of_a_gpu_run_has_the_timeout_of_the_run(alone):
+def test_the_host_group_of_a_gpu_run_has_the_timeout_of_the_run(process_group_of_one):
     process_group.set_timeout(timedelta(seconds=77))
     group = process_group._host_group(torch.device("cuda", 0))
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)

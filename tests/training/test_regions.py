@@ -1,4 +1,4 @@
-"""What a student learns from each region of conversations, from a teacher with other markers."""
+"""Training on regions of conversations, with a teacher whose template has other markers."""
 
 import json
 
@@ -20,7 +20,7 @@ from xtk.training.data_sources import CacheSource
 from xtk.training.losses_per_teacher import assign_losses, open_teachers
 from xtk.training.micro_batches import BatchBuilder
 
-# The student's template writes an empty thought into it, which is markup.
+# The student's template adds empty reasoning to it, which is markup.
 GREETING = [{"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "Welcome."}]
 CITIES = {"Paris": "get_weather", "Berlin": "get_time"}
 
@@ -45,8 +45,8 @@ def conversation(city: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def taught(run, tmp_path_factory):
-    """A student with `<think>` and `<tool_call>`, and a cache of a teacher that was trained to answer with its own."""
+def student_and_folder(run, tmp_path_factory):
+    """A student with `<think>` and `<tool_call>`, and a cache of a teacher that was trained with its own markers."""
     folder = tmp_path_factory.mktemp("regions")
     teacher = write_model(write_family("mistral", folder), seed=1)
     student = write_model(write_family("smollm3", folder), seed=2)
@@ -61,7 +61,7 @@ def taught(run, tmp_path_factory):
 TRAINING = ["--max-steps", "150", "--learning-rate", "3e-3", "--max-grad-norm", "1", "--save-steps", "0"]
 
 
-def answers(student) -> dict[str, str]:
+def generate_answers(student) -> dict[str, str]:
     tokenizer = AutoTokenizer.from_pretrained(student)
     model = AutoModelForCausalLM.from_pretrained(student).eval()
     found = {}
@@ -74,10 +74,10 @@ def answers(student) -> dict[str, str]:
     return found
 
 
-def test_it_learns_to_reason_to_call_a_tool_and_to_stop_from_a_teacher_with_other_markers(run, taught, tmp_path):
-    student, folder = taught
+def test_student_learns_to_reason_call_tools_and_stop_despite_other_markers(run, student_and_folder, tmp_path):
+    student, folder = student_and_folder
     run("distill", student, folder / "cache", *TRAINING, "--logging-steps", "50", "-o", tmp_path / "run")
-    for city, answer in answers(tmp_path / "run").items():
+    for city, answer in generate_answers(tmp_path / "run").items():
         call = json.dumps({"name": CITIES[city], "arguments": {"city": city}})
         assert answer == f"<think>\nI call {city}.\n</think>\n<tool_call>\n{call}\n</tool_call><|im_end|>"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -89,66 +89,70 @@ def test_it_learns_to_reason_to_call_a_tool_and_to_stop_from_a_teacher_with_othe
     assert "region_tokens/markup" not in first
 
 
-def test_without_the_end_of_turn_it_does_not_learn_to_stop(run, taught, tmp_path):
-    student, folder = taught
+def test_without_end_of_turn_the_student_does_not_learn_to_stop(run, student_and_folder, tmp_path):
+    student, folder = student_and_folder
     regions = ["--train-on", "answer,reasoning,reasoning-end,tool-call"]
     run("distill", student, folder / "cache", *TRAINING, *regions, "-o", tmp_path / "run")
-    for answer in answers(tmp_path / "run").values():
+    for answer in generate_answers(tmp_path / "run").values():
         assert "</think>\n<tool_call>" in answer
         assert "<|im_end|>" not in answer
 
 
-def test_without_the_end_of_reasoning_it_does_not_learn_to_close_it(run, taught, tmp_path):
-    student, folder = taught
+def test_without_reasoning_end_the_student_does_not_learn_to_end_reasoning(run, student_and_folder, tmp_path):
+    student, folder = student_and_folder
     regions = ["--train-on", "answer,reasoning,tool-call,end-of-turn"]
     run("distill", student, folder / "cache", *TRAINING, *regions, "-o", tmp_path / "run")
-    assert not any("</think>" in answer for answer in answers(tmp_path / "run").values())
+    assert not any("</think>" in answer for answer in generate_answers(tmp_path / "run").values())
 
 
-def terms_of(taught, text: str, regions: RegionWeights):
-    student, folder = taught
+def loss_and_gradient(student_and_folder, text: str, regions: RegionWeights):
+    student, folder = student_and_folder
     tokenizer, (teacher,) = Tokenizer(student), open_teachers([TeacherCache(folder / "cache")], [], Tokenizer(student))
-    ((taken,), _) = assign_losses(parse_losses([text]), [teacher])
-    space = teacher.comparison_space(taken.rule.comparison_space)
-    objective = LossTerm(taken.rule, taken.loss.make_divergence(), space)
-    builder = BatchBuilder(CacheSource(teacher.source), tokenizer, [objective], 512, region_weights=regions)
+    ((assigned,), _) = assign_losses(parse_losses([text]), [teacher])
+    space = teacher.comparison_space(assigned.rule.comparison_space)
+    loss_term = LossTerm(assigned.rule, assigned.loss.make_divergence(), space)
+    builder = BatchBuilder(CacheSource(teacher.source), tokenizer, [loss_term], 512, region_weights=regions)
     batch = builder.build([0, 1, 2])
-    size = tokenizer.embedding_rows
+    vocab_size = tokenizer.embedding_rows
     torch.manual_seed(0)
-    of_token = torch.randn(batch.input_ids.size, size, dtype=torch.float64)
-    logits = of_token[batch.loss_positions].requires_grad_()
+    token_logits = torch.randn(batch.input_ids.size, vocab_size, dtype=torch.float64)
+    logits = token_logits[batch.loss_positions].requires_grad_()
     term = batch.terms[0].to(torch.device("cpu"), 1.0)
     (_, (total,)) = fused_loss(logits, OutputHead(None), [term], 16)
     fused_loss(logits, OutputHead(None), [term], 16)[0].backward()
-    gradient = torch.zeros_like(of_token)
+    gradient = torch.zeros_like(token_logits)
     gradient[batch.loss_positions] = logits.grad
     return float(total), gradient, batch, term
 
 
 @pytest.mark.parametrize("text", ["ce", "byte-kl", "alm", "uld", "bpm", "escd"])
-def test_weights_of_regions_are_weights_of_their_gradients_and_of_their_denominators(taught, text):
+def test_region_weights_scale_the_gradients_and_denominators_of_their_regions(student_and_folder, text):
     names = ["answer", "reasoning", "reasoning-end", "tool-call", "end-of-turn"]
     factors = dict(zip(names, [1.5, 0.5, 1.0, 3.0, 2.0], strict=True))
-    total, gradient, batch, term = terms_of(taught, text, RegionWeights(names, factors))
-    alone = {name: terms_of(taught, text, RegionWeights([name])) for name in names}
-    expected = sum(factors[name] * found[1] for name, found in alone.items())
+    total, gradient, batch, term = loss_and_gradient(student_and_folder, text, RegionWeights(names, factors))
+    single_regions = {name: loss_and_gradient(student_and_folder, text, RegionWeights([name])) for name in names}
+    expected = sum(factors[name] * found[1] for name, found in single_regions.items())
     torch.testing.assert_close(gradient, expected)
-    assert total == pytest.approx(sum(factors[name] * found[0] for name, found in alone.items()))
-    assert term.denominator == pytest.approx(sum(factors[name] * found[3].denominator for name, found in alone.items()))
-    for name, found in alone.items():
+    assert total == pytest.approx(sum(factors[name] * found[0] for name, found in single_regions.items()))
+    assert term.denominator == pytest.approx(
+        sum(factors[name] * found[3].denominator for name, found in single_regions.items())
+    )
+    for name, found in single_regions.items():
         number = REGIONS.index(name)
-        # Sums by region were added twice: there were two passes.
+        # Sums by region were added twice: fused_loss was called twice.
         assert float(term.region_sums[number]) / 2 == pytest.approx(factors[name] * found[0])
         assert batch.region_counts[1, number] == pytest.approx(factors[name] * found[3].denominator)
     assert float(term.region_sums[-1]) == 0
 
 
-def test_markup_is_trained_when_asked_and_only_without_a_teacher(taught):
+def test_markup_is_trained_only_if_requested_and_without_a_teacher(student_and_folder):
     names = [*REGIONS]
-    for text, is_more in (("ce", True), ("byte-kl", False)):
-        default, asked = (terms_of(taught, text, RegionWeights(*one))[3] for one in ([], [names]))
-        assert (asked.denominator > default.denominator) == is_more
-        assert (np.isin(asked.regions, REGIONS.index("markup")).any()) == is_more
+    for text, is_trained in (("ce", True), ("byte-kl", False)):
+        default, with_markup = (
+            loss_and_gradient(student_and_folder, text, RegionWeights(*one))[3] for one in ([], [names])
+        )
+        assert (with_markup.denominator > default.denominator) == is_trained
+        assert (np.isin(with_markup.regions, REGIONS.index("markup")).any()) == is_trained
 
 
 @pytest.mark.parametrize(
@@ -163,16 +167,16 @@ def test_markup_is_trained_when_asked_and_only_without_a_teacher(taught):
         (["--train-on", "answer,markup", "--loss", "byte-kl"], "add --loss ce"),
     ],
 )
-def test_options_of_regions_that_mean_nothing_are_refused(run, taught, tmp_path, options, message):
-    student, folder = taught
+def test_invalid_region_options_are_refused(run, student_and_folder, tmp_path, options, message):
+    student, folder = student_and_folder
     failed = run("distill", student, folder / "cache", *options, "-o", tmp_path / "run", code=1)
     assert message in failed.stderr
     assert "try:" in failed.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_with_chosen_regions_is_found_again_and_continued(run, taught, tmp_path):
-    student, folder = taught
+def test_a_run_with_selected_regions_is_found_again_and_resumed(run, student_and_folder, tmp_path):
+    student, folder = student_and_folder
     command = ("distill", student, folder / "cache", "--train-on", "answer,reasoning", "--max-steps", 2,
                "--save-steps", 1, "--output", tmp_path / "run")  # fmt: skip
     run(*command)

@@ -1,4 +1,4 @@
-"""A run that ends early goes on as if it had not; a run that has ended is left alone."""
+"""Interrupted runs resume and end like uninterrupted runs; finished runs are left unchanged."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ REPORTED = {"step", "loss", "ce", "p-kl", "distillation_loss", "learning_rate", 
 
 @pytest.fixture(scope="module")
 def arguments(pair, cache, projection) -> list[object]:
-    """Twenty-four steps with a line of metrics each and a checkpoint every second; the output is given last.
+    """Arguments of 24 steps, with metrics of each step and a checkpoint every two; the output path comes last.
 
-    All checkpoints stay, so that one is still there when it is looked for.
+    All checkpoints are kept, so that a checkpoint still exists when a test looks for it.
     """
     return [
         "distill", pair.student, cache, "--projection", projection, "--max-steps", STEPS, "--save-steps", 2,
@@ -40,79 +40,79 @@ def arguments(pair, cache, projection) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def whole(arguments, tmp_path_factory) -> Path:
-    """The run that nothing interrupts."""
+def uninterrupted(arguments, tmp_path_factory) -> Path:
+    """A run that is not interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     assert run_xtk(*arguments, folder, "--save-total-limit", 2).stdout == f"{folder}\n"
     return folder
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_bitwise_equal_to_one_that_was_not(arguments, whole, tmp_path):
+def test_a_killed_run_ends_bitwise_equal_to_an_uninterrupted_run(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
     code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGKILL)
     assert code == -signal.SIGKILL
     done = run_xtk(*arguments, output)
     assert done.stdout == f"{output}\n"
     assert f"resuming from {output}/checkpoint-" in done.stderr
-    assert_same(output, whole)
+    assert_same(output, uninterrupted)
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(arguments, whole, tmp_path):
+def test_ctrl_c_exits_with_130_and_the_same_command_resumes(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
     code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGINT)
     assert code == 130
     assert "Traceback" not in stderr
     assert "resuming from" in run_xtk(*arguments, output).stderr
-    assert_same(output, whole)
+    assert_same(output, uninterrupted)
 
 
 @pytest.mark.long
-def test_ctrl_c_of_two_processes_ends_with_130_and_leaves_none_behind(arguments, whole, tmp_path):
+def test_ctrl_c_of_two_processes_exits_with_130_and_leaves_no_process(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
     code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGINT, "--num-processes", 2)
     assert code == 130
     assert_none_left(output)
 
 
-def test_a_finished_run_prints_its_path_and_trains_nothing(arguments, whole):
-    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
-    done = run_xtk(*arguments, whole)
-    assert done.stdout == f"{whole}\n"
+def test_a_finished_run_prints_its_path_and_trains_nothing(arguments, uninterrupted):
+    before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
+    done = run_xtk(*arguments, uninterrupted)
+    assert done.stdout == f"{uninterrupted}\n"
     assert "steps of" not in done.stderr
-    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
-def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, whole, tmp_path):
+def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
-    shutil.copytree(whole, output)
-    other = [*arguments, output, "--max-steps", 1]
-    refused = run_xtk(*other, code=1)
+    shutil.copytree(uninterrupted, output)
+    other_command = [*arguments, output, "--max-steps", 1]
+    refused = run_xtk(*other_command, code=1)
     assert refused.stdout == ""
     assert "the output folder has a run with other options or inputs" in refused.stderr
     assert f"(max_steps: {STEPS} there, 1 now)" in refused.stderr
     assert "--force" in refused.stderr
-    assert_same(output, whole)
+    assert_same(output, uninterrupted)
     recipe = json.loads((output / "recipe.json").read_text())
     recipe["identity"]["inputs"]["student"]["weights"] = "sha256:" + "0" * 64
     (output / "recipe.json").write_text(json.dumps(recipe))
     refused = run_xtk(*arguments, output, code=1)
     assert "(inputs.student.weights: sha256:000000000000... there, sha256:" in refused.stderr
-    assert run_xtk(*other, "--force").stdout == f"{output}\n"
+    assert run_xtk(*other_command, "--force").stdout == f"{output}\n"
     assert json.loads((output / "xtk.json").read_text())["steps"] == 1
     assert not list(output.glob("checkpoint-*"))
 
 
-def test_a_folder_of_other_things_is_not_touched_even_when_forced(arguments, tmp_path):
+def test_a_folder_with_other_files_is_not_touched_even_with_force(arguments, tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
     refused = run_xtk(*arguments, tmp_path, "--force", code=1)
     assert "this folder contains files that xtk did not write" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_every_line_of_metrics_has_what_a_reader_needs(whole):
-    lines = read_metrics(whole / "metrics.jsonl")
+def test_every_line_of_metrics_has_all_fields_with_finite_values(uninterrupted):
+    lines = read_metrics(uninterrupted / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         assert set(line) == REPORTED
@@ -125,13 +125,13 @@ def test_every_line_of_metrics_has_what_a_reader_needs(whole):
     assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
 
 
-def test_the_student_loads_as_any_model_does(whole, pair):
-    model = AutoModelForCausalLM.from_pretrained(whole)
-    tokenizer = AutoTokenizer.from_pretrained(whole)
+def test_the_student_loads_with_transformers(uninterrupted, pair):
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted)
+    tokenizer = AutoTokenizer.from_pretrained(uninterrupted)
     original = AutoTokenizer.from_pretrained(pair.student)
     text = "Anna has 1234 apples."
     assert tokenizer(text).input_ids == original(text).input_ids
-    weights = load_file(whole / "model.safetensors")
+    weights = load_file(uninterrupted / "model.safetensors")
     before = load_file(pair.student / "model.safetensors")
     assert weights.keys() == before.keys()
     assert any(not torch.equal(weights[name], before[name]) for name in weights)
@@ -140,21 +140,21 @@ def test_the_student_loads_as_any_model_does(whole, pair):
     assert generated.shape[1] >= 4
 
 
-def test_the_newest_checkpoints_are_kept_and_whole(whole):
-    kept = sorted(path.name for path in whole.glob("checkpoint-*"))
+def test_the_newest_checkpoints_are_kept_and_complete(uninterrupted):
+    kept = sorted(path.name for path in uninterrupted.glob("checkpoint-*"))
     assert kept == ["checkpoint-20", "checkpoint-22"]
     for name in kept:
         step = int(name.removeprefix("checkpoint-"))
-        tokens = read_metrics(whole / "metrics.jsonl")[step - 1]["tokens"]
-        content = json.loads((whole / name / "xtk.json").read_text())
+        tokens = read_metrics(uninterrupted / "metrics.jsonl")[step - 1]["tokens"]
+        content = json.loads((uninterrupted / name / "xtk.json").read_text())
         assert content["kind"] == "checkpoint"
         assert (content["version"], content["num_processes"]) == (4, 1)
         assert (content["step"], content["tokens"], content["skipped_steps"]) == (step, tokens, 0)
-        AutoModelForCausalLM.from_pretrained(whole / name)
-    assert len({path.stat().st_mode for path in whole.rglob("*") if path.is_file()}) == 1
+        AutoModelForCausalLM.from_pretrained(uninterrupted / name)
+    assert len({path.stat().st_mode for path in uninterrupted.rglob("*") if path.is_file()}) == 1
 
 
-def test_bf16_learns_over_fp32_weights(pair, cache, projection, whole, tmp_path):
+def test_bf16_training_learns_with_fp32_weights(pair, cache, projection, uninterrupted, tmp_path):
     output = tmp_path / "out"
     run_xtk(
         "distill", pair.student, cache, "--projection", projection, "--max-steps", STEPS, "--logging-steps", 1,
@@ -163,10 +163,10 @@ def test_bf16_learns_over_fp32_weights(pair, cache, projection, whole, tmp_path)
     )  # fmt: skip
     assert {value.dtype for value in load_file(output / "model.safetensors").values()} == {torch.float32}
     losses = [line["loss"] for line in read_metrics(output / "metrics.jsonl")]
-    exact = [line["loss"] for line in read_metrics(whole / "metrics.jsonl")]
+    fp32_losses = [line["loss"] for line in read_metrics(uninterrupted / "metrics.jsonl")]
     assert losses[-1] < 0.95 * losses[0]
-    assert losses == pytest.approx(exact, rel=0.02)
-    assert losses != exact
+    assert losses == pytest.approx(fp32_losses, rel=0.02)
+    assert losses != fp32_losses
 
 
 @pytest.mark.slow
@@ -176,23 +176,23 @@ def test_a_run_killed_before_its_first_checkpoint_evaluates_its_start_once(pair,
     command = ["distill", pair.student, cache, "--projection", projection, "--max-steps", 2000, "--logging-steps", 1,
                "--save-steps", 0, "--eval-data", data, "--eval-on-start", "-o", tmp_path / "out"]  # fmt: skip
     path = tmp_path / "out" / "metrics.jsonl"
-    earlier = -1
+    earlier_inode = -1
     for _ in range(2):
         process = start(command)
         wait_for(path, process)
-        while path.stat().st_ino == earlier or len(path.read_text().splitlines()) < 3:
+        while path.stat().st_ino == earlier_inode or len(path.read_text().splitlines()) < 3:
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
         process.communicate()
-        earlier = path.stat().st_ino
+        earlier_inode = path.stat().st_ino
     assert [record["step"] for record in read_metrics(path)][:3] == [0, 1, 2]
 
 
-# --- the pieces
+# --- the metrics file
 
 
-def test_metrics_of_steps_that_will_be_done_again_are_dropped_and_a_line_cut_short_too(tmp_path):
+def test_metrics_file_drops_steps_that_will_be_repeated_and_a_truncated_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 1.5}\n{"step": 4, "lo')
     metrics = MetricsFile(path, 2)

@@ -1,4 +1,4 @@
-"""The inputs of a run are read as often as needed before it starts, and not more often."""
+"""Before a run starts, each of its input documents is read only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xtk.training.train_config import LoggingConfig
 
 
 class CountedSource:
-    """A source of documents that counts which are read."""
+    """A source of documents that counts the reads of each document."""
 
     def __init__(self, source) -> None:
         self._source, self.reads = source, Counter()
@@ -34,8 +34,8 @@ class CountedSource:
 def test_the_checks_at_the_start_read_each_document_once(pair, tmp_path):
     student = shutil.copytree(pair.student, tmp_path / "student")
     (student / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    rows = [*({"text": text} for text in small_inputs.sentences(8)), {"messages": talk}]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [*({"text": text} for text in small_inputs.sentences(8)), {"messages": messages}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = recipe_of(["ce"])
     inputs = inputs_of(student, [str(tmp_path / "data.jsonl")], recipe)

@@ -1,4 +1,4 @@
-"""Two machines, each with its own launcher: on one address, and in two network namespaces with a cable between."""
+"""Runs on two machines, each with its own launcher: at one address, and in two connected network namespaces."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ OPTIONS = ["--max-steps", 3, "--learning-rate", 1e-3, "--logging-steps", 1, "--l
 
 
 def free_port() -> int:
-    with socket.socket() as some:
-        some.bind(("", 0))
-        return int(some.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
 
 
 def on_machines(arguments: list[object], prefixes: list[list[str]], address: str, **env: str) -> list[str]:
     """Start the command on each machine; return what each wrote to stdout."""
-    where = ["--num-machines", len(prefixes), "--main-process-ip", address, "--main-process-port", free_port()]
-    command = [sys.executable, "-m", "xtk", "distill", *arguments, *where]
+    rendezvous = ["--num-machines", len(prefixes), "--main-process-ip", address, "--main-process-port", free_port()]
+    command = [sys.executable, "-m", "xtk", "distill", *arguments, *rendezvous]
     machines = [
         subprocess.Popen(
             [*prefix, *map(str, [*command, "--machine-rank", rank])],
@@ -38,12 +38,12 @@ def on_machines(arguments: list[object], prefixes: list[list[str]], address: str
         )
         for rank, prefix in enumerate(prefixes)
     ]
-    told = []
+    outputs = []
     for machine in machines:
         stdout, stderr = machine.communicate(timeout=240)
         assert machine.returncode == 0, stderr
-        told.append(stdout)
-    return told
+        outputs.append(stdout)
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +69,25 @@ def test_two_launchers_train_what_one_process_trains(pair, cache, expected, tmp_
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[list[list[str]]]:
-    """Two network namespaces with a cable between them, 10.77.0.1 and 10.77.0.2; how a command is run in each."""
+    """Connect two network namespaces, 10.77.0.1 and 10.77.0.2; yield the prefix of commands that run in each."""
     names = (f"xtk-{os.getpid()}-a", f"xtk-{os.getpid()}-b")
-    ends = [f"xtk{os.getpid() % 10_000}{end}" for end in "ab"]
+    links = [f"xtk{os.getpid() % 10_000}{link}" for link in "ab"]
     commands = [
         *(["netns", "add", name] for name in names),
-        ["link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1]],
-        *(["-n", name, "addr", "add", f"10.77.0.{at}/24", "dev", end]
-          for at, (name, end) in enumerate(zip(names, ends, strict=True), start=1)),
+        ["link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1]],
+        *(["-n", name, "addr", "add", f"10.77.0.{at}/24", "dev", link]
+          for at, (name, link) in enumerate(zip(names, links, strict=True), start=1)),
         *(["-n", name, "link", "set", device, "up"]
-          for name, end in zip(names, ends, strict=True) for device in ("lo", end)),
+          for name, link in zip(names, links, strict=True) for device in ("lo", link)),
     ]  # fmt: skip
     try:
         for command in commands:
             done = subprocess.run(["ip", *command], capture_output=True, text=True, check=False)
             if done.returncode:
                 pytest.skip(f"this machine makes no network namespaces: {done.stderr.strip()}")
-        # A host's name leads nowhere there: gloo is told which end of the cable is its own.
-        yield [["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"]
-               for name, end in zip(names, ends, strict=True)]  # fmt: skip
+        # Host names do not resolve there, so gloo gets the name of its network interface.
+        yield [["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={link}"]
+               for name, link in zip(names, links, strict=True)]  # fmt: skip
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
@@ -95,11 +95,11 @@ def two_namespaces() -> Iterator[list[list[str]]]:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces are made with ip")
-def test_two_machines_with_a_cable_between_them(pair, cache, expected, tmp_path):
+def test_two_connected_network_namespaces_train_what_one_process_trains(pair, cache, expected, tmp_path):
     out = tmp_path / "out"
     arguments = [pair.student, cache, *OPTIONS, "--per-device-train-batch-size", 2, "--num-processes", 2]
     with two_namespaces() as prefixes:
-        told = on_machines([*arguments, "--parallel", "cp=2", "-o", out, "--gradient-accumulation-steps", 2], prefixes,
-                           "10.77.0.1")  # fmt: skip
-    assert told == [f"{out}\n", ""]
+        outputs = on_machines([*arguments, "--parallel", "cp=2", "-o", out, "--gradient-accumulation-steps", 2],
+                              prefixes, "10.77.0.1")  # fmt: skip
+    assert outputs == [f"{out}\n", ""]
     assert_same(out, expected)

@@ -1,4 +1,4 @@
-"""Several teachers of one student, documents that do not count alike, and what is chosen where nobody chooses."""
+"""Several teachers of one student, weights of documents, and the losses that `--loss auto` selects."""
 
 from __future__ import annotations
 
@@ -41,24 +41,25 @@ def folder(run, pair, tmp_path_factory) -> Path:
     small_inputs.write_jsonl(folder / "turned.jsonl", TEXTS[::-1])
     small_inputs.write_jsonl(folder / "listed.jsonl", np.repeat(TEXTS, WEIGHTS).tolist())
     lines = [
-        {"text": text, "by": by, "quality": weight} for text, by, weight in zip(TEXTS, ROUTES, WEIGHTS, strict=True)
+        {"text": text, "by": route, "quality": weight}
+        for text, route, weight in zip(TEXTS, ROUTES, WEIGHTS, strict=True)
     ]
     for name, kept in {"columns": lines, "head": lines[:5], "tail": lines[5:]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     exact = ("--top-k", 12, "--precision", "float32", "-q")
-    draws = ("--support", "top-k+sample", "--top-k", 4, "--precision", "float32", "-q")
-    wanted: dict[str, tuple[Any, ...]] = {
+    sampled = ("--support", "top-k+sample", "--top-k", 4, "--precision", "float32", "-q")
+    cache_arguments: dict[str, tuple[Any, ...]] = {
         "teacher": (pair.teacher, "plain.jsonl", *exact),
         "other": (other, "turned.jsonl", *exact),
         "alike": (alike, "plain.jsonl", *exact),
-        "drawn": (pair.teacher, "plain.jsonl", *draws),
+        "drawn": (pair.teacher, "plain.jsonl", *sampled),
         "none": (pair.teacher, "plain.jsonl", "--support", "none", "-q"),
         "weighted": (pair.teacher, "columns.jsonl", *exact, "--weight-column", "quality"),
         "listed": (pair.teacher, "listed.jsonl", *exact),
         "head": (pair.teacher, "head.jsonl", *exact),
         "tail": (pair.teacher, "tail.jsonl", *exact),
     }
-    for name, arguments in wanted.items():
+    for name, arguments in cache_arguments.items():
         run("cache-teacher", *arguments, "-o", f"c-{name}", cwd=folder)
     run("cache-teacher", "--merge", "c-head", "c-tail", "-o", "c-merged", cwd=folder)
     return folder
@@ -66,16 +67,16 @@ def folder(run, pair, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def step(pair, folder) -> Step:
-    """Take one step of all documents; return the gradients and what was told."""
+    """Return a function that takes one step on all documents and returns the gradients and the metrics."""
     accelerator = Accelerator(cpu=True)
 
-    def take(*names: str, losses: tuple[str, ...] = (AUTO_LOSS,), **options: Any) -> tuple[Any, Any]:
+    def take_step(*names: str, losses: tuple[str, ...] = (AUTO_LOSS,), **options: Any) -> tuple[Any, Any]:
         recipe = recipe_of(list(losses), **options)
         inputs = inputs_of(pair.student, [folder / f"c-{name}" for name in names], recipe)
-        gradients, told = take_steps(accelerator, pair.student, inputs, recipe, len(inputs.source), steps=1)
-        return gradients, told["losses"][0]
+        gradients, results = take_steps(accelerator, pair.student, inputs, recipe, len(inputs.source), steps=1)
+        return gradients, results["losses"][0]
 
-    return take
+    return take_step
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
@@ -85,95 +86,97 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance * scale)
 
 
-def sum_of(*parts: tuple[float, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def weighted_sum(*parts: tuple[float, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: sum(weight * gradients[name] for weight, gradients in parts) for name in parts[0][1]}
 
 
-# --- together
+# --- several teachers per document
 
 
-def test_of_two_teachers_the_one_with_all_the_weight_teaches_alone(step):
+def test_a_teacher_with_all_the_weight_gives_the_gradients_of_that_teacher_alone(step):
     losses = ("ce:weight=0.5", "byte-kl")
-    alone, told = step("teacher", losses=losses)
-    both, told_of_both = step("teacher", "alike", losses=losses, teacher_weights="1,0")
-    assert_same(both, alone)
-    assert told_of_both["byte-kl/teacher"] == pytest.approx(told["byte-kl"])
-    assert told_of_both["loss"] == pytest.approx(told["loss"])
+    gradients, metrics = step("teacher", losses=losses)
+    gradients_of_both, metrics_of_both = step("teacher", "alike", losses=losses, teacher_weights="1,0")
+    assert_same(gradients_of_both, gradients)
+    assert metrics_of_both["byte-kl/teacher"] == pytest.approx(metrics["byte-kl"])
+    assert metrics_of_both["loss"] == pytest.approx(metrics["loss"])
 
 
-def test_two_equal_teachers_are_one_whatever_their_weights(step):
-    alone, told = step("teacher")
+def test_two_equal_teachers_give_the_gradients_of_one_for_any_weights(step):
+    gradients, metrics = step("teacher")
     for weights in ("", "0.3,0.7", "ce:alpha=5", "entropy:alpha=2,per=span", "max-probability:per=batch"):
-        both, told_of_both = step("teacher", "teacher", teacher_weights=weights)
-        assert_same(both, alone)
-        assert told_of_both["loss"] == pytest.approx(told["loss"], rel=1e-5)
-        assert told_of_both["distillation_loss"] == pytest.approx(told["byte-kl"], rel=1e-5)
+        gradients_of_both, metrics_of_both = step("teacher", "teacher", teacher_weights=weights)
+        assert_same(gradients_of_both, gradients)
+        assert metrics_of_both["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+        assert metrics_of_both["distillation_loss"] == pytest.approx(metrics["byte-kl"], rel=1e-5)
         if weights[:1].isalpha():
-            assert told_of_both["teacher_weight/teacher-1"] == pytest.approx(0.5)
-    assert_same(step("teacher", "teacher", combine_teachers="select")[0], alone)
+            assert metrics_of_both["teacher_weight/teacher-1"] == pytest.approx(0.5)
+    assert_same(step("teacher", "teacher", combine_teachers="select")[0], gradients)
 
 
-def test_a_sum_is_the_weighted_sum_of_its_teachers_each_with_its_own_loss(step):
-    both, told = step("teacher", "alike", losses=("byte-kl:weight=2", "forward-kl"), teacher_weights="3,1")
-    across, _ = step("teacher", losses=("byte-kl:weight=2",))
-    within, _ = step("alike", losses=("byte-kl:weight=2", "forward-kl"))
-    assert_same(both, sum_of((0.75, across), (0.25, within)))
-    assert {"byte-kl/teacher", "byte-kl/alike", "forward-kl/alike"} <= set(told)
-    assert "forward-kl/teacher" not in told
-    expected = 2 * 0.75 * told["byte-kl/teacher"] + 0.25 * (2 * told["byte-kl/alike"] + told["forward-kl/alike"])
-    assert told["loss"] == told["distillation_loss"] == pytest.approx(expected)
+def test_combined_loss_is_the_weighted_sum_over_teachers_with_their_own_losses(step):
+    gradients, metrics = step("teacher", "alike", losses=("byte-kl:weight=2", "forward-kl"), teacher_weights="3,1")
+    other_tokenizer, _ = step("teacher", losses=("byte-kl:weight=2",))
+    same_tokenizer, _ = step("alike", losses=("byte-kl:weight=2", "forward-kl"))
+    assert_same(gradients, weighted_sum((0.75, other_tokenizer), (0.25, same_tokenizer)))
+    assert {"byte-kl/teacher", "byte-kl/alike", "forward-kl/alike"} <= set(metrics)
+    assert "forward-kl/teacher" not in metrics
+    expected = 2 * 0.75 * metrics["byte-kl/teacher"] + 0.25 * (
+        2 * metrics["byte-kl/alike"] + metrics["forward-kl/alike"]
+    )
+    assert metrics["loss"] == metrics["distillation_loss"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["teacher", "drawn"])
-def test_a_mixture_of_one_teacher_with_itself_is_that_teacher(step, name):
-    alone, told = step(name)
-    both, told_of_both = step(name, name, combine_teachers="mixture", teacher_weights="0.3,0.7")
-    assert_same(both, alone)
-    assert told_of_both["byte-kl"] == pytest.approx(told["byte-kl"], rel=1e-5)
+def test_a_mixture_of_one_teacher_with_itself_equals_that_teacher(step, name):
+    gradients, metrics = step(name)
+    gradients_of_mixture, metrics_of_mixture = step(name, name, combine_teachers="mixture", teacher_weights="0.3,0.7")
+    assert_same(gradients_of_mixture, gradients)
+    assert metrics_of_mixture["byte-kl"] == pytest.approx(metrics["byte-kl"], rel=1e-5)
 
 
-def test_a_mixture_of_two_is_less_than_their_sum(step):
+def test_the_loss_of_a_mixture_of_two_teachers_is_less_than_that_of_their_sum(step):
     """A divergence is convex in the teacher, and coarser cells make it no larger."""
     _, mixed = step("teacher", "other", combine_teachers="mixture", losses=("boundary-kl",))
     _, summed = step("teacher", "other", losses=("boundary-kl",))
     assert 0 < mixed["loss"] < summed["loss"]
 
 
-def test_weights_of_a_document_add_up_and_select_gives_all_to_one(step, pair, folder):
-    _, told = step("teacher", "other", teacher_weights="ce:alpha=3")
-    assert told["teacher_weight/teacher"] + told["teacher_weight/other"] == pytest.approx(1)
+def test_teacher_weights_sum_to_1_and_select_uses_the_highest_score_only(step, pair, folder):
+    _, metrics = step("teacher", "other", teacher_weights="ce:alpha=3")
+    assert metrics["teacher_weight/teacher"] + metrics["teacher_weight/other"] == pytest.approx(1)
     rows = match_documents([TeacherCache(folder / f"c-{name}") for name in ("teacher", "other")])
-    likely = []
+    selected = []
     for number in range(len(TEXTS)):
-        said = [
+        document_logprobs = [
             TeacherCache(folder / f"c-{name}").read_document(int(row)).teacher_logprobs.observed_logprobs.sum()
             for name, row in zip(("teacher", "other"), rows[:, number], strict=True)
         ]
-        likely.append(int(said[1] > said[0]))
+        selected.append(int(document_logprobs[1] > document_logprobs[0]))
     tokenizer = Tokenizer(pair.student)
     sizes = [len(ids.ids) + 1 for ids in tokenizer.encode(TEXTS)]
-    _, told = step("teacher", "other", combine_teachers="select")
-    assert told["teacher_weight/other"] == pytest.approx(np.average(likely, weights=sizes), abs=1e-9)
+    _, metrics = step("teacher", "other", combine_teachers="select")
+    assert metrics["teacher_weight/other"] == pytest.approx(np.average(selected, weights=sizes), abs=1e-9)
 
 
-# --- one teacher a document
+# --- one teacher per document
 
 
-def test_caches_of_one_teacher_over_two_halves_are_its_cache_over_both(step):
-    whole, told = step("merged")
-    halves, told_of_both = step("head", "tail", combine_teachers="route")
-    assert_same(halves, whole)
-    assert told_of_both["loss"] == pytest.approx(told["loss"], rel=1e-6)
+def test_route_over_two_half_caches_equals_the_merged_cache(step):
+    merged, merged_metrics = step("merged")
+    routed, metrics = step("head", "tail", combine_teachers="route")
+    assert_same(routed, merged)
+    assert metrics["loss"] == pytest.approx(merged_metrics["loss"], rel=1e-6)
     assert_same(
         step("head", "tail", combine_teachers="route", losses=("byte-kl",))[0], step("merged", losses=("byte-kl",))[0]
     )
 
 
-def test_a_document_goes_to_the_teacher_that_its_column_names(run, step, pair, folder):
-    twin = small_inputs.make_teacher(folder / "twin")  # the same model, of another name
+def test_route_column_names_the_teacher_of_a_document(run, step, pair, folder):
+    renamed_teacher = small_inputs.make_teacher(folder / "twin")  # the same model with another name
     exact = ("--top-k", 12, "--precision", "float32", "--route-column", "by", "-q")
     run("cache-teacher", pair.teacher, "columns.jsonl", *exact, "-o", "c-routed", cwd=folder)
-    run("cache-teacher", twin, "columns.jsonl", *exact, "-o", "c-twin", cwd=folder)
+    run("cache-teacher", renamed_teacher, "columns.jsonl", *exact, "-o", "c-twin", cwd=folder)
     assert_same(step("routed", "twin", combine_teachers="route")[0], step("teacher")[0])
     with pytest.raises(XtkError, match="has 'twin', which is not the name of a teacher"):
         step("routed", "other", combine_teachers="route")
@@ -184,17 +187,19 @@ def test_a_document_in_several_caches_needs_a_route(step):
         step("teacher", "other", combine_teachers="route")
 
 
-# --- which document is which
+# --- matching of documents between caches
 
 
-def test_documents_are_found_in_whatever_order_they_are_cached(folder, tmp_path, run, pair):
+def test_documents_are_matched_in_any_order_of_the_caches(folder, tmp_path, run, pair):
     caches = [TeacherCache(folder / f"c-{name}") for name in ("teacher", "other", "alike")]
     rows = match_documents(caches)
     for number in range(len(TEXTS)):
-        read = [cache.read_document(int(row)).document.text for cache, row in zip(caches, rows[:, number], strict=True)]
-        assert read == [TEXTS[number]] * 3
-    twice = [TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[0]]
-    for name, texts in (("one", twice), ("two", twice[::-1])):
+        matched_texts = [
+            cache.read_document(int(row)).document.text for cache, row in zip(caches, rows[:, number], strict=True)
+        ]
+        assert matched_texts == [TEXTS[number]] * 3
+    duplicates = [TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[0]]
+    for name, texts in (("one", duplicates), ("two", duplicates[::-1])):
         small_inputs.write_jsonl(tmp_path / f"{name}.jsonl", texts)
         run("cache-teacher", pair.teacher, f"{name}.jsonl", "--support", "none", "-q", "-o", name, cwd=tmp_path)
     assert match_documents([TeacherCache(tmp_path / name) for name in ("one", "two")]).tolist() == [
@@ -219,52 +224,52 @@ def test_duplicates_with_different_weights_are_matched_by_weight_in_any_order(tm
         match_documents([other, TeacherCache(tmp_path / "plain")])
 
 
-def test_a_document_that_is_missing_in_a_cache_is_named(folder, step):
-    with pytest.raises(XtkError) as told:
+def test_documents_that_are_missing_in_a_cache_are_reported(folder, step):
+    with pytest.raises(XtkError) as raised:
         step("teacher", "head")
-    assert told.value.what == f"3 of 8 documents of the cache {folder}/c-teacher are missing in {folder}/c-head"
-    assert repr(TEXTS[5][:40]) in told.value.where
-    assert "route" in told.value.hint
+    assert raised.value.what == f"3 of 8 documents of the cache {folder}/c-teacher are missing in {folder}/c-head"
+    assert repr(TEXTS[5][:40]) in raised.value.where
+    assert "route" in raised.value.hint
     with pytest.raises(XtkError, match=r"has the weight 2 in the cache .*c-weighted and 1 in .*c-teacher"):
         step("weighted", "teacher")
 
 
-def test_teachers_of_other_tokenizers_are_not_mixed(step):
+def test_mixture_refuses_teachers_with_different_tokenizers(step):
     with pytest.raises(XtkError, match="mixture needs teachers with the same tokenizer"):
         step("teacher", "alike", combine_teachers="mixture")
 
 
-# --- documents that count more
+# --- document weights
 
 
-def test_a_cached_document_of_weight_w_counts_w_times(step, folder):
+def test_a_cached_document_of_weight_w_counts_like_w_documents(step, folder):
     losses = ("ce", "byte-kl", "p-kl")
-    weighted, told = step("weighted", losses=losses)
-    listed, told_of_listed = step("listed", losses=losses)
-    assert_same(weighted, listed)
-    assert told == pytest.approx(told_of_listed, rel=1e-6)
+    weighted_gradients, weighted_metrics = step("weighted", losses=losses)
+    repeated_gradients, repeated_metrics = step("listed", losses=losses)
+    assert_same(weighted_gradients, repeated_gradients)
+    assert weighted_metrics == pytest.approx(repeated_metrics, rel=1e-6)
     sources = {name: TeacherCache(folder / f"c-{name}") for name in ("weighted", "teacher")}
     assert sources["weighted"].document_weights().tolist() == WEIGHTS
     assert sources["teacher"].document_weights().tolist() == [1] * 8
     assert [row.document.weight for row in sources["weighted"]] == WEIGHTS
 
 
-# --- balance
+# --- --scale-kd-to
 
 
-def test_balance_brings_teachers_to_the_size_of_ce_and_leaves_ce_alone(step):
+def test_scale_kd_to_rescales_the_distillation_loss_to_ce_and_leaves_ce_unchanged(step):
     for names, options in ((("teacher",), {}), (("teacher", "other"), {"teacher_weights": "ce:alpha=2"})):
         losses = ("ce:weight=0.5", "byte-kl:weight=2")
-        ce, _ = step(*names, losses=("ce:weight=0.5",))
-        kd, _ = step(*names, losses=("byte-kl:weight=2",), **options)
-        found, told = step(*names, losses=losses, scale_kd_to="ce", **options)
-        distilled = sum(value for name, value in told.items() if name.startswith("byte-kl"))
-        assert told["kd_scale"] == pytest.approx(told["ce"] / distilled)
-        assert told["loss"] == pytest.approx(0.5 * told["ce"] + 2 * told["ce"])
-        assert_same(found, sum_of((1, ce), (told["kd_scale"], kd)))
+        ce_gradients, _ = step(*names, losses=("ce:weight=0.5",))
+        kd_gradients, _ = step(*names, losses=("byte-kl:weight=2",), **options)
+        gradients, metrics = step(*names, losses=losses, scale_kd_to="ce", **options)
+        distilled = sum(value for name, value in metrics.items() if name.startswith("byte-kl"))
+        assert metrics["kd_scale"] == pytest.approx(metrics["ce"] / distilled)
+        assert metrics["loss"] == pytest.approx(0.5 * metrics["ce"] + 2 * metrics["ce"])
+        assert_same(gradients, weighted_sum((1, ce_gradients), (metrics["kd_scale"], kd_gradients)))
 
 
-def test_balance_is_that_of_the_very_step_though_the_student_forgets_at_random(folder):
+def test_scale_kd_to_uses_the_losses_of_the_same_step_despite_dropout(folder):
     student = small_inputs.make_student(folder / "forgetful")
     configuration = json.loads((student / "config.json").read_text())
     (student / "config.json").write_text(json.dumps({**configuration, "attention_dropout": 0.5}))
@@ -274,49 +279,49 @@ def test_balance_is_that_of_the_very_step_though_the_student_forgets_at_random(f
         recipe = recipe_of(["ce", "byte-kl"], batch=3, scale_kd_to="ce")
         inputs = inputs_of(student, [folder / "c-teacher"], recipe)
         _, results = take_steps(Accelerator(cpu=True), student, inputs, recipe, 8, steps=1)
-        (told,) = results["losses"]
-        assert told["kd_scale"] == pytest.approx(told["ce"] / told["byte-kl"], rel=1e-6)
-        ratios.append(told["kd_scale"])
-    assert ratios[0] != ratios[1]  # it does forget
+        (metrics,) = results["losses"]
+        assert metrics["kd_scale"] == pytest.approx(metrics["ce"] / metrics["byte-kl"], rel=1e-6)
+        ratios.append(metrics["kd_scale"])
+    assert ratios[0] != ratios[1]  # dropout has an effect
 
 
-def test_there_is_nothing_to_balance_without_ce(step):
+def test_scale_kd_to_needs_the_ce_loss(step):
     with pytest.raises(XtkError, match="--scale-kd-to ce"):
         step("teacher", losses=("byte-kl",), scale_kd_to="ce")
 
 
-# --- what is chosen
+# --- losses of `--loss auto`
 
 
 @pytest.fixture(scope="module")
 def teachers(pair, folder):
-    def opened(*names: str) -> Any:
+    def open_caches(*names: str) -> Any:
         return open_teachers([str(folder / f"c-{name}") for name in names], [], Tokenizer(pair.student))
 
-    return opened
+    return open_caches
 
 
-def test_the_pair_and_the_cache_decide_what_auto_takes(teachers):
-    chosen = {name: teachers(name)[0].auto_losses() for name in ("teacher", "alike", "none")}
-    assert chosen["teacher"][0] == AUTO_LOSSES["bytes"] == ["ce:weight=0.3", "byte-kl"]
+def test_auto_losses_depend_on_the_tokenizers_and_on_the_cache(teachers):
+    auto_losses = {name: teachers(name)[0].auto_losses() for name in ("teacher", "alike", "none")}
+    assert auto_losses["teacher"][0] == AUTO_LOSSES["bytes"] == ["ce:weight=0.3", "byte-kl"]
     assert teachers("teacher")[0].auto_losses(on_policy=True)[0] == ["ce:weight=0.3", "bpm"]
     assert teachers("alike")[0].auto_losses(on_policy=True)[0] == AUTO_LOSSES["tokens"]
     assert teachers("none")[0].auto_losses(on_policy=True)[0] == AUTO_LOSSES["observed"]
-    assert chosen["teacher"][1].startswith("teacher has another tokenizer, with ")
-    assert chosen["alike"] == (AUTO_LOSSES["tokens"], "alike has the student's tokenizer")
-    assert chosen["none"][0] == AUTO_LOSSES["observed"] == ["alm"]
+    assert auto_losses["teacher"][1].startswith("teacher has another tokenizer, with ")
+    assert auto_losses["alike"] == (AUTO_LOSSES["tokens"], "alike has the student's tokenizer")
+    assert auto_losses["none"][0] == AUTO_LOSSES["observed"] == ["alm"]
 
 
-def names_of(taken: Any) -> list[tuple[str, int | None]]:
-    return [(one.loss.name, one.teacher) for one in taken]
+def names_of(assigned: Any) -> list[tuple[str, int | None]]:
+    return [(one.loss.name, one.teacher) for one in assigned]
 
 
-def test_auto_takes_for_each_teacher_what_suits_it_beside_what_is_named(teachers):
+def test_auto_assigns_each_teacher_its_loss_in_addition_to_named_losses(teachers):
     both = teachers("teacher", "alike")
-    taken, told = assign_losses(parse_losses([AUTO_LOSS, "ce:weight=0.5"]), both)
-    assert sorted(names_of(taken), key=str) == [("byte-kl", 0), ("ce", None), ("forward-kl", 1)]
-    assert [one.loss.weight for one in taken if one.teacher is None] == [0.5]
-    assert told.count("; ") == 1
+    assigned, note = assign_losses(parse_losses([AUTO_LOSS, "ce:weight=0.5"]), both)
+    assert sorted(names_of(assigned), key=str) == [("byte-kl", 0), ("ce", None), ("forward-kl", 1)]
+    assert [one.loss.weight for one in assigned if one.teacher is None] == [0.5]
+    assert note.count("; ") == 1
     assert names_of(assign_losses(parse_losses(["byte-kl", "forward-kl"]), both)[0]) == [
         ("byte-kl", 0),
         ("byte-kl", 1),
@@ -324,7 +329,7 @@ def test_auto_takes_for_each_teacher_what_suits_it_beside_what_is_named(teachers
     ]
 
 
-def test_a_loss_that_fits_no_teacher_and_a_teacher_that_no_loss_fits_are_refused(teachers):
+def test_a_loss_without_a_teacher_and_a_teacher_without_a_loss_are_refused(teachers):
     with pytest.raises(XtkError, match="forward-kl needs a teacher with the student's tokenizer"):
         assign_losses([LossSpec("forward-kl")], teachers("teacher", "other"))
     with pytest.raises(XtkError, match="no --loss can be computed from the teacher teacher"):
@@ -333,7 +338,7 @@ def test_a_loss_that_fits_no_teacher_and_a_teacher_that_no_loss_fits_are_refused
         parse_losses(["auto:weight=2"])
 
 
-def test_data_in_the_place_of_a_cache_is_trained_on_only_if_ce_is_named(pair, folder):
+def test_plain_data_instead_of_a_cache_needs_ce_as_the_only_loss(pair, folder):
     data = [folder / "plain.jsonl"]
     assert len(inputs_of(pair.student, data, recipe_of(["ce"])).source) == 8
     for losses in ([AUTO_LOSS], [AUTO_LOSS, "ce"], ["byte-kl"]):
@@ -341,10 +346,10 @@ def test_data_in_the_place_of_a_cache_is_trained_on_only_if_ce_is_named(pair, fo
             inputs_of(pair.student, data, recipe_of(losses))
 
 
-# --- the command
+# --- the command line
 
 
-def test_the_command_takes_several_caches_and_tells_of_each(run, pair, folder, tmp_path):
+def test_distill_trains_from_several_caches_and_logs_metrics_of_each(run, pair, folder, tmp_path):
     done = run(
         "distill", pair.student, folder / "c-teacher", folder / "c-alike", "--teacher-weights", "entropy:per=span",
         "--max-steps", 2, "--logging-steps", 1, "--scale-kd-to", "ce", "--loss", "auto", "--loss", "ce", "-o", "out",
@@ -370,7 +375,7 @@ def test_the_command_takes_several_caches_and_tells_of_each(run, pair, folder, t
     assert len(recipe["inputs"]["caches"]) == 2
 
 
-def test_plain_data_has_weights_too(run, pair, folder, tmp_path):
+def test_plain_data_can_have_a_weight_column(run, pair, folder, tmp_path):
     lines = [{"text": TEXTS[0], "quality": 2}, {"text": TEXTS[1], "quality": 1}, {"text": TEXTS[2], "quality": 0}]
     (tmp_path / "weighted.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     small_inputs.write_jsonl(tmp_path / "listed.jsonl", [TEXTS[0], TEXTS[0], TEXTS[1]])
@@ -401,7 +406,7 @@ def test_auto_chooses_the_same_losses_in_any_order_of_the_teachers(folder, pair)
 
 
 @pytest.mark.parametrize("order", [("none", "alike"), ("alike", "none")])
-def test_a_score_of_top_1_tokens_needs_caches_that_have_them(folder, pair, run, tmp_path, order):
+def test_max_probability_score_needs_caches_with_top_1_tokens(folder, pair, run, tmp_path, order):
     caches = [folder / f"c-{name}" for name in order]
     command = ("distill", pair.student, *caches, "--loss", "alm", "--max-steps", 1, "-o", tmp_path / "out")
     refused = run(*command, "--teacher-weights", "max-probability", code=1).stderr

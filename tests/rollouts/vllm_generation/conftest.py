@@ -1,4 +1,4 @@
-"""Two students that vLLM runs: one before a step, one after. Both have more rows than their tokenizer has tokens."""
+"""Two students for vLLM, before and after a step; both have more embedding rows than their tokenizer has tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM opens a checkpoint as it is and loads its weights into an engine that runs; trainer state is not weights."""
+"""vLLM opens a checkpoint folder and reloads its weights into a running engine; trainer state is ignored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pathlib.Path(told).write_text(json.dumps(found))
 """
 
 
-def test_vllm_opens_a_checkpoint_and_takes_its_weights(tmp_path):
+def test_vllm_opens_a_checkpoint_and_reloads_its_weights(tmp_path):
     student = make_llama(tmp_path / "student", context=128)
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(8))
     command = [sys.executable, "-m", "xtk", "distill", student, data, "--loss", "ce", "--max-steps", 2, "--save-steps",
@@ -43,17 +43,17 @@ def test_vllm_opens_a_checkpoint_and_takes_its_weights(tmp_path):
     checkpoint = tmp_path / "run" / "checkpoint-1"
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     expected = []
-    for first in range(5, 205, 25):
-        ids = torch.arange(first, first + 20)
+    for first_id in range(5, 205, 25):
+        ids = torch.arange(first_id, first_id + 20)
         with torch.no_grad():
             logprobs = model(ids[None]).logits[0].log_softmax(-1)
         expected.append(logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist())
     for start in (checkpoint, student):
-        told = tmp_path / "told.json"
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(start), str(checkpoint), str(told)],
+        output = tmp_path / "told.json"
+        process = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(start), str(checkpoint), str(output)],
             env={**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True, timeout=900,
             check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        np.testing.assert_allclose(json.loads(told.read_text()), expected, atol=1e-4, rtol=0)
+        assert process.returncode == 0, process.stderr[-3000:]
+        np.testing.assert_allclose(json.loads(output.read_text()), expected, atol=1e-4, rtol=0)

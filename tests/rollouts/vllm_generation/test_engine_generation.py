@@ -1,4 +1,4 @@
-"""vLLM writes what transformers writes, with the weights that it was told last."""
+"""vLLM in this process and in a subprocess: same completions as transformers, with the weights of the last update."""
 
 from __future__ import annotations
 
@@ -15,98 +15,112 @@ from xtk.errors import XtkError
 from xtk.rollouts.generator_interface import Completion
 from xtk.rollouts.subprocess_generator import SubprocessGenerator
 
-from .generation_requests import CONTEXT, GREEDY, SAMPLED, asks_of, assert_same, error_of, greedily, request_of
+from .generation_requests import (
+    CONTEXT,
+    GREEDY,
+    SAMPLED,
+    assert_equal_completions,
+    backend_config,
+    greedy_completions,
+    make_requests,
+    max_logprob_error,
+)
 
 SCRIPT = Path(__file__).parent / "vllm_generation_process.py"
 
 
 @pytest.fixture(scope="module")
-def told(students, tmp_path_factory):
+def outcome(students, tmp_path_factory):
     out = tmp_path_factory.mktemp("told") / "told.json"
     command = [sys.executable, str(SCRIPT), *map(str, students), str(out), *ENGINE]
-    done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "", "stdout carries results only"
+    process = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "", "stdout carries results only"
     return json.loads(out.read_text())
 
 
-def completions(words) -> list[Completion]:
+def completions(rows) -> list[Completion]:
     return [
         Completion(
-            np.array(ids, np.int32), np.array(logprobs, np.float32), finish, None if top is None else np.array(top)
+            np.array(ids, np.int32),
+            np.array(logprobs, np.float32),
+            finish_reason,
+            None if top_ids is None else np.array(top_ids),
         )
-        for ids, logprobs, finish, top in words
+        for ids, logprobs, finish_reason, top_ids in rows
     ]
 
 
-def test_log_probabilities_and_likeliest_ids_are_those_of_transformers(told, students):
-    written = completions(told["sampled"])
-    assert error_of(students[0], written) < 1e-4
-    assert len({tuple(one.ids.tolist()) for one in written}) == len(written)
-    assert told["sampled"][3][0] != told["sampled"][2][0][:11], "two completions of one prompt"
-    assert len(told["sampled"][3][0]) <= 11
+def test_logprobs_and_top_ids_equal_those_of_transformers(outcome, students):
+    sampled = completions(outcome["sampled"])
+    assert max_logprob_error(students[0], sampled) < 1e-4
+    assert len({tuple(one.ids.tolist()) for one in sampled}) == len(sampled)
+    assert outcome["sampled"][3][0] != outcome["sampled"][2][0][:11], "two completions of one prompt"
+    assert len(outcome["sampled"][3][0]) <= 11
 
 
-def test_a_completion_is_a_function_of_its_key_and_not_of_its_place(told):
-    assert [one[0] for one in told["backwards"]] == [one[0] for one in told["sampled"]]
+def test_completion_depends_on_its_key_and_not_on_its_position_in_the_batch(outcome):
+    assert [one[0] for one in outcome["backwards"]] == [one[0] for one in outcome["sampled"]]
 
 
-def test_greedily_it_writes_what_transformers_writes_up_to_the_same_end(told, students):
-    expected = greedily(students[0])
+def test_greedy_completions_equal_those_of_transformers(outcome, students):
+    expected = greedy_completions(students[0])
     assert {one.finish_reason for one in expected} >= {"stop-string", "length"}
-    assert_same(completions(told["greedy"]), expected)
+    assert_equal_completions(completions(outcome["greedy"]), expected)
 
 
-def test_weights_are_new_once_they_are_told_and_what_was_read_with_old_ones_is_forgotten(told, students):
+def test_weight_updates_take_effect_and_clear_the_prefix_cache(outcome, students):
     old, new = students
-    assert error_of(new, completions(told["stale"])) > 0.1, "the test would notice a prompt read with old weights"
-    assert error_of(new, completions(told["updated"])) < 1e-4
-    assert error_of(old, completions(told["updated"])) > 0.1
-    for again in ("told back", "rested"):
-        assert error_of(old, completions(told[again])) < 1e-4
+    assert max_logprob_error(new, completions(outcome["stale"])) > 0.1, (
+        "the test would notice a prompt read with old weights"
+    )
+    assert max_logprob_error(new, completions(outcome["updated"])) < 1e-4
+    assert max_logprob_error(old, completions(outcome["updated"])) > 0.1
+    for key in ("told back", "rested"):
+        assert max_logprob_error(old, completions(outcome[key])) < 1e-4
 
 
-def test_the_rest_of_the_process_is_left_alone_and_mistakes_are_told(told):
-    assert told["draws are untouched"]
-    assert told["context"] == CONTEXT
-    assert told["nothing"] == []
+def test_random_states_are_unchanged_and_invalid_requests_are_refused(outcome):
+    assert outcome["draws are untouched"]
+    assert outcome["context"] == CONTEXT
+    assert outcome["nothing"] == []
     assert (
         f"a prompt of {CONTEXT} tokens leaves no space for a completion; the context length is {CONTEXT}"
-        in told["too long"]
+        in outcome["too long"]
     )
-    assert "vLLM allows at most 2" in told["too hot"]
-    assert "1 missing" in told["missing"]
+    assert "vLLM allows at most 2" in outcome["too hot"]
+    assert "1 missing" in outcome["missing"]
 
 
 @pytest.mark.parametrize("workers", ["0", "1"], ids=["alone", "with workers of its own"])
-def test_apart_it_writes_the_same_and_takes_weights_through_a_folder(students, workers):
+def test_subprocess_generates_the_same_and_receives_weights_through_a_folder(students, workers):
     from safetensors.torch import load_file
 
     old, new = students
     environment = {**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": workers}
-    with SubprocessGenerator(request_of(old, engine=ENGINE), "vllm", environment) as apart:
-        assert_same(apart.generate(asks_of(), GREEDY), greedily(old))
-        apart.update_weights(load_file(new / "model.safetensors").items())
-        assert error_of(new, apart.generate(asks_of(), SAMPLED)) < 1e-4
-        assert_same(apart.generate(asks_of(), GREEDY), greedily(new))
+    with SubprocessGenerator(backend_config(old, engine=ENGINE), "vllm", environment) as generator:
+        assert_equal_completions(generator.generate(make_requests(), GREEDY), greedy_completions(old))
+        generator.update_weights(load_file(new / "model.safetensors").items())
+        assert max_logprob_error(new, generator.generate(make_requests(), SAMPLED)) < 1e-4
+        assert_equal_completions(generator.generate(make_requests(), GREEDY), greedy_completions(new))
 
 
-def test_an_engine_option_that_is_none_is_told_from_another_process(students):
-    for option, said in (
+def test_invalid_engine_options_are_reported_from_the_subprocess(students):
+    for option, message in (
         ("tensor_paralel_size=2", "did you mean"),
         ("logprobs_mode=raw_logits", "xtk sets this argument"),
     ):
-        with pytest.raises(XtkError, match=said):
-            SubprocessGenerator(request_of(students[0], engine=[option]), "vllm", SURROUNDINGS)
+        with pytest.raises(XtkError, match=message):
+            SubprocessGenerator(backend_config(students[0], engine=[option]), "vllm", SURROUNDINGS)
 
 
-def test_prompts_that_are_read_in_parts_are_told_with_what_helps(students):
-    """On a CPU vLLM 0.32 fails where it draws with seeds; where it does not any more, it writes."""
-    small, enough = ([*ENGINE, f"max_num_batched_tokens={size}"] for size in (CONTEXT, 8 * CONTEXT))
-    with SubprocessGenerator(request_of(students[0], engine=small), "vllm", SURROUNDINGS) as apart:
+def test_failed_chunked_prefill_is_reported_with_a_hint(students):
+    """On a CPU vLLM 0.32 fails when it samples with seeds; a version that does not fail must generate correctly."""
+    small_engine, large_engine = ([*ENGINE, f"max_num_batched_tokens={size}"] for size in (CONTEXT, 8 * CONTEXT))
+    with SubprocessGenerator(backend_config(students[0], engine=small_engine), "vllm", SURROUNDINGS) as generator:
         try:
-            assert error_of(students[0], apart.generate(asks_of(), SAMPLED)) < 1e-4
-        except XtkError as told:
-            assert "max_num_batched_tokens" in (told.hint or "")  # noqa: PT017 (of a later vLLM there is none)
-    with SubprocessGenerator(request_of(students[0], engine=enough), "vllm", SURROUNDINGS) as apart:
-        assert error_of(students[0], apart.generate(asks_of(), SAMPLED)) < 1e-4
+            assert max_logprob_error(students[0], generator.generate(make_requests(), SAMPLED)) < 1e-4
+        except XtkError as outcome:
+            assert "max_num_batched_tokens" in (outcome.hint or "")  # noqa: PT017 (later versions of vLLM may not raise)
+    with SubprocessGenerator(backend_config(students[0], engine=large_engine), "vllm", SURROUNDINGS) as generator:
+        assert max_logprob_error(students[0], generator.generate(make_requests(), SAMPLED)) < 1e-4

@@ -1,4 +1,4 @@
-"""What `xtk export` writes is what vLLM serves: the same tokens as transformers', and it stops where a turn ends."""
+"""vLLM serves the output of `xtk export`: same tokens as transformers, and it stops at the end of a turn."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ pathlib.Path(sys.argv[3]).write_text(json.dumps(told))
 """
 
 
-def test_vllm_serves_an_export_and_stops_at_the_end_of_a_turn(tmp_path):
+def test_vllm_serves_an_exported_student_and_stops_at_the_end_of_a_turn(tmp_path):
     student = make_llama(tmp_path / "student", context=128, ends=4.0)
-    described = json.loads((student / "tokenizer_config.json").read_text())
-    (student / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "<|endoftext|>"}))
+    tokenizer_config = json.loads((student / "tokenizer_config.json").read_text())
+    (student / "tokenizer_config.json").write_text(json.dumps({**tokenizer_config, "eos_token": "<|endoftext|>"}))
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(8))
-    xtk = [sys.executable, "-m", "xtk"]
+    xtk_command = [sys.executable, "-m", "xtk"]
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    trained = [*xtk, "distill", str(student), str(data), "--loss", "ce", "--max-steps", "1", "-o", run]
-    subprocess.run(trained, env=SURROUNDINGS, check=True, timeout=600)
+    distill_command = [*xtk_command, "distill", str(student), str(data), "--loss", "ce", "--max-steps", "1", "-o", run]
+    subprocess.run(distill_command, env=SURROUNDINGS, check=True, timeout=600)
     subprocess.run(
-        [*xtk, "export", run, "--max-shard-size", "200KB", "-o", out], env=SURROUNDINGS, check=True, timeout=600
+        [*xtk_command, "export", run, "--max-shard-size", "200KB", "-o", out], env=SURROUNDINGS, check=True, timeout=600
     )
 
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -42,13 +42,13 @@ def test_vllm_serves_an_export_and_stops_at_the_end_of_a_turn(tmp_path):
             model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40)[0, len(ids) :].tolist()
             for ids in prompts
         ]
-    ends = ["stop" if ids[-1] in (0, 1) else "length" for ids in expected]
-    assert "stop" in ends
-    told = tmp_path / "told.json"
-    command = [sys.executable, "-c", SCRIPT, out, json.dumps(prompts), str(told)]
-    done = subprocess.run(
+    finish_reasons = ["stop" if ids[-1] in (0, 1) else "length" for ids in expected]
+    assert "stop" in finish_reasons
+    output = tmp_path / "told.json"
+    command = [sys.executable, "-c", SCRIPT, out, json.dumps(prompts), str(output)]
+    process = subprocess.run(
         command, env={**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True,
         timeout=900, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(told.read_text()) == [list(pair) for pair in zip(expected, ends, strict=True)]
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert json.loads(output.read_text()) == [list(pair) for pair in zip(expected, finish_reasons, strict=True)]

@@ -11,49 +11,57 @@ from vllm_on_cpu import Server
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.rollouts.server_generator import ServerGenerator
 
-from .generation_requests import CONTEXT, GREEDY, asks_of, assert_same, error_of, greedily, request_of
+from .generation_requests import (
+    CONTEXT,
+    GREEDY,
+    assert_equal_completions,
+    backend_config,
+    greedy_completions,
+    make_requests,
+    max_logprob_error,
+)
 
-PATIENT = RetryPolicy(
+RETRY_POLICY = RetryPolicy(
     max_attempts=400, total_seconds=600, attempt_seconds=120, connect_seconds=20, initial_backoff=0.1, max_backoff=1.0
 )
 
 
-def start(folder: Path, log: Path, port: int = 0) -> Server:
+def start_server(folder: Path, log: Path, port: int = 0) -> Server:
     flags = ("--max-model-len", str(CONTEXT), "--served-model-name", "student")
     return Server(folder, log, *flags, port=port, VLLM_SERVER_DEV_MODE="1")
 
 
-def test_a_server_that_was_restarted_gets_the_weights_again(students, tmp_path, capsys):
+def test_restarted_server_receives_the_student_weights_again(students, tmp_path, capsys):
     old, new = students
-    running = [start(old, tmp_path / "log")]
+    servers = [start_server(old, tmp_path / "log")]
     try:
-        running[0].wait(600)
-        writer = ServerGenerator.open(request_of(old, servers=[running[0].url], patience=PATIENT))
-        writer.update_weights(new)
-        assert error_of(new, writer.generate(asks_of(), GREEDY)) < 1e-4
+        servers[0].wait(600)
+        generator = ServerGenerator.open(backend_config(old, servers=[servers[0].url], patience=RETRY_POLICY))
+        generator.update_weights(new)
+        assert max_logprob_error(new, generator.generate(make_requests(), GREEDY)) < 1e-4
 
-        running[0].kill()  # while nothing is asked of it
-        running.append(start(old, tmp_path / "log-2", running[0].port))
-        running[1].wait(600)
-        assert_same(writer.generate(asks_of(), GREEDY), greedily(new))
+        servers[0].kill()  # while there are no requests
+        servers.append(start_server(old, tmp_path / "log-2", servers[0].port))
+        servers[1].wait(600)
+        assert_equal_completions(generator.generate(make_requests(), GREEDY), greedy_completions(new))
         assert "was restarted without the student's weights; sent them again" in capsys.readouterr().err
 
-        def die_and_come_back() -> None:
+        def kill_and_restart() -> None:
             time.sleep(1.0)
-            running[1].kill()
-            time.sleep(35)  # longer than the time between two lines
-            running.append(start(old, tmp_path / "log-3", running[0].port))
+            servers[1].kill()
+            time.sleep(35)  # longer than the interval between two log lines
+            servers.append(start_server(old, tmp_path / "log-3", servers[0].port))
 
-        fate = threading.Thread(target=die_and_come_back)
-        fate.start()
-        end = time.monotonic() + 300
-        while fate.is_alive() or time.monotonic() < end:
-            assert error_of(new, writer.generate(asks_of(), GREEDY)) < 1e-4
-            if not fate.is_alive() and "responding again" in (said := capsys.readouterr().err):
+        restart_thread = threading.Thread(target=kill_and_restart)
+        restart_thread.start()
+        deadline = time.monotonic() + 300
+        while restart_thread.is_alive() or time.monotonic() < deadline:
+            assert max_logprob_error(new, generator.generate(make_requests(), GREEDY)) < 1e-4
+            if not restart_thread.is_alive() and "responding again" in (stderr := capsys.readouterr().err):
                 break
-        assert "; retrying" in said
-        assert "no response for 3" in said, "a line every 30 seconds"
-        assert error_of(old, writer.generate(asks_of(), GREEDY)) > 0.1
+        assert "; retrying" in stderr
+        assert "no response for 3" in stderr, "a line every 30 seconds"
+        assert max_logprob_error(old, generator.generate(make_requests(), GREEDY)) > 0.1
     finally:
-        for server in running:
+        for server in servers:
             server.stop()

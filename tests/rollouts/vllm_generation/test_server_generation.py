@@ -1,4 +1,4 @@
-"""vLLM's own server writes what transformers writes, with the weights that it was told last."""
+"""A vLLM server generates the same completions as transformers, with the weights of the last update."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator
 from xtk.tokens.tokenizer import Tokenizer
 
-from .generation_requests import CONTEXT, GREEDY, SAMPLED, asks_of, assert_same, error_of, greedily, request_of
+from .generation_requests import (
+    CONTEXT,
+    GREEDY,
+    SAMPLED,
+    assert_equal_completions,
+    backend_config,
+    greedy_completions,
+    make_requests,
+    max_logprob_error,
+)
 
-HASTY = RetryPolicy(
+RETRY_POLICY = RetryPolicy(
     max_attempts=5, total_seconds=600, attempt_seconds=120, connect_seconds=20, initial_backoff=0.02, max_backoff=0.1
 )
 
@@ -34,49 +43,51 @@ def server(students, tmp_path_factory):
         running.stop()
 
 
-def writer_of(students, *servers: str) -> ServerGenerator:
-    return ServerGenerator.open(request_of(students[0], servers=list(servers), patience=HASTY))
+def server_generator(students, *servers: str) -> ServerGenerator:
+    return ServerGenerator.open(backend_config(students[0], servers=list(servers), patience=RETRY_POLICY))
 
 
-def test_the_server_writes_what_transformers_writes_and_takes_new_weights(server, students):
+def test_server_completions_equal_those_of_transformers_after_each_weight_update(server, students):
     old, new = students
-    writer = writer_of(students, server.url)
-    assert writer.context_length == CONTEXT
-    assert writer.generate([], SAMPLED) == []
-    assert_same(writer.generate(asks_of(), GREEDY), greedily(old))
-    sampled = writer.generate(asks_of(), SAMPLED)
-    assert error_of(old, sampled) < 1e-4
-    again = writer.generate(asks_of(), SAMPLED)
-    assert [one.ids.tolist() for one in again] == [one.ids.tolist() for one in sampled]
+    generator = server_generator(students, server.url)
+    assert generator.context_length == CONTEXT
+    assert generator.generate([], SAMPLED) == []
+    assert_equal_completions(generator.generate(make_requests(), GREEDY), greedy_completions(old))
+    sampled = generator.generate(make_requests(), SAMPLED)
+    assert max_logprob_error(old, sampled) < 1e-4
+    repeated = generator.generate(make_requests(), SAMPLED)
+    assert [one.ids.tolist() for one in repeated] == [one.ids.tolist() for one in sampled]
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(new)}}
     body = json.dumps(reload).encode()
     urlopen(Request(server.host + "/collective_rpc", body, {"Content-Type": "application/json"})).close()
-    assert error_of(new, writer.generate(asks_of(), SAMPLED)) > 0.1, "the test would notice what is stale"
-    writer.update_weights(new)
-    assert error_of(new, writer.generate(asks_of(), SAMPLED)) < 1e-4
-    writer.update_weights(old)
-    assert_same(writer.generate(asks_of(), GREEDY), greedily(old))
+    assert max_logprob_error(new, generator.generate(make_requests(), SAMPLED)) > 0.1, (
+        "the test would notice what is stale"
+    )
+    generator.update_weights(new)
+    assert max_logprob_error(new, generator.generate(make_requests(), SAMPLED)) < 1e-4
+    generator.update_weights(old)
+    assert_equal_completions(generator.generate(make_requests(), GREEDY), greedy_completions(old))
 
 
-def test_what_a_server_does_not_do_is_told_and_what_fails_is_asked_again(server, students, pair):
-    writer = writer_of(students, server.url)
+def test_unsupported_requests_are_refused_and_failed_ones_are_retried(server, students, pair):
+    generator = server_generator(students, server.url)
     with pytest.raises(XtkError, match="loads new weights only from a folder"):
-        writer.update_weights([])
+        generator.update_weights([])
     with pytest.raises(XtkError, match="max-logprobs"):
-        writer.generate(asks_of(), SamplingConfig(top_logprobs=30))
+        generator.generate(make_requests(), SamplingConfig(top_logprobs=30))
     with pytest.raises(MismatchError, match="another tokenizer"):
         ServerGenerator(
             BackendConfig(pair.student, "student", Tokenizer(pair.student), options={"servers": [server.url]})
         )
     with served(get_in_the_way, server.url) as proxy:
-        far = writer_of(students, proxy.url)
+        proxied = server_generator(students, proxy.url)
         for kind in ("500", "cut", "close", "empty", "no-choices"):
             proxy.trouble(kind, 2, 1)
-            assert_same(far.generate(asks_of(), GREEDY), greedily(students[0]))
+            assert_equal_completions(proxied.generate(make_requests(), GREEDY), greedy_completions(students[0]))
         proxy.trouble("404", 1)
-        with pytest.raises(XtkError, match="does not accept weight updates") as refused:
-            far.update_weights(students[0])
-        assert "VLLM_SERVER_DEV_MODE=1" in str(refused.value.hint)
+        with pytest.raises(XtkError, match="does not accept weight updates") as raised:
+            proxied.update_weights(students[0])
+        assert "VLLM_SERVER_DEV_MODE=1" in str(raised.value.hint)
         proxy.kill()
         with pytest.raises(XtkError, match="no valid response"):
-            far.generate(asks_of(), GREEDY)
+            proxied.generate(make_requests(), GREEDY)

@@ -1,4 +1,4 @@
-"""Write with vLLM in this process, before and after new weights; tell what was written: OLD NEW OUT OPTION..."""
+"""Generate with vLLM in this process before and after weight updates, and write the results: OLD NEW OUT OPTION..."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 def main() -> None:
     import numpy as np
     import torch
-    from rollouts.vllm_generation.generation_requests import CONTEXT, GREEDY, SAMPLED, asks_of, request_of
+    from rollouts.vllm_generation.generation_requests import CONTEXT, GREEDY, SAMPLED, backend_config, make_requests
     from safetensors.torch import load_file
 
     from xtk.errors import XtkError
@@ -22,12 +22,12 @@ def main() -> None:
     from xtk.rollouts.vllm_generator import VllmGenerator
 
     old, new, out = map(Path, sys.argv[1:4])
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
-    def states() -> list[Any]:
+    def random_states() -> list[Any]:
         return [random.getstate()[1], np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[index]
 
-    def words(completions: list[Completion]) -> list[Any]:
+    def to_rows(completions: list[Completion]) -> list[Any]:
         return [
             (
                 one.ids.tolist(),
@@ -38,38 +38,40 @@ def main() -> None:
             for one in completions
         ]
 
-    def error(work: Any, *arguments: Any) -> str:
+    def error_message(call: Any, *arguments: Any) -> str:
         try:
-            work(*arguments)
-        except XtkError as wrong:
-            return str(wrong)
+            call(*arguments)
+        except XtkError as error:
+            return str(error)
         return ""
 
     random.seed(4)
-    before = states()
-    writer = VllmGenerator.open(request_of(old, engine=sys.argv[4:]))
-    told["draws are untouched"] = states() == before
-    told["context"] = writer.context_length
-    asks = asks_of()
-    told["sampled"] = words(writer.generate(asks, SAMPLED))
-    told["backwards"] = words(writer.generate(asks[::-1], SAMPLED)[::-1])
-    told["greedy"] = words(writer.generate(asks, GREEDY))
-    told["nothing"] = writer.generate([], SAMPLED)
-    told["too long"] = error(writer.generate, [GenerationRequest(np.ones(CONTEXT, np.int32), (1,))], SAMPLED)
-    told["too hot"] = error(writer.generate, asks, SamplingConfig(temperature=2.5))
-    writer._reload(weights_path=str(new))  # as `update` does, without the end
-    told["stale"] = words(writer.generate(asks, SAMPLED))
-    writer.update_weights(new)
-    told["updated"] = words(writer.generate(asks, SAMPLED))
+    states_before = random_states()
+    generator = VllmGenerator.open(backend_config(old, engine=sys.argv[4:]))
+    results["draws are untouched"] = random_states() == states_before
+    results["context"] = generator.context_length
+    requests = make_requests()
+    results["sampled"] = to_rows(generator.generate(requests, SAMPLED))
+    results["backwards"] = to_rows(generator.generate(requests[::-1], SAMPLED)[::-1])
+    results["greedy"] = to_rows(generator.generate(requests, GREEDY))
+    results["nothing"] = generator.generate([], SAMPLED)
+    results["too long"] = error_message(
+        generator.generate, [GenerationRequest(np.ones(CONTEXT, np.int32), (1,))], SAMPLED
+    )
+    results["too hot"] = error_message(generator.generate, requests, SamplingConfig(temperature=2.5))
+    generator._reload(weights_path=str(new))  # as `update_weights` does, but without its last step
+    results["stale"] = to_rows(generator.generate(requests, SAMPLED))
+    generator.update_weights(new)
+    results["updated"] = to_rows(generator.generate(requests, SAMPLED))
     weights = load_file(old / "model.safetensors")
-    writer.update_weights(weights.items())
-    told["told back"] = words(writer.generate(asks, SAMPLED))
-    writer.sleep()
-    writer.wake_up()
-    told["rested"] = words(writer.generate(asks, SAMPLED))
-    told["missing"] = error(writer.update_weights, list(weights.items())[1:])
-    out.write_text(json.dumps(told))
-    writer.close()
+    generator.update_weights(weights.items())
+    results["told back"] = to_rows(generator.generate(requests, SAMPLED))
+    generator.sleep()
+    generator.wake_up()
+    results["rested"] = to_rows(generator.generate(requests, SAMPLED))
+    results["missing"] = error_message(generator.update_weights, list(weights.items())[1:])
+    out.write_text(json.dumps(results))
+    generator.close()
 
 
 if __name__ == "__main__":  # vLLM's workers import this file again

@@ -1,4 +1,4 @@
-"""A teacher that vLLM runs, and its server."""
+"""Fixtures: a small teacher for vLLM, and a vLLM server of it."""
 
 from __future__ import annotations
 

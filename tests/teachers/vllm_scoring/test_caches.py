@@ -1,4 +1,4 @@
-"""Caches that vLLM fills hold what those of transformers hold."""
+"""Caches from vLLM teachers equal those from transformers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from vllm_on_cpu import ENGINE, SURROUNDINGS
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 
-ASKED = ["--top-k", "8", "--shard-tokens", "400"]
+OPTIONS = ["--top-k", "8", "--shard-tokens", "400"]
 
 
 def command_of(teacher: Path, corpus: Path, out: Path, *backend: str) -> list[str]:
     return [
-        sys.executable, "-m", "xtk", "cache-teacher", str(teacher), str(corpus), *ASKED, *backend, "-o", str(out),
+        sys.executable, "-m", "xtk", "cache-teacher", str(teacher), str(corpus), *OPTIONS, *backend, "-o", str(out),
     ]  # fmt: skip
 
 
-def made(command: list[str]) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == command[-1] + "\n", "stdout carries results only"
-    return done
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == command[-1] + "\n", "stdout carries results only"
+    return result
 
 
 @pytest.fixture(scope="module")
-def plain(teacher: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def transformers_cache(teacher: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain") / "cache"
-    made(command_of(teacher, corpus, folder))
+    run_command(command_of(teacher, corpus, folder))
     return folder
 
 
-def assert_holds_the_same(folder: Path, plain: Path) -> None:
-    ours, theirs = TeacherCache(folder), TeacherCache(plain)
-    assert len(ours) == len(theirs) == 40
-    for one, two in zip(ours, theirs, strict=True):
+def assert_same_cache(folder: Path, transformers_cache: Path) -> None:
+    found, expected = TeacherCache(folder), TeacherCache(transformers_cache)
+    assert len(found) == len(expected) == 40
+    for one, two in zip(found, expected, strict=True):
         assert np.array_equal(one.tokens.ids, two.tokens.ids)
         assert np.array_equal(one.stored_logprobs.ids, two.stored_logprobs.ids)
         for name in ("logprobs", "remainder_mass", "observed_logprobs"):
@@ -51,12 +51,14 @@ def assert_holds_the_same(folder: Path, plain: Path) -> None:
         assert (one.stored_logprobs.entropy <= two.stored_logprobs.entropy + 1e-4).all()
 
 
-def test_a_cache_of_a_server_holds_what_one_of_transformers_holds(teacher, corpus, server, plain, tmp_path):
-    made(command_of(teacher, corpus, tmp_path / "cache", "--backend", "server", "--server", server.url))
-    assert_holds_the_same(tmp_path / "cache", plain)
+def test_cache_from_a_vllm_server_equals_one_from_transformers(teacher, corpus, server, transformers_cache, tmp_path):
+    run_command(command_of(teacher, corpus, tmp_path / "cache", "--backend", "server", "--server", server.url))
+    assert_same_cache(tmp_path / "cache", transformers_cache)
 
 
-def test_a_cache_of_an_engine_that_was_killed_and_goes_on_holds_the_same(teacher, corpus, plain, tmp_path):
+def test_cache_resumed_after_a_killed_engine_equals_one_from_transformers(
+    teacher, corpus, transformers_cache, tmp_path
+):
     out = tmp_path / "cache"
     options = [word for option in ENGINE for word in ("--engine", option)]
     command = command_of(teacher, corpus, out, "--backend", "vllm", *options)
@@ -68,5 +70,5 @@ def test_a_cache_of_an_engine_that_was_killed_and_goes_on_holds_the_same(teacher
         first.wait()
         with pytest.raises(XtkError):
             TeacherCache(out)
-    made(command)
-    assert_holds_the_same(out, plain)
+    run_command(command)
+    assert_same_cache(out, transformers_cache)

@@ -1,4 +1,4 @@
-"""vLLM in process says what transformers says."""
+"""vLLM in the same process: log-probabilities equal those of transformers."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def run_engine(folder: Path, support: Support, out: Path, *engine: str, **env: s
 
 
 def descendants(process: int) -> set[int]:
-    """The processes that a process started, and those that they did."""
+    """Return the processes that a process started, directly or indirectly."""
     found: set[int] = set()
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has gone
+            except OSError:  # the process has ended
                 continue
-    while more := {child for child, parent in parents.items() if parent in found | {process}} - found:
-        found |= more
+    while new := {child for child, parent in parents.items() if parent in found | {process}} - found:
+        found |= new
     return found
 
 
-def runs(process: int) -> bool:
+def is_running(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def scores_in(path: Path) -> list[StoredLogprobs]:
+def load_scores(path: Path) -> list[StoredLogprobs]:
     arrays = np.load(path)
     count = len({name.split()[0] for name in arrays})
     return [
@@ -69,34 +69,34 @@ def scores_in(path: Path) -> list[StoredLogprobs]:
     ],
     ids=["top-k", "top-p in small batches", "none"],
 )
-def test_the_engine_says_what_transformers_says(teacher, tmp_path, support, engine):
-    done = run_engine(teacher, support, tmp_path / "out.npz", *engine)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "", "stdout carries results only"
+def test_vllm_engine_matches_transformers(teacher, tmp_path, support, engine):
+    result = run_engine(teacher, support, tmp_path / "out.npz", *engine)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "", "stdout carries results only"
     documents = documents_of(teacher, CONTEXT)
     assert max(map(len, documents)) == CONTEXT, "a document as long as the context is among them"
-    truth = said_plainly(teacher, documents)
-    for document, scores, expected in zip(documents, scores_in(tmp_path / "out.npz"), truth, strict=True):
+    full_logprobs = said_plainly(teacher, documents)
+    for document, scores, expected in zip(documents, load_scores(tmp_path / "out.npz"), full_logprobs, strict=True):
         assert_is_the_truth(scores, document, expected, support, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
+    ("engine", "message"),
     [
         ("tensor_paralel_size=2", "did you mean --engine tensor_parallel_size"),
         ("max_logprobs=5", "--engine max_logprobs is not allowed: xtk sets this argument"),
         ("max_num_seqs=0", "vLLM cannot run this model"),
     ],
 )
-def test_an_engine_option_that_is_none_is_told(teacher, tmp_path, engine, said):
-    done = run_engine(teacher, Support("top-k", top_k=4), tmp_path / "out.npz", engine)
-    assert done.returncode == 1
-    assert "XtkError" in done.stderr
-    assert said in done.stderr
+def test_invalid_engine_option_is_refused(teacher, tmp_path, engine, message):
+    result = run_engine(teacher, Support("top-k", top_k=4), tmp_path / "out.npz", engine)
+    assert result.returncode == 1
+    assert "XtkError" in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
-def test_a_killed_process_leaves_no_engine_behind(teacher, tmp_path):
+def test_killed_process_leaves_no_engine_running(teacher, tmp_path):
     out = tmp_path / "out.npz"
     command = [sys.executable, str(SCRIPT), str(teacher), '{"kind": "none"}', str(out), *ENGINE]
     process = subprocess.Popen(command, env={**SURROUNDINGS, "THEN_WAIT": "1"}, stderr=subprocess.DEVNULL)
@@ -108,6 +108,6 @@ def test_a_killed_process_leaves_no_engine_behind(teacher, tmp_path):
     os.kill(process.pid, 9)
     process.wait()
     end = time.monotonic() + 120
-    while any(map(runs, started)) and time.monotonic() < end:
+    while any(map(is_running, started)) and time.monotonic() < end:
         time.sleep(0.5)
-    assert not [one for one in started if runs(one)]
+    assert not [one for one in started if is_running(one)]

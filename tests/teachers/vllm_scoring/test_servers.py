@@ -1,4 +1,4 @@
-"""vLLM's own server says what transformers says, and the stand-in of the other tests answers as it does."""
+"""vLLM's server matches transformers, and the stand-in server of the other tests responds like it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from xtk.tokens.tokenizer import Tokenizer
 
 from .conftest import CONTEXT
 
-HASTY = RetryPolicy(
+FAST_RETRIES = RetryPolicy(
     max_attempts=5, total_seconds=600, attempt_seconds=120, connect_seconds=20, initial_backoff=0.02, max_backoff=0.1
 )
 
 
-def request_of(folder: Path, servers: list[str], support: Support, **options: object) -> TeacherConfig:
+def teacher_config(folder: Path, servers: list[str], support: Support, **options: object) -> TeacherConfig:
     return TeacherConfig(
         folder,
         "teacher",
         Tokenizer(folder),
         support=support,
-        options={"servers": servers, "patience": HASTY, **options},
+        options={"servers": servers, "patience": FAST_RETRIES, **options},
     )
 
 
@@ -43,79 +43,83 @@ def request_of(folder: Path, servers: list[str], support: Support, **options: ob
     [Support("top-k", top_k=MOST), Support("top-k", top_k=1), Support("top-p", top_k=20, top_p=0.5), Support("none")],
     ids=lambda support: f"{support.kind}-{support.top_k}",
 )
-def test_the_server_says_what_transformers_says(teacher, server, support):
-    found = ServerTeacher(request_of(teacher, [server.url], support))
-    assert (found.max_document_tokens, found.vocab_size, found.model) == (CONTEXT, 496, "teacher")
+def test_vllm_server_matches_transformers(teacher, server, support):
+    server_teacher = ServerTeacher(teacher_config(teacher, [server.url], support))
+    assert (server_teacher.max_document_tokens, server_teacher.vocab_size, server_teacher.model) == (
+        CONTEXT,
+        496,
+        "teacher",
+    )
     documents = documents_of(teacher, CONTEXT)
     assert max(map(len, documents)) == CONTEXT, "a document as long as the context is among them"
-    truth = said_plainly(teacher, documents)
-    for document, scores, expected in zip(documents, found.score(documents), truth, strict=True):
+    full_logprobs = said_plainly(teacher, documents)
+    for document, scores, expected in zip(documents, server_teacher.score(documents), full_logprobs, strict=True):
         assert_is_the_truth(scores, document, expected, support, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["500", "cut", "close", *SPOIL])
-def test_failures_in_front_of_the_server_leave_no_trace(teacher, server, kind):
+def test_failures_between_client_and_server_do_not_change_the_result(teacher, server, kind):
     support = Support("top-k", top_k=4)
     documents = documents_of(teacher, CONTEXT)[:5]
-    clean = ServerTeacher(request_of(teacher, [server.url], support)).score(documents)
+    expected = ServerTeacher(teacher_config(teacher, [server.url], support)).score(documents)
     with served(get_in_the_way, server.url) as proxy:
-        found = ServerTeacher(request_of(teacher, [proxy.url], support))
+        server_teacher = ServerTeacher(teacher_config(teacher, [proxy.url], support))
         proxy.trouble(kind, 2, 1)
-        for one, two in zip(found.score(documents), clean, strict=True):
+        for one, two in zip(server_teacher.score(documents), expected, strict=True):
             assert np.array_equal(one.ids, two.ids)
             # The same prompt in another batch is summed in another order.
             np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4, rtol=0)
         assert proxy.seen()["requests"] > len(documents)
 
 
-def test_a_server_that_dies_between_documents_is_told(teacher, server):
+def test_killed_server_is_reported(teacher, server):
     with served(get_in_the_way, server.url) as proxy:
-        found = ServerTeacher(request_of(teacher, [proxy.url], Support("top-k", top_k=4)))
+        server_teacher = ServerTeacher(teacher_config(teacher, [proxy.url], Support("top-k", top_k=4)))
         proxy.kill()
         with pytest.raises(XtkError, match="no server gave a valid response in 5 attempts"):
-            found.score(documents_of(teacher, CONTEXT))
+            server_teacher.score(documents_of(teacher, CONTEXT))
 
 
-def test_more_ids_than_the_server_gives_are_refused(teacher, server):
-    with pytest.raises(XtkError, match="the server refused the request: HTTP 400") as caught:
-        ServerTeacher(request_of(teacher, [server.url], Support("top-k", top_k=MOST + 1)))
-    assert f"--max-logprobs {MOST + 1}" in str(caught.value)
+def test_top_k_above_the_server_limit_is_refused(teacher, server):
+    with pytest.raises(XtkError, match="the server refused the request: HTTP 400") as raised:
+        ServerTeacher(teacher_config(teacher, [server.url], Support("top-k", top_k=MOST + 1)))
+    assert f"--max-logprobs {MOST + 1}" in str(raised.value)
 
 
-def test_another_tokenizer_is_refused_by_its_ids(pair, server):
+def test_server_with_another_tokenizer_is_refused(pair, server):
     with pytest.raises(XtkError, match="tokenizer differs from the tokenizer"):
-        ServerTeacher(request_of(pair.student, [server.url], Support("top-k", top_k=4)))
+        ServerTeacher(teacher_config(pair.student, [server.url], Support("top-k", top_k=4)))
 
 
-def asked(url: str, question: dict[str, Any]) -> tuple[int, Any]:
-    body = json.dumps({"model": "teacher", "max_tokens": 1, "temperature": 0, **question}).encode()
+def post_completion(url: str, payload: dict[str, Any]) -> tuple[int, Any]:
+    body = json.dumps({"model": "teacher", "max_tokens": 1, "temperature": 0, **payload}).encode()
     try:
-        with urlopen(Request(url + "/completions", body, {"Content-Type": "application/json"})) as answer:
-            return 200, json.load(answer)
-    except HTTPError as wrong:
-        return wrong.code, json.load(wrong)
+        with urlopen(Request(url + "/completions", body, {"Content-Type": "application/json"})) as response:
+            return 200, json.load(response)
+    except HTTPError as error:
+        return error.code, json.load(error)
 
 
-def parts_of(answer: Any) -> Any:
-    """What xtk reads of an answer."""
-    (choice,) = answer["choices"]
-    told = [
+def fields_that_xtk_reads(response: Any) -> Any:
+    """Return the fields of a response that xtk reads."""
+    (choice,) = response["choices"]
+    prompt_logprobs = [
         None if entry is None else {token: value["logprob"] for token, value in entry.items()}
         for entry in choice["prompt_logprobs"]
     ]
     generated = choice["logprobs"] and {name: choice["logprobs"][name] for name in ("tokens", "top_logprobs")}
-    return [told, generated, choice.get("prompt_token_ids")]
+    return [prompt_logprobs, generated, choice.get("prompt_token_ids")]
 
 
-def assert_alike(one: Any, two: Any) -> None:
+def assert_approximately_equal(one: Any, two: Any) -> None:
     if isinstance(one, dict):
         assert list(one) == list(two)
-        assert_alike(list(one.values()), list(two.values()))
+        assert_approximately_equal(list(one.values()), list(two.values()))
     elif isinstance(one, list):
         assert isinstance(two, list)
         assert len(one) == len(two)
         for first, second in zip(one, two, strict=True):
-            assert_alike(first, second)
+            assert_approximately_equal(first, second)
     elif isinstance(one, float):
         assert one == pytest.approx(two, abs=1e-4)
     else:
@@ -123,7 +127,7 @@ def assert_alike(one: Any, two: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "question",
+    "payload",
     [
         {"prompt": [5, 9, 200, 7, 7], "prompt_logprobs": 6},
         {"prompt": [5, 9, 200, 7, 7], "prompt_logprobs": 0},
@@ -136,15 +140,18 @@ def assert_alike(one: Any, two: Any) -> None:
     ],
     ids=["ids", "no ids", "one token", "text", "a forced token"],
 )  # fmt: skip
-def test_the_stand_in_answers_as_vllm_does(teacher, server, question):
+def test_stand_in_responds_like_vllm(teacher, server, payload):
     with served(answer_as_vllm, str(teacher), ["teacher"], {"max_logprobs": MOST}) as stand_in:
-        (status, real), (made, answer) = asked(server.url, question), asked(stand_in.url, question)
-    assert status == made == 200
-    assert_alike(parts_of(real), parts_of(answer))
+        (status, response), (stand_in_status, stand_in_response) = (
+            post_completion(server.url, payload),
+            post_completion(stand_in.url, payload),
+        )
+    assert status == stand_in_status == 200
+    assert_approximately_equal(fields_that_xtk_reads(response), fields_that_xtk_reads(stand_in_response))
 
 
 @pytest.mark.parametrize(
-    "question",
+    "payload",
     [
         {"prompt": [1, 2], "prompt_logprobs": MOST + 1},
         {"prompt": [1] * CONTEXT, "prompt_logprobs": 1},
@@ -153,20 +160,23 @@ def test_the_stand_in_answers_as_vllm_does(teacher, server, question):
     ],
     ids=["too many ids", "no room", "too long", "no such model"],
 )
-def test_the_stand_in_refuses_as_vllm_does(teacher, server, question):
+def test_stand_in_refuses_like_vllm(teacher, server, payload):
     with served(answer_as_vllm, str(teacher), ["teacher"], {"max_logprobs": MOST}) as stand_in:
-        (status, real), (made, answer) = asked(server.url, question), asked(stand_in.url, question)
-    assert status == made >= 400
-    assert answer["error"]["message"] in real["error"]["message"] or (
-        answer["error"]["message"].partition(" tokens")[0] in real["error"]["message"]
+        (status, response), (stand_in_status, stand_in_response) = (
+            post_completion(server.url, payload),
+            post_completion(stand_in.url, payload),
+        )
+    assert status == stand_in_status >= 400
+    assert stand_in_response["error"]["message"] in response["error"]["message"] or (
+        stand_in_response["error"]["message"].partition(" tokens")[0] in response["error"]["message"]
     )
 
 
-def test_both_name_their_models_alike(teacher, server):
+def test_stand_in_lists_models_like_vllm(teacher, server):
     with served(answer_as_vllm, str(teacher), ["teacher"], {}) as stand_in:
         found = []
         for url in (server.url, stand_in.url):
-            with urlopen(url + "/models") as answer:
-                (model,) = json.load(answer)["data"]
+            with urlopen(url + "/models") as response:
+                (model,) = json.load(response)["data"]
             found.append({name: model[name] for name in ("id", "root", "max_model_len")})
     assert found[0] == found[1]

@@ -1,6 +1,6 @@
-"""Score documents with vLLM in this process and write what it says: FOLDER SUPPORT OUT ENGINE-OPTION...
+"""Score documents with vLLM in this process and write the log-probabilities: FOLDER SUPPORT OUT ENGINE-OPTION...
 
-With THEN_WAIT in the environment it does not end by itself.
+With THEN_WAIT in the environment, the process then waits until it is killed.
 """
 
 from __future__ import annotations
