@@ -85,8 +85,8 @@ def test_known_names_need_no_table():
 def test_what_a_worker_of_a_launcher_has_told_its_others_do_not_tell(run, tmp_path):
     (tmp_path / "told").mkdir()
     asked = ["inspect", tmp_path / "nothing"]
-    workers = [run(*asked, code=1, env={"XTK_TOLD": str(tmp_path / "told")}).stderr for _ in range(2)]
+    workers = [run(*asked, code=1, env={"XTK_REPORTED_ERRORS": str(tmp_path / "told")}).stderr for _ in range(2)]
     assert workers == [run(*asked, code=1).stderr, ""]
     assert "nothing" in workers[0]
-    other = run("inspect", tmp_path / "else", code=1, env={"XTK_TOLD": str(tmp_path / "told")})
+    other = run("inspect", tmp_path / "else", code=1, env={"XTK_REPORTED_ERRORS": str(tmp_path / "told")})
     assert "else" in other.stderr

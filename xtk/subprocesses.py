@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
                  "MASTER_", "TORCHELASTIC_")  # fmt: skip
 # Folder of a launcher in which its workers record the errors that one of them has printed.
-REPORTED_ERRORS_VARIABLE = "XTK_TOLD"
+REPORTED_ERRORS_VARIABLE = "XTK_REPORTED_ERRORS"
 
 
 def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGTERM) -> None:

@@ -41,7 +41,7 @@ def buffers_of(column: pa.Array) -> list[pa.Buffer]:
     return [buffer for buffer in column.buffers() if buffer is not None and buffer.size]
 
 
-def places_of(path: Path) -> list[tuple[int, int]]:
+def buffer_ranges_of(path: Path) -> list[tuple[int, int]]:
     """Return the start and the size in bytes of each buffer in a shard or a data file."""
     with pa.memory_map(str(path)) as source:
         file_buffer = source.read_buffer()
@@ -131,7 +131,7 @@ def forge_shards(cache: Path, count: int, rng: np.random.Generator) -> dict[str,
         path = copy / "shard-00000.arrow"
         original = path.read_bytes()
         shard = CacheShard(path)
-        buffer_ranges, payload, tables = places_of(path), shard.payload_ranges(), shard._tables
+        buffer_ranges, payload, tables = buffer_ranges_of(path), shard.payload_ranges(), shard._tables
         del shard
         manifest = TeacherCache(copy).manifest
         forgeries = [
@@ -175,7 +175,7 @@ def forge_data_files(folder: Path, count: int, rng: np.random.Generator) -> dict
                 writer.write_batch(batch)
         content = bytearray(path.read_bytes())
         if kind == "file" and number % 2:
-            forge_offset(content, places_of(path), rng)
+            forge_offset(content, buffer_ranges_of(path), rng)
         else:
             for _ in range(int(rng.integers(1, 4))):
                 content[int(rng.integers(len(content)))] = int(rng.integers(256))

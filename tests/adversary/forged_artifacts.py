@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from json_mutations import dumped
+from json_mutations import to_json
 
 from xtk.artifacts.atomic_files import canonical_json, sha256
 from xtk.artifacts.cache_manifest import manifest_bytes, manifest_checksum
@@ -20,20 +20,20 @@ def checksum_of(path: Path) -> str:
     return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def sealed(manifest: Any) -> bytes:
+def with_checksum(manifest: Any) -> bytes:
     """Return a manifest with its checksum, in the canonical form that xtk writes; plain JSON if it has no such form."""
     try:
         manifest = {**manifest, "checksum": manifest_checksum(manifest)}
         return manifest_bytes(manifest)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-        return dumped(manifest).encode()
+        return to_json(manifest).encode()
 
 
 def forge(cache: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the manifest of a cache and write it with a matching checksum."""
     manifest = json.loads((cache / MANIFEST).read_text())
     change(manifest)
-    (cache / MANIFEST).write_bytes(sealed(manifest))
+    (cache / MANIFEST).write_bytes(with_checksum(manifest))
 
 
 def projection_parts(path: Path) -> tuple[dict[str, Any], bytes, Any]:
@@ -58,7 +58,7 @@ def write_projection(path: Path, header: Any, data: bytes, safetensors_header: A
         header = {**without_checksum, "checksum": sha256(canonical_json(without_checksum).encode() + tensors)}
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         pass
-    safetensors_header = {**safetensors_header, "__metadata__": {"xtk": dumped(header)}}
-    text = dumped(safetensors_header).encode()
+    safetensors_header = {**safetensors_header, "__metadata__": {"xtk": to_json(header)}}
+    text = to_json(safetensors_header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)

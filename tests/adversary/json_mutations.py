@@ -47,7 +47,7 @@ def invalid_value(rng: random.Random, names: list[str]) -> Any:
     return rng.choice(VALUES)
 
 
-def mutated(content: Any, seed: int, names: list[str] | None = None) -> Any:
+def mutate(content: Any, seed: int, names: list[str] | None = None) -> Any:
     """Return a copy with one to three values replaced, removed, duplicated or swapped.
 
     Args:
@@ -79,7 +79,7 @@ def mutated(content: Any, seed: int, names: list[str] | None = None) -> Any:
     return content
 
 
-def mutated_text(text: str, seed: int) -> bytes:
+def mutate_text(text: str, seed: int) -> bytes:
     """Return text that no JSON serializer writes: a repeated key, truncated, nested ten thousand deep, other bytes."""
     rng = random.Random(seed)
     position = rng.randrange(1, max(len(text), 2))
@@ -99,6 +99,6 @@ def mutated_text(text: str, seed: int) -> bytes:
     return rng.choice(choices)()
 
 
-def dumped(content: Any) -> str:
+def to_json(content: Any) -> str:
     """Return ASCII-only JSON of any value."""
     return json.dumps(content, ensure_ascii=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from forged_artifacts import projection_parts, sealed, write_projection
-from json_mutations import NAMES, dumped, mutated, mutated_text
+from forged_artifacts import projection_parts, with_checksum, write_projection
+from json_mutations import NAMES, mutate, mutate_text, to_json
 
 OPENED_PATHS: list[str] = []
 ENABLED = [False]
@@ -100,15 +100,15 @@ def main() -> None:
         commands: list[list[Any]]
         if kind == "projection":
             if seed % 12 == 1:
-                write_projection(artifact, mutated(header, seed, names), data, safetensors_header)
+                write_projection(artifact, mutate(header, seed, names), data, safetensors_header)
             else:
-                write_projection(artifact, header, data, mutated(copy.deepcopy(safetensors_header), seed, names) or {})
+                write_projection(artifact, header, data, mutate(copy.deepcopy(safetensors_header), seed, names) or {})
             commands = [["inspect", artifact], ["prune-projection", artifact, "--top-k", 1, "-o", out]]
         elif kind == "cache" or (kind == "text" and seed % 12 == 5):
             shutil.copytree(pristine / "cache", artifact)
-            forged = sealed(mutated(manifest, seed, names))
+            forged = with_checksum(mutate(manifest, seed, names))
             if kind == "text":
-                forged = mutated_text((pristine / "cache" / "manifest.json").read_text(), seed)
+                forged = mutate_text((pristine / "cache" / "manifest.json").read_text(), seed)
             (artifact / "manifest.json").write_bytes(forged)
             (artifact / "link.txt").symlink_to(work / "secret.txt")
             os.mkfifo(artifact / "fifo")
@@ -120,7 +120,7 @@ def main() -> None:
             name = {"recipe": "recipe.json", "text": ("recipe.json", "xtk.json")[seed // 6 % 2]}.get(kind, kind)
             text = (pristine / "run" / name).read_text()
             content = (
-                mutated_text(text, seed) if kind == "text" else dumped(mutated(json.loads(text), seed, names)).encode()
+                mutate_text(text, seed) if kind == "text" else to_json(mutate(json.loads(text), seed, names)).encode()
             )
             (artifact / name).write_bytes(content)
             commands = [["inspect", artifact], ["inspect", artifact, "--verify"],

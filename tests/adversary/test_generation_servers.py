@@ -99,7 +99,7 @@ def test_restarted_server_receives_the_weights_again(students, tmp_path, capsys,
         assert stderr.count(RESTARTED_MESSAGE) == 1, stderr
         if dies_at is not None:
             assert "; retrying" in stderr
-            assert f"{first_server.url}: no response for " in stderr, "a line every so many seconds"
+            assert f"{first_server.url}: no response for " in stderr, "a line every few seconds"
             assert "responding again after" in stderr
     finally:
         first_server.kill()

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import small_caches
-from forged_arrow_process import places_of
+from forged_arrow_process import buffer_ranges_of
 
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
@@ -64,7 +64,7 @@ def test_data_file_with_invalid_offsets_is_refused(run, pair, tmp_path, value):
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     content = bytearray(path.read_bytes())
-    start, size = max(places_of(path)[:1])
+    start, size = max(buffer_ranges_of(path)[:1])
     content[start + 4 : start + 8] = struct.pack("<i", value)
     path.unlink()
     path.write_bytes(content)

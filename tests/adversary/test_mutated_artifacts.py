@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from forged_artifacts import sealed
+from forged_artifacts import with_checksum
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_shard_statistic_that_is_not_a_number_is_refused(run, cache, tmp_path, n
     folder = Path(shutil.copytree(cache, tmp_path / "cache"))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0][name] = value
-    (folder / "manifest.json").write_bytes(sealed(manifest))
+    (folder / "manifest.json").write_bytes(with_checksum(manifest))
     result = run("inspect", folder, code=1)
     assert f"shards[0].{name} is" in result.stderr
     assert "Traceback" not in result.stderr

@@ -65,7 +65,7 @@ KILLED_PROGRAMS = {
                 os._exit(0)
         time.sleep(60)
     """,
-    "children that nobody may look into": """
+    "children that other users may not inspect": """
         for _ in range(6):
             if os.fork() == 0:
                 ctypes.CDLL(None).prctl(4, 0)
@@ -239,7 +239,7 @@ def test_weak_isolation_limits_the_memory_of_one_process(monkeypatch):
 def test_program_with_little_memory_is_not_killed(sandbox):
     program = """
         import asyncio, subprocess
-        held = bytearray(b"1") * (150 << 20)  # shared with the children, who change none of it
+        held = bytearray(b"1") * (150 << 20)  # shared with the children, which change none of it
         children = []
         for _ in range(5):
             children.append(os.fork())

@@ -146,7 +146,7 @@ class Position:
     draws: list[dict[int, int]] = field(default_factory=list)
 
 
-class PlainCodec:
+class ReferenceDecoder:
     """Decoder of the rows of a shard.
 
     Args:

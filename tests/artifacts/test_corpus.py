@@ -100,7 +100,7 @@ def test_globs_and_folders_are_read_in_the_order_of_file_names(tmp_path):
     for name in ("b.txt", "a.txt", "c.txt"):
         (tmp_path / name).write_text(name)
     (tmp_path / "notes.md").write_text("no data")
-    (tmp_path / "._a.txt").write_text("what macOS keeps beside a file")
+    (tmp_path / "._a.txt").write_text("what macOS keeps next to a file")
     os.mkfifo(tmp_path / "d.txt")
     names = ["a.txt", "b.txt", "c.txt"]
     assert [document.text for document in Corpus([str(tmp_path)])] == names
@@ -293,7 +293,9 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
 def chat_as_jsonl(folder):
-    (folder / "chat.jsonl").write_text(lines_of([{"messages": CHAT, "tools": TOOLS, "text": "rendered by somebody"}]))
+    (folder / "chat.jsonl").write_text(
+        lines_of([{"messages": CHAT, "tools": TOOLS, "text": "rendered by another tool"}])
+    )
     return folder / "chat.jsonl"
 
 
@@ -343,7 +345,7 @@ def test_sharegpt_messages_are_read_from_a_mapped_column(tmp_path):
 
 def test_text_column_is_read_instead_of_messages_if_requested(tmp_path):
     (document,) = Corpus([str(chat_as_jsonl(tmp_path))], {"text": "text"})
-    assert document == Document.from_text("rendered by somebody")
+    assert document == Document.from_text("rendered by another tool")
 
 
 def test_message_without_a_role_is_reported_with_its_document(tmp_path):

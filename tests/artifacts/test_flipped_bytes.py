@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_teacher_cache import row_of
+from test_teacher_cache import random_row
 
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.storage_folders import LocalFolder
@@ -28,7 +28,7 @@ def cache(tmp_path_factory) -> Path:
     rng = np.random.default_rng(0)
     writer = ShardedCacheWriter(LocalFolder(folder), HEADER, [len(texts) for texts in TEXTS])
     for number, texts in enumerate(TEXTS):
-        writer.write_shard(number, [row_of(Document.from_text(text), 2, rng) for text in texts])
+        writer.write_shard(number, [random_row(Document.from_text(text), 2, rng) for text in texts])
     writer.write_shared_files(FILES)
     writer.finish()
     return folder

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_teacher_cache import DOCUMENTS, HEADER, ScoredDocument, assert_equal, files_of, row_of
+from test_teacher_cache import DOCUMENTS, HEADER, ScoredDocument, assert_equal, files_of, random_row
 
 from xtk.artifacts.cache_manifest import cache_totals
 from xtk.artifacts.cache_merging import merge_caches
@@ -27,7 +27,7 @@ SHARD_SIZES = {"a": [3, 1], "b": [4], "c": [1, 1]}  # documents per shard of eac
 @pytest.fixture(scope="module")
 def rows() -> list[ScoredDocument]:
     rng = np.random.default_rng(0)
-    return [row_of(document, 4, rng) for document in DOCUMENTS]
+    return [random_row(document, 4, rng) for document in DOCUMENTS]
 
 
 def header_of(name: str, **changed: dict[str, object]) -> dict[str, object]:
@@ -128,7 +128,7 @@ def test_merging_is_associative(caches, tmp_path):
 def test_merge_keeps_weights_if_only_some_inputs_have_them(caches, rows, tmp_path):
     weighted_rows = [replace(row, document=replace(row.document, weight=2.5)) for row in rows[:4]]
     header = header_of("a", data={"optional_columns": ["weight"]})
-    location = write(str(tmp_path / "asked"), header, weighted_rows, [3, 1])
+    location = write(str(tmp_path / "requested"), header, weighted_rows, [3, 1])
     merge_caches([location, caches["b"]], str(tmp_path / "out"), rows="1:6")
     found = TeacherCache(str(tmp_path / "out"))
     assert found.document_weights().tolist() == [2.5, 2.5, 2.5, 1, 1]

@@ -11,7 +11,7 @@ import time
 import fsspec
 import numpy as np
 import pytest
-from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of, row_of, write
+from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of, random_row, write
 
 from xtk.artifacts.cache_output import CACHE, remove_cache
 from xtk.artifacts.cache_writer import ShardedCacheWriter
@@ -24,7 +24,7 @@ from xtk.errors import CorruptError, XtkError
 @pytest.fixture(scope="module")
 def rows() -> list[ScoredDocument]:
     rng = np.random.default_rng(0)
-    return [row_of(document, 4, rng) for document in DOCUMENTS]
+    return [random_row(document, 4, rng) for document in DOCUMENTS]
 
 
 @pytest.fixture(params=["s3", "memory", "file"])

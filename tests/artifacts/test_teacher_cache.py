@@ -53,7 +53,7 @@ DOCUMENTS = [
 ]
 
 
-def row_of(document: Document, num_ids: int, rng: np.random.Generator) -> ScoredDocument:
+def random_row(document: Document, num_ids: int, rng: np.random.Generator) -> ScoredDocument:
     """Return a row with a token per byte and random log-probabilities."""
     text = document.text.encode()
     ends = np.arange(len(text) + 1, dtype=np.int32)
@@ -88,7 +88,7 @@ def row_of(document: Document, num_ids: int, rng: np.random.Generator) -> Scored
 @pytest.fixture(scope="module")
 def rows() -> list[ScoredDocument]:
     rng = np.random.default_rng(0)
-    return [row_of(document, 4, rng) for document in DOCUMENTS]
+    return [random_row(document, 4, rng) for document in DOCUMENTS]
 
 
 def write(folder: Path, rows: list[ScoredDocument], numbers: list[int] | None = None) -> ShardedCacheWriter:
@@ -135,7 +135,7 @@ def test_rows_are_read_back_exactly_in_any_order(cache, rows):
 
 
 def test_infinite_and_nan_values_are_read_back_exactly(tmp_path):
-    row = row_of(Document.from_text("Anna"), 2, np.random.default_rng(0))
+    row = random_row(Document.from_text("Anna"), 2, np.random.default_rng(0))
     row.stored_logprobs.logprobs[:2] = [-np.inf, np.nan]
     writer = ShardedCacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
     writer.write_shard(0, [row])
@@ -381,7 +381,7 @@ def write_weighted_cache(folder: Path, rows: list[ScoredDocument]) -> Path:
 
 def test_weights_and_routes_are_read_back(cache, rows, tmp_path):
     weighted_rows = with_weights_and_routes(rows)
-    found, plain = TeacherCache(write_weighted_cache(tmp_path / "asked", weighted_rows)), TeacherCache(cache)
+    found, plain = TeacherCache(write_weighted_cache(tmp_path / "requested", weighted_rows)), TeacherCache(cache)
     for found_row, expected_row in zip(found, weighted_rows, strict=True):
         assert_equal(found_row, expected_row)
     assert found.document_weights().tolist() == [row.document.weight for row in weighted_rows]
@@ -392,14 +392,14 @@ def test_weights_and_routes_are_read_back(cache, rows, tmp_path):
 
 
 def test_document_fingerprints_do_not_depend_on_weights_and_routes(cache, rows, tmp_path):
-    weighted = TeacherCache(write_weighted_cache(tmp_path / "asked", with_weights_and_routes(rows)))
+    weighted = TeacherCache(write_weighted_cache(tmp_path / "requested", with_weights_and_routes(rows)))
     fingerprints = TeacherCache(cache).fingerprints()
     assert fingerprints.tolist() == weighted.fingerprints().tolist()
     assert len(set(fingerprints.tolist())) == len(rows)
 
 
 def test_flipped_bit_in_a_weight_or_a_route_is_detected(rows, tmp_path):
-    folder = write_weighted_cache(tmp_path / "asked", with_weights_and_routes(rows))
+    folder = write_weighted_cache(tmp_path / "requested", with_weights_and_routes(rows))
     path = folder / "shard-00001.arrow"
     raw = path.read_bytes()
     for stored_bytes in (struct.pack("<d", 6 / 4), "té1té2".encode()):

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
-from hard_texts import made, wikitext
+from hard_texts import generated_documents, wikitext
 from measurement import gsm8k, real_data, report
 
 from xtk.commands.alignment_html import alignment_page
@@ -54,7 +54,7 @@ def time_of_call(function: Callable[..., object], *arguments: object) -> tuple[f
 def main() -> None:
     """Measure and print."""
     rows = []
-    corpora = {"GSM8K": gsm8k(), "WikiText-2": wikitext(), "number tables": made("number tables", 200)}
+    corpora = {"GSM8K": gsm8k(), "WikiText-2": wikitext(), "number tables": generated_documents("number tables", 200)}
     for one, other in PAIRS:
         sides = [Tokenizer(real_data() / "tokenizers" / name) for name in (one, other)]
         for name, texts in corpora.items():

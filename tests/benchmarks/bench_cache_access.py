@@ -86,7 +86,9 @@ def access_rows(folder: Path) -> list[tuple[str, str, str]]:
         size = cache.manifest["shards"][0]["bytes"] / ROWS
         positions = sum(len(cache.read_document(at).trained_positions) for at in order)
         read_seconds = best_seconds(lambda cache=cache, order=order: [cache.read_document(at) for at in order])  # type: ignore[misc]
-        unpack_seconds = best_seconds(lambda cache=cache, order=order: [cache.read_document(at).teacher_logprobs for at in order])  # type: ignore[misc]
+        unpack_seconds = best_seconds(
+            lambda cache=cache, order=order: [cache.read_document(at).teacher_logprobs for at in order]
+        )  # type: ignore[misc]
         result = f"{len(order) / read_seconds:,.0f} documents/s of {size / 1000:.0f} kB"
         table.append((f"a document read and verified, {precision}", result, "50,000"))
         result = f"{len(order) / unpack_seconds:,.0f} documents/s, {positions / unpack_seconds / 1e6:.2f} M positions/s"

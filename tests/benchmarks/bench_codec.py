@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from calibrated_teacher import held_out, language_model
-from codec_alternatives import alternatives
+from codec_alternatives import alternative_encodings
 from measurement import gsm8k, machine, report
 
 from xtk.artifacts.codec.packed_shard_codec import PackedCodec
@@ -48,8 +48,12 @@ SUPPORTS = {
     "top-p 0.99, 64 at most": (Support("top-p", top_k=64, top_p=0.99), ("fine", "standard", "coarse"), "40"),
     "top-k 64": (Support("top-k", top_k=64), ("fine", "standard", "coarse"), "130"),
     "sample, 12 ids": (Support("sample", num_sample_sets=1), ("standard",), "24"),
-    "top-k 16 and 12 draws": (Support("top-k+sample", top_k=16, num_samples=12, num_sample_sets=1), ("standard",), ""),
-    "top-k 8 and 8 draws": (Support("top-k+sample", top_k=8, num_samples=8, num_sample_sets=1), ("standard",), ""),
+    "top-k 16 and 12 samples": (
+        Support("top-k+sample", top_k=16, num_samples=12, num_sample_sets=1),
+        ("standard",),
+        "",
+    ),
+    "top-k 8 and 8 samples": (Support("top-k+sample", top_k=8, num_samples=8, num_sample_sets=1), ("standard",), ""),
     "none": (Support("none"), ("standard",), "2"),
 }
 REPEATS = 25
@@ -124,7 +128,7 @@ def measure(
 def alternatives_table(rows: Rows, order: VocabularyOrder) -> str:
     """Return the table of other encodings, for exact ids and their log-probabilities."""
     lines = ["| way | ids | log-probabilities | together |", "| --- | --- | --- | --- |"]
-    for encoding, ids, logprobs in alternatives(rows, order):
+    for encoding, ids, logprobs in alternative_encodings(rows, order):
         lines.append(f"| {encoding} | {ids:.1f} | {logprobs:.1f} | {ids + logprobs:.1f} |")
     return "\n".join(lines) + "\n"
 

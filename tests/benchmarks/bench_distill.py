@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measurement import gsm8k, median_seconds, model_folder, process, report
+from measurement import gsm8k, median_seconds, model_folder, report, run_process
 from numba import njit
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -37,7 +37,7 @@ def xtk(*arguments: str) -> None:
     """Run an xtk command."""
     import sys
 
-    process(sys.executable, "-m", "xtk", *arguments)
+    run_process(sys.executable, "-m", "xtk", *arguments)
 
 
 def rate(folder: Path) -> float:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_training_loop import large, small, with_the_loop
-from measurement import ROOT, process, report
+from bench_training_loop import train_and_record, write_large_inputs, write_small_inputs
+from measurement import ROOT, report, run_process
 from transformers import AutoModelForCausalLM
 
 import xtk
@@ -70,7 +70,7 @@ def step_time_rows(folder: Path, name: str, steps: int, batch: int) -> list[tupl
     for loss in ("ce", "byte-kl"):
         ratios = []
         for repeat in range(REPEATS):
-            _, command_times = with_the_loop(folder, loss, steps, batch, f"{loss}-{repeat}")
+            _, command_times = train_and_record(folder, loss, steps, batch, f"{loss}-{repeat}")
             library_times = train_with_library(folder, loss, steps, batch)
             ratios.append((library_times[-1] - library_times[0]) / (command_times[-1] - command_times[0]))
         change = f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
@@ -80,7 +80,7 @@ def step_time_rows(folder: Path, name: str, steps: int, batch: int) -> list[tupl
 
 def bits_per_byte(model: Path, data: Path) -> float:
     """Return the bits per byte of a model."""
-    _, _, output = process(sys.executable, "-m", "xtk", "evaluate", str(model), str(data), "--json", "-q")
+    _, _, output = run_process(sys.executable, "-m", "xtk", "evaluate", str(model), str(data), "--json", "-q")
     return float(json.loads(output.splitlines()[0])["bits_per_byte"])
 
 
@@ -102,17 +102,19 @@ def student_rows(folder: Path) -> list[tuple[str, str, str]]:
         "--save-steps",
         "0",
     ]
-    process(*python, "distill", str(folder / "untrained"), str(folder / "train.jsonl"), "--loss", "ce", *options,
+    run_process(*python, "distill", str(folder / "untrained"), str(folder / "train.jsonl"), "--loss", "ce", *options,
             "--max-steps", str(TEACHER_STEPS), "-o", str(folder / "teacher"))  # fmt: skip
-    process(*python, "cache-teacher", str(folder / "teacher"), str(folder / "part.jsonl"), "-o", str(folder / "cache"))
+    run_process(
+        *python, "cache-teacher", str(folder / "teacher"), str(folder / "part.jsonl"), "-o", str(folder / "cache")
+    )
     losses = [option for loss in LOSSES for option in ("--loss", loss)]
-    process(*python, "distill", str(folder / "student"), str(folder / "cache"), *losses, *options,
+    run_process(*python, "distill", str(folder / "student"), str(folder / "cache"), *losses, *options,
             "--max-steps", str(STUDENT_STEPS), "-o", str(folder / "command"))  # fmt: skip
     expected = bits_per_byte(folder / "command", folder / "test.jsonl")
     rows = [(f"`xtk distill`, {STUDENT_STEPS} steps: bits per byte", f"{expected:.4f}", "")]
     for name, (program, *flags) in PROGRAMS.items():
         output = folder / name
-        process(sys.executable, str(ROOT / "examples" / program), str(folder / "student"), str(folder / "cache"),
+        run_process(sys.executable, str(ROOT / "examples" / program), str(folder / "student"), str(folder / "cache"),
                 str(output), *flags, "--steps", str(STUDENT_STEPS), "--loss", *LOSSES)  # fmt: skip
         value = bits_per_byte(output, folder / "test.jsonl")
         rows.append((f"{name}, the same", f"{value:.4f} ({value / expected - 1:+.2%})", "1 %"))
@@ -127,11 +129,11 @@ def main() -> None:
     parts = sys.argv[1:] or ["cost", "large", "students"]
     if "cost" in parts:
         with tempfile.TemporaryDirectory() as folder:
-            small(Path(folder))
+            write_small_inputs(Path(folder))
             rows += step_time_rows(Path(folder), "V = 4,000, 0.9 M parameters", steps=80, batch=8)
     if "large" in parts:
         with tempfile.TemporaryDirectory() as folder:
-            large(Path(folder))
+            write_large_inputs(Path(folder))
             rows += step_time_rows(Path(folder), "V = 128,256, 39 M parameters", steps=8, batch=4)
     if "students" in parts:
         with tempfile.TemporaryDirectory() as folder:

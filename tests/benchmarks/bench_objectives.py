@@ -232,7 +232,7 @@ def parses(line: str) -> bool:
     return True
 
 
-def letters(text: str) -> str:
+def file_name_part(text: str) -> str:
     return "".join(character if character.isalnum() else "-" for character in text)
 
 
@@ -245,7 +245,7 @@ def support_table(folder: Path, name: str, seeds: int, pool: ThreadPoolExecutor)
     def learn(cache: Path, seed: int) -> float:
         return measure(train(folder, RECOMMENDED, seed, cache), folder, code=False)["bits_per_byte"]
 
-    caches = {options: folder / f"cache{letters(options)}" for options in SUPPORTS}
+    caches = {options: folder / f"cache{file_name_part(options)}" for options in SUPPORTS}
     for options, cache in caches.items():
         run("cache-teacher", teacher, folder / "part.jsonl", *options.split(), "-o", cache)
     learned = {options: [pool.submit(learn, cache, seed) for seed in range(seeds)] for options, cache in caches.items()}
@@ -266,7 +266,7 @@ def support_table(folder: Path, name: str, seeds: int, pool: ThreadPoolExecutor)
 
 def train_with_trl(folder: Path, teacher: Path, line: str, seed: int) -> Path:
     """Train a student with TRL's GOLD trainer; return its folder."""
-    output = folder / "runs" / f"{letters(line)}-{seed}"
+    output = folder / "runs" / f"{file_name_part(line)}-{seed}"
     if not (output / "config.json").is_file():
         script = Path(__file__).parent / "trl_gold_trainer.py"
         paths = [
@@ -291,7 +291,7 @@ def train(folder: Path, line: str, seed: int, cache: Path | None = None) -> Path
         student, losses = folder / f"same-tokenizer-{seed}", "ce:weight=0.3+forward-kl"
     loss_options = [word for name in losses.split("+") for word in ("--loss", name)]
     options = f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --seed {seed}".split()
-    output = folder / "runs" / f"{letters(line)}{letters(cache.name) if cache else ''}-{seed}"
+    output = folder / "runs" / f"{file_name_part(line)}{file_name_part(cache.name) if cache else ''}-{seed}"
     run("distill", student, source, *loss_options, *options, "-o", output)
     return output
 

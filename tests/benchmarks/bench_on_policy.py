@@ -147,9 +147,14 @@ def memory_row(folder: Path) -> tuple[str, str, str]:
                            "-o", folder / "round")  # fmt: skip
     phase_gib = max(generate_gib, score_gib, train_gib)
     parts = (
-        f"{peak_gib / phase_gib - 1:+.0%} ({peak_gib:.2f} GiB; {generate_gib:.2f} to generate, {score_gib:.2f} to score, "
+        f"{peak_gib / phase_gib - 1:+.0%} ({peak_gib:.2f} GiB; {generate_gib:.2f} to generate, "
+        f"{score_gib:.2f} to score, "
     )
-    return ("peak memory of a rollout batch relative to its largest phase", f"{parts}{train_gib:.2f} to train)", "+10 %")
+    return (
+        "peak memory of a rollout batch relative to its largest phase",
+        f"{parts}{train_gib:.2f} to train)",
+        "+10 %",
+    )
 
 
 def main() -> None:
@@ -183,7 +188,8 @@ def main() -> None:
                 ("a rollout batch: time outside of generation, the teacher's pass and the step",
                  f"{statistics.median(overheads):.1%} ({medians})", "5 %"),
                 memory,
-                *((f"bytes of log-probabilities per position, `candidates` with K = 32, `precision={precision}`", f"{size:.0f} bytes", "160 bytes")
+                *((f"bytes of log-probabilities per position, `candidates` with K = 32, `precision={precision}`",
+                   f"{size:.0f} bytes", "160 bytes")
                   for precision, size in bytes_per_position.items()),
             ],
         )  # fmt: skip

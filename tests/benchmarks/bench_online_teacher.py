@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from measurement import gsm8k, model_folder, process, report
+from measurement import gsm8k, model_folder, report, run_process
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xtk.models.causal_lm import silence_transformers
@@ -46,7 +46,7 @@ def train_epoch(folder: Path, name: str, *arguments: str) -> tuple[float, float]
     command = [sys.executable, "-m", "xtk", "distill", str(folder / "student"), *arguments]
     common = ["--loss", "ce", "--loss", "byte-kl", "--per-device-train-batch-size", str(BATCH), "--logging-steps", "1",
               "--save-steps", "0", "-o", str(folder / name)]  # fmt: skip
-    process(*command, *common)
+    run_process(*command, *common)
     records = read_metrics(folder / name / "metrics.jsonl")
     teacher = float(records[-1].get("teacher_seconds", 0.0))
     # The teacher scores everything before the first step, as one block.
@@ -63,7 +63,7 @@ def main() -> None:
         data = folder / "data.jsonl"
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in gsm8k(DOCUMENTS)))
         cache = ["cache-teacher", str(folder / "teacher"), str(data), "--top-k", "64", "-o", str(folder / "cache")]
-        process(sys.executable, "-m", "xtk", *cache)
+        run_process(sys.executable, "-m", "xtk", *cache)
         from_cache, online, teacher_times = [], [], []
         for repeat in range(REPEATS):
             from_cache.append(train_epoch(folder, f"cached-{repeat}", str(folder / "cache"))[0])

@@ -22,7 +22,17 @@ from measurement import ROOT, machine
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "training")]
 
 import small_inputs  # noqa: E402
-from parallel_layouts import LIKE_ONE, LIKE_ONE_LONG, WAYS, Difference, Taken, cases, make_students, references, take  # noqa: E402
+from parallel_layouts import (  # noqa: E402
+    LONG_LAYOUTS,
+    SHORT_LAYOUTS,
+    STEP_SPLITS,
+    Difference,
+    LayoutResults,
+    all_cases,
+    make_students,
+    reference_cases,
+    run_cases,
+)
 
 from xtk.training.parallel_config import parse_parallel  # noqa: E402
 
@@ -51,7 +61,7 @@ def worst(differences: list[Difference]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", type=int, nargs="+", default=sorted(WAYS))
+    parser.add_argument("--processes", type=int, nargs="+", default=sorted(STEP_SPLITS))
     requested = parser.parse_args().processes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -69,20 +79,20 @@ def main() -> None:
             "| processes | layout | loss | gradient | its norm | weights |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
-        reference: Taken | None = None
+        reference: LayoutResults | None = None
         for processes in sorted({1, *requested}):
-            layouts = [*LIKE_ONE.get(processes, []), *LIKE_ONE_LONG.get(processes, [])]
+            layouts = [*SHORT_LAYOUTS.get(processes, []), *LONG_LAYOUTS.get(processes, [])]
             output = folder / f"of-{processes}"
             output.mkdir()
-            selected_cases = cases(layouts) + (references() if processes == 1 else [])
-            result = take(processes, selected_cases, folder / "cache", students, output)
+            selected_cases = all_cases(layouts) + (reference_cases() if processes == 1 else [])
+            result = run_cases(processes, selected_cases, folder / "cache", students, output)
             reference = reference or result
             for options in layouts:
                 differences = [
                     result.difference(student, layout, way, reference)
-                    for student, layout in cases(layouts)
+                    for student, layout in all_cases(layouts)
                     if layout == options
-                    for way in WAYS[processes]
+                    for way in STEP_SPLITS[processes]
                 ]
                 lines.append(f"| {processes} | {layout_label(processes, options)} | {worst(differences)} |")
     sys.stdout.write("\n".join(lines) + "\n")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measurement import process, real_data, report
+from measurement import real_data, report, run_process
 
 LOWER_BOUND = """
 import sys
@@ -37,10 +37,10 @@ def main() -> None:
             for method in METHODS:
                 out = str(Path(folder) / f"{method}-{repeat}")
                 command = (sys.executable, "-m", "xtk", "build-projection", *paths, "--method", method, "-o", out)
-                seconds, peak, _ = process(*command)
+                seconds, peak, _ = run_process(*command)
                 peak_memory = max(peak_memory, peak)
                 results.setdefault(method, []).append(seconds)
-            results["floor"].append(process(sys.executable, "-c", LOWER_BOUND, *paths)[0])
+            results["floor"].append(run_process(sys.executable, "-c", LOWER_BOUND, *paths)[0])
         medians = {name: statistics.median(seconds[1:]) for name, seconds in results.items()}
         for method in METHODS:
             ratio = medians[method] / medians["floor"]

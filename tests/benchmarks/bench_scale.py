@@ -23,7 +23,7 @@ from measurement import report
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "artifacts"))
 
-from test_teacher_cache import HEADER, row_of
+from test_teacher_cache import HEADER, random_row
 
 from xtk.artifacts.cache_manifest import read_cache_manifest, shard_file_name
 from xtk.artifacts.cache_merging import merge_caches
@@ -70,7 +70,7 @@ def costs() -> list[tuple[str, str, str]]:
 def make_caches(folder: Path, shards: int) -> list[str]:
     """Write `WRITERS` caches, each with one real shard and hard links to it; return their paths."""
     rng = np.random.default_rng(0)
-    rows = [row_of(Document.from_text(f"row {number}"), 4, rng) for number in range(ROWS)]
+    rows = [random_row(Document.from_text(f"row {number}"), 4, rng) for number in range(ROWS)]
     paths = []
     for number in range(WRITERS):
         cache_folder = folder / f"{number:04d}"
@@ -106,21 +106,27 @@ def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
     measure("reading the manifest", lambda: read_cache_manifest(LocalFolder(merged)))
     cache = measure("opening the cache", lambda: TeacherCache(merged))
     numbers = np.random.default_rng(0).integers(0, len(cache), 10_000).tolist()
-    measure("10,000 documents at random positions", lambda: [cache.read_document(number).stored_logprobs for number in numbers])
+    measure(
+        "10,000 documents at random positions",
+        lambda: [cache.read_document(number).stored_logprobs for number in numbers],
+    )
     measure("the lengths of all texts, which opens every shard", cache.text_sizes)
-    measure("merging half of its documents", lambda: merge_caches([str(merged)], str(folder / "part"), rows=f"1:{len(cache) // 2}"))
+    measure(
+        "merging half of its documents",
+        lambda: merge_caches([str(merged)], str(folder / "part"), rows=f"1:{len(cache) // 2}"),
+    )
     unfinished = folder / "unfinished"
     unfinished.mkdir()
     header = {**HEADER, "data": {"fingerprint": "sha256:0", "documents": ROWS * shards}}
     rng = np.random.default_rng(0)
-    rows = [row_of(Document.from_text(f"row {number}"), 4, rng) for number in range(ROWS)]
+    rows = [random_row(Document.from_text(f"row {number}"), 4, rng) for number in range(ROWS)]
     for number in range(total - 1):
         write_shard(unfinished / shard_file_name(number), header, ShardPosition(number, number * ROWS, ROWS), rows)
     sizes = [ROWS] * (total - 1) + [1]
     writer = measure(
         "resuming a writer, every shard read", lambda: ShardedCacheWriter(LocalFolder(unfinished), header, sizes)
     )
-    writer.write_shard(total - 1, [row_of(Document.from_text("the last row"), 4, rng)])
+    writer.write_shard(total - 1, [random_row(Document.from_text("the last row"), 4, rng)])
     measure("finishing it", writer.finish)
     return [(f"{label} ({total:,} shards)", f"{elapsed:.1f} s", "30 s") for label, elapsed in measured]
 
@@ -135,7 +141,7 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
     try:
         s3fs.S3FileSystem().mkdir("bucket")
         rng = np.random.default_rng(0)
-        rows = [row_of(Document.from_text("row"), 4, rng)]
+        rows = [random_row(Document.from_text("row"), 4, rng)]
         header = {**HEADER, "data": {"fingerprint": "sha256:0", "documents": OBJECTS}}
         found = []
 
@@ -162,7 +168,10 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
         count("opening", lambda: TeacherCache("s3://bucket/two"))
         cache = TeacherCache("s3://bucket/two")
         count("the lengths of all texts", cache.text_sizes)
-        count("every document, from local copies", lambda: [row.stored_logprobs for row in TeacherCache("s3://bucket/two")])
+        count(
+            "every document, from local copies",
+            lambda: [row.stored_logprobs for row in TeacherCache("s3://bucket/two")],
+        )
     finally:
         store.stop()
     return found

@@ -152,12 +152,12 @@ def supports(probs: Tensor, observed: Tensor) -> dict[str, tuple[int, MakeTarget
     observed_mask = torch.zeros_like(probs, dtype=torch.bool).scatter(1, observed[:, None], value=True)
     no_remainder = torch.zeros(len(probs))
     makers: dict[str, tuple[int, MakeTargets]] = {
-        "cross-entropy: the realised token alone": (
+        "cross-entropy: the observed token alone": (
             1,
             lambda _: ragged_targets(observed_mask, observed_mask.float(), no_remainder),
         ),
-        "top-k 64, realised, tail": (1, lambda _: masked_targets(probs, top_k(probs, observed, 64))),
-        "top-p 0.99 (64 at most), realised, tail": (
+        "top-k 64, observed, remainder": (1, lambda _: masked_targets(probs, top_k(probs, observed, 64))),
+        "top-p 0.99 (64 at most), observed, remainder": (
             1,
             lambda _: masked_targets(probs, top_p(probs, observed, 0.99, 64)),
         ),
@@ -167,13 +167,13 @@ def supports(probs: Tensor, observed: Tensor) -> dict[str, tuple[int, MakeTarget
             DISTINCT_IDS, probs[:CHUNK_POSITIONS], observed[:CHUNK_POSITIONS], systematic=kind == "systematic"
         )
         for sets in SETS:
-            name = f"{kind} draws, {sets} set" + "s" * (sets > 1)
-            makers[f"sample: realised, {num_samples} {name}"] = (
+            name = f"{kind} samples, {sets} set" + "s" * (sets > 1)
+            makers[f"sample: observed, {num_samples} {name}"] = (
                 sets,
                 sampled_support(probs, observed_mask, num_samples, kind),
             )
         for size in (16, 8, 4) if kind == "systematic" else (16,):
-            name = f"top-k+sample: {size}, realised, {size} {kind} draws, 1 set"
+            name = f"top-k+sample: {size}, observed, {size} {kind} samples, 1 set"
             makers[name] = (1, sampled_support(probs, top_k(probs, observed, size), size, kind))
     return makers
 

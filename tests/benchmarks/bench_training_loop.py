@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from bench_distill import prepare
-from measurement import gsm8k, median_seconds, model_folder, process, report
+from measurement import gsm8k, median_seconds, model_folder, report, run_process
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xtk import terminal
@@ -44,7 +44,7 @@ REPEATS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def with_the_loop(folder: Path, loss: str, steps: int, batch: int, name: str) -> tuple[list[Any], list[float]]:
+def train_and_record(folder: Path, loss: str, steps: int, batch: int, name: str) -> tuple[list[Any], list[float]]:
     """Train with `distill`; return the micro-batches of each step, and the end time of each step."""
     paths = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / name)
     losses = tuple(parse_losses(["ce", loss] if loss != "ce" else ["ce"]))
@@ -96,7 +96,7 @@ def overhead_rows(folder: Path, name: str, steps: int, batch: int) -> list[tuple
     for loss in ("ce", "byte-kl"):
         ratios = []
         for repeat in range(REPEATS):
-            batches, end_times = with_the_loop(folder, loss, steps, batch, f"{loss}-{repeat}")
+            batches, end_times = train_and_record(folder, loss, steps, batch, f"{loss}-{repeat}")
             bare_end_times = bare_loop(folder, batches)
             ratios.append((end_times[-1] - end_times[0]) / (bare_end_times[-1] - bare_end_times[0]))
         change = f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
@@ -108,7 +108,7 @@ def overhead_rows(folder: Path, name: str, steps: int, batch: int) -> list[tuple
 def idle_row(folder: Path, steps: int, batch: int) -> tuple[str, str, str]:
     """Return the fraction of the time in which the GPU computes nothing, from the second step on."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _, end_times = with_the_loop(folder, "byte-kl", steps, batch, "idle")
+        _, end_times = train_and_record(folder, "byte-kl", steps, batch, "idle")
     kernels = sorted((event.time_range.start, event.time_range.end) for event in profile.events())
     window_start = kernels[-1][1] - 1e6 * (end_times[-1] - end_times[0])
     busy, busy_until = 0.0, window_start
@@ -118,7 +118,7 @@ def idle_row(folder: Path, steps: int, batch: int) -> tuple[str, str, str]:
     return f"ce and byte-kl, {steps} steps: the GPU is idle", f"{1 - busy / (kernels[-1][1] - window_start):.1%}", "3 %"
 
 
-def small(folder: Path) -> None:
+def write_small_inputs(folder: Path) -> None:
     """Write the quickstart's pair, a cache and a projection."""
     texts = gsm8k(400)
     make_student(folder / "student", texts, 0)
@@ -127,7 +127,7 @@ def small(folder: Path) -> None:
     prepare(folder)
 
 
-def large(folder: Path) -> None:
+def write_large_inputs(folder: Path) -> None:
     """Write a pair with the real vocabularies, a cache and a projection."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -157,7 +157,8 @@ def seconds_to_first_step(folder: Path, name: str, *options: str) -> float:
 def start_rows(folder: Path) -> list[tuple[str, str, str]]:
     """Return rows of the table."""
     import_seconds = median_seconds(
-        lambda: process(sys.executable, "-c", "import torch; from transformers import AutoModelForCausalLM"), REPEATS
+        lambda: run_process(sys.executable, "-c", "import torch; from transformers import AutoModelForCausalLM"),
+        REPEATS,
     )
     rows = [("importing torch and transformers", f"{import_seconds:.1f} s", "(none)")]
     for processes in (1, 2):
@@ -179,12 +180,12 @@ def main() -> None:
     rows = [("device", f"{DEVICE.type}, {torch.get_num_threads()} threads", "")]
     with tempfile.TemporaryDirectory() as folder:
         if args.only != "large":
-            small(Path(folder))
+            write_small_inputs(Path(folder))
             rows += [] if args.only else start_rows(Path(folder))
             rows += overhead_rows(Path(folder), "V = 4,000, 0.9 M parameters", steps=args.steps or 80, batch=8)
     with tempfile.TemporaryDirectory() as folder:
         if args.only != "small":
-            large(Path(folder))
+            write_large_inputs(Path(folder))
             rows += overhead_rows(Path(folder), "V = 128,256, 39 M parameters", steps=args.steps or 8, batch=4)
             if DEVICE.type == "cuda":
                 rows.append(idle_row(Path(folder), args.steps or 8, 4))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from measurement import model_folder, process, real_data, report
+from measurement import model_folder, real_data, report, run_process
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MODEL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -37,7 +37,7 @@ def main() -> None:
         for method, options, target in (("subword", [], "60 s"), ("omp", ["--donor", str(donor)], "600 s")):
             command = [sys.executable, "-m", "xtk", "transplant", str(model), str(real_data() / "tokenizers" / "qwen"),
                        "--method", method, *options, "-o", str(folder / method)]  # fmt: skip
-            seconds, memory, _ = process(*command)
+            seconds, memory, _ = run_process(*command)
             weights = (model / "model.safetensors").stat().st_size / 2**30
             label = f"transplant with `{method}`; peak memory (weights of the model: {weights:.1f} GiB)"
             rows.append((label, f"{seconds:.0f} s; {memory:.1f} GiB", target))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hard_texts import made
+from hard_texts import generated_documents
 from measurement import ROOT, gsm8k, machine, real_data
 
 from xtk.tokens.alignment import align
@@ -160,7 +160,10 @@ def main() -> None:
     """Measure and print."""
     folder = real_data() / "tokenizers"
     encode, aligner = trl()
-    corpora = {"GSM8K": gsm8k(2000), **{name: made(name, 20) for name in ("number tables", "CJK", "emoji")}}
+    corpora = {
+        "GSM8K": gsm8k(2000),
+        **{name: generated_documents(name, 20) for name in ("number tables", "CJK", "emoji")},
+    }
     sys.stdout.write(
         f"\n`{Path(__file__).name}` on {machine()}\n\n"
         f"| what, one core | xtk | TRL {VERSION}, GOLD |\n| --- | --- | --- |\n"

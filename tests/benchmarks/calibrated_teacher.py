@@ -507,8 +507,8 @@ class Statistics:
     def __str__(self) -> str:
         return (
             f"{self.positions:,} positions, entropy {self.entropy:.3f} nats, cross-entropy {self.cross_entropy:.3f}; "
-            f"the 64 likeliest hold {self.mass_of_64:.4f}; 0.99 of the mass (64 ids at most) takes "
-            f"{self.ids_of_99:.2f} ids and holds {self.mass_of_99:.4f}; {self.samples_for_12:.1f} draws make 12 ids"
+            f"the 64 most likely hold {self.mass_of_64:.4f}; 0.99 of the mass (64 ids at most) takes "
+            f"{self.ids_of_99:.2f} ids and holds {self.mass_of_99:.4f}; {self.samples_for_12:.1f} samples have 12 ids"
         )
 
 

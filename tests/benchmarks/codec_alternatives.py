@@ -75,7 +75,7 @@ class Entries:
         return np.concatenate([[0], np.cumsum(np.bincount(self.owners, minlength=self.positions))])
 
 
-def alternatives(
+def alternative_encodings(
     rows: Sequence[tuple[TokenSequence, StoredLogprobs]], ranks: VocabularyOrder
 ) -> Iterator[tuple[str, float, float]]:
     """Yield encodings with their bytes per position: of ids, and of log-probabilities."""
@@ -101,7 +101,7 @@ def alternatives(
     )
     yield "the same, gaps by the rank before", number_bits(rank_gaps, context) * per_position, height_bytes
     yield "the same as bytes, zstd -19", *(8 * per_position * size for size in zstd_columns(entries, rank_gaps, order))
-    yield "likeliest first (negative)", most_likely_first(entries, ranks_of_entries) * per_position, 0.0
+    yield "most likely first (negative)", most_likely_first(entries, ranks_of_entries) * per_position, 0.0
     yield (
         "successors of the token before apart (negative)",
         successors(entries, rows, ranks_of_entries) * per_position,

@@ -77,7 +77,7 @@ GENERATORS: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def made(name: str, documents: int) -> list[str]:
+def generated_documents(name: str, documents: int) -> list[str]:
     """Return generated documents of a kind of GENERATORS, the same in every run."""
     rng = random.Random(name)
     return [GENERATORS[name](rng) for _ in range(documents)]
@@ -92,7 +92,11 @@ def wikitext() -> list[str]:
 
 def corpora(documents: int) -> dict[str, list[str]]:
     """Return all texts by name: the real corpora, and `documents` documents of each generated kind."""
-    return {"GSM8K": gsm8k(), "WikiText-2": wikitext(), **{name: made(name, documents) for name in GENERATORS}}
+    return {
+        "GSM8K": gsm8k(),
+        "WikiText-2": wikitext(),
+        **{name: generated_documents(name, documents) for name in GENERATORS},
+    }
 
 
 def _concatenate(rng: random.Random, generate_piece: Callable[[], str]) -> str:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_objectives import RECOMMENDED, differences, documents, letters, run, write_texts
+from bench_objectives import RECOMMENDED, differences, documents, file_name_part, run, write_texts
 from measurement import gsm8k, real_data, report
 
 from xtk.artifacts.model_resolver import resolve_model_folder
@@ -105,7 +105,7 @@ class HealingResults:
 def heal(folder: Path, tokenizer: str, line: str, seed: int, steps: int) -> Path:
     """Train a transplanted model; return its folder."""
     loss_options = [word for name in line.split("+") for word in ("--loss", name)]
-    output = folder / "runs" / f"{tokenizer}-{letters(line)}-{steps}-{seed}"
+    output = folder / "runs" / f"{tokenizer}-{file_name_part(line)}-{steps}-{seed}"
     checkpoint_options = ["--save-steps", 100 if steps == LONG_STEPS else 0, "--save-total-limit", 1]
     options = [*TRAINING.split(), "--max-steps", steps, "--seed", seed, *checkpoint_options]
     run("distill", folder / tokenizer, folder / "cache", *loss_options, *options, "-o", output)

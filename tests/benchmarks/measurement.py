@@ -45,7 +45,7 @@ def median_seconds(function: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def processor_seconds(function: Callable[[], object], repeats: int) -> float:
+def cpu_seconds(function: Callable[[], object], repeats: int) -> float:
     """Return the median CPU time of `repeats` calls, after one warm-up call."""
     function()
     seconds = []
@@ -56,7 +56,7 @@ def processor_seconds(function: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def process(*command: str) -> tuple[float, float, str]:
+def run_process(*command: str) -> tuple[float, float, str]:
     """Run a command; return its wall time in seconds, the peak memory of the child processes in GiB, and its stdout."""
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

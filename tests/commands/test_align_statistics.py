@@ -12,7 +12,7 @@ import pytest
 import small_inputs
 from rich.console import Console
 from rich.table import Table
-from test_bad_input import refused
+from test_bad_input import assert_refused
 
 from xtk.commands.terminal_tables import print_wide
 from xtk.tokens.tokenizer import Tokenizer
@@ -122,7 +122,9 @@ def test_statistics_of_piped_data_and_of_a_single_text(run, pair, data):
         assert piped[key] == whole[key]
     alone = json.loads(run("align", pair.student, pair.teacher, "Anna has 123", "--stats", "--json", "-q").stdout)
     assert (alone["documents"], alone["bytes"]) == (1, 12)
-    refused(run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before the |")
+    assert_refused(
+        run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before the |"
+    )
 
 
 def test_the_table_is_plain_text_when_stdout_is_not_a_terminal(run, pair, data):
@@ -211,13 +213,15 @@ def test_the_page_is_written_to_the_output_path_and_replaces_nothing_else(run, p
     before = path.read_bytes(), path.stat().st_mtime_ns
     assert run(*arguments, cwd=tmp_path).stdout == "sub/no-ending\n"
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
-    refused(run(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page that was made from other inputs", "--force")
+    assert_refused(
+        run(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page that was made from other inputs", "--force"
+    )
     assert path.read_bytes() == before[0]
     run(*arguments, "--limit", 2, "--force", cwd=tmp_path)
     assert path.read_bytes() != before[0]
     path.write_text("my notes")
-    refused(run(*arguments, cwd=tmp_path, code=None), "an existing file", "use another output path (-o)")
-    refused(run(*arguments[:-1], tmp_path / "sub", cwd=tmp_path, code=None), "this path is a folder")
+    assert_refused(run(*arguments, cwd=tmp_path, code=None), "an existing file", "use another output path (-o)")
+    assert_refused(run(*arguments[:-1], tmp_path / "sub", cwd=tmp_path, code=None), "this path is a folder")
     assert path.read_text() == "my notes"
 
 
@@ -226,7 +230,7 @@ def test_invalid_page_options_are_refused(run, pair, tmp_path, arguments):
     done = run("align", pair.student, pair.teacher, "text", *arguments, cwd=tmp_path, code=2)
     assert done.stdout == ""
     assert not any(tmp_path.iterdir())
-    refused(run("align", pair.student, pair.teacher, "x", "--order", "frist", cwd=tmp_path, code=None), "first")
+    assert_refused(run("align", pair.student, pair.teacher, "x", "--order", "frist", cwd=tmp_path, code=None), "first")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_bad_input import refused
+from test_bad_input import assert_refused
 
 LONG = "many/words " * 500
 
@@ -28,7 +28,7 @@ def test_any_text_is_aligned_as_an_argument_and_from_stdin(run, pair, tmp_path):
 def test_a_folder_name_is_text_unless_it_contains_data_or_ends_with_a_slash(run, pair, tmp_path):
     (tmp_path / "notes").mkdir()
     assert aligned_texts(run, pair, "notes", cwd=tmp_path) == ["notes"]
-    refused(run("align", pair.student, pair.teacher, "notes/", cwd=tmp_path, code=None), "no data files")
+    assert_refused(run("align", pair.student, pair.teacher, "notes/", cwd=tmp_path, code=None), "no data files")
     (tmp_path / "notes" / "one.jsonl").write_text('{"text": "of the folder"}\n')
     assert aligned_texts(run, pair, "notes", cwd=tmp_path) == ["of the folder"]
 
@@ -43,7 +43,7 @@ def test_a_text_where_a_path_is_expected_is_refused(run, pair, projection, tmp_p
         ("evaluate", pair.student, text),
         ("inspect", text),
     ):
-        refused(run(*arguments, cwd=tmp_path, code=None), text[:20])
+        assert_refused(run(*arguments, cwd=tmp_path, code=None), text[:20])
     assert not any(tmp_path.iterdir())
 
 
@@ -52,5 +52,5 @@ def test_a_too_long_output_name_is_refused(run, pair, tmp_path):
         ("build-projection", pair.student, pair.teacher),
         ("align", pair.student, pair.teacher, "x", "--html"),
     ):
-        refused(run(*command, "-o", "x" * 300, cwd=tmp_path, code=None), "too long")
+        assert_refused(run(*command, "-o", "x" * 300, cwd=tmp_path, code=None), "too long")
     assert not any(tmp_path.iterdir())

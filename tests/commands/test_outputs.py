@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from test_bad_input import refused
+from test_bad_input import assert_refused
 
 FORCE = ((), ("--force",))
 
@@ -23,7 +23,7 @@ def test_files_that_xtk_did_not_write_are_never_replaced(run, pair, corpus, proj
             ("align", pair.student, pair.teacher, "text", "--html"),
         ):
             done = run(*arguments, "-o", "mine", *force, cwd=tmp_path, code=None)
-            refused(done, "the output path is an existing file", "mine", "use another output path (-o)")
+            assert_refused(done, "the output path is an existing file", "mine", "use another output path (-o)")
         assert (tmp_path / "mine").read_bytes() == content
 
 
@@ -38,7 +38,7 @@ def test_an_input_file_is_never_replaced(run, pair, projection, tmp_path, force)
         (("prune-projection", projection, "--merge", "q=0.5", "-o", "q"), ""),
         (("build-projection", pair.student, pair.teacher, "--special-tokens", "table.yaml", "-o", "table.yaml"), ""),
     ):
-        refused(
+        assert_refused(
             run(*arguments, *force, cwd=tmp_path, stdin=stdin, code=None), "the output file is one of the input files"
         )
     assert (tmp_path / "p").read_bytes() == (tmp_path / "q").read_bytes() == projection.read_bytes()
@@ -49,7 +49,7 @@ def test_a_corrupt_projection_is_replaced_only_with_force(run, pair, projection,
     content = projection.read_bytes()
     (tmp_path / "p").write_bytes(content[:size])
     arguments = ("build-projection", pair.student, pair.teacher, "-o", "p")
-    refused(run(*arguments, cwd=tmp_path, code=None), "where: p", "--force")
+    assert_refused(run(*arguments, cwd=tmp_path, code=None), "where: p", "--force")
     run(*arguments, "--force", cwd=tmp_path)
     assert (tmp_path / "p").read_bytes() == content
 
@@ -63,7 +63,7 @@ def test_a_page_of_other_data_is_replaced_only_with_force(run, pair, tmp_path):
     data.write_text('{"text": "two"}\n')
     for source, stdin in ((data, ""), ("-", '{"text": "two"}\n')):
         done = run("align", pair.student, pair.teacher, source, *page_options, cwd=tmp_path, stdin=stdin, code=None)
-        refused(done, "page that was made from other inputs", "--force")
+        assert_refused(done, "page that was made from other inputs", "--force")
     run("align", pair.student, pair.teacher, data, *page_options, "--force", cwd=tmp_path)
 
 

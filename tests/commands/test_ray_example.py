@@ -51,7 +51,7 @@ def scoring_process(part: int, cache: Path) -> tuple[int, int]:
             if str(cache) in words and words[-3:] == ["--machine-rank", str(part), ""]:
                 parent = int((command.parent / "stat").read_text().rpartition(")")[2].split()[1])
                 return int(command.parent.name), parent
-    raise LookupError(f"nobody scores part {part}")
+    raise LookupError(f"no process scores part {part}")
 
 
 def wait_for(file: Path, process: subprocess.Popen[str]) -> None:

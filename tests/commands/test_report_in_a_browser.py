@@ -21,9 +21,9 @@ SHAPES = """[...document.querySelectorAll("svg polyline, svg rect, .bar span")].
   .filter(box => box.width > 0 && box.height > 0).length"""
 STROKE_COLORS = """[...document.querySelectorAll("polyline")].map(one => getComputedStyle(one).stroke)"""
 # Table cells with a background color: a CSS class of one figure must not color the cells of another.
-COLORED_CELLS = """(() => { const behind = one => getComputedStyle(one).backgroundColor;
-  return [...document.querySelectorAll("td, th, td code")].map(behind)
-    .filter(one => !["rgba(0, 0, 0, 0)", behind(document.body)].includes(one)).length; })()"""
+COLORED_CELLS = """(() => { const background = one => getComputedStyle(one).backgroundColor;
+  return [...document.querySelectorAll("td, th, td code")].map(background)
+    .filter(one => !["rgba(0, 0, 0, 0)", background(document.body)].includes(one)).length; })()"""
 CONTRAST = """(() => { const light = colour => colour.match(/[0-9.]+/g).slice(0, 3)
     .map(one => one / 255).map(one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
     .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
@@ -78,7 +78,7 @@ def test_a_page_fits_its_window_without_console_messages_and_requests(chromium, 
         assert chromium.ask(OVERFLOWING) == []
         assert chromium.ask(SHAPES) >= (10 if name == "report" else 2)
         assert chromium.ask(COLORED_CELLS) == 0
-        assert chromium.ask(CONTRAST) >= 4.5, "what WCAG asks of text"
+        assert chromium.ask(CONTRAST) >= 4.5, "what WCAG requires of text"
     assert chromium.said == []
     assert chromium.requests == [pages[name].as_uri()] * 2
 

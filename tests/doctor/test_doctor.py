@@ -149,7 +149,7 @@ def test_missing_weight_files_and_tensors_are_errors(faulty):
     ).hint
     update_json(faulty.student / "config.json", quantization_config={"quant_method": "fp8"}, num_hidden_layers=9)
     assert {one.where for one in weight_tensors(doctor_inputs(faulty))} == {"teacher teacher"}, (
-        "of packed weights nothing is said"
+        "no finding about packed weights"
     )
 
 

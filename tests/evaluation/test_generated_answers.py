@@ -224,4 +224,4 @@ def test_all_models_are_checked_before_the_first_evaluation(run, pair, tmp_path)
         for mode in (("--reward", "exact", "-o", "lost.jsonl"), ("--columns", "text=prompt")):
             result = run("evaluate", pair.student, "problems.jsonl", *mode, "--compare-to", name, cwd=tmp_path, code=1)
             assert message in result.stderr
-            assert "evaluate:" not in result.stderr, "nobody has worked"
+            assert "evaluate:" not in result.stderr, "no process has worked"

@@ -28,7 +28,7 @@ from xtk.training import student_with_losses
 sys.path.insert(0, str(Path(__file__).parent.parent / "losses"))
 
 from recorded_training_steps import inputs_of, recipe_of, take_steps
-from test_losses_on_a_device import gradients
+from test_losses_on_a_device import loss_and_gradients
 
 pytestmark = pytest.mark.gpu
 ON_GPU = torch.cuda.is_available()
@@ -41,8 +41,8 @@ CROSS_TOKENIZER_LOSSES = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", 
 def test_losses_and_gradients_match_fp64_on_the_cpu(name):
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         for chunk in (64, 1):
-            expected = gradients(name, chunk, CPU)
-            found = gradients(name, chunk, DEVICE, dtype=dtype)
+            expected = loss_and_gradients(name, chunk, CPU)
+            found = loss_and_gradients(name, chunk, DEVICE, dtype=dtype)
             for one, other in zip(found, expected, strict=True):
                 scale = max(1.0, float(other.abs().max()))
                 torch.testing.assert_close(one.cpu().double(), other, rtol=tolerance, atol=tolerance * scale)

@@ -14,7 +14,7 @@ from xtk.library.cache_import import import_cache
 from xtk.tokens.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "adversary"))
-from json_mutations import dumped, mutated
+from json_mutations import mutate, to_json
 
 
 def make_rows(folder: Path) -> dict[str, dict]:
@@ -70,10 +70,10 @@ def count_import_outcomes(teacher: Path, folder: Path, name: str, seeds: range) 
     (folder / "compression_config.yaml").write_text(yaml.safe_dump(CONFIG))
     file = folder / "rows.jsonl"
     for seed in seeds:
-        config = mutated(CONFIG, seed) if name == "kit" and seed % 4 == 0 else CONFIG
-        changed = row if config is not CONFIG else mutated(row, seed)
-        (folder / "compression_config.yaml").write_bytes(dumped(config).encode("utf-8", "replace"))
-        file.write_bytes(dumped(changed).encode("utf-8", "replace") + b"\n")
+        config = mutate(CONFIG, seed) if name == "kit" and seed % 4 == 0 else CONFIG
+        changed = row if config is not CONFIG else mutate(row, seed)
+        (folder / "compression_config.yaml").write_bytes(to_json(config).encode("utf-8", "replace"))
+        file.write_bytes(to_json(changed).encode("utf-8", "replace") + b"\n")
         try:
             import_cache([str(file)], folder / "cache", tokenizer=str(teacher), force=True)
         except XtkError:

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from recorded_training_steps import Recorder
 from small_inputs import sentences, write_jsonl
-from trainer_gradients import BATCH, LOSSES, gradients_of_the_command, largest_difference
+from trainer_gradients import BATCH, LOSSES, command_gradients, largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtk
@@ -25,7 +25,7 @@ class DistillationSFTTrainer(DistillationTrainerMixin, trl.SFTTrainer):
 def test_sft_trainer_has_the_gradients_of_the_command(run, pair, tmp_path, integration):
     data = write_jsonl(tmp_path / "data.jsonl", sentences(BATCH * 2, seed=7))
     run("cache-teacher", pair.teacher, data, "-o", tmp_path / "cache")
-    expected, _ = gradients_of_the_command(pair, tmp_path / "cache", 1)
+    expected, _ = command_gradients(pair, tmp_path / "cache", 1)
     tokenizer = AutoTokenizer.from_pretrained(pair.student)
     cache = xtk.TeacherCache(tmp_path / "cache")
     collator = xtk.DistillationCollator(tokenizer, cache, xtk.DistillationLoss(*LOSSES))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from recorded_training_steps import Recorder
 from small_inputs import sentences, write_jsonl
-from trainer_gradients import BATCH, LOSSES, arguments, gradients_of_the_command, largest_difference
+from trainer_gradients import BATCH, LOSSES, arguments, command_gradients, largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import xtk
@@ -30,7 +30,7 @@ def cache(run, pair, tmp_path_factory):
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_trainer_has_the_losses_and_gradients_of_the_command(pair, cache, tmp_path, packing):
-    expected, metrics = gradients_of_the_command(pair, cache, ACCUMULATION)
+    expected, metrics = command_gradients(pair, cache, ACCUMULATION)
     model = AutoModelForCausalLM.from_pretrained(pair.student)
     collator = xtk.DistillationCollator(
         AutoTokenizer.from_pretrained(pair.student), cache, xtk.DistillationLoss(*LOSSES), packing=packing
@@ -50,7 +50,7 @@ def test_trainer_has_the_losses_and_gradients_of_the_command(pair, cache, tmp_pa
 
 
 def test_compute_loss_func_has_the_gradients_of_the_command(pair, cache, tmp_path):
-    expected, _ = gradients_of_the_command(pair, cache, 1)
+    expected, _ = command_gradients(pair, cache, 1)
     model = AutoModelForCausalLM.from_pretrained(pair.student)
     collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss(*LOSSES))
     loss_func, labels_collator = loss_func_and_collator(collator)
@@ -116,7 +116,7 @@ def test_trainer_trains_adapters_only(pair, cache, tmp_path):
     """The loss of the first step is that of the base model, and only the adapters change."""
     from peft import LoraConfig, get_peft_model
 
-    _, metrics = gradients_of_the_command(pair, cache, 1)
+    _, metrics = command_gradients(pair, cache, 1)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(pair.student),
         LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], task_type="CAUSAL_LM"),
@@ -136,7 +136,7 @@ def test_trainer_trains_adapters_only(pair, cache, tmp_path):
 
 
 def test_trainer_with_mixed_precision_has_about_the_same_loss(pair, cache, tmp_path):
-    _, metrics = gradients_of_the_command(pair, cache, 1)
+    _, metrics = command_gradients(pair, cache, 1)
     model = AutoModelForCausalLM.from_pretrained(pair.student)
     collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss(*LOSSES))
     trainer = DistillationTrainer(

@@ -22,7 +22,7 @@ def arguments(folder, **options):
     )  # fmt: skip
 
 
-def gradients_of_the_command(pair, cache, accumulation):
+def command_gradients(pair, cache, accumulation):
     """Return the gradients of two steps of `xtk distill` on the documents of a cache in order."""
     recipe = recipe_of(LOSSES, batch=BATCH)
     inputs = inputs_of(pair.student, [cache], recipe)

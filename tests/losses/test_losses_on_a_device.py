@@ -16,7 +16,9 @@ from xtk.models.output_head import HeadAdapter, OutputHead
 CPU = torch.device("cpu")
 
 
-def gradients(name: str, chunk: int, device: torch.device, *, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def loss_and_gradients(
+    name: str, chunk: int, device: torch.device, *, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     """Return total, term sums and gradients of a loss and of alm, for a head with bias, soft cap and LoRA."""
     case = random_case(3, K=6, one_tokenizer=LOSS_INSTANCES[name].comparison_space == "tokens", bias=True)
     terms = [cells_of(one, case).to(device, scale) for one, scale in ((name, 0.5), ("alm", 2.0))]
@@ -35,9 +37,9 @@ def gradients(name: str, chunk: int, device: torch.device, *, dtype: torch.dtype
 
 @pytest.mark.parametrize(("name", "chunk"), [*((name, 7) for name in LOSSES), ("byte-kl", 64), ("byte-kl", 1)])
 def test_losses_on_a_device_match_the_cpu_and_never_wait(name, chunk):
-    expected = gradients(name, chunk, CPU)
+    expected = loss_and_gradients(name, chunk, CPU)
     with SimulatedCuda() as cuda:
-        found = gradients(name, chunk, CUDA)
+        found = loss_and_gradients(name, chunk, CUDA)
     assert not cuda.waits, cuda.places
     for found_tensor, expected_tensor in zip(found, expected, strict=True):
         torch.testing.assert_close(found_tensor, expected_tensor, rtol=1e-10, atol=1e-12)

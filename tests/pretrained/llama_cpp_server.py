@@ -40,7 +40,7 @@ def write_single_precision(source: Path, target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def served(model: Path, log: Path, *flags: str) -> Iterator[str]:
+def run_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
     """Run the server with a model; yield its URL."""
     with log.open("wb") as out:
         process = subprocess.Popen([sys.executable, __file__, str(model), *flags], stdout=out, stderr=out)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llama_cpp_server import served, write_single_precision
+from llama_cpp_server import run_server, write_single_precision
 from transformers import AutoModelForCausalLM
 
 from xtk.artifacts.model_resolver import resolve_model_folder
@@ -36,7 +36,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run the server in single precision, because llama.cpp quantizes activations for quantized weights."""
     folder = tmp_path_factory.mktemp("llama.cpp")
     exact = write_single_precision(find_pretrained_teacher(), folder / "model.gguf")
-    with served(exact, folder / "log", "--exact") as url:
+    with run_server(exact, folder / "log", "--exact") as url:
         yield url
     exact.unlink()
 

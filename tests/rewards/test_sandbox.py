@@ -210,7 +210,7 @@ CHEATING_CODE = {
     "writes to all files": "import os\nfor n in range(64):\n"
     "    try: os.write(n, b'3\\n+++.')\n    except OSError: pass\n"
     "def f(x): return None",
-    "answers before it is asked": "import os\nfor _ in range(9):\n"
+    "answers before a request": "import os\nfor _ in range(9):\n"
     '    os.write(3, b\'["tuple", [true, ["int", "0x2"], null]]\\n\')\ndef f(x): return None',
     "patches the runner": "import sys, gc\n"
     "for name, module in list(sys.modules.items()):\n"

@@ -210,10 +210,10 @@ class Game:
         self.left = record["turns"]
         return record.get("beginning")
     def step(self, text):
-        self.said, self.left = text, self.left - 1
+        self.text, self.left = text, self.left - 1
         return f"again <|end_of_text|> {self.left}", self.left == 0
     def reward(self):
-        return float(len(self.said))
+        return float(len(self.text))
 
 class Wrong(Game):
     def step(self, text):

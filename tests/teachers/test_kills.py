@@ -63,7 +63,7 @@ def assert_resumes_to(pair, texts: Path, folder: Path, uninterrupted: dict[str, 
 def kill_many_times(pair, texts, folder: Path, uninterrupted: dict[str, bytes], seconds: float, kills: int) -> int:
     """Kill writers after random delays; return the number of caches that were finished before a kill."""
     rng = random.Random(SEED)
-    print(f"delays are drawn from seed {SEED}, up to {seconds:.2f} s")
+    print(f"seed of the delays: {SEED}, up to {seconds:.2f} s")
     num_killed = num_caches = 0
     while num_killed < kills:
         target = folder / str(num_caches)
@@ -121,7 +121,7 @@ def kill_two_processes(pair, texts, folder: Path, uninterrupted: dict[str, bytes
     They start slowly: a delay counts from the next new shard on or, in one of four cases, from the start.
     """
     rng = random.Random(SEED)
-    print(f"delays are drawn from seed {SEED}")
+    print(f"seed of the delays: {SEED}")
     num_killed = num_caches = 0
     while num_killed < kills:
         target = folder / str(num_caches)

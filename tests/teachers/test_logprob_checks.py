@@ -105,7 +105,7 @@ def with_mass_above_1(scores: StoredLogprobs) -> StoredLogprobs:
 
 INVALID = {
     "a NaN among log-probabilities": (with_value("logprobs", np.nan), "NaN"),
-    "a NaN of the realised token": (with_value("observed_logprobs", np.nan), "NaN"),
+    "NaN for the observed token": (with_value("observed_logprobs", np.nan), "NaN"),
     "an endless entropy": (with_value("entropy", np.inf), "not finite"),
     "an entropy below 0": (with_value("entropy", -1.0), "entropy below 0"),
     "a NaN for the rest": (with_value("remainder_mass", np.nan), "NaN"),
@@ -116,24 +116,24 @@ INVALID = {
     "a rest below 0": (with_value("remainder_mass", -0.005), "do not sum to 1"),
     "an id below 0": (with_value("ids", -1, 0), "outside of its vocabulary"),
     "an id past the vocabulary": (with_value("ids", VOCAB_SIZE, 0), "outside of its vocabulary"),
-    "a drawn id past the vocabulary": (
+    "a sampled id past the vocabulary": (
         with_value("sample_ids", VOCAB_SIZE, 0), "sampled token ids outside of its vocabulary"
     ),
     "ids that fall": (swapped("ids", "offsets"), "not strictly increasing"),
     "an id twice": (with_duplicate_id, "not strictly increasing"),
-    "drawn ids that fall": (
+    "sampled ids that decrease": (
         swapped("sample_ids", "sample_offsets"), "sampled token ids that are not strictly increasing"
     ),
-    "no realised id": (without_observed_id, "no log-probability of the observed token"),
-    "two numbers for the realised id": (
+    "no observed id": (without_observed_id, "no log-probability of the observed token"),
+    "two values for the observed id": (
         lambda scores: with_value("observed_logprobs", scores.observed_logprobs[POSITION] - 0.5)(scores),
         "two different log-probabilities",
     ),
-    "a draw too many": (
+    "one sample too many": (
         lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "not return 5 samples"
     ),
     "a count of none": (with_value("sample_counts", 0, 0), "a count below 1"),
-    "a draw of what is exact": (with_exact_id_among_samples, "whose exact log-probabilities it also returned"),
+    "a sample of an exact id": (with_exact_id_among_samples, "whose exact log-probabilities it also returned"),
     "an offset that falls": (with_value("offsets", 0, 2), "offsets that do not match"),
     "offsets that end too early": (
         lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets that do not match"

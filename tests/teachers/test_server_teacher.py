@@ -244,7 +244,7 @@ def test_requests_run_concurrently_within_the_limit_and_share_connections(pair, 
     counts = proxy.seen()
     assert counts["requests"] > 30
     assert 1 < counts["most"] <= 4
-    assert counts["connections"] <= 4 + 1, "the last one asked what was seen"
+    assert counts["connections"] <= 4 + 1, "the last request read the counters"
 
 
 def test_large_responses_are_requested_one_at_a_time(pair, proxy, documents, monkeypatch):

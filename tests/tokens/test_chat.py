@@ -24,7 +24,9 @@ HEADERS_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"
     "{{ message['content'] }}<|end_of_text|>{% endfor %}"
 )
-TURNS_TEMPLATE = "{% for message in messages %}<|im_end|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+TURNS_TEMPLATE = (
+    "{% for message in messages %}<|im_end|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+)
 TRIMMING = TURNS_TEMPLATE.replace("message.content", "message.content | trim")
 # Drops the assistant's reasoning, and writes an empty reasoning block before its last answer.
 THINKING_TEMPLATE = (
@@ -43,7 +45,13 @@ INSTRUCTIONS = (
     "{% else %} {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + TURNS_TEMPLATE
-TEMPLATES = {"student": HEADERS_TEMPLATE, "teacher": TURNS_TEMPLATE, "metaspace": INSTRUCTIONS, "composing": TURNS_TEMPLATE, "word-piece": TURNS_TEMPLATE}
+TEMPLATES = {
+    "student": HEADERS_TEMPLATE,
+    "teacher": TURNS_TEMPLATE,
+    "metaspace": INSTRUCTIONS,
+    "composing": TURNS_TEMPLATE,
+    "word-piece": TURNS_TEMPLATE,
+}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Anna has 1234 apples and gives 12 to Bert?"},
@@ -178,7 +186,8 @@ def test_reasoning_that_one_template_drops_is_in_no_span(chat_tokenizers, famili
     spans = spans[student_sequence.train_mask[spans[:, 1] - 1]]
     assert (
         b"".join(
-            bytes_of_tokens(chat_tokenizers["student"], student_sequence, np.arange(s0, s1)) for s0, s1, _, _ in spans.tolist()
+            bytes_of_tokens(chat_tokenizers["student"], student_sequence, np.arange(s0, s1))
+            for s0, s1, _, _ in spans.tolist()
         ).decode()
         == "Anna has 1222 apples left."
     )
@@ -227,7 +236,8 @@ def test_any_conversation_is_aligned_by_its_contents(chat_tokenizers, student, t
         assert not sequence.train_mask[0]
         assert 0 <= count_lost_bytes(document, sequence) <= sum(len(answer.encode()) for _, answer in turns)
         run_bytes = [
-            bytes_of_tokens(chat_tokenizers[name], sequence, np.arange(run[0], run[1])) for run in sequence.text_runs.tolist()
+            bytes_of_tokens(chat_tokenizers[name], sequence, np.arange(run[0], run[1]))
+            for run in sequence.text_runs.tolist()
         ]
         # A space of the template, or one that the tokenizer adds to a text, may come first.
         assert all(text.removeprefix(b" ") in document.text.encode() for text in run_bytes if sequence.exact)

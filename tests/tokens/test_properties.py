@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tokenizers
-from expected_token_bytes import GROUND_TRUTHS, assert_ends_at_possible_positions, assert_groups_match_text, assert_valid_byte_ends
+from expected_token_bytes import (
+    GROUND_TRUTHS,
+    assert_ends_at_possible_positions,
+    assert_groups_match_text,
+    assert_valid_byte_ends,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis_texts import FAMILIES, batches
 

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis_texts import FRAGMENTS, TEXTS, quick
-from test_chat import CHAT, HEADERS_TEMPLATE, THINKING_TEMPLATE, TURNS_TEMPLATE, bytes_of_tokens, trained_text, with_template
+from test_chat import (
+    CHAT,
+    HEADERS_TEMPLATE,
+    THINKING_TEMPLATE,
+    TURNS_TEMPLATE,
+    bytes_of_tokens,
+    trained_text,
+    with_template,
+)
 
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences

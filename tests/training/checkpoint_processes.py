@@ -54,7 +54,7 @@ class ModelWithLoss(nn.Module):
         return self.model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-class Trained:
+class TrainingSetup:
     """A model, its optimizer and the average of its weights, sharded as the layout requires."""
 
     def __init__(self, folder: Path, layout: str) -> None:
@@ -99,7 +99,7 @@ class Trained:
 
 
 def write(folder: Path, name: str, layout: str) -> None:
-    run = Trained(folder / ("untied" if layout.endswith("-tp") else "tied"), layout)
+    run = TrainingSetup(folder / ("untied" if layout.endswith("-tp") else "tied"), layout)
     torch.manual_seed(100 + process_group.rank())
     for _ in range(STEP):
         run.step()
@@ -121,7 +121,7 @@ def write(folder: Path, name: str, layout: str) -> None:
 
 def read(folder: Path, name: str, layout: str) -> None:
     checkpoint = folder / name / f"checkpoint-{STEP}"
-    run = Trained(checkpoint, layout)
+    run = TrainingSetup(checkpoint, layout)
     content = run.saver.load(checkpoint, SEED)
     assert content["step"] == STEP
     assert content["tokens"] == 72
@@ -137,7 +137,9 @@ def read(folder: Path, name: str, layout: str) -> None:
         random_numbers = torch.rand(4)
         torch.manual_seed(0)
         is_same_layout = name == f"{layout}-{process_group.world_size()}"
-        assert torch.equal(random_numbers, expected["random"]) == is_same_layout, "random numbers go on, or begin anew"
+        assert torch.equal(random_numbers, expected["random"]) == is_same_layout, (
+            "random numbers continue, or start again"
+        )
     run.step()  # training can continue from what was read
 
 

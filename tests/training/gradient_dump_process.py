@@ -6,7 +6,7 @@ CASES is JSON with `student`, `output` and `cases`. Each case has a `name`, `cac
 of the training configuration and `ways`. Optional are a separate `student`, and caches `held_out`, which are evaluated
 in a context of `context` tokens. Each way, DOCUMENTS:BATCH, takes two steps of DOCUMENTS documents over all processes,
 in forward passes of BATCH documents; the ways whose DOCUMENTS is `moved` then take five steps that update the weights.
-The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and OUTPUT/told.json.
+The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and OUTPUT/results.json.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
             if accelerator.is_main_process:
                 save_file(gradients, output / f"{case['name']}-{documents}-{batch}.safetensors")
     if accelerator.is_main_process:
-        (output / "told.json").write_text(json.dumps(results))
+        (output / "results.json").write_text(json.dumps(results))
     accelerator.end_training()
 
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
 # DOCUMENTS:BATCH by number of processes: documents of a step over all processes, documents of a forward pass.
-WAYS = {1: ["8:2", "5:5"], 2: ["8:4", "5:5"], 3: ["5:2"], 4: ["8:2", "5:2"], 8: ["8:2"]}
-MOVED = 5  # DOCUMENTS of the ways that also take five steps that update the weights
+STEP_SPLITS = {1: ["8:2", "5:5"], 2: ["8:4", "5:5"], 3: ["5:2"], 4: ["8:2", "5:2"], 8: ["8:2"]}
+UPDATED_DOCUMENTS = 5  # DOCUMENTS of the ways that also take five steps that update the weights
 LORA = {"lora_r": 4}
-LIKE_ONE: dict[int, list[dict[str, Any]]] = {
+SHORT_LAYOUTS: dict[int, list[dict[str, Any]]] = {
     # Each document has more than 10 tokens.
     1: [{}, {"max_batch_tokens": 100}, {"max_batch_tokens": 10}, {"max_batch_tokens": 100, "packing": False},
         {"gradient_checkpointing": True}],
@@ -33,7 +33,7 @@ LIKE_ONE: dict[int, list[dict[str, Any]]] = {
         {**LORA, "parallel": "fsdp=2"},
     ],
 }  # fmt: skip
-LIKE_ONE_LONG: dict[int, list[dict[str, Any]]] = {
+LONG_LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [{}, {"parallel": "cp=2"}, {**LORA, "parallel": "cp=2"}],
     3: [{"parallel": "cp=3"}, {"parallel": "fsdp=3"}],
     4: [
@@ -72,7 +72,7 @@ def make_students(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in models}
 
 
-def cases(layouts: Sequence[dict[str, Any]]) -> list[Case]:
+def all_cases(layouts: Sequence[dict[str, Any]]) -> list[Case]:
     """Return each student with each layout; layouts with adapters are tested with the first student only."""
     return [
         (student, options)
@@ -82,12 +82,12 @@ def cases(layouts: Sequence[dict[str, Any]]) -> list[Case]:
     ]
 
 
-def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def reference_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a layout is compared with: one process, one pass, one row per document."""
     return {"packing": False, **{name: value for name, value in options.items() if name in LORA}}
 
 
-def name_of(student: str, options: Mapping[str, Any]) -> str:
+def case_name(student: str, options: Mapping[str, Any]) -> str:
     return " ".join([student, *(f"{name}={value}" for name, value in options.items())])
 
 
@@ -109,7 +109,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Taken:
+class LayoutResults:
     """Results of a number of processes, for all their cases and ways."""
 
     folder: Path
@@ -119,13 +119,17 @@ class Taken:
         """Return gradients, and weights after five steps, named as in `take_steps`."""
         return load_file(self.folder / f"{name}-{way.replace(':', '-')}.safetensors")
 
-    def difference(self, student: str, options: Mapping[str, Any], way: str, one_process: Taken) -> Difference:
+    def difference(self, student: str, options: Mapping[str, Any], way: str, one_process: LayoutResults) -> Difference:
         """Return the differences from one process.
 
         Raises:
             AssertionError: the parameters are not the same ones, or a gradient is zero.
         """
-        name, other, documents = name_of(student, options), name_of(student, plain(options)), way.split(":")[0]
+        name, other, documents = (
+            case_name(student, options),
+            case_name(student, reference_options(options)),
+            way.split(":")[0],
+        )
         found_results, expected_results = (
             self.results[name][way],
             one_process.results[other][f"{documents}:{documents}"],
@@ -154,17 +158,19 @@ def _relative_difference(one: float, other: float) -> float:
     return abs(one - other) / abs(other)
 
 
-def take(
+def run_cases(
     processes: int, requested_cases: Sequence[Case], cache: Path, students: Mapping[str, Path], folder: Path
-) -> Taken:
+) -> LayoutResults:
     """Start processes once, take steps in several layouts, and return the results."""
     common = {"caches": [str(cache)], "projections": [], "losses": LOSSES.split(" "), "held_out": [str(cache)],
-              "context": CONTEXT, "moved": MOVED}  # fmt: skip
+              "context": CONTEXT, "moved": UPDATED_DOCUMENTS}  # fmt: skip
     request = {
         "output": str(folder),
         "cases": [
-            {**common, "name": name_of(student, options), "student": str(students[student]), "options": options,
-             "ways": ["8:8", "5:5"] if processes == 1 and options == plain(options) else WAYS[processes]}
+            {**common, "name": case_name(student, options), "student": str(students[student]), "options": options,
+             "ways": ["8:8", "5:5"]
+             if processes == 1 and options == reference_options(options)
+             else STEP_SPLITS[processes]}
             for student, options in requested_cases
         ],
     }  # fmt: skip
@@ -181,9 +187,9 @@ def take(
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return Taken(folder, json.loads((folder / "told.json").read_text()))
+    return LayoutResults(folder, json.loads((folder / "results.json").read_text()))
 
 
-def references() -> list[Case]:
+def reference_cases() -> list[Case]:
     """Return the cases of one process with which all others are compared."""
-    return cases([plain({}), plain(LORA)])
+    return all_cases([reference_options({}), reference_options(LORA)])

@@ -13,7 +13,7 @@ from pathlib import Path
 import checkpoint_processes
 import pytest
 import torch
-from checkpoint_processes import IDS, Trained
+from checkpoint_processes import IDS, TrainingSetup
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -104,7 +104,7 @@ def test_each_process_writes_its_shard_and_no_value_is_written_twice(checkpoint_
 def test_corrupt_incomplete_or_mismatched_checkpoint_is_refused(checkpoint_folder, tmp_path):
     copy = tmp_path / "checkpoint-3"
     shutil.copytree(checkpoint_folder / "fsdp-2" / "checkpoint-3", copy)
-    run = Trained(copy, "dp")
+    run = TrainingSetup(copy, "dp")
     trainer_file = copy / "trainer" / "rank-00001-of-00002.safetensors"
     content = trainer_file.read_bytes()
     trainer_file.write_bytes(content[: len(content) // 2])
@@ -120,7 +120,7 @@ def test_corrupt_incomplete_or_mismatched_checkpoint_is_refused(checkpoint_folde
     with pytest.raises(
         CorruptError, match=r"from another model: the student also trains the parameter lm_head\.weight"
     ):
-        Trained(checkpoint_folder / "untied", "dp").saver.load(copy, 0)
+        TrainingSetup(checkpoint_folder / "untied", "dp").saver.load(copy, 0)
     (copy / "xtk.json").write_text('{"kind": "checkpoint", "step": 3}')
     with pytest.raises(XtkError, match="has version 1") as raised:
         run.saver.load(copy, 0)

@@ -10,19 +10,19 @@ import small_inputs
 import torch
 from parallel_layouts import (
     CONTEXT,
-    LIKE_ONE,
-    LIKE_ONE_LONG,
+    LONG_LAYOUTS,
     LORA,
     LOSSES,
-    MOVED,
-    WAYS,
-    Taken,
-    cases,
+    SHORT_LAYOUTS,
+    STEP_SPLITS,
+    UPDATED_DOCUMENTS,
+    LayoutResults,
+    all_cases,
+    case_name,
     make_students,
-    name_of,
-    plain,
-    references,
-    take,
+    reference_cases,
+    reference_options,
+    run_cases,
 )
 from safetensors.torch import load_file
 
@@ -54,14 +54,14 @@ def students(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def results_of(cache, students, tmp_path_factory):
     """Return a function from a number of processes to their results, which are computed once."""
-    computed: dict[tuple[int, bool], Taken] = {}
+    computed: dict[tuple[int, bool], LayoutResults] = {}
 
-    def compute(processes: int, long: bool = False) -> Taken:
+    def compute(processes: int, long: bool = False) -> LayoutResults:
         if (processes, long) not in computed:
-            requested_cases = cases((LIKE_ONE_LONG if long else LIKE_ONE)[processes])
-            requested_cases += references() if processes == 1 else []
+            requested_cases = all_cases((LONG_LAYOUTS if long else SHORT_LAYOUTS)[processes])
+            requested_cases += reference_cases() if processes == 1 else []
             folder = tmp_path_factory.mktemp(f"of-{processes}")
-            computed[processes, long] = take(processes, requested_cases, cache, students, folder)
+            computed[processes, long] = run_cases(processes, requested_cases, cache, students, folder)
         return computed[processes, long]
 
     return compute
@@ -69,12 +69,12 @@ def results_of(cache, students, tmp_path_factory):
 
 CASES = [
     pytest.param(
-        processes, student, options, long, id=f"{processes} {name_of(student, options)}",
+        processes, student, options, long, id=f"{processes} {case_name(student, options)}",
         marks=[pytest.mark.long] * long,
     )
-    for long, table in enumerate((LIKE_ONE, LIKE_ONE_LONG))
+    for long, table in enumerate((SHORT_LAYOUTS, LONG_LAYOUTS))
     for processes, several in table.items()
-    for student, options in cases(several)
+    for student, options in all_cases(several)
 ]  # fmt: skip
 
 
@@ -82,14 +82,14 @@ CASES = [
 def test_gradients_equal_those_of_one_process_and_one_pass(results_of, processes, student, options, long):
     """The weights after five steps are also equal."""
     steps = results_of(processes, bool(long))
-    for way in WAYS[processes]:
-        way_results = steps.results[name_of(student, options)][way]
+    for way in STEP_SPLITS[processes]:
+        way_results = steps.results[case_name(student, options)][way]
         assert (way_results["processes"], way_results["packed"]) == (processes, options.get("packing", True))
         found = steps.difference(student, options, way, results_of(1))
         assert found.loss <= 2e-6
         assert found.gradient <= 3e-6
         assert found.norm <= 2e-6
-        assert (found.weights is not None) == way.startswith(f"{MOVED}:")
+        assert (found.weights is not None) == way.startswith(f"{UPDATED_DOCUMENTS}:")
         # AdamW divides values near zero by values near zero: differences of 1e-5 to 1e-4, which depend on the
         # processor. Wrong steps differ by 1e-2.
         assert found.weights is None or found.weights <= 1e-3
@@ -98,8 +98,8 @@ def test_gradients_equal_those_of_one_process_and_one_pass(results_of, processes
 @pytest.mark.parametrize(("processes", "student", "options", "long"), CASES)
 def test_held_out_metrics_equal_those_of_one_process(results_of, students, cache, processes, student, options, long):
     """The steps update no weights, so the evaluations before, between and after them are equal too."""
-    expected = results_of(1).results[name_of(student, plain(options))]["8:8"]["held_out"][0]
-    for way in results_of(processes, bool(long)).results[name_of(student, options)].values():
+    expected = results_of(1).results[case_name(student, reference_options(options))]["8:8"]["held_out"][0]
+    for way in results_of(processes, bool(long)).results[case_name(student, options)].values():
         assert len(way["held_out"]) == 3
         for found in way["held_out"]:
             assert found == pytest.approx(expected, rel=2e-6)

@@ -116,7 +116,7 @@ def dumped(pair, cache, projection, weighted, tmp_path_factory) -> dict[int, Dum
         ]
         request = {"student": str(pair.student), "output": str(folder), "cases": cases}
         run_python(*launcher, script, json.dumps(request), cwd=folder)
-        results[processes] = DumpedSteps(folder, json.loads((folder / "told.json").read_text()))
+        results[processes] = DumpedSteps(folder, json.loads((folder / "results.json").read_text()))
     return results
 
 

@@ -15,22 +15,22 @@ from vllm_on_cpu import SURROUNDINGS, make_llama
 SCRIPT = """
 import json, pathlib, sys
 from vllm import LLM, SamplingParams
-start, checkpoint, told = sys.argv[1:]
-asked = [{"prompt_token_ids": list(range(first, first + 20))} for first in range(5, 205, 25)]
-def said(engine):
-    read = engine.generate(asked, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+start, checkpoint, output = sys.argv[1:]
+prompts = [{"prompt_token_ids": list(range(first, first + 20))} for first in range(5, 205, 25)]
+def generate(engine):
+    read = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
     return [[next(iter(one.values())).logprob for one in answer.prompt_logprobs[1:]] for answer in read]
 engine = LLM(start, dtype="float32", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=128 << 20,
              enable_prefix_caching=False)
 found = []
 if start == checkpoint:
-    found = said(engine)
+    found = generate(engine)
 else:
-    before = said(engine)
+    before = generate(engine)
     engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
-    found = said(engine)
+    found = generate(engine)
     assert found != before
-pathlib.Path(told).write_text(json.dumps(found))
+pathlib.Path(output).write_text(json.dumps(found))
 """
 
 
@@ -49,7 +49,7 @@ def test_vllm_opens_a_checkpoint_and_reloads_its_weights(tmp_path):
             logprobs = model(ids[None]).logits[0].log_softmax(-1)
         expected.append(logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist())
     for start in (checkpoint, student):
-        output = tmp_path / "told.json"
+        output = tmp_path / "output.json"
         process = subprocess.run(
             [sys.executable, "-c", SCRIPT, str(start), str(checkpoint), str(output)],
             env={**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True, timeout=900,

@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).parent / "vllm_generation_process.py"
 
 @pytest.fixture(scope="module")
 def outcome(students, tmp_path_factory):
-    out = tmp_path_factory.mktemp("told") / "told.json"
+    out = tmp_path_factory.mktemp("results") / "results.json"
     command = [sys.executable, str(SCRIPT), *map(str, students), str(out), *ENGINE]
     process = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
     assert process.returncode == 0, process.stderr
@@ -76,12 +76,12 @@ def test_weight_updates_take_effect_and_clear_the_prefix_cache(outcome, students
     )
     assert max_logprob_error(new, completions(outcome["updated"])) < 1e-4
     assert max_logprob_error(old, completions(outcome["updated"])) > 0.1
-    for key in ("told back", "rested"):
+    for key in ("weights restored", "rested"):
         assert max_logprob_error(old, completions(outcome[key])) < 1e-4
 
 
 def test_random_states_are_unchanged_and_invalid_requests_are_refused(outcome):
-    assert outcome["draws are untouched"]
+    assert outcome["random state is kept"]
     assert outcome["context"] == CONTEXT
     assert outcome["nothing"] == []
     assert (

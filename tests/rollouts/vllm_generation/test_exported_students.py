@@ -15,10 +15,10 @@ SCRIPT = """
 import json, pathlib, sys
 from vllm import LLM, SamplingParams
 engine = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=128 << 20)
-asked = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
-written = engine.generate(asked, SamplingParams(temperature=0, max_tokens=40))
-told = [[list(one.outputs[0].token_ids), one.outputs[0].finish_reason] for one in written]
-pathlib.Path(sys.argv[3]).write_text(json.dumps(told))
+prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
+written = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
+results = [[list(one.outputs[0].token_ids), one.outputs[0].finish_reason] for one in written]
+pathlib.Path(sys.argv[3]).write_text(json.dumps(results))
 """
 
 
@@ -44,7 +44,7 @@ def test_vllm_serves_an_exported_student_and_stops_at_the_end_of_a_turn(tmp_path
         ]
     finish_reasons = ["stop" if ids[-1] in (0, 1) else "length" for ids in expected]
     assert "stop" in finish_reasons
-    output = tmp_path / "told.json"
+    output = tmp_path / "output.json"
     command = [sys.executable, "-c", SCRIPT, out, json.dumps(prompts), str(output)]
     process = subprocess.run(
         command, env={**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True,

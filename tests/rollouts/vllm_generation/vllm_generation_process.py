@@ -48,7 +48,7 @@ def main() -> None:
     random.seed(4)
     states_before = random_states()
     generator = VllmGenerator.open(backend_config(old, engine=sys.argv[4:]))
-    results["draws are untouched"] = random_states() == states_before
+    results["random state is kept"] = random_states() == states_before
     results["context"] = generator.context_length
     requests = make_requests()
     results["sampled"] = to_rows(generator.generate(requests, SAMPLED))
@@ -65,7 +65,7 @@ def main() -> None:
     results["updated"] = to_rows(generator.generate(requests, SAMPLED))
     weights = load_file(old / "model.safetensors")
     generator.update_weights(weights.items())
-    results["told back"] = to_rows(generator.generate(requests, SAMPLED))
+    results["weights restored"] = to_rows(generator.generate(requests, SAMPLED))
     generator.sleep()
     generator.wake_up()
     results["rested"] = to_rows(generator.generate(requests, SAMPLED))

@@ -158,7 +158,7 @@ def test_stand_in_responds_like_vllm(teacher, server, payload):
         {"prompt": [1] * (CONTEXT + 1), "prompt_logprobs": 1},
         {"prompt": [1, 2], "prompt_logprobs": 1, "model": "none"},
     ],
-    ids=["too many ids", "no room", "too long", "no such model"],
+    ids=["too many ids", "no space", "too long", "no such model"],
 )
 def test_stand_in_refuses_like_vllm(teacher, server, payload):
     with served(answer_as_vllm, str(teacher), ["teacher"], {"max_logprobs": MOST}) as stand_in:
