@@ -1,7 +1,7 @@
-"""A model that knows the answers by heart: it reads a prompt, and writes what its table says of that.
+"""A model that looks up the completion of a prompt in a table.
 
-A real folder of a model with code of its own, so that commands load it, read its tokenizer and let it write as any
-other. Where it has no answer it ends at once.
+It is a real model folder with custom code, so that commands load it and generate with it as with any other model. For a
+prompt that is not in the table it generates only the end token.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ class Oracle(PreTrainedModel, GenerationMixin):
 
 
 def make_oracle(folder: Path, answers: Mapping[str, str], *, context: int = 4096) -> Path:
-    """Write a model that answers these prompts, with the start token before them or without."""
+    """Write a model that completes these prompts with their answers, with or without a bos token before the prompt."""
     small_inputs.make_student_tokenizer(folder)
     tokenizer = Tokenizer(folder)
     table = [
-        [asked.ids.tolist(), [*said.ids.tolist(), tokenizer.end_id]]
-        for asked, said in zip(tokenizer.encode(list(answers)), tokenizer.encode(list(answers.values())), strict=True)
+        [prompt.ids.tolist(), [*answer.ids.tolist(), tokenizer.end_id]]
+        for prompt, answer in zip(
+            tokenizer.encode(list(answers)), tokenizer.encode(list(answers.values())), strict=True
+        )
     ]
     (folder / "table.json").write_text(json.dumps(table))
     (folder / "oracle.py").write_text(CODE)

@@ -1,4 +1,4 @@
-"""Small tokenizers with the chat templates of families of models: those that TRL has, and own writings of others."""
+"""Small tokenizers with the chat templates of model families: TRL's, and hand-written ones for the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 WORDS = "Weather in Paris sunny tool I need the It is get_weather city days note Welcome Thanks call close"
 
-# Facts of formats: mistral-common's tests of its instruct tokenizers (Mistral), the model cards of the others.
+# Sources of the formats: the tests of mistral-common's instruct tokenizers for Mistral, model cards for the others.
 MISTRAL = """{{ bos_token }}{% for message in messages %}
 {%- if message.role == "system" %}{{ "[SYSTEM_PROMPT]" + message.content + "[/SYSTEM_PROMPT]" }}
 {%- elif message.role == "user" %}{{ "[INST]" + message.content + "[/INST]" }}
@@ -72,14 +72,14 @@ THINK_TAGS = ["<think>", "</think>"]
 
 @dataclass(frozen=True)
 class ChatFamily:
-    """The template and the special tokens of a family.
+    """The chat template and the special tokens of a family.
 
     Attributes:
-        template: the template; "": that of TRL with the family's name.
-        bos, eos: its start and end token.
+        template: the template; "": TRL's template of the family's name.
+        bos, eos: the bos and eos token.
         special: special tokens.
-        added: tokens that are not special, but not split either.
-        calls_tools: whether its template accepts messages of tools.
+        added: added tokens that are not special.
+        calls_tools: whether the template accepts tool messages.
     """
 
     template: str
@@ -124,22 +124,22 @@ FAMILIES = {
 
 
 def write_family(name: str, folder: Path, *, vocabulary_size: int = 400) -> Path:
-    """Write a byte-level BPE tokenizer with the template and special tokens of a family; return its folder."""
+    """Write a byte-level BPE tokenizer with the chat template and special tokens of a family; return its folder."""
     family = FAMILIES[name]
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(tokenizers.Regex(r"[^\w\s]|\s?\w+|\s+"), "isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    word_split = pre_tokenizers.Split(tokenizers.Regex(r"[^\w\s]|\s?\w+|\s+"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([word_split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    # Another size for each family, so that their tokens differ.
-    size = vocabulary_size - 8 * list(FAMILIES).index(name)
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    # Each family has another vocabulary size, so that their tokens differ.
+    family_vocabulary_size = vocabulary_size - 8 * list(FAMILIES).index(name)
+    trainer = trainers.BpeTrainer(vocab_size=family_vocabulary_size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([WORDS] * 30, trainer)
     tokenizer.add_special_tokens(family.special)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.added])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=family.bos, eos_token=family.eos)
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=family.bos, eos_token=family.eos)
     templates = importlib.resources.files("trl") / "chat_templates"
-    fast.chat_template = family.template or (templates / f"{name}.jinja").read_text()
-    fast.save_pretrained(folder / name)
+    fast_tokenizer.chat_template = family.template or (templates / f"{name}.jinja").read_text()
+    fast_tokenizer.save_pretrained(folder / name)
     return folder / name

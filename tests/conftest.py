@@ -1,4 +1,4 @@
-"""What tests share: small models and tokenizers, made once; the command line as a process; real data."""
+"""Fixtures of all tests: small models and tokenizers, made once per session; xtk as a process; real data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from object_store import ObjectStore
 from tokenizer_families import Families
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["XTK_CACHE"] = tempfile.mkdtemp(prefix="xtk-cache-")  # never the user's own
+os.environ["XTK_CACHE"] = tempfile.mkdtemp(prefix="xtk-cache-")  # never the cache of the user
 for name in ("HF_MODULES_CACHE", "HF_DATASETS_CACHE"):
     os.environ[name] = str(Path(os.environ["XTK_CACHE"], name.lower()))
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -29,28 +29,28 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 xtk_processes.start_fork_server()
 
 
-# Minutes each; a module runs in one worker, since its tests share what takes long to make.
-LONGEST = ("test_interruptions", "test_layouts", "test_several_writers", "test_bad_input", "test_parity",
-           "test_on_policy", "test_loss_contract", "test_cache_teacher", "test_losses", "test_command_contract",
-           "test_remote_caches", "test_online_teacher", "test_doctor", "test_teachers", "test_align_statistics",
-           "test_rollout", "test_inspect_caches")  # fmt: skip
+# Each takes minutes. All tests of a module run in the same worker, because they share slow fixtures.
+SLOWEST_MODULES = ("test_interruptions", "test_layouts", "test_several_writers", "test_bad_input", "test_parity",
+                   "test_on_policy", "test_loss_contract", "test_cache_teacher", "test_losses", "test_command_contract",
+                   "test_remote_caches", "test_online_teacher", "test_doctor", "test_teachers", "test_align_statistics",
+                   "test_rollout", "test_inspect_caches")  # fmt: skip
 
 
 def pytest_sessionfinish() -> None:
-    """Leave nothing behind."""
+    """Delete the temporary cache folder."""
     shutil.rmtree(os.environ["XTK_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest modules, so that no worker is left alone with one in the end."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+    """Run the slowest modules first, so that no worker still runs one of them when the others have finished."""
+    order = {name: index for index, name in enumerate(SLOWEST_MODULES)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(SLOWEST_MODULES)))
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Name the files by which two folders differ; their contents would fill the log."""
+    """List the files that differ between two folders instead of their contents, which would fill the log."""
     if op == "==" and folder_differences.are_folders(left, right):
-        return ["the files are those of the other folder", *folder_differences.lines(left, right)]
+        return ["the files are those of the other folder", *folder_differences.difference_lines(left, right)]
     return None
 
 
@@ -71,7 +71,7 @@ def material_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(material_folder: Path) -> Pair:
-    """Two small models: a Llama with numbers in threes, a Qwen3 with single digits."""
+    """Two small models: a Llama that splits numbers into groups of three digits, a Qwen3 with single digits."""
     return Pair(
         small_inputs.make_student(material_folder / "student"), small_inputs.make_teacher(material_folder / "teacher")
     )
@@ -85,7 +85,7 @@ def metaspace(material_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def families(material_folder: Path) -> Families:
-    """A tokenizer of each family, without models."""
+    """A tokenizer of every family, without models."""
     return Families(material_folder / "families")
 
 
@@ -105,7 +105,7 @@ def cache(pair: Pair, corpus: Path, material_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def projection(pair: Pair, material_folder: Path) -> Path:
-    """A projection between the pair."""
+    """A projection from the student's to the teacher's vocabulary."""
     path = material_folder / "p.safetensors"
     run_xtk("build-projection", pair.student, pair.teacher, "-o", path)
     return path
@@ -113,7 +113,7 @@ def projection(pair: Pair, material_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """An S3 server on this machine with a bucket named `bucket`; this process and those it starts speak to it."""
+    """A local S3 server with a bucket named `bucket`; this process and its child processes are configured to use it."""
     pytest.importorskip("moto", reason="there is no S3 server on this machine: pip install 'moto[s3]' flask flask-cors")
     s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
     server = ObjectStore(tmp_path_factory.mktemp("store") / "server")

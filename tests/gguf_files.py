@@ -1,4 +1,4 @@
-"""Small GGUF models, as llama.cpp's converter writes them: a Llama with a byte-level tokenizer of single digits."""
+"""Small GGUF models as llama.cpp's converter writes them: a Llama with a byte-level tokenizer that splits digits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {
 
 
 def single_digit_tokenizer(vocabulary: int = 480) -> Tokenizer:
-    """Train a tokenizer as SmolLM's: digits one by one, then GPT-2's pattern."""
+    """Train a tokenizer like SmolLM's: single digits, then GPT-2's pattern."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -39,12 +39,17 @@ def single_digit_tokenizer(vocabulary: int = 480) -> Tokenizer:
 
 
 def make_llama(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
-    """Write a small Llama with this tokenizer as a model folder."""
+    """Write a small Llama with the tokenizer of `single_digit_tokenizer` as a model folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    roles = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2], "unk_token": SPECIALS[0], "pad_token": SPECIALS[2]}
-    small_inputs.save_tokenizer(single_digit_tokenizer(), folder, **roles, chat_template=TEMPLATE)
+    special_tokens = {
+        "bos_token": SPECIALS[1],
+        "eos_token": SPECIALS[2],
+        "unk_token": SPECIALS[0],
+        "pad_token": SPECIALS[2],
+    }
+    small_inputs.save_tokenizer(single_digit_tokenizer(), folder, **special_tokens, chat_template=TEMPLATE)
     torch.manual_seed(seed)
     configuration = LlamaConfig(
         vocab_size=480, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -64,11 +69,11 @@ def write_gguf(
     fields: dict[str, float | str] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write the model of `make_llama` as a GGUF file with float32 weights, and with other fields and tensors."""
+    """Write the model of `make_llama` as a GGUF file with float32 weights and additional `fields` and `tensors`."""
     from safetensors.numpy import load_file
 
     config = json.loads((model / "config.json").read_text())
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = GGUFWriter(path, architecture)
     writer.add_name("Tiny")
     writer.add_block_count(config["num_hidden_layers"])
@@ -76,7 +81,7 @@ def write_gguf(
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(groups)
+    writer.add_head_count_kv(kv_heads)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -95,7 +100,7 @@ def write_gguf(
     for name, value in (fields or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_float32)(name, value)
     for name, weights in load_file(model / "model.safetensors").items():
-        writer.add_tensor(_gguf_name(name), _permuted(name, weights, heads, groups))
+        writer.add_tensor(_gguf_name(name), _permuted(name, weights, heads, kv_heads))
     for name, weights in (tensors or {}).items():
         writer.add_tensor(name, weights.astype(np.float32))
     writer.write_header_to_file()
@@ -114,10 +119,10 @@ def _gguf_name(name: str) -> str:
     ] + ".weight"
 
 
-def _permuted(name: str, weights: np.ndarray, heads: int, groups: int) -> np.ndarray:
-    """Return the weights in the order of llama.cpp, whose rotary embedding pairs neighbouring rows."""
-    number = heads if "q_proj" in name else groups if "k_proj" in name else 0
-    if not number:
+def _permuted(name: str, weights: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
+    """Return the weights in the row order of llama.cpp, whose rotary embedding pairs neighboring rows."""
+    num_heads = heads if "q_proj" in name else kv_heads if "k_proj" in name else 0
+    if not num_heads:
         return weights
-    shape = (number, 2, weights.shape[0] // number // 2, *weights.shape[1:])
+    shape = (num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
     return np.ascontiguousarray(weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape))

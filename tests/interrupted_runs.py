@@ -1,4 +1,4 @@
-"""Runs that are ended on their way, and whether they end as the one that nothing ended."""
+"""Runs that are interrupted and resumed, and their comparison with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from xtk.artifacts.run_folders import read_recipe
 from xtk.training.metrics_file import read_metrics
 
 
-def start(arguments: Sequence[object], launcher: Sequence[object] = ()) -> subprocess.Popen[str]:
-    """Start a run as a process of its own, `python LAUNCHER... -m xtk ARGUMENTS...`."""
+def start_run(arguments: Sequence[object], launcher: Sequence[object] = ()) -> subprocess.Popen[str]:
+    """Start a run as a separate process, `python LAUNCHER... -m xtk ARGUMENTS...`."""
     return subprocess.Popen(
         [sys.executable, *map(str, [*launcher, "-m", "xtk", *arguments])],
         stdin=subprocess.DEVNULL,
@@ -25,74 +25,74 @@ def start(arguments: Sequence[object], launcher: Sequence[object] = ()) -> subpr
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
-        # A shell starts what runs in its background with ctrl-C ignored, and that is inherited.
+        # A shell starts background processes with SIGINT ignored, and child processes inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
-    """Return when a file or folder is there, or the process has ended."""
-    until = time.monotonic() + seconds
-    while not path.exists() and process.poll() is None and time.monotonic() < until:
+def wait_for_path(path: Path, process: subprocess.Popen[str], timeout: float = 120) -> None:
+    """Wait until a file or folder exists, the process has ended, or the timeout has passed."""
+    deadline = time.monotonic() + timeout
+    while not path.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-def stop_at_a_checkpoint(
-    arguments: Sequence[object], output: Path, how: int, *extra: object, at: int = 4
+def signal_at_checkpoint(
+    arguments: Sequence[object], output: Path, signal_number: int, *extra: object, step: int = 4
 ) -> tuple[int, str]:
-    """Start a run, send a signal when `checkpoint-AT` appears; return the exit code and what it wrote to stderr."""
-    process = start([*arguments, output, *extra])
-    wait_for(output / f"checkpoint-{at}", process)
+    """Start a run and send it a signal when `checkpoint-STEP` appears; return its exit code and its stderr."""
+    process = start_run([*arguments, output, *extra])
+    wait_for_path(output / f"checkpoint-{step}", process)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, how)
-    return ended(process, output)
+        os.kill(process.pid, signal_number)
+    return exit_of_unfinished_run(process, output)
 
 
-def ended(process: subprocess.Popen[str], output: Path) -> tuple[int, str]:
-    """Wait until a run has ended before its end; return the exit code and what it wrote to stderr."""
+def exit_of_unfinished_run(process: subprocess.Popen[str], output: Path) -> tuple[int, str]:
+    """Wait for a run that stops before its last step; return its exit code and its stderr."""
     stdout, stderr = process.communicate(timeout=60)
     assert stdout == ""
     assert not (output / "xtk.json").exists()
     return process.returncode, stderr
 
 
-def told(folder: Path) -> list[dict[str, object]]:
-    """The metrics without clocks."""
-    clocks = {"tokens_per_second", "training_seconds", "data_wait_fraction", "peak_memory_gib"}
+def deterministic_metrics(folder: Path) -> list[dict[str, object]]:
+    """Return the records of `metrics.jsonl` without timings and memory."""
+    timing_metrics = {"tokens_per_second", "training_seconds", "data_wait_fraction", "peak_memory_gib"}
     return [
-        {key: value for key, value in line.items() if key not in clocks}
+        {key: value for key, value in line.items() if key not in timing_metrics}
         for line in read_metrics(folder / "metrics.jsonl")
     ]
 
 
-def assert_same(found: Path, expected: Path) -> None:
-    assert told(found) == told(expected)
-    assert (found / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
-    assert read_recipe(found) == read_recipe(expected)
+def assert_equal_runs(run: Path, expected_run: Path) -> None:
+    assert deterministic_metrics(run) == deterministic_metrics(expected_run)
+    assert (run / "model.safetensors").read_bytes() == (expected_run / "model.safetensors").read_bytes()
+    assert read_recipe(run) == read_recipe(expected_run)
 
 
-def processes_that_name(output: Path) -> list[int]:
-    found = []
+def processes_of_run(output: Path) -> list[int]:
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
             if str(output).encode() in words and b"distill" in words:
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
-def worker(output: Path, rank: int) -> int:
-    """Return the process of a run that has this rank."""
-    for found in processes_that_name(output):
+def process_of_rank(output: Path, rank: int) -> int:
+    """Return the process id of a rank of a run."""
+    for pid in processes_of_run(output):
         with contextlib.suppress(OSError):
-            if f"RANK={rank}".encode() in Path(f"/proc/{found}/environ").read_bytes().split(b"\0"):
-                return found
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
     raise LookupError(f"no process of rank {rank}")
 
 
-def assert_none_left(output: Path, seconds: float = 20) -> None:
-    """Fail if a process of a run is still there after a while."""
-    until = time.monotonic() + seconds
-    while (left := processes_that_name(output)) and time.monotonic() < until:
+def assert_no_processes_left(output: Path, timeout: float = 20) -> None:
+    """Fail if a process of the run still exists after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while (pids := processes_of_run(output)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not left
+    assert not pids

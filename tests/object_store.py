@@ -1,7 +1,7 @@
-"""A real S3 server on this machine, moto's, as a process that tests can hold up, cut off and ask what came.
+"""A local S3 server (moto) as a process; tests can delay its requests, cut its connections and list its requests.
 
-Run as a script it serves; in its folder `requests` gets a line for each request, `gone` cuts all connections while it
-is there, and `hold` makes requests wait whose method and path hold the text in it.
+Run as a script, it serves. In its folder, the file `requests` gets a line for each request, the file `gone` cuts all
+connections while it exists, and the file `hold` delays requests whose method and path contain its text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AW
 
 
 class ObjectStore:
-    """The server, seen from a test.
+    """A running server.
 
     Args:
-        folder: where it keeps its log.
+        folder: for the log of requests and the files that control the server.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,23 +44,23 @@ class ObjectStore:
         self.process.communicate()
 
     def requests(self) -> list[str]:
-        """Return method and path of each request that came."""
+        """Return the method and path of each request received so far."""
         path = self.folder / "requests"
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_for(self, text: str, seconds: float = 120) -> None:
-        """Wait until a request came that holds a text."""
-        until = time.monotonic() + seconds
+        """Wait until a request that contains a text has been received."""
+        deadline = time.monotonic() + seconds
         while not any(text in line for line in self.requests()):
-            assert time.monotonic() < until, f"no request for {text}"
+            assert time.monotonic() < deadline, f"no request for {text}"
             time.sleep(0.01)
 
-    def cut(self, gone: bool) -> None:
-        """Let no request through, or let them through again."""
-        (self.folder / "gone").touch() if gone else (self.folder / "gone").unlink(missing_ok=True)
+    def cut_connections(self, unavailable: bool) -> None:
+        """Cut the connection of every request from now on, or serve requests again."""
+        (self.folder / "gone").touch() if unavailable else (self.folder / "gone").unlink(missing_ok=True)
 
-    def hold(self, text: str | None) -> None:
-        """Make requests wait whose method and path hold a text; None: no more, and cut those that wait."""
+    def hold_requests(self, text: str | None) -> None:
+        """Delay requests whose method and path contain a text; None: stop delaying, and cut the delayed ones."""
         (self.folder / "hold").write_text(text) if text else (self.folder / "hold").unlink(missing_ok=True)
 
 
@@ -68,21 +68,21 @@ def _serve(folder: Path) -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    inner = DomainDispatcherApplication(create_backend_app)
+    moto_app = DomainDispatcherApplication(create_backend_app)
 
     def app(environ, start_response):  # type: ignore[no-untyped-def]
-        line = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}"
+        request_line = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}"
         with (folder / "requests").open("a") as log:
-            log.write(line + "\n")
-        hold = folder / "hold"
-        held = False
-        while hold.exists() and hold.read_text() in line:
-            held = True
+            log.write(request_line + "\n")
+        hold_file = folder / "hold"
+        was_held = False
+        while hold_file.exists() and hold_file.read_text() in request_line:
+            was_held = True
             time.sleep(0.01)
-        if held or (folder / "gone").exists():
+        if was_held or (folder / "gone").exists():
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionError("cut")
-        return inner(environ, start_response)
+        return moto_app(environ, start_response)
 
     server = make_server("127.0.0.1", 0, app, threaded=True)
     sys.stdout.write(f"{server.server_port}\n")

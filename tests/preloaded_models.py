@@ -1,4 +1,4 @@
-"""Imports what commands import when they need it, and the architectures that the tests use, so that forks need not."""
+"""Imports the modules that commands import late and the model classes of the tests, once for all forks."""
 
 import importlib
 import pkgutil
@@ -16,12 +16,12 @@ import xtk
 
 MODELS = (transformers.LlamaForCausalLM, transformers.Qwen3ForCausalLM, transformers.AutoModelForCausalLM)
 ACCELERATOR = accelerate.Accelerator
-# Few tests need these, and they import much.
-LEFT_OUT = ("xtk.__main__", "xtk.integrations.transformers")
+# Few tests need these, and they import many modules.
+EXCLUDED = ("xtk.__main__", "xtk.integrations.transformers")
 
 for module in pkgutil.walk_packages(xtk.__path__, "xtk."):
-    if module.name not in LEFT_OUT:
+    if module.name not in EXCLUDED:
         importlib.import_module(module.name)
-# What these two make once in each process, they make here once for all: a quarter of a second each.
+# Fill two caches that each process would fill at first use; each takes a quarter of a second.
 numba.core.registry.cpu_target.target_context.refresh()
 conversion_mapping.get_checkpoint_conversion_mapping("llama")

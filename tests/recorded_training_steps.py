@@ -1,4 +1,4 @@
-"""Optimisation steps of which loss and gradient are looked at, and nothing is moved."""
+"""Training steps that record losses and gradients and leave the weights unchanged."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 from xtk.training.training_loop import TrainingRun, _optimizer, _step, _step_batch_builder
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor, which processes may share."""
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor, gathered if it is sharded over processes."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-class Recorder(torch.optim.SGD):
-    """Keeps the gradient of each step, and moves nothing."""
+class GradientRecorder(torch.optim.SGD):
+    """An optimizer that records the gradients of each step and changes no weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
@@ -40,17 +40,17 @@ class Recorder(torch.optim.SGD):
         self.steps = 0
 
     def step(self, closure: object = None) -> None:
-        """Take note."""
+        """Record the gradients."""
         for name, parameter in zip(self.names, self.param_groups[0]["params"], strict=True):
             gradient = parameter.grad
-            self.gradients[f"{self.steps}.{name}"] = whole(gradient).clone()
+            self.gradients[f"{self.steps}.{name}"] = unsharded(gradient).clone()
         self.steps += 1
 
 
-def recipe_of(losses: list[str], batch: int = 64, **options: Any) -> TrainConfig:
-    """Return a recipe that clips nothing; options are those of a recipe or of a preparation."""
-    names = {field.name for field in fields(StudentModelConfig)} & options.keys()
-    preparation = StudentModelConfig(**{name: options.pop(name) for name in names})
+def make_train_config(losses: list[str], batch: int = 64, **options: Any) -> TrainConfig:
+    """Return a training configuration without gradient clipping; options are its fields or those of its student."""
+    student_options = {field.name for field in fields(StudentModelConfig)} & options.keys()
+    preparation = StudentModelConfig(**{name: options.pop(name) for name in student_options})
     return TrainConfig(
         losses=tuple(parse_losses(losses)),
         per_device_train_batch_size=batch,
@@ -61,22 +61,22 @@ def recipe_of(losses: list[str], batch: int = 64, **options: Any) -> TrainConfig
     )
 
 
-def inputs_of(
+def open_run_inputs(
     student: Path,
     caches: list[Path],
     recipe: TrainConfig,
     projections: tuple[Path, ...] = (),
     held_out: tuple[Path, ...] = (),
 ) -> RunInputs:
-    """Open what a recipe reads."""
-    places = RunPaths(
+    """Open the inputs of a training configuration."""
+    paths = RunPaths(
         student, tuple(map(str, caches)), projections, Path("nowhere"), eval_caches=tuple(map(str, held_out))
     )
-    return open_inputs(places, recipe, Tokenizer(student))
+    return open_inputs(paths, recipe, Tokenizer(student))
 
 
-def prepared(student: Path, recipe: TrainConfig, inputs: RunInputs) -> Any:
-    """Load a model as `distill` does; adapters begin with numbers instead of zeros, so that all of them matter."""
+def load_student_for_steps(student: Path, recipe: TrainConfig, inputs: RunInputs) -> Any:
+    """Load a student as `distill` does; LoRA B matrices are random instead of zero, so that all matrices matter."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = load_student(
@@ -88,7 +88,7 @@ def prepared(student: Path, recipe: TrainConfig, inputs: RunInputs) -> Any:
     return model
 
 
-def take_steps(
+def record_steps(
     accelerator: Accelerator,
     student: Path,
     inputs: RunInputs,
@@ -96,28 +96,33 @@ def take_steps(
     documents: int,
     steps: int = 2,
     context: int = 256,
-    moved: int = 0,
+    num_updates: int = 0,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Take steps of so many documents; return the gradients by step and parameter, and what was told.
+    """Run steps of `documents` documents; return the gradients as {"STEP.PARAMETER": tensor}, and losses and counts.
 
-    Held-out documents, if there are some, are evaluated in a context before, between and after the steps. After so many
-    more steps, `moved`, with the loop's own optimizer, the weights stand among the gradients, as of step "weights".
+    Held-out documents, if the inputs have some, are evaluated with at most `context` tokens before, between and after
+    the steps. If `num_updates` is not 0, that number of steps with the training loop's own optimizer follows, and their
+    final weights are added to the gradients as step "weights".
     """
-    model = prepared(student, recipe, inputs)
+    model = load_student_for_steps(student, recipe, inputs)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    cut = BackboneWithHead(model)
-    layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
-    packed = recipe.packing and cut.enable_packing()
-    wrapped, parameters = parallelize(cut, accelerator, layout, packing=packed, offload=recipe.fsdp_offload)
-    packing = layout.length_multiple if packed else 0
-    ask: Any = dict
+    backbone = BackboneWithHead(model)
+    parallel_config = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
+    packed = recipe.packing and backbone.enable_packing()
+    wrapped, parameters = parallelize(
+        backbone, accelerator, parallel_config, packing=packed, offload=recipe.fsdp_offload
+    )
+    packing = parallel_config.length_multiple if packed else 0
+    evaluate: Any = dict
     if inputs.held_out is not None:
-        ask = HeldOutEvaluator(inputs.held_out, wrapped, inputs.tokenizer, context, packing, layout, accelerator.device)
+        evaluate = HeldOutEvaluator(
+            inputs.held_out, wrapped, inputs.tokenizer, context, packing, parallel_config, accelerator.device
+        )
     run = TrainingRun(
         accelerator=accelerator,
-        parallel=layout,
-        student=cut,
+        parallel=parallel_config,
+        student=backbone,
         wrapped_student=wrapped,
         parameters=parameters,
         tokenizer=inputs.tokenizer,
@@ -130,29 +135,29 @@ def take_steps(
         output=Path("nowhere"),
         tokenizer_folder=student,
     )
-    recorder = Recorder(model)
+    recorder = GradientRecorder(model)
     wrapped.train()
-    made = [_step_batch_builder(run)(step) for step in range(steps)]
-    held_out = [ask()]
+    step_batches = [_step_batch_builder(run)(step) for step in range(steps)]
+    held_out = [evaluate()]
     results = []
-    for micro_batches in made:
+    for micro_batches in step_batches:
         results.append(_step(run, recorder, micro_batches))
-        held_out.append(ask())
-    optimizer = _optimizer(cut, recipe)
-    for step in range(moved):
+        held_out.append(evaluate())
+    optimizer = _optimizer(backbone, recipe)
+    for step in range(num_updates):
         _step(run, optimizer, _step_batch_builder(run)(step))
-    if moved:
+    if num_updates:
         recorder.gradients |= {
-            f"weights.{name}": whole(one.detach()).clone()
+            f"weights.{name}": unsharded(one.detach()).clone()
             for name, one in zip(recorder.names, recorder.param_groups[0]["params"], strict=True)
         }
-    empty = torch.tensor(sum(batch.tokens == 0 for step in made for batch in step))
+    num_empty_batches = torch.tensor(sum(batch.tokens == 0 for step in step_batches for batch in step))
     return recorder.gradients, {
         "losses": [loss for loss, _ in results],
         "norms": [norm for _, norm in results],
         "processes": accelerator.num_processes,
         "packed": packed,
-        "passes": len(made[0]),
+        "passes": len(step_batches[0]),
         "held_out": held_out,
-        "empty": int(accelerator.reduce(empty, "sum")),
+        "empty": int(accelerator.reduce(num_empty_batches, "sum")),
     }

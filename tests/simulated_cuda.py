@@ -1,9 +1,9 @@
-"""A CUDA device that is simulated on the CPU: runs the code of GPUs, refuses mixed devices, counts synchronizations.
+"""A CUDA device simulated on the CPU: runs GPU code paths, refuses mixed devices, counts synchronizations.
 
-Tensors of the simulated device have the device `cuda:0` and hold a CPU tensor. Counted is what makes the host wait: a
-read of values by the host (`.item()`, `.tolist()`, `.cpu()`), an operation whose output shape depends on values
-(`nonzero`, a boolean mask as an index, `repeat_interleave` without its output size), and a copy to the device that is
-not `non_blocking` from pinned memory.
+Tensors of the simulated device have the device `cuda:0` and wrap a CPU tensor. Operations for which the host waits are
+counted: reads of values by the host (`.item()`, `.tolist()`, `.cpu()`), operations whose output shape depends on
+values (`nonzero`, a boolean mask as an index, `repeat_interleave` without its output size), and copies to the device
+that are not `non_blocking` from pinned memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("c
 aten = torch.ops.aten
 
 READ, SHAPE, UPLOAD = "device-to-host read", "shape from values", "blocking copy to the device"
-# Operations that wait for values on the device, because their output's shape depends on them.
+# Operations that synchronize because the shape of their output depends on values on the device.
 SHAPE_FROM_VALUES = {
     aten.nonzero.default,
     aten.masked_select.default,
@@ -48,12 +48,12 @@ class SimulatedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> SimulatedTensor:
         """Wrap a CPU tensor."""
-        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: SimulatedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
             device=META,
         )  # fmt: skip
-        made.inner = inner
-        return made
+        wrapper.inner = inner
+        return wrapper
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -66,25 +66,25 @@ class SimulatedTensor(torch.Tensor):
         return True
 
     def record_stream(self, stream: Any) -> None:
-        """Note that another stream uses its memory."""
+        """Record that another stream uses its memory."""
         self.is_recorded = True
 
     def to_local(self) -> SimulatedTensor:
-        """Return itself: xtk accepts a head's matrix of another type than `nn.Parameter` only if it is sharded."""
+        """Return itself: xtk accepts an output head whose matrix is not an `nn.Parameter` only if it is sharded."""
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Return shape and type, without values: reading them would be counted."""
+        """Return shape and dtype without values: reading those would be counted."""
         return f"SimulatedTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Fail: operations run inside of `SimulatedCuda`."""
+        """Fail: operations must run inside of `SimulatedCuda`."""
         raise AssertionError(f"{func} on the simulated device, outside of its context")
 
 
 class _DeviceNames(TorchFunctionMode):
-    """Replaces `cuda` by `meta` in calls, for which torch needs no driver, and simulates pinned memory."""
+    """Replaces `cuda` in calls by `meta`, which needs no driver, and simulates pinned memory."""
 
     def __init__(self, owner: SimulatedCuda) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _DeviceNames(TorchFunctionMode):
             return args[0].inner.tolist()
         if func in (torch.tensor, torch.as_tensor) and _is_cuda(kwargs.get("device")):
             self._owner.count(UPLOAD, str(func))
-            return wrapped(func(*args, **{name: one for name, one in kwargs.items() if name != "device"}))
+            return to_device(func(*args, **{name: one for name, one in kwargs.items() if name != "device"}))
         args, kwargs = tree_map(lambda one: META if _is_cuda(one) else one, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -114,74 +114,78 @@ class SimulatedCuda(TorchDispatchMode):
     """Context in which `torch.device("cuda")` is simulated.
 
     Attributes:
-        waits: how often the host waited, by kind.
-        places: the same by line of code.
-        pinned: pinned tensors by address of their memory.
+        waits: number of times the host waited, by kind.
+        wait_locations: the same by line of code.
+        pinned: pinned tensors by the address of their memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: collections.Counter[str] = collections.Counter()
-        self.places: collections.Counter[str] = collections.Counter()
+        self.wait_locations: collections.Counter[str] = collections.Counter()
         self.pinned: dict[int, Tensor] = {}
         self._names = _DeviceNames(self)
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> SimulatedCuda:
-        # The generator's state is on the host, on a GPU too.
+        # On a real GPU, too, the state of the random generator is on the host.
         self._patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(0, dtype=torch.uint8))
         self._patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
         super().__enter__()
         self._names.__enter__()
         return self
 
-    def __exit__(self, *what: Any) -> None:
-        self._names.__exit__(*what)
-        super().__exit__(*what)
+    def __exit__(self, *exception_info: Any) -> None:
+        self._names.__exit__(*exception_info)
+        super().__exit__(*exception_info)
         self._patch.undo()
 
     def count(self, kind: str, what: str) -> None:
-        """Count a wait, with the last line of code that is not in torch."""
+        """Count a wait of the host, and the last line of the call stack that is not in torch."""
         self.waits[kind] += 1
-        lines = [one for one in traceback.extract_stack() if "simulated_cuda" not in one.filename]
-        own = [one for one in lines if "/torch/" not in one.filename]
-        place = "/".join(own[-1].filename.split("/")[-3:]) if own else "?"
-        self.places[f"{kind}: {what} at {place}:{own[-1].lineno if own else 0}"] += 1
+        frames = [one for one in traceback.extract_stack() if "simulated_cuda" not in one.filename]
+        caller_frames = [one for one in frames if "/torch/" not in one.filename]
+        location = "/".join(caller_frames[-1].filename.split("/")[-3:]) if caller_frames else "?"
+        self.wait_locations[f"{kind}: {what} at {location}:{caller_frames[-1].lineno if caller_frames else 0}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        flat = tree_flatten((args, kwargs))[0]
-        there = [one for one in flat if isinstance(one, SimulatedTensor)]
+        leaves = tree_flatten((args, kwargs))[0]
+        device_tensors = [one for one in leaves if isinstance(one, SimulatedTensor)]
         target = kwargs.get("device")
-        if not there and target != META:
+        if not device_tensors and target != META:
             return func(*args, **kwargs)
         if func is aten._fused_sdp_choice.default:
-            return 0  # the attention that is made of other operations
-        self._check(func, flat, there, args, kwargs)
+            return 0  # the math backend, composed of other operations
+        self._check(func, leaves, device_tensors, args, kwargs)
         plain_args, plain_kwargs = tree_map(lambda one: one.inner if isinstance(one, SimulatedTensor) else one,
                                             (args, kwargs))  # fmt: skip
         if "device" in plain_kwargs and plain_kwargs["device"] in (META, CUDA):
             plain_kwargs["device"] = CPU
-        made = func(*plain_args, **plain_kwargs)
-        if func is aten._to_copy.default and there and target == CPU:
-            return made.clone() if made is plain_args[0] else made
+        output = func(*plain_args, **plain_kwargs)
+        if func is aten._to_copy.default and device_tensors and target == CPU:
+            return output.clone() if output is plain_args[0] else output
         if func is aten.copy_.default and not isinstance(args[0], SimulatedTensor):
             return args[0]
-        made = tree_map(lambda one: wrapped(one) if isinstance(one, Tensor) else one, made)
-        return return_and_correct_aliasing(func, args, kwargs, made) if there else made
+        output = tree_map(lambda one: to_device(one) if isinstance(one, Tensor) else one, output)
+        return return_and_correct_aliasing(func, args, kwargs, output) if device_tensors else output
 
-    def _check(self, func: Any, flat: list[Any], there: list[Tensor], args: Any, kwargs: Any) -> None:
-        """Count what makes the host wait, and refuse operations on tensors of two devices."""
-        here = [one for one in flat if isinstance(one, Tensor) and not isinstance(one, SimulatedTensor)]
+    def _check(self, func: Any, leaves: list[Any], device_tensors: list[Tensor], args: Any, kwargs: Any) -> None:
+        """Count operations for which the host waits, and refuse operations on tensors of two devices."""
+        host_tensors = [one for one in leaves if isinstance(one, Tensor) and not isinstance(one, SimulatedTensor)]
         if func is aten._local_scalar_dense.default:
             self.count(READ, "item()")
-        elif func in SHAPE_FROM_VALUES and there:
+        elif func in SHAPE_FROM_VALUES and device_tensors:
             if func is not aten.repeat_interleave.Tensor or kwargs.get("output_size") is None:
                 self.count(SHAPE, str(func))
         elif func in COPIES:
             source = args[1] if func is not aten._to_copy.default else args[0]
-            to_host = kwargs.get("device") == CPU if func is aten._to_copy.default else here and args[0] is here[0]
-            if isinstance(source, SimulatedTensor) and to_host:
+            is_to_host = (
+                kwargs.get("device") == CPU
+                if func is aten._to_copy.default
+                else host_tensors and args[0] is host_tensors[0]
+            )
+            if isinstance(source, SimulatedTensor) and is_to_host:
                 self.count(READ, str(func))
             elif not isinstance(source, SimulatedTensor):
                 is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
@@ -193,35 +197,35 @@ class SimulatedCuda(TorchDispatchMode):
                 self.count(SHAPE, "boolean index")
             if any(not isinstance(one, SimulatedTensor) for one in indices):
                 self.count(UPLOAD, "index on the CPU")
-            if here and any(one.dim() for one in here if one not in indices):
+            if host_tensors and any(one.dim() for one in host_tensors if one not in indices):
                 raise RuntimeError(f"{func}: tensors on two devices")
-        elif there and any(one.dim() for one in here):
+        elif device_tensors and any(one.dim() for one in host_tensors):
             raise RuntimeError(f"{func}: tensors on two devices")
 
 
-def wrapped(tensor: Tensor) -> Tensor:
+def to_device(tensor: Tensor) -> Tensor:
     """Return a CPU tensor on the simulated device."""
     return tensor if isinstance(tensor, SimulatedTensor) else SimulatedTensor(tensor)
 
 
-def moved(model: nn.Module) -> nn.Module:
-    """Move a model's parameters and buffers to the simulated device, in place; shared ones stay shared."""
-    made: dict[int, nn.Parameter] = {}
+def move_to_device(model: nn.Module) -> nn.Module:
+    """Move a model's parameters and buffers to the simulated device in place; tied parameters stay tied."""
+    moved_parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                there = made.setdefault(
-                    id(parameter), nn.Parameter(wrapped(parameter.detach()), requires_grad=parameter.requires_grad)
+                moved_parameter = moved_parameters.setdefault(
+                    id(parameter), nn.Parameter(to_device(parameter.detach()), requires_grad=parameter.requires_grad)
                 )
-                module._parameters[name] = there
+                module._parameters[name] = moved_parameter
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                module._buffers[name] = wrapped(buffer.detach())
+                module._buffers[name] = to_device(buffer.detach())
     return model
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """Return the CPU tensor with the values of one on the simulated device."""
+def to_host(tensor: Tensor) -> Tensor:
+    """Return the CPU tensor inside of a tensor on the simulated device."""
     return tensor.inner if isinstance(tensor, SimulatedTensor) else tensor
 
 

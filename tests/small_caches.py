@@ -1,4 +1,4 @@
-"""Small caches of every codec and support, whole and unfinished, for tests that damage them."""
+"""Small caches of all codecs and supports, finished and unfinished, for tests that corrupt them."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ KINDS = {
     "raw": ("--precision", "float32", "--num-samples", 4),
     "raw-top-k": ("--precision", "float32", "--top-k", 3),
 }
-DOCUMENTS = 12
+NUM_DOCUMENTS = 12
 
 
-def make(run, pair, folder: Path, kind: str) -> Path:
-    """Write a cache of some documents, several shards."""
+def make_cache(run, pair, folder: Path, kind: str) -> Path:
+    """Write a cache of a few documents in several shards."""
     data = folder / "data.jsonl"
     if not data.exists():
-        small_inputs.write_jsonl(data, small_inputs.sentences(DOCUMENTS, seed=5))
+        small_inputs.write_jsonl(data, small_inputs.sentences(NUM_DOCUMENTS, seed=5))
     run("cache-teacher", pair.teacher, data, *KINDS[kind], "--shard-tokens", 100, "-o", folder / kind)
     return folder / kind
 
 
-def unfinished(cache: Path, folder: Path) -> Path:
+def copy_without_manifest(cache: Path, folder: Path) -> Path:
     """Copy a cache without its manifest."""
     shutil.copytree(cache, folder)
     (folder / "manifest.json").unlink()
     return folder
 
 
-def resumed(cache: TeacherCache, folder: Path) -> ShardedCacheWriter:
-    """Open an unfinished copy of a cache as the writer of the same request does."""
+def resume_writer(cache: TeacherCache, folder: Path) -> ShardedCacheWriter:
+    """Return a writer that resumes an unfinished copy of a cache, as a writer of the same request does."""
     return ShardedCacheWriter(
         LocalFolder(folder), cache.header, [entry["documents"] for entry in cache.manifest["shards"]]
     )
 
 
-def numbers(cache: TeacherCache) -> list[bytes]:
-    """Return all that a cache holds, a row each."""
+def stored_values(cache: TeacherCache) -> list[bytes]:
+    """Return the bytes of all stored values of a cache, one entry per document."""
     return [
         repr(row.document).encode()
         + b"".join(

@@ -1,4 +1,4 @@
-"""Small real things for tests: tokenizers that differ as Llama-3's and Qwen's do, models, a corpus."""
+"""Small real inputs for tests: tokenizers that differ as those of Llama 3 and Qwen do, models, a corpus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 NAMES = ["Anna", "Bert", "Clara", "Dora", "Emil", "Frieda", "Gustav", "Hanna", "Ida", "Jakob"]
 THINGS = ["apples", "pears", "books", "stones", "coins", "tickets", "marbles", "cups", "shells", "cards"]
-ODD = [
+ODD_TEXTS = [
     "café au lait — 12,50 €",
     "naïve façade",
     "日本語の文",
@@ -34,14 +34,14 @@ class Pair:
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Return small sums in words and numbers, the same for the same seed."""
-    draw = random.Random(seed)
+    """Return short arithmetic word problems, always the same for the same seed."""
+    rng = random.Random(seed)
     texts = []
     for number in range(count):
-        one, two = draw.sample(NAMES, 2)
-        have, give, thing = draw.randint(20, 2999), draw.randint(1, 19), draw.choice(THINGS)
-        text = f"{one} has {have} {thing} and gives {give} to {two}. Now {one} has {have - give} {thing} left."
-        texts.append(text + (" " + draw.choice(ODD) if number % 5 == 0 else ""))
+        name, other = rng.sample(NAMES, 2)
+        total, given, thing = rng.randint(20, 2999), rng.randint(1, 19), rng.choice(THINGS)
+        text = f"{name} has {total} {thing} and gives {given} to {other}. Now {name} has {total - given} {thing} left."
+        texts.append(text + (" " + rng.choice(ODD_TEXTS) if number % 5 == 0 else ""))
     return texts
 
 
@@ -72,69 +72,68 @@ def metaspace_tokenizer(vocabulary: int, texts: list[str]) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    lone_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=["<unk>", "<s>", "</s>", *lone_bytes], show_progress=False
+        vocab_size=vocabulary, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], show_progress=False
     )
     tokenizer.train_from_iterator([text for text in texts if text.isascii()], trainer)
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in lone_bytes]
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in byte_tokens]
     return Tokenizer.from_str(json.dumps(content))
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, **roles: str | None) -> Path:
-    """Write a tokenizer as models carry it."""
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, **special_tokens: str | None) -> Path:
+    """Write `tokenizer.json` and `tokenizer_config.json`, as in the folder of a model."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    configuration = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
+    configuration = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
     (folder / "tokenizer_config.json").write_text(json.dumps(configuration))
     return folder
 
 
 def make_student_tokenizer(folder: Path, vocabulary: int = 640) -> Path:
-    """Write a tokenizer like Llama-3's: numbers in groups of three, a bos."""
-    specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"]
-    tokenizer = byte_level_tokenizer(STUDENT_SPLIT, vocabulary, specials, sentences(400))
+    """Write a tokenizer like Llama 3's: numbers in groups of three digits, a bos token."""
+    special_tokens = ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"]
+    tokenizer = byte_level_tokenizer(STUDENT_SPLIT, vocabulary, special_tokens, sentences(400))
     return save_tokenizer(
         tokenizer, folder, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>", pad_token="<|pad|>"
     )
 
 
 def make_teacher_tokenizer(folder: Path, vocabulary: int = 480) -> Path:
-    """Write a tokenizer like Qwen's: single digits, no bos."""
+    """Write a tokenizer like Qwen's: single digits, no bos token."""
     tokenizer = byte_level_tokenizer(TEACHER_SPLIT, vocabulary, ["<|endoftext|>", "<|im_end|>"], sentences(400, seed=1))
     return save_tokenizer(tokenizer, folder, bos_token=None, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
 def make_metaspace_tokenizer(folder: Path, vocabulary: int = 700) -> Path:
-    """Write a tokenizer like Mistral's first one: metaspace, byte fallback."""
+    """Write a tokenizer like Mistral 7B's: metaspace, byte fallback."""
     tokenizer = metaspace_tokenizer(vocabulary, sentences(400))
     return save_tokenizer(tokenizer, folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def make_composing_tokenizer(folder: Path, vocabulary: int = 480) -> Path:
-    """Write a byte-level tokenizer with Qwen's normaliser, NFC: "e" + U+0301 is read as U+00E9."""
-    texts = [*sentences(400, seed=1), *ODD]
+    """Write a byte-level tokenizer with Qwen's normalizer, NFC: "e" + U+0301 becomes U+00E9."""
+    texts = [*sentences(400, seed=1), *ODD_TEXTS]
     tokenizer = byte_level_tokenizer(TEACHER_SPLIT, vocabulary, ["<|endoftext|>"], texts)
     tokenizer.normalizer = normalizers.NFC()
     return save_tokenizer(tokenizer, folder, bos_token=None, eos_token="<|endoftext|>")
 
 
 def word_counts(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[str, int]]:
-    """Count words as a tokenizer's normaliser and pre-tokenizer cut them, the most frequent first.
+    """Return the words that a tokenizer's normalizer and pre-tokenizer produce, with counts, the most frequent first.
 
-    The trainers of WordPiece and Unigram give another vocabulary at every run; what is made of these counts is
-    always the same.
+    The trainers of WordPiece and Unigram are not deterministic; vocabularies that are made from these counts are.
     """
     counts: Counter[str] = Counter()
     for text in texts:
-        normal = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
-        counts.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal))
+        normalized = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+        counts.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized))
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def word_piece_tokenizer(normalizer: object, vocabulary: int, texts: list[str]) -> Tokenizer:
-    """Make a WordPiece tokenizer: all letters, in front and inside of words, then the most frequent words."""
+    """Make a WordPiece tokenizer: all letters, at the start and inside of words, then the most frequent words."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
     words = [word for word, _ in word_counts(tokenizer, texts)]
@@ -142,22 +141,22 @@ def word_piece_tokenizer(normalizer: object, vocabulary: int, texts: list[str]) 
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     endings = [f"##{word[-size:]}" for size in (2, 3) for word in words if len(word) > size + 1]
     pieces = [*specials, *letters, *(f"##{letter}" for letter in letters), *words[: vocabulary // 2], *endings]
-    table = {piece: at for at, piece in enumerate(list(dict.fromkeys(pieces))[:vocabulary])}
-    tokenizer.model = models.WordPiece(table, unk_token="[UNK]")
+    vocabulary_ids = {piece: token_id for token_id, piece in enumerate(list(dict.fromkeys(pieces))[:vocabulary])}
+    tokenizer.model = models.WordPiece(vocabulary_ids, unk_token="[UNK]")
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(specials)
     return tokenizer
 
 
 def make_word_piece_tokenizer(folder: Path, vocabulary: int = 400) -> Path:
-    """Write a tokenizer like BERT's first one: lower case, no accents, no spaces, "##" inside words."""
+    """Write a tokenizer like BERT's uncased one: lower case, no accents, no spaces, "##" inside words."""
     normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
     tokenizer = word_piece_tokenizer(normalizer, vocabulary, sentences(400))
     return save_tokenizer(tokenizer, folder, bos_token="[CLS]", eos_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]")
 
 
 def make_student(folder: Path, *, context: int = 256, seed: int = 0) -> Path:
-    """Write a small Llama with untied embeddings and a few rows more than its tokenizer has."""
+    """Write a small Llama with untied embeddings and a few more embedding rows than its tokenizer has tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -188,6 +187,6 @@ def make_teacher(folder: Path, *, context: int = 256, seed: int = 1) -> Path:
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
-    """Write a corpus, a text a line."""
+    """Write texts as a JSONL file, one record `{"text": ...}` per line."""
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
     return path

@@ -1,6 +1,6 @@
 """Every file, key, column and metric that xtk writes is documented in artifacts.md, metrics.md or losses.md.
 
-Small artifacts of every kind are written once. Each name in them must be in backticks in the section of its artifact.
+Small artifacts of every kind are written once. Each of their names must be in backticks in the section of its artifact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xtk.training.metrics_file import read_metrics
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 NAMES = ["Anna", "Bert", "Clara", "Dora"]
-# Values of these are names that a user or a model chooses: files, tokens, options, tasks.
+# The keys below these are names that a user or a model chooses: files, tokens, options, tasks.
 FREE_KEYS = {
     "files", "folders", "special_tokens", "metrics", "rewards", "categories", "results", "span_kinds",
     "rows_by_entries", "trainer", "adapter", "identity", "recipe", "sharded_state", "tensors_by_dtype", "messages",
@@ -41,7 +41,7 @@ TRAINING = ["--learning-rate", "1e-3", "--logging-steps", "1", "--per-device-tra
 
 
 def backticked(page: str, heading: str = "") -> set[str]:
-    """Return the words in backticks of a page, or of one section of it with its subsections."""
+    """Return the words in backticks in a page, or in one of its sections with the subsections."""
     text = (REFERENCE / page).read_text(encoding="utf-8")
     if heading:
         level = len(re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)[1])
@@ -50,27 +50,27 @@ def backticked(page: str, heading: str = "") -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
-def keys_of(value: Any, prefix: str = "") -> set[str]:
-    """Return the keys of a JSON value at all depths, but for those below FREE_KEYS."""
+def all_keys(value: Any, prefix: str = "") -> set[str]:
+    """Return the keys of a JSON value at all depths, except those below FREE_KEYS."""
     if isinstance(value, Mapping):
-        found = set(value)
-        for key, part in value.items():
+        keys = set(value)
+        for key, item in value.items():
             if key not in FREE_KEYS:
-                found |= keys_of(part)
-        return found
-    return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
+                keys |= all_keys(item)
+        return keys
+    return set().union(*map(all_keys, value)) if isinstance(value, list) else set()
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def printed(*command: object, **options: Any) -> list[dict[str, Any]]:
+def printed_records(*command: object, **options: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run_xtk(*command, **options).stdout.splitlines()]
 
 
 def safetensors_names(path: Path) -> tuple[dict[str, Any], set[str]]:
-    """Return the header of xtk and the names of the tensors of a safetensors file."""
+    """Return the xtk header and the tensor names of a safetensors file."""
     with safe_open(path, "numpy") as file:
         return json.loads(file.metadata()["xtk"]), set(file.keys())
 
@@ -93,19 +93,21 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def rollouts(pair, folder) -> tuple[Path, list[dict[str, Any]]]:
-    """Rollouts with candidate ids, and what the command printed."""
-    told = printed(
+    """Return the file of rollouts with candidate ids, and the records that the command printed."""
+    records = printed_records(
         "rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--max-completion-length", 8,
         "--top-logprobs", 2, "--reward", "regex:pattern=a", "-o", folder / "r.jsonl", "--json",
     )  # fmt: skip
-    return folder / "r.jsonl", told
+    return folder / "r.jsonl", records
 
 
 @pytest.fixture(scope="module")
 def caches(pair, cache, rollouts, folder) -> dict[str, Path]:
-    """Caches of both codecs, of rollouts, with samples and with all optional columns; and a merged one."""
-    ids = {"candidate_ids", "rollout_checksum"}  # candidates of another tokenizer; they change the line
-    lines = [{key: value for key, value in line.items() if key not in ids} for line in lines_of(rollouts[0])]
+    """Return caches of both codecs, one of rollouts with samples and all optional columns, and a merged cache."""
+    candidate_columns = {"candidate_ids", "rollout_checksum"}  # student token ids; without them the checksum fails
+    lines = [
+        {key: value for key, value in line.items() if key not in candidate_columns} for line in read_jsonl(rollouts[0])
+    ]
     (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_xtk(
         "cache-teacher", pair.teacher, folder / "texts.jsonl", "--support", "top-k+sample", "--precision", "float32",
@@ -119,17 +121,17 @@ def caches(pair, cache, rollouts, folder) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_the_manifest_of_a_cache_is_documented(caches):
+def test_manifest_keys_of_caches_are_documented(caches):
     found: set[str] = set()
     for path in caches.values():
         manifest = json.loads((path / "manifest.json").read_text())
-        found |= keys_of(manifest) | {re.sub(r"-[0-9a-f]{16}", "-HASH", name) for name in manifest["files"]}
+        found |= all_keys(manifest) | {re.sub(r"-[0-9a-f]{16}", "-HASH", name) for name in manifest["files"]}
     marker = json.loads(_unfinished_marker_content(TeacherCache(caches["raw"]).header))
-    assert not undocumented(found | keys_of(marker), "artifacts.md", "Teacher cache")
+    assert not undocumented(found | all_keys(marker), "artifacts.md", "Teacher cache")
 
 
 @pytest.mark.slow
-def test_the_files_and_columns_of_a_cache_are_documented(caches):
+def test_files_and_columns_of_caches_are_documented(caches):
     found: set[str] = set()
     for path in caches.values():
         files = {file.name for file in path.iterdir()}
@@ -150,33 +152,33 @@ def test_the_files_and_columns_of_a_cache_are_documented(caches):
 
 
 @pytest.mark.slow
-def test_a_projection_is_documented(pair, projection, corpus, folder):
+def test_projection_header_and_tensors_are_documented(pair, projection, corpus, folder):
     run_xtk("prune-projection", projection, "--top-k", 2, "-o", folder / "pruned")
     run_xtk("prune-projection", projection, "--merge", f"{folder / 'pruned'}=0.5", "-o", folder / "merged.safetensors")
     paths = [projection, folder / "pruned", folder / "merged.safetensors"]
     for method in METHODS:
         if METHODS[method].endswith((":CooccurrenceMethod", ":EmbeddingSimilarityMethod")):
-            more = ["--corpus", corpus] if "Cooccurrence" in METHODS[method] else []
-            run_xtk("build-projection", pair.student, pair.teacher, "--method", method, *more, "-o", folder / method)
+            options = ["--corpus", corpus] if "Cooccurrence" in METHODS[method] else []
+            run_xtk("build-projection", pair.student, pair.teacher, "--method", method, *options, "-o", folder / method)
             paths.append(folder / method)
     found: set[str] = set()
     for path in paths:
         header, tensors = safetensors_names(path)
-        found |= keys_of(header) | tensors
-        for name, figures in header["audit"].get("categories", {}).items():
+        found |= all_keys(header) | tensors
+        for name, statistics in header["audit"].get("categories", {}).items():
             assert name in CATEGORIES
-            found |= set(figures)
+            found |= set(statistics)
     assert {"unmapped_mass", "composed", "mapped", "renormalize"} - {"renormalize"} <= found
     assert not undocumented(found, "artifacts.md", "Projection")
 
 
-def test_unfinished_counts_are_documented(pair, corpus, tmp_path, monkeypatch):
+def test_unfinished_cooccurrence_counts_are_documented(pair, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_cooccurrence_counts, "SAVE_INTERVAL_SECONDS", 0)
     student, teacher = Tokenizer(pair.student), Tokenizer(pair.teacher)
     corpus_cooccurrence_counts.count_corpus_cooccurrences(student, teacher, Corpus([str(corpus)]), tmp_path / "p")
     (path,) = tmp_path.iterdir()
     header, tensors = safetensors_names(path)
-    assert not undocumented(keys_of(header) | tensors, "artifacts.md", "Unfinished counts")
+    assert not undocumented(all_keys(header) | tensors, "artifacts.md", "Unfinished counts")
 
 
 # --- runs
@@ -184,7 +186,7 @@ def test_unfinished_counts_are_documented(pair, corpus, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def run_of_caches(pair, cache, folder) -> Path:
-    """A run with two teachers, held-out caches, an adapter, the best weights and checkpoints."""
+    """Return a run with two teachers, held-out caches, a LoRA adapter, EMA weights and checkpoints."""
     output = folder / "run"
     shutil.copytree(cache, folder / "again")
     run_xtk(
@@ -198,7 +200,7 @@ def run_of_caches(pair, cache, folder) -> Path:
 
 @pytest.fixture(scope="module")
 def run_on_policy(pair, folder) -> Path:
-    """An on-policy run that scores and rewards its rollouts, with an evaluation of answers, stopped after a checkpoint.
+    """Return an on-policy run with a teacher, a reward, an environment, checkpoints and evaluated tasks.
 
     Early stopping makes it write its best weights.
     """
@@ -227,7 +229,7 @@ class Friend:
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_is_documented(run_of_caches, run_on_policy):
+def test_files_of_run_folders_are_documented(run_of_caches, run_on_policy):
     model_files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md",
                    "tokenizer_config.json"}  # fmt: skip
     found: set[str] = set()
@@ -247,7 +249,7 @@ def test_recipes_and_manifests_of_runs_are_documented(run_of_caches, run_on_poli
     for path in manifests:
         content = json.loads(path.read_text())
         kinds.add(content["kind"])
-        found |= keys_of(content) | keys_of(content.get("request", {}))
+        found |= all_keys(content) | all_keys(content.get("request", {}))
     assert kinds == {"student", "checkpoint", "exported-student"}
     for run in (run_of_caches, run_on_policy):
         recipe = json.loads((run / "recipe.json").read_text())
@@ -258,12 +260,12 @@ def test_recipes_and_manifests_of_runs_are_documented(run_of_caches, run_on_poli
     assert not undocumented(found - IDENTITY_OF_OPTIONS, "artifacts.md", "Run folder")
 
 
-# Values of options, under names that the options have in the code.
+# Values of options that the identity stores under the names of the options in the code.
 IDENTITY_OF_OPTIONS = {"on_policy"}
 
 
 @pytest.mark.slow
-def test_the_state_of_the_trainer_is_documented(run_of_caches):
+def test_trainer_state_of_checkpoints_is_documented(run_of_caches):
     found: set[str] = set()
     (checkpoint, *_) = sorted(run_of_caches.glob("checkpoint-*"))
     for path in (checkpoint / "trainer").iterdir():
@@ -296,8 +298,8 @@ def test_every_metric_is_documented(run_of_caches, run_on_policy):
 
 
 @pytest.mark.slow
-def test_rollouts_of_a_run_are_documented(run_on_policy):
-    found = keys_of(lines_of(run_on_policy / "rollouts.jsonl"))
+def test_rollout_columns_of_on_policy_runs_are_documented(run_on_policy):
+    found = all_keys(read_jsonl(run_on_policy / "rollouts.jsonl"))
     assert not undocumented(found, "artifacts.md", "Run folder")
 
 
@@ -305,14 +307,14 @@ def test_rollouts_of_a_run_are_documented(run_on_policy):
 
 
 @pytest.mark.slow
-def test_rollouts_are_documented(rollouts):
-    path, told = rollouts
-    found = set().union(*lines_of(path)) - {"answer", "weight", "route"}
+def test_columns_and_json_output_of_rollout_are_documented(rollouts):
+    path, records = rollouts
+    found = set().union(*read_jsonl(path)) - {"answer", "weight", "route"}
     assert not undocumented(found | set(RECORD_FIELDS[-7:]), "artifacts.md", "Rollouts")
-    assert not undocumented(keys_of(told), "artifacts.md", "JSON output of commands")
+    assert not undocumented(all_keys(records), "artifacts.md", "JSON output of commands")
 
 
-def test_stored_rollouts_of_an_unfinished_run_are_documented(tmp_path):
+def test_rollout_batch_files_of_unfinished_runs_are_documented(tmp_path):
     from xtk.artifacts import run_folder_removal
     from xtk.rollouts.rollout_record import Rollout
     from xtk.tokens.document import Document
@@ -320,59 +322,59 @@ def test_stored_rollouts_of_an_unfinished_run_are_documented(tmp_path):
 
     path = tmp_path / "rollouts-00000-of-00001.jsonl"
     rollout_batch_files.write_rollouts(path, [Rollout(Document.from_text("a"), 0, 0, "stop")], "run")
-    found = keys_of(lines_of(path)) | {run_folder_removal.COMPARISON_FILE}
+    found = all_keys(read_jsonl(path)) | {run_folder_removal.COMPARISON_FILE}
     assert not undocumented(found, "artifacts.md", "Rollout batches")
 
 
-# --- what commands print and write
+# --- output of commands
 
 
 @pytest.mark.slow
-def test_evaluations_are_documented(pair, cache, folder):
-    found = keys_of(printed("evaluate", pair.student, cache, "--compare-to", pair.teacher, "--by-category", "--json"))
-    answers = printed(
+def test_json_output_and_answers_of_evaluate_are_documented(pair, cache, folder):
+    found = all_keys(
+        printed_records("evaluate", pair.student, cache, "--compare-to", pair.teacher, "--by-category", "--json")
+    )
+    answers = printed_records(
         "evaluate", pair.student, folder / "prompts.jsonl", "--compare-to", pair.teacher, "--reward", "regex:pattern=a",
         "--max-completion-length", 4, "-o", folder / "answers.jsonl", "--json",
     )  # fmt: skip
-    found |= {re.sub(r"@\d+", "@n" if "avg" in name else "@k", name) for name in keys_of(answers)}
-    found |= keys_of(lines_of(folder / "answers.jsonl"))
+    found |= {re.sub(r"@\d+", "@n" if "avg" in name else "@k", name) for name in all_keys(answers)}
+    found |= all_keys(read_jsonl(folder / "answers.jsonl"))
     found = {name.removesuffix("_error").removesuffix("_difference") for name in found}
     assert not undocumented(found, "artifacts.md", "Evaluation output")
 
 
 @pytest.mark.slow
-def test_the_json_output_of_other_commands_is_documented(
-    pair, cache, caches, corpus, projection, run_of_caches, folder
-):
+def test_json_output_of_other_commands_is_documented(pair, cache, caches, corpus, projection, run_of_caches, folder):
     records = [
-        *printed("inspect", cache, "--teacher", pair.teacher, "--json"),
-        *printed("inspect", projection, "--json"),
-        *printed("inspect", run_of_caches, "--verify", "--json"),
-        *printed("inspect", pair.student, "--json"),
-        *printed("inspect", next(cache.glob("shard-*.arrow")), "--json"),
-        *printed("align", pair.student, pair.teacher, corpus, "--stats", "--json"),
-        *printed("align", pair.student, pair.teacher, "12 cafés", "--teacher-text", "12 cafes", "--json"),
-        *printed("cache-teacher", pair.teacher, corpus, "--estimate", "-o", folder / "x", "--json"),
-        *printed("doctor", pair.student, pair.teacher, corpus, "--json", code=None),
-        *printed("report", run_of_caches, "-o", folder / "page.html", "--json"),
-        *printed("cache-teacher", "--merge", cache, cache, "-o", folder / "merged", "--json"),
-        *printed("build-projection", pair.student, pair.teacher, "-o", folder / "p", "--json"),
-        *printed("export", run_of_caches, "-o", folder / "export-again", "--json"),
+        *printed_records("inspect", cache, "--teacher", pair.teacher, "--json"),
+        *printed_records("inspect", projection, "--json"),
+        *printed_records("inspect", run_of_caches, "--verify", "--json"),
+        *printed_records("inspect", pair.student, "--json"),
+        *printed_records("inspect", next(cache.glob("shard-*.arrow")), "--json"),
+        *printed_records("align", pair.student, pair.teacher, corpus, "--stats", "--json"),
+        *printed_records("align", pair.student, pair.teacher, "12 cafés", "--teacher-text", "12 cafes", "--json"),
+        *printed_records("cache-teacher", pair.teacher, corpus, "--estimate", "-o", folder / "x", "--json"),
+        *printed_records("doctor", pair.student, pair.teacher, corpus, "--json", code=None),
+        *printed_records("report", run_of_caches, "-o", folder / "page.html", "--json"),
+        *printed_records("cache-teacher", "--merge", cache, cache, "-o", folder / "merged", "--json"),
+        *printed_records("build-projection", pair.student, pair.teacher, "-o", folder / "p", "--json"),
+        *printed_records("export", run_of_caches, "-o", folder / "export-again", "--json"),
     ]
     found: set[str] = set()
     for record in records:
-        found |= keys_of({key: value for key, value in record.items() if key not in ("header", "values")})
+        found |= all_keys({key: value for key, value in record.items() if key not in ("header", "values")})
         found |= {key for kind in record.get("span_kinds", {}).values() for key in kind}
         found |= {record["check"]} if record.get("kind") == "finding" else set()
-        if record.get("check") != "library_versions":  # its values are names of packages
+        if record.get("check") != "library_versions":  # its values are package names
             found |= set(record.get("values", {}))
     assert not undocumented(found - {*SPAN_KINDS}, "artifacts.md", "JSON output of commands")
 
 
 @pytest.mark.long
-def test_the_json_output_of_a_sweep_is_documented(pair, cache, folder):
-    records = printed(
+def test_json_output_of_sweep_is_documented(pair, cache, folder):
+    records = printed_records(
         "sweep", pair.student, cache, "--loss", "ce", "--max-steps", 1, "--vary", "seed=0 1", "-o", folder / "sweep",
         "--json",
     )  # fmt: skip
-    assert not undocumented(keys_of(records), "artifacts.md", "JSON output of commands")
+    assert not undocumented(all_keys(records), "artifacts.md", "JSON output of commands")

@@ -1,4 +1,4 @@
-"""The house: floors, lazy imports, a fast --help, and names that keep their promises."""
+"""The structure of the package: layers, lazy imports, a fast --help, short functions, forbidden calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "xtk"
 
-# Imports go down only. Folders on one floor never meet, but for those named together.
-FLOORS = {
+# Imports only go to lower layers. Within a layer, only the parts of layer 0 and the pairs below import each other.
+LAYERS = {
     "errors": 0, "name_registry": 0, "terminal": 0, "subprocesses": 0, "user_code": 0,
     "writable_cache_folders": 0, "untrusted_json": 0, "options": 0, "numba_kernel": 0,
     "tokens": 1,
@@ -23,16 +23,16 @@ FLOORS = {
     "quickstart": 6, "doctor": 6, "commands": 6, "library": 6,
     "cli": 7, "integrations": 7, "__main__": 8,
 }  # fmt: skip
-MAY_MEET = {
+ALLOWED_WITHIN_LAYER = {
     ("training", "evaluation"), ("commands", "quickstart"), ("commands", "doctor"), ("commands", "library"),
     ("rollouts", "rewards"),
 }  # fmt: skip
 HEAVY = {"torch", "transformers", "pyarrow", "numba", "accelerate", "datasets", "numpy", "safetensors", "matplotlib"}
 
 
-def imports_of(path: Path) -> set[str]:
-    """The parts of xtk that a file imports, at any depth."""
-    found = set()
+def imported_parts(path: Path) -> set[str]:
+    """Return the parts of xtk (folders, or modules outside of folders) that a file imports, in functions too."""
+    parts = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -41,8 +41,8 @@ def imports_of(path: Path) -> set[str]:
             names = [node.module or ""]
             if node.module == "xtk":
                 names = [f"xtk.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("xtk.")}
-    return found - {"__version__"}
+        parts |= {name.split(".")[1] for name in names if name.startswith("xtk.")}
+    return parts - {"__version__"}
 
 
 def part_of(path: Path) -> str:
@@ -50,54 +50,58 @@ def part_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down_only(path):
-    here = part_of(path)
-    if here == "__init__":
+def test_imports_only_go_to_lower_layers(path):
+    part = part_of(path)
+    if part == "__init__":
         return
-    for other in imports_of(path) - {here}:
-        allowed = FLOORS[other] < FLOORS[here] or (here, other) in MAY_MEET or FLOORS[other] == 0 == FLOORS[here]
-        assert allowed, f"{here} imports {other}"
+    for imported in imported_parts(path) - {part}:
+        allowed = (
+            LAYERS[imported] < LAYERS[part]
+            or (part, imported) in ALLOWED_WITHIN_LAYER
+            or LAYERS[imported] == 0 == LAYERS[part]
+        )
+        assert allowed, f"{part} imports {imported}"
 
 
-def test_every_benchmark_is_in_the_list_of_what_prints_our_numbers():
+def test_every_benchmark_is_listed_in_reproduce_md():
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "reproduce.md").read_text(encoding="utf-8")
     scripts = [path.name for path in (Path(__file__).parent / "benchmarks").glob("bench_*.py")]
     assert [name for name in scripts if name not in page] == []
 
 
-def test_own_imports_are_at_the_top_of_the_file_outside_of_commands():
-    """Commands import late, for a fast --help."""
+def test_xtk_imports_are_at_module_level_except_in_commands():
+    """Commands import inside of functions, for a fast --help."""
     found = []
     for path in PACKAGE.rglob("*.py"):
         if part_of(path) == "commands":
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        inside = [node for function in functions for node in ast.walk(function)]
-        modules = [[alias.name for alias in node.names] for node in inside if isinstance(node, ast.Import)]
-        modules += [[node.module or ""] for node in inside if isinstance(node, ast.ImportFrom)]
+        inner_nodes = [node for function in functions for node in ast.walk(function)]
+        modules = [[alias.name for alias in node.names] for node in inner_nodes if isinstance(node, ast.Import)]
+        modules += [[node.module or ""] for node in inner_nodes if isinstance(node, ast.ImportFrom)]
         found += [f"{path.name}: {name}" for names in modules for name in names if name.split(".")[0] == "xtk"]
     assert found == []
 
 
-def test_help_imports_nothing_heavy():
+def test_help_imports_no_heavy_libraries():
     script = f"import sys; import xtk.cli; print(sorted({HEAVY!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "[]"
 
 
-def test_the_projection_commands_need_no_torch(pair, tmp_path):
+def test_projection_commands_do_not_import_torch(pair, tmp_path):
     arguments = ["build-projection", str(pair.student), str(pair.teacher), "-o", str(tmp_path / "p")]
     script = (
         f"import sys; from xtk.cli import run_command; assert run_command({arguments!r}) == 0; "
         "print(sorted({'torch', 'transformers', 'pyarrow', 'numba'} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == "[]"
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stderr.splitlines()[-1] == "[]"
 
 
-def test_kernels_are_compiled_at_their_first_call():
-    # `minimal_spans` calls a kernel of its own module; it is called from several threads at once.
+def test_numba_kernels_are_compiled_at_their_first_call():
+    # `minimal_spans` calls a kernel of the same module; it is called from several threads at once.
     script = """
 import sys, threading
 import numpy as np
@@ -111,11 +115,11 @@ threads = [threading.Thread(target=lambda: found.append(minimal_spans(*ends).tol
 [thread.join() for thread in threads]
 print(found, file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines() == ["False", str([[[0, 2, 0, 2], [2, 3, 2, 3]]] * 4)]
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stderr.splitlines() == ["False", str([[[0, 2, 0, 2], [2, 3, 2, 3]]] * 4)]
 
 
-def test_functions_are_seen_at_once():
+def test_functions_and_files_are_short():
     long_files = []
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -123,16 +127,16 @@ def test_functions_are_seen_at_once():
             long_files.append(path.name)
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                size = node.end_lineno - node.lineno + 1 - len((ast.get_docstring(node) or "").splitlines())
-                assert size <= 80, f"{path.name}: {node.name} has {size} lines"
-                declared = node.args
-                parameters = [*declared.posonlyargs, *declared.args, *declared.kwonlyargs, declared.vararg]
-                count = sum(one is not None for one in [*parameters, declared.kwarg])
-                assert count <= 12, f"{path.name}: {node.name} has {count} parameters"
+                num_lines = node.end_lineno - node.lineno + 1 - len((ast.get_docstring(node) or "").splitlines())
+                assert num_lines <= 80, f"{path.name}: {node.name} has {num_lines} lines"
+                signature = node.args
+                parameters = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs, signature.vararg]
+                num_parameters = sum(parameter is not None for parameter in [*parameters, signature.kwarg])
+                assert num_parameters <= 12, f"{path.name}: {node.name} has {num_parameters} parameters"
     assert len(long_files) <= 3, long_files
 
 
-def test_only_the_terminal_writes_to_stdout_and_nothing_is_pickled():
+def test_package_does_not_print_or_pickle():
     forbidden = {"print", "torch.save", "torch.load"}
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -142,7 +146,7 @@ def test_only_the_terminal_writes_to_stdout_and_nothing_is_pickled():
         assert not imported & {"pickle", "cloudpickle", "dill"}, path.name
 
 
-def test_modules_of_tests_have_names_of_their_own():
-    # pytest takes two of one name for one module, and fails to collect the second when both are in one worker.
+def test_names_of_test_modules_are_unique():
+    # pytest treats files of the same name as one module, and fails to collect the second one in the same worker.
     names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     assert {name for name in names if names.count(name) > 1} == set()

@@ -1,4 +1,4 @@
-"""Help, errors and pages are in the terms of the field, and class names are unique."""
+"""Help texts, error messages and pages use the terms of the field, and class names are unique."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xtk.options.declaration import headings_of
 ROOT = Path(__file__).parent.parent
 MAX_SENTENCE, MAX_SENTENCES = 100, 2
 
-# Words of an earlier dialect, in which programs, models, files and tensors speak, and numbers are counted as "so many".
+# Words of an earlier dialect that personified programs, models, files and tensors and avoided standard terms.
 DIALECT = re.compile(
     r"""\b(
     told | tells? | heard | hears? | hearing | spoken | speaks? | speaker | says? | said | saying
@@ -28,7 +28,7 @@ DIALECT = re.compile(
     )\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-# Natural uses in pages: (file below the root, text around the word).
+# Natural uses in pages: (path relative to the root, text around the word).
 NATURAL: set[tuple[str, str]] = {
     ("docs/explanation/decisions.md", "four on two are no faster, because the"),
     ("docs/explanation/decisions.md", "would tell a pipe that"),
@@ -49,7 +49,7 @@ NATURAL: set[tuple[str, str]] = {
 }
 MAX_NATURAL = 20
 
-# Calls whose text a user reads.
+# Calls whose text is printed for the user.
 ERRORS = {"BadParameter", "UsageError", "ResumableStop", "Finding"}
 NOTES = {"note", "result_line", "Progress", "warn"}
 
@@ -60,7 +60,7 @@ def commands() -> dict[str, typer.core.TyperCommand]:
 
 
 def options() -> Iterator[tuple[str, str, str]]:
-    """(command, parameter, help)."""
+    """Yield (command, parameter, help)."""
     for name, command in commands().items():
         for parameter in command.params:
             text = getattr(parameter, "help", None)
@@ -69,20 +69,20 @@ def options() -> Iterator[tuple[str, str, str]]:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a help text; the marks `Repeatable.` and `[default: 4]` are none."""
+    """Return the sentences of a help text without the marks `Repeatable.` and `[default: 4]`."""
     text = re.sub(r" Repeatable\.| \[default: [^\]]*\]", "", text)
     return re.split(r"(?<=[.!?])\s+", text.strip())
 
 
 @pytest.mark.parametrize(("command", "option", "text"), options(), ids=lambda value: str(value)[:40])
-def test_a_help_text_is_one_phrase_or_two_short_ones(command, option, text):
+def test_help_text_is_one_or_two_short_phrases(command, option, text):
     parts = sentences(text)
     assert len(parts) <= MAX_SENTENCES, parts
     assert max(map(len, parts)) <= MAX_SENTENCE, [(len(part), part) for part in parts]
     assert not re.match(r"(of|in|on|for|at|by|as|where|what|who|how|which|that)\b", text, re.IGNORECASE), text
 
 
-def test_every_option_of_a_grouped_command_is_under_one_heading():
+def test_every_option_is_under_one_heading_of_its_command():
     general = {"output", "config", "force", "as_json", "quiet", "help"}
     for name, command in commands().items():
         if not command.headings:
@@ -94,7 +94,7 @@ def test_every_option_of_a_grouped_command_is_under_one_heading():
         assert known - set(listed) <= general, known - set(listed)
 
 
-def test_every_command_ends_its_help_with_two_examples_of_itself():
+def test_help_of_every_command_ends_with_two_examples():
     for name, command in commands().items():
         lines = (command.epilog or "").splitlines()
         assert len(lines) == 2, name
@@ -103,7 +103,7 @@ def test_every_command_ends_its_help_with_two_examples_of_itself():
             assert len(line) <= 100
 
 
-def test_examples_are_accepted_by_their_commands():
+def test_options_in_examples_exist():
     import shlex
 
     for command in commands().values():
@@ -116,15 +116,15 @@ def test_examples_are_accepted_by_their_commands():
                 assert used <= known, used - known
 
 
-def test_help_has_no_dialect():
+def test_help_texts_have_no_dialect_words():
     texts = [(f"xtk {name}", command.help or "") for name, command in commands().items()]
     texts += [(f"xtk {name} {option}", text) for name, option, text in options()]
-    found = [f"{place}: {hit[0]!r} in {text!r}" for place, text in texts for hit in DIALECT.finditer(text)]
+    found = [f"{location}: {match[0]!r} in {text!r}" for location, text in texts for match in DIALECT.finditer(text)]
     assert not found, "\n".join(found)
 
 
-def text_of(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """The string literals inside an expression, those of an f-string joined, without dict keys and subscripts."""
+def string_literals(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, string literal) of an expression; f-strings are joined, keys and subscripts left out."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str):
             yield node.lineno, node.value
@@ -133,50 +133,50 @@ def text_of(node: ast.AST) -> Iterator[tuple[int, str]]:
         yield node.lineno, "".join(map(str, parts))
         for part in node.values:
             if isinstance(part, ast.FormattedValue):
-                yield from text_of(part.value)
+                yield from string_literals(part.value)
     elif isinstance(node, ast.Subscript):
-        yield from text_of(node.value)
-    elif isinstance(node, ast.Compare) or _is_lookup(node):
+        yield from string_literals(node.value)
+    elif isinstance(node, ast.Compare) or _is_get_call(node):
         return
     else:
         for child in ast.iter_child_nodes(node):
-            yield from text_of(child)
+            yield from string_literals(child)
 
 
-def _is_lookup(node: ast.AST) -> bool:
-    """Whether a call takes a key out of a mapping."""
+def _is_get_call(node: ast.AST) -> bool:
+    """Return whether a node is a call of `.get`, whose argument is a key."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
 
 
 def printed_texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of everything in a file that is raised as an error or printed as a note, progress or result."""
+    """Yield (line, text) of all error messages, notes, progress and result texts in a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name.endswith(("Error", "_error")) or name in ERRORS | NOTES:
                 for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-                    yield from text_of(argument)
-        # Sentences that are put together before they are raised or printed.
+                    yield from string_literals(argument)
+        # Texts that are assigned to a variable before they are raised or printed.
         elif isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name)
             and target.id in ("what", "why", "hint", "message", "reason", "warning", "where")
             for target in node.targets
         ):
-            yield from text_of(node.value)
+            yield from string_literals(node.value)
 
 
-def test_errors_and_notes_have_no_dialect():
+def test_errors_and_notes_have_no_dialect_words():
     found = {
-        f"{path.relative_to(ROOT)}:{line}: {hit[0]!r} in {text!r}"
+        f"{path.relative_to(ROOT)}:{line}: {match[0]!r} in {text!r}"
         for path in sorted((ROOT / "xtk").rglob("*.py"))
         for line, text in printed_texts(path)
-        for hit in DIALECT.finditer(text)
+        for match in DIALECT.finditer(text)
     }
     assert not found, f"{len(found)} sentences:\n" + "\n".join(sorted(found))
 
 
 def page_texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of a page, without code."""
+    """Yield (line, text) of a page, without code."""
     fenced = False
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.lstrip().startswith(("```", "~~~")):
@@ -185,17 +185,17 @@ def page_texts(path: Path) -> Iterator[tuple[int, str]]:
             yield number, re.sub(r"`[^`]*`", "``", line)
 
 
-def test_pages_have_no_dialect_but_for_natural_uses():
+def test_pages_have_no_dialect_words_except_natural_uses():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found, used = [], set()
     for page in pages:
         name = str(page.relative_to(ROOT))
         for line, text in page_texts(page):
-            for hit in DIALECT.finditer(text):
+            for match in DIALECT.finditer(text):
                 natural = {(name, around) for file, around in NATURAL if file == name and around in text}
                 used |= natural
                 if not natural:
-                    found.append(f"{name}:{line}: {hit[0]!r} in {text.strip()!r}")
+                    found.append(f"{name}:{line}: {match[0]!r} in {text.strip()!r}")
     assert not found, f"{len(found)} places:\n" + "\n".join(found)
     assert used == NATURAL, "no longer in the pages"
     assert len(NATURAL) < MAX_NATURAL

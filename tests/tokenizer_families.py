@@ -1,6 +1,6 @@
-"""A small real tokenizer of every family that users bring, each trained in a moment.
+"""Small real tokenizers of every supported family, each trained in a moment.
 
-`MAKERS` is the table: a name, and the function that writes the tokenizer into a folder.
+`MAKERS` maps the name of a family to the function that writes its tokenizer into a folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import small_inputs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-# Letters that a subword vocabulary should know, so that what normalisers make of odd text is not all unknown.
+# Letters of the subword vocabularies, so that normalized odd text does not consist of unknown tokens only.
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,;:!?-=|'\"()[]<>_/#\u03a9\u03c9"
 TEKKEN_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -33,7 +33,7 @@ def _trained_byte_level(tokenizer: Tokenizer, vocabulary: int = 520) -> Tokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*small_inputs.sentences(400, seed=2), *small_inputs.ODD], trainer)
+    tokenizer.train_from_iterator([*small_inputs.sentences(400, seed=2), *small_inputs.ODD_TEXTS], trainer)
     return tokenizer
 
 
@@ -42,19 +42,19 @@ def _save_byte_level(tokenizer: Tokenizer, folder: Path) -> Path:
 
 
 def make_gpt2(folder: Path, *, prefix: bool = False) -> Path:
-    """Write a tokenizer like GPT-2's: the byte-level pre-tokenizer's own regex, no other split."""
+    """Write a tokenizer like GPT-2's: only the regex of the byte-level pre-tokenizer splits text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=True)
     return _save_byte_level(_trained_byte_level(tokenizer), folder)
 
 
 def make_gpt2_prefix(folder: Path) -> Path:
-    """Write a tokenizer like RoBERTa's relatives: a space in front of texts that have none."""
+    """Write a tokenizer like RoBERTa's: a space is added before a text that does not begin with one."""
     return make_gpt2(folder, prefix=True)
 
 
 def make_llama3(folder: Path) -> Path:
-    """Write a tokenizer with Llama-3's settings: digits in threes, whole words before merges."""
+    """Write a tokenizer with Llama 3's settings: groups of three digits, whole words before merges."""
     tokenizer = small_inputs.byte_level_tokenizer(
         small_inputs.STUDENT_SPLIT, 600, ["<|begin_of_text|>", "<|end_of_text|>"], small_inputs.sentences(400)
     )
@@ -65,7 +65,7 @@ def make_llama3(folder: Path) -> Path:
 
 
 def make_tekken(folder: Path) -> Path:
-    """Write a tokenizer with Mistral's tekken split: words by their letters' case, single digits."""
+    """Write a tokenizer with Mistral's tekken split: words split at case changes, single digits."""
     specials = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     tokenizer = small_inputs.byte_level_tokenizer(TEKKEN_SPLIT, 560, specials, small_inputs.sentences(400, seed=4))
     return small_inputs.save_tokenizer(tokenizer, folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
@@ -82,19 +82,19 @@ def make_byte_lower(folder: Path) -> Path:
 
 
 def _sentencepiece_bpe(vocabulary: int, alphabet: str = "") -> Tokenizer:
-    """Train BPE over "▁" words with byte fallback; normaliser and pre-tokenizer are put in afterwards."""
+    """Train BPE over "▁" words with byte fallback; callers replace the normalizer and pre-tokenizer."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=True)
-    lone_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=["<unk>", "<s>", "</s>", *lone_bytes],
+        special_tokens=["<unk>", "<s>", "</s>", *byte_tokens],
         initial_alphabet=list("▁" + alphabet),
         show_progress=False,
     )
     tokenizer.train_from_iterator([text for text in small_inputs.sentences(400) if text.isascii()], trainer)
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in lone_bytes]
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in byte_tokens]
     return Tokenizer.from_str(json.dumps(content))
 
 
@@ -103,12 +103,12 @@ def _save_sentencepiece(tokenizer: Tokenizer, folder: Path) -> Path:
 
 
 def make_metaspace_always(folder: Path) -> Path:
-    """Write a metaspace tokenizer that puts a space in front of every stretch of text."""
+    """Write a metaspace tokenizer that adds a space before every piece of text between special tokens."""
     return _save_sentencepiece(_sentencepiece_bpe(700), folder)
 
 
 def make_llama2(folder: Path) -> Path:
-    """Write a tokenizer like Llama-2's: the space in front and "▁" are the normaliser's doing."""
+    """Write a tokenizer like Llama 2's: its normalizer adds the leading space and replaces spaces by "▁"."""
     tokenizer = _sentencepiece_bpe(700)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.pre_tokenizer = None
@@ -116,7 +116,7 @@ def make_llama2(folder: Path) -> Path:
 
 
 def make_gemma(folder: Path) -> Path:
-    """Write a tokenizer like Gemma's: "▁" for spaces, none in front, a token written "<0x41>" as ordinary text."""
+    """Write a tokenizer like Gemma's: "▁" for spaces, no leading space, "<0x41>" in a text read as ordinary text."""
     tokenizer = _sentencepiece_bpe(720, alphabet="日本é")
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -124,18 +124,21 @@ def make_gemma(folder: Path) -> Path:
 
 
 def _unigram(normalizer: Any, pre_tokenizer: Any, specials: list[str], unk: str) -> Tokenizer:
-    """Make a Unigram tokenizer: all letters, the most frequent words and parts of words, by their frequency."""
+    """Make a Unigram tokenizer of all letters and the most frequent words and parts of words, scored by frequency."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
-    words = small_inputs.word_counts(tokenizer, [*small_inputs.sentences(400, seed=5), ALPHABET])
+    counted_words = small_inputs.word_counts(tokenizer, [*small_inputs.sentences(400, seed=5), ALPHABET])
     counts = Counter(dict.fromkeys("▁" + ALPHABET, 1))
-    for word, count in words:
+    for word, count in counted_words:
         counts[word] += 4 * count
         for size in (1, 2, 3):
             counts.update({word[at : at + size]: count for at in range(len(word) - size + 1)})
     total = sum(counts.values())
-    best = sorted(counts.items(), key=lambda item: (len(item[0]) > 1, -item[1], item[0]))[:400]
-    pieces = [*((special, 0.0) for special in specials), *((piece, math.log(count / total)) for piece, count in best)]
+    kept_pieces = sorted(counts.items(), key=lambda item: (len(item[0]) > 1, -item[1], item[0]))[:400]
+    pieces = [
+        *((special, 0.0) for special in specials),
+        *((piece, math.log(count / total)) for piece, count in kept_pieces),
+    ]
     tokenizer.model = models.Unigram(pieces, unk_id=specials.index(unk))
     tokenizer.add_special_tokens(specials)
     tokenizer.decoder = decoders.Metaspace()
@@ -150,7 +153,7 @@ def make_t5(folder: Path) -> Path:
     tokenizer = _unigram(
         normalizer, pre_tokenizers.Metaspace(prepend_scheme="always"), ["<pad>", "</s>", "<unk>"], "<unk>"
     )
-    tokenizer.add_special_tokens(["<turn>"])  # behind the model's own pieces
+    tokenizer.add_special_tokens(["<turn>"])  # its id is after the pieces of the model
     tokenizer.add_tokens([AddedToken("<extra_id_0>", lstrip=True, normalized=False)])
     return small_inputs.save_tokenizer(tokenizer, folder, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 
@@ -174,7 +177,7 @@ def make_albert(folder: Path) -> Path:
     return small_inputs.save_tokenizer(tokenizer, folder, bos_token="[CLS]", eos_token="[SEP]", unk_token="<unk>")
 
 
-# What the charsmap of the test rewrites; a charsmap may hold anything.
+# The replacements of the charsmap of `make_xlm_r`; a charsmap may contain any.
 CHARSMAP = {
     "\t": " ", "\n": " ", "\u3000": " ", "\u00a0": " ", "\u200b": "", "\ufeff": "", "\u2126": "\u03a9", "ﬁ": "fi",
     "①": "1", "½": "1\u20442", "™": "TM", "e\u0301": "é", "a\u0301": "á", "\u1112\u1161": "\ud558", "ｶ": "カ",
@@ -182,10 +185,11 @@ CHARSMAP = {
 
 
 def charsmap(table: dict[str, str]) -> bytes:
-    """Write a charsmap as SentencePiece compiles it into its models: a double-array trie, and the texts it leads to.
+    """Return a compiled charsmap as in SentencePiece models: a double-array trie, and the texts its values point to.
 
-    A unit of the trie: bits 0 to 7 the byte that leads to it, bit 8 whether a key ends there, from bit 10 on what its
-    place is XORed with to find its children, the value of a key at child 0. Every node has a block of 256 places here.
+    A unit of the trie: bits 0 to 7 are the byte that leads to it, bit 8 whether a key ends there, bits from 10 on the
+    number that its index is XORed with to find its children; child 0 contains the value of a key. Here, every node has
+    a block of 256 units.
     """
     nodes: list[dict[int, int]] = [{}]
     values: dict[int, int] = {}
@@ -199,13 +203,13 @@ def charsmap(table: dict[str, str]) -> bytes:
             node = nodes[node][byte]
         values[node] = len(texts)
         texts += text.encode() + b"\0"
-    # Node n has its children in block n + 1; place 0 is the root.
+    # The children of node n are in block n + 1; unit 0 is the root.
     units = [0] * (256 * (len(nodes) + 1))
     units[0] = 256 << 10
     for node, children in enumerate(nodes):
         for byte, child in children.items():
-            place = 256 * (node + 1) ^ byte
-            units[place] = (place ^ 256 * (child + 1)) << 10 | (child in values) << 8 | byte
+            index = 256 * (node + 1) ^ byte
+            units[index] = (index ^ 256 * (child + 1)) << 10 | (child in values) << 8 | byte
         if node in values:
             units[256 * (node + 1)] = values[node] | 1 << 31
     trie = struct.pack(f"<{len(units)}I", *units)
@@ -213,7 +217,7 @@ def charsmap(table: dict[str, str]) -> bytes:
 
 
 def make_xlm_r(folder: Path) -> Path:
-    """Write a Unigram tokenizer like XLM-R's: a compiled charsmap, collapsed spaces, metaspace; "<0x41>" is a word."""
+    """Write a Unigram tokenizer like XLM-R's: compiled charsmap, collapsed spaces, metaspace; "<0x41>" is a piece."""
     normalizer = normalizers.Sequence(
         [normalizers.Precompiled(charsmap(CHARSMAP)), normalizers.Replace(Regex(" {2,}"), " ")]
     )
@@ -226,16 +230,16 @@ def make_xlm_r(folder: Path) -> Path:
 
 
 def make_word_piece_cased(folder: Path) -> Path:
-    """Write a tokenizer like BERT's cased one: letters and accents stay, spaces go."""
+    """Write a tokenizer like BERT's cased one: case and accents are kept, spaces are dropped."""
     normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
     tokenizer = small_inputs.word_piece_tokenizer(
-        normalizer, 460, [*small_inputs.sentences(400), *small_inputs.ODD, ALPHABET]
+        normalizer, 460, [*small_inputs.sentences(400), *small_inputs.ODD_TEXTS, ALPHABET]
     )
     return small_inputs.save_tokenizer(tokenizer, folder, bos_token="[CLS]", eos_token="[SEP]", unk_token="[UNK]")
 
 
 def make_word_level(folder: Path) -> Path:
-    """Write a tokenizer of whole words; what it does not know is one unknown token a word."""
+    """Write a tokenizer of whole words; each word outside of its vocabulary is one unknown token."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordLevelTrainer(vocab_size=300, special_tokens=["[UNK]", "[EOS]"], show_progress=False)
@@ -244,7 +248,7 @@ def make_word_level(folder: Path) -> Path:
 
 
 def make_characters(folder: Path) -> Path:
-    """Write a tokenizer of single characters, spaces among them."""
+    """Write a tokenizer of single characters, including spaces."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     trainer = trainers.WordLevelTrainer(vocab_size=300, special_tokens=["<unk>", "<eos>"], show_progress=False)
@@ -272,7 +276,7 @@ def make_added(folder: Path) -> Path:
 
 
 def make_added_metaspace(folder: Path) -> Path:
-    """Write a tokenizer like Llama-2's with added words, each stretch between them with its own space in front."""
+    """Write a tokenizer like Llama 2's with added words; each piece of text between them gets a leading space."""
     tokenizer = _sentencepiece_bpe(700)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.pre_tokenizer = None
@@ -281,7 +285,7 @@ def make_added_metaspace(folder: Path) -> Path:
 
 
 def make_added_lower(folder: Path) -> Path:
-    """Write a byte-level tokenizer that composes and lower-cases, with added words."""
+    """Write a byte-level tokenizer that normalizes to NFKC and lower case, with added words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -317,7 +321,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 
 
 class Families(Mapping[str, Path]):
-    """{family: folder}, each tokenizer trained when it is first asked for."""
+    """{family: folder}; each tokenizer is trained at its first access."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,7 +1,7 @@
-"""Running `xtk` in tests: as a fresh process, or as a fork of one that has imported torch and transformers already.
+"""Running `xtk` in tests: as a new process, or as a fork of a process that has already imported torch and transformers.
 
-Both are real processes with their own standard streams, working directory and exit code; the fork saves the seven
-seconds that imports take, some hundred times.
+Both are real processes with their own standard streams, working directory and exit code. A fork saves the seven
+seconds of the imports in each of several hundred runs.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import tempfile
 from pathlib import Path
 
 HEAVY = ["torch", "transformers", "accelerate", "pyarrow", "preloaded_models", "xtk.__main__", "xtk.cli"]
-_forks = multiprocessing.get_context("forkserver")
+fork_context = multiprocessing.get_context("forkserver")
 
 
 def start_fork_server() -> None:
-    """Import the heavy things once, in a process that does nothing else."""
+    """Let the fork server, which does nothing else, import the heavy modules once."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    _forks.set_forkserver_preload(HEAVY)
+    fork_context.set_forkserver_preload(HEAVY)
 
 
-def _child(arguments: list[str], streams: list[str], cwd: str, env: dict[str, str]) -> None:
-    for number, path in enumerate(streams):
-        descriptor = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY)
-        os.dup2(descriptor, number)
+def run_in_fork(arguments: list[str], streams: list[str], cwd: str, env: dict[str, str]) -> None:
+    for stream, path in enumerate(streams):
+        descriptor = os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY)
+        os.dup2(descriptor, stream)
         os.close(descriptor)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -44,26 +44,26 @@ def _child(arguments: list[str], streams: list[str], cwd: str, env: dict[str, st
 def run_forked(
     arguments: list[str], stdin: str, cwd: Path, env: dict[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run `xtk` in a fork of the server."""
+    """Run `xtk` in a fork of the fork server."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder) / name) for name in ("in", "out", "err")]
         for path, content in zip(streams, (stdin, "", ""), strict=True):
             Path(path).write_text(content, encoding="utf-8")
-        process = _forks.Process(target=_child, args=(arguments, streams, str(cwd), env))
+        process = fork_context.Process(target=run_in_fork, args=(arguments, streams, str(cwd), env))
         process.start()
         process.join(timeout)
         if process.is_alive():
             process.kill()
             process.join()
             raise TimeoutError(f"xtk {' '.join(arguments)}")
-        out, err = (Path(path).read_text(encoding="utf-8") for path in streams[1:])
-    return subprocess.CompletedProcess(["xtk", *arguments], process.exitcode or 0, out, err)
+        stdout, stderr = (Path(path).read_text(encoding="utf-8") for path in streams[1:])
+    return subprocess.CompletedProcess(["xtk", *arguments], process.exitcode or 0, stdout, stderr)
 
 
 def run_fresh(
     arguments: list[str], stdin: str, cwd: Path, env: dict[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m xtk`."""
+    """Run `python -m xtk` as a new process."""
     return subprocess.run(
         [sys.executable, "-m", "xtk", *arguments],
         input=stdin, capture_output=True, text=True, cwd=cwd, env=env, timeout=timeout, check=False,
@@ -79,10 +79,10 @@ def run_xtk(
     timeout: float = 300,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `xtk` as a process (a `fresh` one imports everything itself); assert its exit code unless `code` is None."""
-    start = run_fresh if fresh else run_forked
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    done = start([str(argument) for argument in arguments], stdin, cwd or Path.cwd(), surroundings, timeout)
+    """Run `xtk` as a process (`fresh`: not as a fork); assert that its exit code is `code` unless that is None."""
+    run = run_fresh if fresh else run_forked
+    full_env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    completed = run([str(argument) for argument in arguments], stdin, cwd or Path.cwd(), full_env, timeout)
     if code is not None:
-        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
+        assert completed.returncode == code, f"exit code {completed.returncode}\n{completed.stdout}\n{completed.stderr}"
+    return completed

@@ -58,7 +58,7 @@ def flip_finished_cache(cache: Path, copy: Path, rng: np.random.Generator, count
     files = sorted(copy.iterdir())
     file = files[int(rng.integers(len(files)))]
     location = flip(file, rng)
-    values = call_and_count(lambda: small_caches.numbers(TeacherCache(copy)), counts, location)
+    values = call_and_count(lambda: small_caches.stored_values(TeacherCache(copy)), counts, location)
     counts["wrong"] += values is not None and values != expected_values(cache)
     counts["certified"] += call_and_count(lambda: TeacherCache(copy).verify() or True, counts, location) is True
     shutil.copyfile(cache / file.name, file)
@@ -70,7 +70,7 @@ def flip_unfinished_cache(cache: Path, copy: Path, rng: np.random.Generator, cou
     number = int(rng.integers(len(original.manifest["shards"])))
     file = copy / original.manifest["shards"][number]["file"]
     location = flip(file, rng)
-    missing = call_and_count(lambda: small_caches.resumed(original, copy).missing_shards(), counts, location)
+    missing = call_and_count(lambda: small_caches.resume_writer(original, copy).missing_shards(), counts, location)
     counts["certified"] += missing != [number]
     shutil.copyfile(cache / file.name, file)
 
@@ -89,7 +89,7 @@ _expected_values: dict[Path, list[bytes]] = {}
 def expected_values(cache: Path) -> list[bytes]:
     """Return the values of an intact cache."""
     if cache not in _expected_values:
-        _expected_values[cache] = small_caches.numbers(TeacherCache(cache))
+        _expected_values[cache] = small_caches.stored_values(TeacherCache(cache))
     return _expected_values[cache]
 
 
@@ -103,7 +103,7 @@ def main(folder: Path, flips: int, seed: int) -> None:
         for cache in caches:
             copy = Path(shutil.copytree(cache, Path(temporary) / "finished" / cache.name))
             cases.append((f"finished cache, {cache.name}", flip_finished_cache, cache, copy))
-            copy = small_caches.unfinished(cache, Path(temporary) / "unfinished" / cache.name)
+            copy = small_caches.copy_without_manifest(cache, Path(temporary) / "unfinished" / cache.name)
             cases.append((f"unfinished cache, {cache.name}", flip_unfinished_cache, cache, copy))
         projections = sorted(folder.glob("*.safetensors"))
         cases += [("projection", flip_projection, path, Path(shutil.copy(path, temporary))) for path in projections]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from bit_flips import Tally, flip, flip_randomly
 from checkpoint_bit_flips import files_of, flip_checkpoint, flip_student
-from interrupted_runs import assert_same
+from interrupted_runs import assert_equal_runs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from xtk_processes import run_xtk
@@ -160,7 +160,7 @@ def test_invalid_values_in_a_checkpoint_manifest_are_skipped_or_refused(unfinish
         assert "checkpoint-4" in result.stderr
     else:
         assert "skipping checkpoint-4" in result.stderr or changes.keys() <= {"metrics_file"}
-        assert_same(unfinished_run, finished_run[1])
+        assert_equal_runs(unfinished_run, finished_run[1])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_flipped_bit_in_the_optimizer_state_resumes_from_the_previous_checkpoint
     assert str(state_file) in result.stderr
     assert "resuming from" in result.stderr
     assert "checkpoint-2" in result.stderr
-    assert_same(unfinished_run, finished_run[1])
+    assert_equal_runs(unfinished_run, finished_run[1])
     manifest = read_run_manifest(unfinished_run / "checkpoint-4", ("checkpoint",))
     verify_files(unfinished_run / "checkpoint-4", manifest)  # the checkpoint was written again
 
@@ -209,7 +209,7 @@ def test_corrupt_checkpoint_does_not_displace_an_intact_one(finished_run, unfini
     )
     assert sorted(path.name for path in unfinished_run.glob("checkpoint-*")) == ["checkpoint-3"]
     run_xtk(*finished_run[0], unfinished_run)
-    assert_same(unfinished_run, finished_run[1])
+    assert_equal_runs(unfinished_run, finished_run[1])
 
 
 def test_run_with_only_corrupt_checkpoints_restarts_only_with_force(finished_run, unfinished_run):
@@ -219,7 +219,7 @@ def test_run_with_only_corrupt_checkpoints_restarts_only_with_force(finished_run
     assert "all checkpoints of this run are corrupt" in result.stderr
     assert "--force to train again from step 0" in result.stderr
     run_xtk(*finished_run[0], unfinished_run, "--force")
-    assert_same(unfinished_run, finished_run[1])
+    assert_equal_runs(unfinished_run, finished_run[1])
 
 
 def test_changed_metrics_file_is_refused(finished_run, unfinished_run):

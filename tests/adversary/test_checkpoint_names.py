@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interrupted_runs import assert_same
+from interrupted_runs import assert_equal_runs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as logging_of_transformers
 from xtk_processes import run_xtk
@@ -34,7 +34,7 @@ def odd_run(unfinished_run) -> Path:
 def test_run_resumes_from_and_removes_only_real_checkpoints(finished_run, odd_run):
     result = run_xtk(*finished_run[0], odd_run, "--save-total-limit", 1)
     assert f"resuming from {odd_run}/checkpoint-4" in result.stderr
-    assert_same(odd_run, finished_run[1])
+    assert_equal_runs(odd_run, finished_run[1])
     assert list_checkpoints(odd_run) == [(4, odd_run / "checkpoint-4")]
     for name in (*ODD_NAMES, "checkpoint-7", "checkpoint-8"):
         assert (odd_run / name).exists() or (odd_run / name).is_symlink(), name

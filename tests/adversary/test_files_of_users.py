@@ -28,8 +28,8 @@ TRAINING = ["--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-l
 def test_resumed_run_removes_no_file_of_the_user(run, pair, corpus, tmp_path):
     out = tmp_path / "out"
     command = ["distill", pair.student, corpus, *TRAINING, "-o", out]
-    process = interrupted_runs.start(command)
-    interrupted_runs.wait_for(out / "checkpoint-2", process)
+    process = interrupted_runs.start_run(command)
+    interrupted_runs.wait_for_path(out / "checkpoint-2", process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (out / "xtk.json").exists()
@@ -367,7 +367,7 @@ def test_user_tokenizer_in_a_folder_marked_as_an_unfinished_cache_is_kept(run, p
 def test_dataloader_workers_exit_when_the_run_is_killed_while_they_start(pair, corpus, tmp_path):
     out = tmp_path / "out"
     command = ["distill", pair.student, corpus, *TRAINING, "--dataloader-num-workers", 3, "-o", out]
-    process = interrupted_runs.start(command)
+    process = interrupted_runs.start_run(command)
     deadline = time.monotonic() + 120
     while not (workers := _worker_pids(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.01)

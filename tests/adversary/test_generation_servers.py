@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import small_inputs
-from http_server_processes import Served, generate_as_vllm, served
+from http_server_processes import ServerProcess, run_server, serve_generation_as_vllm
 from xtk_processes import run_xtk
 
 from xtk.engines import http_client_pool
@@ -54,7 +54,7 @@ def ids_of(completions: list[Completion]) -> list[list[int]]:
     return [one.ids.tolist() for one in completions]
 
 
-def make_generator(folder: Path, *servers: Served) -> ServerGenerator:
+def make_generator(folder: Path, *servers: ServerProcess) -> ServerGenerator:
     options = {"servers": [one.url for one in servers], "patience": PATIENT_POLICY, "concurrency": 4}
     return ServerGenerator.open(BackendConfig(folder, "student", Tokenizer(folder), options=options))
 
@@ -74,18 +74,18 @@ def write_engine_weights(student: Path, folder: Path) -> Path:
 def test_restarted_server_receives_the_weights_again(students, tmp_path, capsys, monkeypatch, dies_at):
     monkeypatch.setattr(http_client_pool, "REPORT_INTERVAL_SECONDS", 0.5)
     old, new = students
-    first_server = Served(generate_as_vllm, str(old), {"dies_at": dies_at})
+    first_server = ServerProcess(serve_generation_as_vllm, str(old), {"dies_at": dies_at})
     port = urlsplit(first_server.url).port
     generator = make_generator(old, first_server)
     generator.update_weights(write_engine_weights(new, tmp_path / "weights"))
     expected = greedy_ids(new)
     assert expected != greedy_ids(old)
-    restarted: list[Served] = []
+    restarted: list[ServerProcess] = []
 
     def restart_server() -> None:
         first_server.process.join()
         time.sleep(1.5)
-        restarted.append(Served(generate_as_vllm, str(old), {"port": port, "seconds": 0.05}))
+        restarted.append(ServerProcess(serve_generation_as_vllm, str(old), {"port": port, "seconds": 0.05}))
 
     restart_thread = threading.Thread(target=restart_server)
     restart_thread.start()
@@ -109,7 +109,7 @@ def test_restarted_server_receives_the_weights_again(students, tmp_path, capsys,
 
 
 def test_server_without_a_weight_version_is_refused(students, tmp_path):
-    with served(generate_as_vllm, str(students[0]), {"unversioned": True}) as server:
+    with run_server(serve_generation_as_vllm, str(students[0]), {"unversioned": True}) as server:
         with pytest.raises(XtkError, match="does not accept weight updates: HTTP 404") as raised:
             make_generator(students[0], server).update_weights(write_engine_weights(students[1], tmp_path / "weights"))
         assert "VLLM_SERVER_DEV_MODE=1" in str(raised.value.hint)
@@ -117,13 +117,13 @@ def test_server_without_a_weight_version_is_refused(students, tmp_path):
 
 def test_weights_without_the_output_head_of_a_tied_student_are_refused(students):
     with (
-        served(generate_as_vllm, str(students[0]), {}) as server,
+        run_server(serve_generation_as_vllm, str(students[0]), {}) as server,
         pytest.raises(XtkError, match=r"missing: lm_head\.weight"),
     ):
         make_generator(students[0], server).update_weights(students[1])
 
 
-def train(student: Path, teacher: Path, tmp_path: Path, server: Served, code: int) -> str:
+def train(student: Path, teacher: Path, tmp_path: Path, server: ServerProcess, code: int) -> str:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"Anna has {n} apples and"}) + "\n" for n in range(6)))
     result = run_xtk("distill", student, data, "--on-policy", "--teacher", f"{teacher}:top_k=16",
@@ -136,7 +136,7 @@ def train(student: Path, teacher: Path, tmp_path: Path, server: Served, code: in
 
 
 def test_rollout_batches_of_a_tied_student_match_its_log_probabilities(pair, students, tmp_path):
-    with served(generate_as_vllm, str(students[0]), {}) as server:
+    with run_server(serve_generation_as_vllm, str(students[0]), {}) as server:
         train(students[0], pair.teacher, tmp_path, server, 0)
     metrics = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert len(metrics) == 3
@@ -148,12 +148,12 @@ def test_rollout_batches_of_a_tied_student_match_its_log_probabilities(pair, stu
 
 @pytest.mark.parametrize("broken", [{"keeps_head": True}, {"shift": -0.3}], ids=["old output head", "wrong numbers"])
 def test_engine_with_other_weights_is_refused_before_training_on_its_rollouts(pair, students, tmp_path, broken):
-    with served(generate_as_vllm, str(students[0]), broken) as server:
+    with run_server(serve_generation_as_vllm, str(students[0]), broken) as server:
         stderr = train(students[0], pair.teacher, tmp_path, server, 1)
         assert "the engine's log-probabilities differ from the student's by" in stderr
         assert "nats per token on average, more than 0." in stderr
         assert "Traceback" not in stderr
     steps = [record["step"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")]
     assert steps == ([1] if broken.get("keeps_head") else [])
-    with served(generate_as_vllm, str(students[0]), {}) as server:
+    with run_server(serve_generation_as_vllm, str(students[0]), {}) as server:
         train(students[0], pair.teacher, tmp_path, server, 0)

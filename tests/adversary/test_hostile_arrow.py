@@ -30,7 +30,7 @@ WORKER = Path(__file__).parent / "forged_arrow_process.py"
 @pytest.fixture(scope="module")
 def caches(run, pair, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("hostile")
-    return {kind: small_caches.make(run, pair, folder, kind) for kind in ("packed", "raw")}
+    return {kind: small_caches.make_cache(run, pair, folder, kind) for kind in ("packed", "raw")}
 
 
 def forged(*arguments: object) -> dict[str, int]:

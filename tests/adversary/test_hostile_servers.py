@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import ClassVar
 
 import pytest
-from http_server_processes import Served, _Handler, _serve, served
+from http_server_processes import JsonHandler, ServerProcess, run_server, serve_handler
 from xtk_processes import run_xtk
 
 from xtk.engines import http_client_pool
@@ -54,7 +54,7 @@ HASTY = RetryPolicy(
 def attack(connection: Connection) -> None:
     """Serve hostile responses; the first part of the path names the method that responds."""
 
-    class Handler(_Handler):
+    class Handler(JsonHandler):
         answers = 0
         times: ClassVar[list[float]] = []
 
@@ -71,13 +71,13 @@ def attack(connection: Connection) -> None:
                 self.wfile.write(b"[" * (1 << 20))
 
         def bomb(self) -> None:
-            self.answer(200, gzip.compress(b" " * (1 << 26)), {"Content-Encoding": "gzip"})
+            self.respond(200, gzip.compress(b" " * (1 << 26)), {"Content-Encoding": "gzip"})
 
         def redirect(self) -> None:
-            self.answer(302, b"", {"Location": "http://127.0.0.1:9/v1/models"})
+            self.respond(302, b"", {"Location": "http://127.0.0.1:9/v1/models"})
 
         def nowhere(self) -> None:
-            self.answer(302, b"")
+            self.respond(302, b"")
 
         def drip(self) -> None:
             self.send_response(200)
@@ -95,60 +95,60 @@ def attack(connection: Connection) -> None:
             time.sleep(60)
 
         def deep(self) -> None:
-            self.answer(200, b'{"data":' * 10_000 + b"1" + b"}" * 10_000)
+            self.respond(200, b'{"data":' * 10_000 + b"1" + b"}" * 10_000)
 
         def number(self) -> None:
-            self.answer(200, b'{"data": [{"id": "m", "max_model_len": ' + b"9" * 5000 + b"}]}")
+            self.respond(200, b'{"data": [{"id": "m", "max_model_len": ' + b"9" * 5000 + b"}]}")
 
         def length(self) -> None:
-            self.answer(200, b'{"data": [{"id": "m", "max_model_len": -5}]}')
+            self.respond(200, b'{"data": [{"id": "m", "max_model_len": -5}]}')
 
         def name(self) -> None:
-            self.answer(200, b'{"data": [{"id": ["m"]}]}')
+            self.respond(200, b'{"data": [{"id": ["m"]}]}')
 
         def nan(self) -> None:
-            self.answer(200, b'{"data": NaN}')
+            self.respond(200, b'{"data": NaN}')
 
         def twice(self) -> None:
-            self.answer(200, b'{"data": [], "data": [{"id": "m"}]}')
+            self.respond(200, b'{"data": [], "data": [{"id": "m"}]}')
 
         def nul(self) -> None:
-            self.answer(200, b"\0" * 1000)
+            self.respond(200, b"\0" * 1000)
 
         def html(self) -> None:
-            self.answer(200, b"<html>gateway</html>", {"Content-Type": "text/html"})
+            self.respond(200, b"<html>gateway</html>", {"Content-Type": "text/html"})
 
         def latin(self) -> None:
-            self.answer(200, b'{"data": "\xff\xfe"}')
+            self.respond(200, b'{"data": "\xff\xfe"}')
 
         def switch(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             Handler.answers += 1
-            self.answer(200, {"model": "m" if Handler.answers < 3 else "other", "data": [{"id": "m"}]})
+            self.respond(200, {"model": "m" if Handler.answers < 3 else "other", "data": [{"id": "m"}]})
 
         def error(self) -> None:
-            self.answer(500, b"x" * (1 << 24))
+            self.respond(500, b"x" * (1 << 24))
 
         def key(self) -> None:
             header = self.headers["Authorization"]
             if self.path.endswith("models"):
-                self.answer(401, {"error": {"message": f"invalid header Authorization: {header}"}})
+                self.respond(401, {"error": {"message": f"invalid header Authorization: {header}"}})
             else:
-                self.answer(200, {"model": "m", "choices": [_CHOICE], "request": {"Authorization": header}})
+                self.respond(200, {"model": "m", "choices": [_CHOICE], "request": {"Authorization": header}})
 
         def malformed(self) -> None:
             model = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
             changed = {} if model == "m" else MALFORMED_ANSWERS[int(model)][0]
-            self.answer(200, {"model": model, "choices": [_CHOICE], **changed})
+            self.respond(200, {"model": model, "choices": [_CHOICE], **changed})
 
         def one_without(self) -> None:
             """Answer the first prompt at once without log-probabilities, and the others later."""
             raw = self.rfile.read(int(self.headers["Content-Length"]))
             if b"0 + 5?" in raw:
-                self.answer(200, {"model": "m", "choices": [{**_CHOICE, "logprobs": None}]})
+                self.respond(200, {"model": "m", "choices": [{**_CHOICE, "logprobs": None}]})
             else:
                 time.sleep(1)
-                self.answer(200, {"model": "m", "choices": [_CHOICE]})
+                self.respond(200, {"model": "m", "choices": [_CHOICE]})
 
         def busy(self) -> None:
             """Refuse the first request until a date, and answer later ones."""
@@ -156,26 +156,26 @@ def attack(connection: Connection) -> None:
             Handler.times.append(time.time())
             if len(Handler.times) == 1:
                 retry_date = formatdate(time.time() + 4, usegmt=True)
-                self.answer(429, {"error": {"message": "too many"}}, {"Retry-After": retry_date})
+                self.respond(429, {"error": {"message": "too many"}}, {"Retry-After": retry_date})
             else:
-                self.answer(200, {"model": "m", "choices": [_CHOICE]})
+                self.respond(200, {"model": "m", "choices": [_CHOICE]})
 
         def other_model(self) -> None:
-            self.answer(200, {"model": "other", "choices": [_CHOICE]})
+            self.respond(200, {"model": "other", "choices": [_CHOICE]})
 
         def escapes(self) -> None:
-            self.answer(404, {"error": {"message": "\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J"}})
+            self.respond(404, {"error": {"message": "\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J"}})
 
-    _serve(Handler, connection)
+    serve_handler(Handler, connection)
 
 
 @pytest.fixture(scope="module")
 def server():
-    with served(attack) as running:
+    with run_server(attack) as running:
         yield running
 
 
-def request_models(server: Served, kind: str) -> object:
+def request_models(server: ServerProcess, kind: str) -> object:
     endpoint = Endpoint.parse(f"{server.host}/{kind}/v1")
     pool = EndpointPool([endpoint], concurrency=2, max_weight=float("inf"), retry_policy=HASTY)
 

@@ -100,8 +100,8 @@ def start(command: list[object], folder: Path):
         Path(path).write_text("")
     arguments = [str(word) for word in command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = xtk_processes._forks.Process(
-        target=xtk_processes._child, args=(arguments, streams, str(folder), environment)
+    process = xtk_processes.fork_context.Process(
+        target=xtk_processes.run_in_fork, args=(arguments, streams, str(folder), environment)
     )
     process.start()
     return process
@@ -117,7 +117,7 @@ def content_without_times(path: Path) -> object:
     if path.name == "metrics.jsonl":
         return [
             {key: value for key, value in line.items() if not key.endswith("_seconds")}
-            for line in interrupted_runs.told(path.parent)
+            for line in interrupted_runs.deterministic_metrics(path.parent)
         ]
     # These files contain times, or checksums of files with times.
     if path.suffix in (".log", ".md") or path.name in ("xtk.json", "state.json", "manifest.json", "trainer.json"):

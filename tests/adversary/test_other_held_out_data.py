@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_inputs import ODD, sentences, write_jsonl
+from small_inputs import ODD_TEXTS, sentences, write_jsonl
 from xtk_processes import run_xtk
 
 from xtk.training.metrics_file import read_metrics
@@ -21,7 +21,7 @@ def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("held-out")
     write_jsonl(folder / "train.jsonl", sentences(8, seed=4))
     write_jsonl(folder / "a.jsonl", sentences(3, seed=5))
-    write_jsonl(folder / "b.jsonl", ODD)
+    write_jsonl(folder / "b.jsonl", ODD_TEXTS)
     return folder
 
 

@@ -35,7 +35,7 @@ def run_flips(folder: Path, flips: int, seed: int) -> dict[str, dict[str, int]]:
 def test_no_flip_gives_wrong_values_or_a_traceback_or_passes_verification(run, pair, projection, tmp_path, flips):
     kinds = ("packed", "raw") if flips < 1000 else tuple(small_caches.KINDS)
     for kind in kinds:
-        small_caches.make(run, pair, tmp_path, kind)
+        small_caches.make_cache(run, pair, tmp_path, kind)
     shutil.copy(projection, tmp_path)
     counts = run_flips(tmp_path, flips, seed=flips)
     assert len(counts) == 2 * len(kinds) + 1

@@ -33,12 +33,12 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(run, pair, folder) -> Path:
-    return small_caches.make(run, pair, folder, "packed")
+    return small_caches.make_cache(run, pair, folder, "packed")
 
 
 @pytest.fixture(scope="module")
 def raw(run, pair, folder) -> Path:
-    return small_caches.make(run, pair, folder, "raw")
+    return small_caches.make_cache(run, pair, folder, "raw")
 
 
 def resume(run, pair, packed: Path, output: object, *options: object, code: int = 0):
@@ -92,11 +92,11 @@ CHANGES = ("empty", "one byte", "half", "one byte less", "one byte more", "twice
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_truncated_extended_or_zeroed_shard_is_written_again(raw, tmp_path, change, capsys):
-    output = small_caches.unfinished(raw, tmp_path / "cache")
+    output = small_caches.copy_without_manifest(raw, tmp_path / "cache")
     shard = output / shard_file_name(1)
     shard.write_bytes(changed_content(shard.read_bytes(), change))
     cache = TeacherCache(raw)
-    writer = small_caches.resumed(cache, output)
+    writer = small_caches.resume_writer(cache, output)
     assert writer.missing_shards() == [1]
     stderr = capsys.readouterr().err
     assert f"{shard}: this shard " in stderr
@@ -105,14 +105,14 @@ def test_truncated_extended_or_zeroed_shard_is_written_again(raw, tmp_path, chan
 
 def test_shards_swapped_or_copied_over_each_other_are_written_again(packed, tmp_path, capsys):
     cache = TeacherCache(packed)
-    output = small_caches.unfinished(packed, tmp_path / "swapped")
+    output = small_caches.copy_without_manifest(packed, tmp_path / "swapped")
     (output / shard_file_name(0)).rename(output / "other")
     (output / shard_file_name(1)).rename(output / shard_file_name(0))
     (output / "other").rename(output / shard_file_name(1))
-    assert small_caches.resumed(cache, output).missing_shards() == [0, 1]
-    output = small_caches.unfinished(packed, tmp_path / "copied")
+    assert small_caches.resume_writer(cache, output).missing_shards() == [0, 1]
+    output = small_caches.copy_without_manifest(packed, tmp_path / "copied")
     shutil.copy(output / shard_file_name(1), output / shard_file_name(2))
-    assert small_caches.resumed(cache, output).missing_shards() == [2]
+    assert small_caches.resume_writer(cache, output).missing_shards() == [2]
     documents = [entry["documents"] for entry in cache.manifest["shards"]]
     first, second = sum(documents[:1]), sum(documents[:2])
     assert (
@@ -122,7 +122,7 @@ def test_shards_swapped_or_copied_over_each_other_are_written_again(packed, tmp_
 
 
 def test_next_run_rewrites_corrupt_files_and_gives_the_same_cache(run, pair, packed, tmp_path):
-    output = small_caches.unfinished(packed, tmp_path / "cache")
+    output = small_caches.copy_without_manifest(packed, tmp_path / "cache")
     (order,) = output.glob("vocabulary-order-*.arrow")
     flipped = bytearray((output / shard_file_name(0)).read_bytes())
     flipped[len(flipped) // 2] ^= 4
@@ -141,7 +141,7 @@ def test_next_run_rewrites_corrupt_files_and_gives_the_same_cache(run, pair, pac
 
 def test_shard_with_other_options_is_refused_and_nothing_is_removed(run, pair, packed, tmp_path):
     resume(run, pair, packed, tmp_path / "other", "--seed", 1)
-    output = small_caches.unfinished(packed, tmp_path / "cache")
+    output = small_caches.copy_without_manifest(packed, tmp_path / "cache")
     shutil.copy(tmp_path / "other" / shard_file_name(1), output / shard_file_name(1))
     before = contents(output)
     result = resume(run, pair, packed, output, code=1)
@@ -185,7 +185,7 @@ def test_inspect_of_a_single_shard_verifies_its_checksum(run, packed, tmp_path):
 
 
 def test_inspect_names_the_corrupt_shard_of_an_unfinished_cache(run, packed, tmp_path):
-    output = small_caches.unfinished(packed, tmp_path / "cache")
+    output = small_caches.copy_without_manifest(packed, tmp_path / "cache")
     assert "this teacher cache is unfinished" in run("inspect", output, "--verify", code=1).stderr
     shutil.copy(output / shard_file_name(0), output / shard_file_name(2))
     result = run("inspect", output, "--verify", code=1)
@@ -235,7 +235,7 @@ def test_corrupt_shards_in_a_remote_folder_are_found(packed, tmp_path, protocol)
 def test_corrupt_shard_of_an_unfinished_merge_is_rewritten(packed, raw, run, tmp_path):
     run("cache-teacher", "--merge", packed, "--rows", "1:", "-o", tmp_path / "merged")
     expected = contents(tmp_path / "merged")
-    output = small_caches.unfinished(tmp_path / "merged", tmp_path / "again")
+    output = small_caches.copy_without_manifest(tmp_path / "merged", tmp_path / "again")
     for file in (shard_file_name(0), shard_file_name(1)):
         content = bytearray((output / file).read_bytes())
         content[100] ^= 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from bit_flips import flip
-from interrupted_runs import start, told, wait_for
+from interrupted_runs import deterministic_metrics, start_run, wait_for_path
 from small_inputs import write_jsonl
 from xtk_processes import run_xtk
 
@@ -30,13 +30,13 @@ def killed_run(pair, tmp_path_factory) -> tuple[list[object], Path]:
         "--save-total-limit", 9, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4,
         "-o",
     ]  # fmt: skip
-    process = start([*arguments, folder / "killed"])
-    wait_for(folder / "killed" / "checkpoint-6", process)
+    process = start_run([*arguments, folder / "killed"])
+    wait_for_path(folder / "killed" / "checkpoint-6", process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     run_xtk(*arguments, folder / "whole")
-    other = start([*arguments, folder / "other", "--seed", 7])
-    wait_for(folder / "other" / "checkpoint-3", other)
+    other = start_run([*arguments, folder / "other", "--seed", 7])
+    wait_for_path(folder / "other" / "checkpoint-3", other)
     other.send_signal(signal.SIGKILL)
     other.communicate()
     return arguments, folder
@@ -55,7 +55,7 @@ def test_run_resumed_from_an_older_checkpoint_reads_its_stored_rollouts(killed_r
     assert "checkpoint-3" in result.stderr
     whole = folder / "whole"
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    losses = [[line["loss"] for line in told(one)] for one in (run, whole)]
+    losses = [[line["loss"] for line in deterministic_metrics(one)] for one in (run, whole)]
     assert losses[0] == losses[1]
 
 

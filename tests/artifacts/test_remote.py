@@ -182,7 +182,7 @@ def test_flipped_byte_in_a_remote_shard_is_reported_with_shard_and_row(s3_url, r
 @pytest.mark.slow
 def test_unreachable_store_is_reported_and_the_write_can_be_resumed(s3_url, rows, store, tmp_path):
     writer = write_to(RemoteFolder(s3_url), rows, [0, 1])
-    store.cut(True)
+    store.cut_connections(True)
     try:
         for operation in (
             lambda: writer.write_shard(2, rows[4:8]),
@@ -194,7 +194,7 @@ def test_unreachable_store_is_reported_and_the_write_can_be_resumed(s3_url, rows
             assert raised.value.where.startswith(s3_url)
             assert "network" in raised.value.hint
     finally:
-        store.cut(False)
+        store.cut_connections(False)
     write_to(
         RemoteFolder(s3_url), rows, ShardedCacheWriter(RemoteFolder(s3_url), HEADER, SIZES).missing_shards()
     ).finish()
@@ -239,7 +239,7 @@ def test_writer_killed_during_an_upload_leaves_no_partial_file(kind, store, tmp_
     url = f"s3://bucket/{tmp_path.name}/cache" if kind == "s3" else f"file://{tmp_path}/cache"
     for wait in (0.0, 0.01, 0.05):
         if kind == "s3":
-            store.hold(f"PUT /bucket/{tmp_path.name}/cache/shard")
+            store.hold_requests(f"PUT /bucket/{tmp_path.name}/cache/shard")
         before = len(store.requests())
         process = subprocess.Popen([sys.executable, "-c", WRITER_SCRIPT, url], env=os.environ)
         if kind == "s3":
@@ -252,7 +252,7 @@ def test_writer_killed_during_an_upload_leaves_no_partial_file(kind, store, tmp_
         time.sleep(wait)
         process.kill()
         process.wait()
-        store.hold(None)
+        store.hold_requests(None)
         visible = [file for file in RemoteFolder(url).file_sizes() if not file.startswith(".xtk-tmp-")]
         complete_file = (tmp_path / "cache/shard-00000.arrow") if kind == "file" else None
         assert not visible or (complete_file is not None and complete_file.stat().st_size == 30_000_000)

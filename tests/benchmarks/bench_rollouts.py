@@ -29,7 +29,7 @@ def main() -> None:
     import numpy as np
     import torch
     from measurement import report
-    from vllm_on_cpu import ENGINE, SURROUNDINGS, make_llama
+    from vllm_on_cpu import ENGINE, ENVIRONMENT, make_llama
 
     from xtk.engines.backend import BackendConfig
     from xtk.engines.vllm_engine import import_vllm
@@ -49,7 +49,7 @@ def main() -> None:
         )
         generator = VllmGenerator.open(config)
         subprocess_generator = SubprocessGenerator(
-            config, "vllm", {**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            config, "vllm", {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         )
         llm = generator._engine.llm
         sampling = SamplingConfig(max_completion_length=COMPLETION_TOKENS)

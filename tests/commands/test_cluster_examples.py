@@ -46,7 +46,7 @@ def run_command(env: dict[str, str], folder: Path, *command: object, code: int =
 
 def exit_codes(env: dict[str, str]) -> dict[tuple[int, int | None, int], int]:
     """Return {(job, array task, number of the start): exit code}, with jobs counted from 0."""
-    return {(job["job"] - 4200, job["task"], job["start"]): job["code"] for job in slurm_on_this_machine.jobs(env)}
+    return {(job["job"] - 4200, job["task"], job["start"]): job["code"] for job in slurm_on_this_machine.read_jobs(env)}
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is missing: apt-get install shellcheck")
@@ -60,7 +60,7 @@ def test_an_array_with_a_lost_task_completes_the_cache_of_one_command(pair, corp
     slurm["SLURM_HERE_LOSES"] = f"1={tmp_path / 'cache' / 'shard-00001.arrow'}"
     run_command(slurm, tmp_path, "bash", ARRAY, 3, tmp_path / "cache", pair.teacher, corpus, *OPTIONS)
     assert exit_codes(slurm) == {(0, 0, 1): 0, (0, 1, 1): -9, (0, 2, 1): 0, (1, None, 1): 0}
-    assert slurm_on_this_machine.jobs(slurm)[-1]["dependency"] == "afterany:4200"
+    assert slurm_on_this_machine.read_jobs(slurm)[-1]["dependency"] == "afterany:4200"
     last = (tmp_path / "cache-teacher-4201.log").read_text()
     assert "shards already exist" in last
     assert last.endswith(f"{tmp_path / 'cache'}\n")

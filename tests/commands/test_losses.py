@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from recorded_training_steps import inputs_of, recipe_of
+from recorded_training_steps import make_train_config, open_run_inputs
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
@@ -90,7 +90,7 @@ def test_a_support_without_the_tokens_that_a_loss_needs_is_refused(run, pair, co
         *(("sample", name) for name in ("uld", "gold", "h-kl", "simct", "strict")),
     ]:
         with pytest.raises(XtkError) as raised:
-            inputs_of(pair.student, [tmp_path / support], recipe_of([name]))
+            open_run_inputs(pair.student, [tmp_path / support], make_train_config([name]))
         message = str(raised.value)
         assert f"the loss {name} needs" in message
         assert f"has the support {support}" in message
@@ -105,13 +105,13 @@ def test_strict_needs_the_students_most_likely_tokens_unless_it_uses_forward_kl(
     for name, options in (("head", ["--top-k", 8]), ("whole", ["--top-k", "all"])):
         run("cache-teacher", pair.teacher, corpus, *options, "--support", "top-k", "-o", name, cwd=tmp_path)
     with pytest.raises(XtkError) as raised:
-        inputs_of(pair.student, [tmp_path / "head"], recipe_of(["strict"]))
+        open_run_inputs(pair.student, [tmp_path / "head"], make_train_config(["strict"]))
     message = str(raised.value)
     assert "the loss strict needs the teacher's probabilities of the student's most likely tokens" in message
     assert "has the support top-k" in message
     assert "use --loss strict:divergence=forward-kl" in message
-    inputs_of(pair.student, [tmp_path / "head"], recipe_of(["strict:divergence=forward-kl"]))
-    inputs_of(pair.student, [tmp_path / "whole"], recipe_of(["strict"]))
+    open_run_inputs(pair.student, [tmp_path / "head"], make_train_config(["strict:divergence=forward-kl"]))
+    open_run_inputs(pair.student, [tmp_path / "whole"], make_train_config(["strict"]))
 
 
 @pytest.mark.parametrize("text", ["byte-kl:divergence=jsd", "uld", "gold", "simct"])

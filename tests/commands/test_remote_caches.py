@@ -87,15 +87,15 @@ def test_a_cache_killed_during_an_upload_resumes_to_the_same_cache(
     run, store, pair, corpus, cache, tmp_path, signal_number
 ):
     url = f"s3://bucket/{tmp_path.name}"
-    store.hold(f"PUT /bucket/{tmp_path.name}/shard-00002")
+    store.hold_requests(f"PUT /bucket/{tmp_path.name}/shard-00002")
     process = start("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", url)
     try:
         store.wait_for(f"PUT /bucket/{tmp_path.name}/shard-00002")
         process.send_signal(signal_number)
-        store.hold(None)
+        store.hold_requests(None)
         process.communicate(timeout=60)
     finally:
-        store.hold(None)
+        store.hold_requests(None)
         process.kill()
     uploaded = remote_files(url)
     assert "manifest.json" not in uploaded
@@ -110,14 +110,14 @@ def test_a_cache_killed_during_an_upload_resumes_to_the_same_cache(
 def test_two_simultaneous_writers_leave_a_valid_remote_cache(run, store, pair, corpus, cache, tmp_path):
     url = f"s3://bucket/{tmp_path.name}"
     # Both processes see an empty folder; the second one finds the shards of the first when it uploads its own.
-    store.hold(f"PUT /bucket/{tmp_path.name}/tokenizer.json")
+    store.hold_requests(f"PUT /bucket/{tmp_path.name}/tokenizer.json")
     processes = [start("cache-teacher", pair.teacher, corpus, *OPTIONS, "-o", url) for _ in range(2)]
     try:
         store.wait_for(f"PUT /bucket/{tmp_path.name}/tokenizer.json")
-        store.hold(None)
+        store.hold_requests(None)
         stderrs = [process.communicate(timeout=120)[1] for process in processes]
     finally:
-        store.hold(None)
+        store.hold_requests(None)
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
@@ -131,11 +131,11 @@ def test_two_simultaneous_writers_leave_a_valid_remote_cache(run, store, pair, c
 def test_an_output_url_that_cannot_be_written_is_refused(run, store, pair, corpus, tmp_path):
     done = run("cache-teacher", pair.teacher, corpus, "-o", "s3://nowhere/cache", code=1)
     assert "the bucket nowhere does not exist" in done.stderr
-    store.cut(True)
+    store.cut_connections(True)
     try:
         done = run("cache-teacher", pair.teacher, corpus, "-o", f"s3://bucket/{tmp_path.name}", code=1)
     finally:
-        store.cut(False)
+        store.cut_connections(False)
     assert "Traceback" not in done.stderr
     assert "check the network" in done.stderr
 

@@ -68,18 +68,18 @@ def chromium(tmp_path_factory) -> Iterator[browser.Browser]:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", ["report", "alignment", "cache"])
 def test_a_page_fits_its_window_without_console_messages_and_requests(chromium, pages, name, window):
-    chromium.said.clear()
+    chromium.console_messages.clear()
     chromium.requests.clear()
     width, height = WINDOWS[window]
     for scheme in ("light", "dark"):
         chromium.open(pages[name], width=width, height=height, scheme=scheme)
-        assert chromium.ask("innerWidth") == width
-        assert chromium.ask("document.documentElement.scrollWidth") <= width
-        assert chromium.ask(OVERFLOWING) == []
-        assert chromium.ask(SHAPES) >= (10 if name == "report" else 2)
-        assert chromium.ask(COLORED_CELLS) == 0
-        assert chromium.ask(CONTRAST) >= 4.5, "what WCAG requires of text"
-    assert chromium.said == []
+        assert chromium.evaluate("innerWidth") == width
+        assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+        assert chromium.evaluate(OVERFLOWING) == []
+        assert chromium.evaluate(SHAPES) >= (10 if name == "report" else 2)
+        assert chromium.evaluate(COLORED_CELLS) == 0
+        assert chromium.evaluate(CONTRAST) >= 4.5, "what WCAG requires of text"
+    assert chromium.console_messages == []
     assert chromium.requests == [pages[name].as_uri()] * 2
 
 
@@ -89,25 +89,25 @@ def test_the_browser_records_requests_errors_and_overflow(chromium, tmp_path):
         '<!DOCTYPE html><img src="http://far.example/x.png"><script>throw new Error("bad")</script>'
         '<p style="width: 4000px">wide'
     )
-    chromium.said.clear()
+    chromium.console_messages.clear()
     chromium.requests.clear()
     chromium.open(page)
     assert chromium.requests == [page.as_uri(), "http://far.example/x.png"]
-    assert any("Error: bad" in one for one in chromium.said)
-    assert len(chromium.ask(OVERFLOWING)) == 1
-    assert chromium.ask("document.documentElement.scrollWidth") > 4000
+    assert any("Error: bad" in one for one in chromium.console_messages)
+    assert len(chromium.evaluate(OVERFLOWING)) == 1
+    assert chromium.evaluate("document.documentElement.scrollWidth") > 4000
 
 
 def test_a_report_has_a_color_for_each_run_and_every_section(chromium, pages, tmp_path):
     screenshot_hashes = set()
     for scheme in ("light", "dark"):
         chromium.open(pages["report"], scheme=scheme)
-        screenshot_hashes.add(hashlib.sha256(chromium.picture(tmp_path / f"{scheme}.png").read_bytes()).digest())
+        screenshot_hashes.add(hashlib.sha256(chromium.screenshot(tmp_path / f"{scheme}.png").read_bytes()).digest())
         assert (tmp_path / f"{scheme}.png").stat().st_size > 50_000
-        assert {"rgb(0, 114, 178)", "rgb(230, 159, 0)"} == set(chromium.ask(STROKE_COLORS))
+        assert {"rgb(0, 114, 178)", "rgb(230, 159, 0)"} == set(chromium.evaluate(STROKE_COLORS))
     assert len(screenshot_hashes) == 2
-    headings = chromium.ask('[...document.querySelectorAll("h2")].map(one => one.textContent)')
+    headings = chromium.evaluate('[...document.querySelectorAll("h2")].map(one => one.textContent)')
     expected = ["Held-out text", "Losses", "Training", "Last metrics", "Evaluations", "Samples", "Alignment"]
     assert [heading for heading in headings if heading in expected] == expected
     assert {"Audit of the projection", "Teacher log-probabilities", "Recipes"} <= set(headings)
-    assert chromium.ask('document.querySelectorAll("figure[data-metric=peak_memory_gib] polyline").length') == 2
+    assert chromium.evaluate('document.querySelectorAll("figure[data-metric=peak_memory_gib] polyline").length') == 2

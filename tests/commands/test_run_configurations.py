@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from interrupted_runs import told
+from interrupted_runs import deterministic_metrics
 from small_inputs import write_jsonl
 from xtk_processes import run_xtk
 
@@ -28,7 +28,10 @@ def output_files(run: Path) -> dict[str, bytes]:
 
 def metrics_without_times(run: Path) -> list[dict[str, object]]:
     """Return the metrics without elapsed times."""
-    return [{name: value for name, value in line.items() if not name.endswith("_seconds")} for line in told(run)]
+    return [
+        {name: value for name, value in line.items() if not name.endswith("_seconds")}
+        for line in deterministic_metrics(run)
+    ]
 
 
 def assert_reproduced(run: Path, output: Path, *options: object, cwd: Path | None = None) -> None:

@@ -50,7 +50,9 @@ def start_cache_teacher(
 
 def wait_for_children(process: subprocess.Popen[str], count: int) -> list[int]:
     deadline = time.monotonic() + 300
-    while len(child_pids := cache_writer_processes.children_of(process.pid)) < count and time.monotonic() < deadline:
+    while (
+        len(child_pids := cache_writer_processes.child_processes(process.pid)) < count and time.monotonic() < deadline
+    ):
         assert process.poll() is None
         time.sleep(0.01)
     assert len(child_pids) == count
@@ -126,8 +128,8 @@ def test_each_machine_writes_its_shards_and_the_last_one_finishes_the_cache(pair
 def test_two_machines_that_finish_at_the_same_time_write_the_same_cache(pair, corpus, cache, tmp_path):
     teacher, folder = pair.teacher, tmp_path / "c"
     processes = [
-        cache_writer_processes._forks.Process(
-            target=cache_writer_processes.write_share, args=(teacher, corpus, folder, rank, 2)
+        cache_writer_processes.fork_context.Process(
+            target=cache_writer_processes.write_partition, args=(teacher, corpus, folder, rank, 2)
         )
         for rank in (0, 1)
     ]

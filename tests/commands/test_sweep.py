@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupted_runs import assert_none_left, assert_same, processes_that_name, start, wait_for
+from interrupted_runs import assert_equal_runs, assert_no_processes_left, processes_of_run, start_run, wait_for_path
 from xtk_processes import run_xtk
 
 from xtk.artifacts.write_locks import exclusive_write_lock
@@ -101,7 +101,7 @@ def test_a_run_equals_the_run_of_its_printed_command(swept):
         assert words[-2:] == ["-o", f"all/seed={seed}"]
     assert f"$ {lines[0]}\n" in (root / "all" / "seed=0.log").read_text()
     run_xtk(*words[1:-1], "alone", cwd=root)
-    assert_same(root / "all" / "seed=1", root / "alone")
+    assert_equal_runs(root / "all" / "seed=1", root / "alone")
 
 
 @pytest.mark.slow
@@ -350,8 +350,8 @@ def names(folder: Path) -> list[str]:
 
 def interrupt_at_checkpoint(arguments, output: Path, run: str, signal_number: int, step: int) -> tuple[int, str]:
     """Start a sweep, send it a signal when a run has a checkpoint, and return its exit code and stderr."""
-    process = start([*arguments, output])
-    wait_for(output / run / f"checkpoint-{step}", process)
+    process = start_run([*arguments, output])
+    wait_for_path(output / run / f"checkpoint-{step}", process)
     os.kill(process.pid, signal_number)
     stdout, stderr = process.communicate(timeout=60)
     assert stdout == ""
@@ -375,24 +375,24 @@ def test_a_sweep_that_is_stopped_killed_and_interrupted_resumes_to_the_same_runs
 
     code, _ = interrupt_at_checkpoint(arguments, output, second, signal.SIGKILL, 4)
     assert code == -signal.SIGKILL
-    assert_none_left(output / second)
-    assert_same(output / first, uninterrupted / first)
+    assert_no_processes_left(output / second)
+    assert_equal_runs(output / first, uninterrupted / first)
     finished = modification_times(output / first)
 
-    process = start([*arguments, output])
-    wait_for(output / second / "checkpoint-8", process)
+    process = start_run([*arguments, output])
+    wait_for_path(output / second / "checkpoint-8", process)
     assert "another process is writing this sweep" in run_xtk(*arguments, output, code=1).stderr
-    wait_for(output / third / "checkpoint-4", process)
-    assert processes_that_name(output / third)
+    wait_for_path(output / third / "checkpoint-4", process)
+    assert processes_of_run(output / third)
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == EXIT_INTERRUPTED
-    assert_none_left(output / third)
+    assert_no_processes_left(output / third)
 
     assert "4 runs, 2 already finished" in run_xtk(*arguments, output).stderr
     assert modification_times(output / first) == finished
     for run in runs:
-        assert_same(output / run, uninterrupted / run)
+        assert_equal_runs(output / run, uninterrupted / run)
         seconds = [line["training_seconds"] for line in read_metrics(output / run / "metrics.jsonl")]
         assert total_seconds(read_metrics(output / run / "metrics.jsonl")) >= seconds[-1]
 
@@ -423,7 +423,7 @@ def test_printed_commands_give_the_same_students_and_force_replaces_changed_runs
     done = subprocess.run(["sh", "-e"], input=printed, capture_output=True, text=True, env=env, check=True)
     assert done.stdout.splitlines() == [shlex.split(line)[-1] for line in printed.splitlines()]
     for run in names(uninterrupted):
-        assert_same(tmp_path / "out" / run, uninterrupted / run)
+        assert_equal_runs(tmp_path / "out" / run, uninterrupted / run)
     before = modification_times(tmp_path / "out" / "learning-rate=1e-3,seed=0")
     changed_run = tmp_path / "out" / "learning-rate=1e-2,seed=1"
     recipe = json.loads((changed_run / "recipe.json").read_text())
@@ -432,5 +432,5 @@ def test_printed_commands_give_the_same_students_and_force_replaces_changed_runs
     )
     assert "weight_decay: 0.5 there" in run_xtk(*arguments, tmp_path / "out", code=1).stderr
     run_xtk(*arguments, tmp_path / "out", "--force")
-    assert_same(changed_run, uninterrupted / changed_run.name)
+    assert_equal_runs(changed_run, uninterrupted / changed_run.name)
     assert modification_times(tmp_path / "out" / "learning-rate=1e-3,seed=0") == before, "those that fit stay"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import small_inputs
 import torch
-from recorded_training_steps import inputs_of, recipe_of
+from recorded_training_steps import make_train_config, open_run_inputs
 
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
@@ -39,7 +39,7 @@ def evaluate_json(run, *arguments: object, cwd: Path) -> list[dict]:
 @pytest.mark.parametrize(("cache", "loss"), [("top", "byte-kl"), ("none", "alm")])
 def test_metrics_equal_those_of_training_on_a_held_out_cache(run, pair, folder, cache, loss):
     (found,) = evaluate_json(run, pair.student, cache, cwd=folder)
-    inputs = inputs_of(pair.student, [folder / cache], recipe_of([loss]), (), (folder / cache,))
+    inputs = open_run_inputs(pair.student, [folder / cache], make_train_config([loss]), (), (folder / cache,))
     model = StudentWithLoss(BackboneWithHead(load_causal_lm(pair.student)))
     expected = HeldOutEvaluator(
         inputs.held_out, model, inputs.tokenizer, 256, 0, ParallelConfig(), torch.device("cpu")

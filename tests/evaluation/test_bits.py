@@ -23,7 +23,7 @@ from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
-TEXTS = [*small_inputs.sentences(12, seed=5), *small_inputs.ODD, "a", ""]
+TEXTS = [*small_inputs.sentences(12, seed=5), *small_inputs.ODD_TEXTS, "a", ""]
 LONG_TEXTS = [
     " ".join(small_inputs.sentences(40, seed=6)),
     " ".join(small_inputs.sentences(33, seed=7)),

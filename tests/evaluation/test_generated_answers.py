@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_generator import ScriptedWriter
+from scripted_generator import ScriptedGenerator
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
@@ -76,7 +76,7 @@ def test_oracle_answers_to_gsm8k_score_one_and_modified_ones_zero(pair, real_dat
         text = answers[full_text.removeprefix(start)]
         return (text if key[1] % 4 or key[2] else text + "1"), True  # the first answer to every fourth is wrong
 
-    generator = ScriptedWriter(tokenizer, script)
+    generator = ScriptedGenerator(tokenizer, script)
     sampling = SamplingConfig(temperature=1.0, max_completion_length=4096)
     found = evaluate_answers(prompts, generator, tokenizer, sampling, rewards("exact"), num_generations=2)
     assert found.mean_reward().value == pytest.approx(1 - 25 / 200)
@@ -97,7 +97,7 @@ def test_problems_without_context_for_an_answer_score_zero(pair, tmp_path):
     path = tmp_path / "problems.jsonl"
     rows = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "1 + 1 + " * 60, "answer": "2"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    generator = ScriptedWriter(tokenizer, lambda text, key: ("#### 2", True), context=64)
+    generator = ScriptedGenerator(tokenizer, lambda text, key: ("#### 2", True), context=64)
     found = evaluate_answers(
         read_prompts(Corpus([str(path)])), generator, tokenizer, SamplingConfig(), rewards("exact")
     )
@@ -118,8 +118,8 @@ def test_oracle_passes_the_unit_tests_of_human_eval(pair, real_data, tmp_path):
     tokenizer = Tokenizer(pair.student)
     solutions = {row["prompt"]: row["canonical_solution"] for row in map(json.loads, lines)}
     start = tokenizer.special_token_names[tokenizer.start_id]
-    oracle = ScriptedWriter(tokenizer, lambda text, key: (solutions[text.removeprefix(start)], True))
-    wrong = ScriptedWriter(tokenizer, lambda text, key: ("    return None\n", True))
+    oracle = ScriptedGenerator(tokenizer, lambda text, key: (solutions[text.removeprefix(start)], True))
+    wrong = ScriptedGenerator(tokenizer, lambda text, key: ("    return None\n", True))
     prompts, sampling = read_prompts(Corpus([str(path)])), SamplingConfig(max_completion_length=4096)
     assert (
         evaluate_answers(prompts, oracle, tokenizer, sampling, rewards("tests:seconds=60")).mean_reward().value == 1.0
@@ -158,7 +158,7 @@ def test_scored_answer_ends_before_the_stop_string(pair, tmp_path):
     tokenizer = Tokenizer(pair.student)
     (tmp_path / "problems.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
-    generator = ScriptedWriter(tokenizer, lambda text, key: (" 2\nQuestion: 7 + 7 = 14", False))
+    generator = ScriptedGenerator(tokenizer, lambda text, key: (" 2\nQuestion: 7 + 7 = 14", False))
     mean_rewards = [evaluate_answers(prompts, generator, tokenizer, SamplingConfig(stop=stop),
         rewards("exact:last_number_fallback=true")).mean_reward().value
                     for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip

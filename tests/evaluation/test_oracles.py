@@ -102,7 +102,7 @@ def test_oracle_solves_gsm8k_as_a_harness_task(run, real_data, tmp_path, count):
     rows = read_gsm8k(real_data)[:count]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     numbers = [{"function": "regex", "regex_pattern": "#### (-?[0-9.,]+)"}, {"function": "take_first"}]
-    (tmp_path / "gsm8k.yaml").write_text(lm_eval_tasks.task(
+    (tmp_path / "gsm8k.yaml").write_text(lm_eval_tasks.make_task_yaml(
         "gsm8k_here", data, output_type="generate_until", doc_to_text="Question: {{question}}\nAnswer:",
         doc_to_target="{{answer.split('####')[-1].strip()}}", metric_list=[{"metric": "exact_match"}],
         generation_kwargs={"until": ["\nQuestion:"], "max_gen_toks": 1500},

@@ -42,7 +42,7 @@ def reference_correct(model: Path) -> list[bool]:
     """Return for each row whether the model assigns the correct sum a higher log-probability, in float64."""
     tokenizer, network = Tokenizer(model), load_causal_lm(model, dtype=torch.float64).eval()
     is_correct = []
-    for row in lm_eval_tasks.rows():
+    for row in lm_eval_tasks.make_problems():
         sums = []
         for choice in row["choices"]:
             prompt_ids, full_ids = (one.ids.astype(np.int64) for one in tokenizer.encode(
@@ -69,7 +69,7 @@ def test_task_scores_of_two_models_equal_those_of_full_logits(run, pair, folder,
     assert scores["acc_difference"] == pytest.approx(differences.mean())
     assert scores["acc_difference_error"] == pytest.approx(differences.std(ddof=1) / len(differences) ** 0.5)
     assert scores["acc_error"] == pytest.approx(np.std(teacher_correct, ddof=1) / len(teacher_correct) ** 0.5)
-    assert (scores["problems"], scores["num_fewshot"]) == (lm_eval_tasks.COUNT, 0)
+    assert (scores["problems"], scores["num_fewshot"]) == (lm_eval_tasks.NUM_PROBLEMS, 0)
     assert first["results"]["write_sum"]["exact_match,number"] < 0.2  # an untrained model
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     reported = [
@@ -131,7 +131,7 @@ def test_invalid_tasks_and_options_are_refused(run, pair, folder, tmp_path, monk
         with pytest.raises(XtkError) as raised:
             Harness(HarnessConfig((names,), str(folder)))
         assert message in str(raised.value)
-    (tmp_path / "missing.yaml").write_text(lm_eval_tasks.task("missing", tmp_path / "nowhere.jsonl"))
+    (tmp_path / "missing.yaml").write_text(lm_eval_tasks.make_task_yaml("missing", tmp_path / "nowhere.jsonl"))
     with pytest.raises(XtkError, match="cannot load the tasks"):
         Harness(HarnessConfig(("missing",), str(tmp_path)))
     with pytest.raises(XtkError, match=r"the folder of custom tasks \(include_path\) does not exist"):
@@ -197,7 +197,7 @@ def test_num_fewshot_of_a_zero_shot_task_is_reported(run, pair, folder, tmp_path
     (tmp_path / "tasks").mkdir()
     task_options = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
                     "doc_to_target": "gold", "metric_list": [{"metric": "acc"}], "num_fewshot": 0}  # fmt: skip
-    task_yaml = lm_eval_tasks.task("zero_shot", folder / "sums.jsonl", **task_options)
+    task_yaml = lm_eval_tasks.make_task_yaml("zero_shot", folder / "sums.jsonl", **task_options)
     (tmp_path / "tasks" / "zero.yaml").write_text(task_yaml)
     result = run("evaluate", pair.student, "--tasks", "zero_shot", "--include-path", "tasks", "--num-fewshot", 2,
                  "--max-prompts", 2, cwd=tmp_path)  # fmt: skip
@@ -232,7 +232,7 @@ def test_text_after_the_end_token_is_ignored_in_a_batch(run, tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     last_number = [{"function": "regex", "regex_pattern": "([0-9]+)", "group_select": -1}, {"function": "take_first"}]
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "last.yaml").write_text(lm_eval_tasks.task(
+    (tmp_path / "tasks" / "last.yaml").write_text(lm_eval_tasks.make_task_yaml(
         "last_number", data, output_type="generate_until", doc_to_text="{{question}}", doc_to_target="answer",
         generation_kwargs={"until": ["Q:"], "max_gen_toks": 80}, metric_list=[{"metric": "exact_match"}],
         filter_list=[{"name": "number", "filter": last_number}],

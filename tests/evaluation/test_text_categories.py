@@ -23,7 +23,7 @@ from xtk.tokens.tokenizer import Tokenizer
 CODE = "See:\n```python\nx = 1\n```\nand 2."
 TEXTS = [
     *small_inputs.sentences(10, seed=8),
-    *small_inputs.ODD,
+    *small_inputs.ODD_TEXTS,
     CODE,
     "a",
     "",

@@ -27,7 +27,7 @@ from xtk.training import student_with_losses
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "losses"))
 
-from recorded_training_steps import inputs_of, recipe_of, take_steps
+from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 from test_losses_on_a_device import loss_and_gradients
 
 pytestmark = pytest.mark.gpu
@@ -55,9 +55,9 @@ def test_gradients_do_not_depend_on_passes_chunks_or_device(pair, cache, project
 
     def steps(batch: int, rows: int, accelerator: Accelerator) -> dict[str, torch.Tensor]:
         monkeypatch.setattr(student_with_losses, "chunk_rows", lambda vocab_size: rows)
-        config = recipe_of(CROSS_TOKENIZER_LOSSES, batch, **options)
-        inputs = inputs_of(pair.student, [cache], config, (projection,))
-        found, _ = take_steps(accelerator, pair.student, inputs, config, 6)
+        config = make_train_config(CROSS_TOKENIZER_LOSSES, batch, **options)
+        inputs = open_run_inputs(pair.student, [cache], config, (projection,))
+        found, _ = record_steps(accelerator, pair.student, inputs, config, 6)
         return {name: tensor.cpu() for name, tensor in found.items()}
 
     accelerator = Accelerator(cpu=not ON_GPU)
@@ -74,13 +74,13 @@ def test_gradients_do_not_depend_on_passes_chunks_or_device(pair, cache, project
 def test_host_waits_of_a_step_do_not_depend_on_its_passes(pair, cache, projection):
     counts = []
     for batch in (6, 1):
-        config = recipe_of(CROSS_TOKENIZER_LOSSES, batch)
-        inputs = inputs_of(pair.student, [cache], config, (projection,))
+        config = make_train_config(CROSS_TOKENIZER_LOSSES, batch)
+        inputs = open_run_inputs(pair.student, [cache], config, (projection,))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                take_steps(Accelerator(), pair.student, inputs, config, 6, steps=1)
+                record_steps(Accelerator(), pair.student, inputs, config, 6, steps=1)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from recorded_training_steps import inputs_of, recipe_of, take_steps
+from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 from small_inputs import sentences, write_jsonl
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,9 +35,9 @@ def cache(run, pair, tmp_path_factory):
 
 
 def command_steps(pair, cache, losses, batch, documents):
-    recipe = recipe_of(losses, batch=batch)
-    inputs = inputs_of(pair.student, [cache], recipe)
-    gradients, metrics = take_steps(Accelerator(cpu=True), pair.student, inputs, recipe, documents)
+    recipe = make_train_config(losses, batch=batch)
+    inputs = open_run_inputs(pair.student, [cache], recipe)
+    gradients, metrics = record_steps(Accelerator(cpu=True), pair.student, inputs, recipe, documents)
     sampler = BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed)
     return gradients, metrics, [sampler.micro_batches_of_rank(step, 0, 1, batch) for step in range(2)]
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from small_inputs import ODD, sentences
+from small_inputs import ODD_TEXTS, sentences
 from transformers import AutoTokenizer
 
 import xtk
@@ -56,7 +56,7 @@ def test_unknown_names_raise_attribute_errors():
 
 
 def test_align_has_the_spans_of_the_command(run, pair):
-    texts = [*sentences(3), *ODD]
+    texts = [*sentences(3), *ODD_TEXTS]
     tokenizers = [AutoTokenizer.from_pretrained(side) for side in (pair.student, pair.teacher)]
     for text in texts:
         found = xtk.align(*tokenizers, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datasets
 import pytest
-from recorded_training_steps import Recorder
+from recorded_training_steps import GradientRecorder
 from small_inputs import sentences, write_jsonl
 from trainer_gradients import BATCH, LOSSES, command_gradients, largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +30,7 @@ def test_sft_trainer_has_the_gradients_of_the_command(run, pair, tmp_path, integ
     cache = xtk.TeacherCache(tmp_path / "cache")
     collator = xtk.DistillationCollator(tokenizer, cache, xtk.DistillationLoss(*LOSSES))
     model = AutoModelForCausalLM.from_pretrained(pair.student)
-    recorder = Recorder(model)
+    recorder = GradientRecorder(model)
     options = {
         "model": model,
         "args": trl.SFTConfig(

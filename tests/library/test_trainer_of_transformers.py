@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from recorded_training_steps import Recorder
+from recorded_training_steps import GradientRecorder
 from small_inputs import sentences, write_jsonl
 from trainer_gradients import BATCH, LOSSES, arguments, command_gradients, largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -35,7 +35,7 @@ def test_trainer_has_the_losses_and_gradients_of_the_command(pair, cache, tmp_pa
     collator = xtk.DistillationCollator(
         AutoTokenizer.from_pretrained(pair.student), cache, xtk.DistillationLoss(*LOSSES), packing=packing
     )
-    recorder = Recorder(model)
+    recorder = GradientRecorder(model)
     trainer = DistillationTrainer(
         model, arguments(tmp_path, gradient_accumulation_steps=ACCUMULATION), data_collator=collator,
         train_dataset=xtk.TeacherCache(cache), optimizers=(recorder, None),
@@ -54,7 +54,7 @@ def test_compute_loss_func_has_the_gradients_of_the_command(pair, cache, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(pair.student)
     collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss(*LOSSES))
     loss_func, labels_collator = loss_func_and_collator(collator)
-    recorder = Recorder(model)
+    recorder = GradientRecorder(model)
     trainer = Trainer(
         model, arguments(tmp_path), data_collator=labels_collator, train_dataset=xtk.TeacherCache(cache),
         compute_loss_func=loss_func, optimizers=(recorder, None),

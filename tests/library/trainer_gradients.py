@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import recorded_training_steps
 from accelerate import Accelerator
-from recorded_training_steps import inputs_of, recipe_of, take_steps
+from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 from transformers import TrainingArguments
 
 from xtk.training.micro_batches import BatchSampler
@@ -24,8 +24,8 @@ def arguments(folder, **options):
 
 def command_gradients(pair, cache, accumulation):
     """Return the gradients of two steps of `xtk distill` on the documents of a cache in order."""
-    recipe = recipe_of(LOSSES, batch=BATCH)
-    inputs = inputs_of(pair.student, [cache], recipe)
+    recipe = make_train_config(LOSSES, batch=BATCH)
+    inputs = open_run_inputs(pair.student, [cache], recipe)
     size = BATCH * accumulation
 
     class SequentialSampler(BatchSampler):
@@ -34,7 +34,7 @@ def command_gradients(pair, cache, accumulation):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(recorded_training_steps, "BatchSampler", SequentialSampler)
-        return take_steps(Accelerator(cpu=True), pair.student, inputs, recipe, size)
+        return record_steps(Accelerator(cpu=True), pair.student, inputs, recipe, size)
 
 
 def largest_difference(found, expected):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reference_losses import random_case
-from simulated_cuda import CUDA, SimulatedCuda, on_host, wrapped
+from simulated_cuda import CUDA, SimulatedCuda, to_device, to_host
 from test_loss_contract import DISTRIBUTIONS, LOSS_INSTANCES, cells_of
 from torch import Tensor
 
@@ -25,14 +25,14 @@ def loss_and_gradients(
     generator = torch.Generator().manual_seed(0)
     lora = [torch.randn(shape, generator=generator) for shape in ((2, case.weight.shape[1]), (len(case.weight), 2))]
     leaves = [
-        (one if device == CPU else wrapped(one)).detach().requires_grad_()
+        (one if device == CPU else to_device(one)).detach().requires_grad_()
         for one in (tensor.to(dtype) for tensor in (case.states, case.weight, case.bias, *lora))
     ]
     states, weight, bias, *lora_leaves = leaves
     head = OutputHead(weight, bias, softcap=3.0, adapters=[HeadAdapter(*lora_leaves, 0.5)])
     total, sums = fused_loss(states, head, terms, chunk)
     total.backward()
-    return [on_host(one.detach()) for one in (total, sums, *(leaf.grad for leaf in leaves))]
+    return [to_host(one.detach()) for one in (total, sums, *(leaf.grad for leaf in leaves))]
 
 
 @pytest.mark.parametrize(("name", "chunk"), [*((name, 7) for name in LOSSES), ("byte-kl", 64), ("byte-kl", 1)])
@@ -40,7 +40,7 @@ def test_losses_on_a_device_match_the_cpu_and_never_wait(name, chunk):
     expected = loss_and_gradients(name, chunk, CPU)
     with SimulatedCuda() as cuda:
         found = loss_and_gradients(name, chunk, CUDA)
-    assert not cuda.waits, cuda.places
+    assert not cuda.waits, cuda.wait_locations
     for found_tensor, expected_tensor in zip(found, expected, strict=True):
         torch.testing.assert_close(found_tensor, expected_tensor, rtol=1e-10, atol=1e-12)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from recorded_training_steps import inputs_of, recipe_of
+from recorded_training_steps import make_train_config, open_run_inputs
 from reference_losses import Case, random_case
 from test_loss_contract import comparison_space_of, fused
 
@@ -138,7 +138,7 @@ def test_whitespace_is_computed_once_per_document_and_only_if_masked(pair, cache
         TokenSequence, "whitespace_mask", lambda self, text: computed.append(text) or original(self, text)
     )
     for losses, expected in ((["ce", "p-kl"], []), (["ce", "p-kl:whitespace=mask"], [0, 1, 2])):
-        inputs = inputs_of(pair.student, [cache], recipe_of(losses), (projection,))
+        inputs = open_run_inputs(pair.student, [cache], make_train_config(losses), (projection,))
         computed.clear()
         inputs.batch_builder(256).build([0, 1, 2])
         assert computed == [inputs.source.document(number).text for number in expected]

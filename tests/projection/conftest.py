@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from projection_inputs import TEXTS, embedding_of
+from projection_inputs import TEXTS, random_embedding
 
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
 from xtk.tokens.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def method_options(tokenizer_of, cooccurrence_counts):
         if method == "cooccurrence":
             return {"counts": cooccurrence_counts(student, teacher)}
         if method == "embedding":
-            return {f"{side}_embedding": embedding_of(tokenizer_of[name], size)
+            return {f"{side}_embedding": random_embedding(tokenizer_of[name], size)
                     for side, name, size in (("student", student, 12), ("teacher", teacher, 16))}  # fmt: skip
         return {}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_inputs
-from scripted_generator import ScriptedWriter
+from scripted_generator import ScriptedGenerator
 
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
@@ -129,7 +129,7 @@ def test_rollouts_are_ordered_by_prompt_with_seed_keys_rewards_and_group_advanta
     def script(text, key):
         return f" {key[2]} #### {1 if key[2] % 2 else key[1]}", key[2] != 2
 
-    generator = ScriptedWriter(tokenizer, script, context=64)
+    generator = ScriptedGenerator(tokenizer, script, context=64)
     prompts = make_prompts(
         tmp_path,
         {"prompt": "one", "answer": "1"}, {"prompt": "long" * 90, "answer": "1"}, {"prompt": "two", "answer": "2"},
@@ -142,7 +142,7 @@ def test_rollouts_are_ordered_by_prompt_with_seed_keys_rewards_and_group_advanta
     assert [(rollout.prompt, rollout.sample) for rollout in rollouts] == [
         (prompt_index, sample) for prompt_index in (0, 2, 3) for sample in range(4)
     ]
-    assert [request.seed_key for request in generator.asked] == [
+    assert [request.seed_key for request in generator.requests] == [
         (9, prompt_index, sample, 0) for prompt_index in (0, 2, 3) for sample in range(4)
     ]
     assert [rollout.document.text for rollout in rollouts[:2]] == ["one 0 #### 0", "one 1 #### 1"]
@@ -180,7 +180,7 @@ def test_calculator_output_is_inserted_and_only_sampled_tokens_are_trained(token
         return {"": " 48/2 =", " 48/2 =": " <<48/2=", " 48/2 = <<48/2=24>>": "24 #### 24"}[text], text.endswith(">>")
 
     (prompt,) = prompts = make_prompts(tmp_path, {"prompt": "Half of 48 clips.", "answer": "#### 24"})
-    generator = ScriptedWriter(tokenizer, script, context=256)
+    generator = ScriptedGenerator(tokenizer, script, context=256)
     (rollout,) = generate_rollouts(
         prompts, generator, tokenizer, SamplingConfig(stop=("=",)), num_generations=1, seed=0,
         rewards=WeightedRewards([parse_reward("exact")]), environment=load_environment(f"{CALCULATOR}:Calculator"),
@@ -198,8 +198,8 @@ def test_calculator_output_is_inserted_and_only_sampled_tokens_are_trained(token
         1.0,
         True,
     )
-    assert [request.seed_key[3] for request in generator.asked] == [0, 1, 2]
-    assert len(generator.asked[0].input_ids) + generator.asked[0].max_length == 256
+    assert [request.seed_key[3] for request in generator.requests] == [0, 1, 2]
+    assert len(generator.requests[0].input_ids) + generator.requests[0].max_length == 256
     assert_round_trip(tokenizer, rollout, prompt, tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_environment_turns_are_rendered_with_the_chat_template(tokenizer, tmp_pa
     game = load_environment(f"{tmp_path / 'game.py'}:Game")
     chat = [{"role": "user", "content": "go"}]
     prompts = make_prompts(tmp_path, {"messages": chat, "turns": 2}, {"messages": chat, "turns": 9, "beginning": "now"})
-    generator = ScriptedWriter(tokenizer, lambda text, key: ("ab" * (key[3] + 1), key[1:] != (0, 0, 1)))
+    generator = ScriptedGenerator(tokenizer, lambda text, key: ("ab" * (key[3] + 1), key[1:] != (0, 0, 1)))
     first, second = generate_rollouts(
         prompts, generator, tokenizer, SamplingConfig(), num_generations=1, seed=0, environment=game, max_turns=3,
         template_arguments={"quick": True},
@@ -269,7 +269,7 @@ def test_turns_stop_at_the_context_length_or_completion_length(tokenizer, tmp_pa
     prompts = make_prompts(tmp_path, {"prompt": "go", "turns": 9})
 
     def generate(context, length):
-        generator = ScriptedWriter(tokenizer, lambda text, key: (" abc.", False), context)
+        generator = ScriptedGenerator(tokenizer, lambda text, key: (" abc.", False), context)
         sampling = SamplingConfig(stop=(".",), max_completion_length=length)
         (rollout,) = generate_rollouts(
             prompts, generator, tokenizer, sampling, num_generations=1, seed=0,
@@ -301,7 +301,7 @@ def test_invalid_environments_are_refused(tokenizer, tmp_path):
     prompts = make_prompts(tmp_path, {"prompt": "go", "turns": 9})
     for name, message in (("Wrong", "step of the environment returned"), ("Broken", "reset of the environment failed")):
         game = load_environment(f"{tmp_path / 'game.py'}:{name}")
-        generator = ScriptedWriter(tokenizer, lambda text, key: ("a", True))
+        generator = ScriptedGenerator(tokenizer, lambda text, key: ("a", True))
         with pytest.raises(XtkError, match=message):
             generate_rollouts(
                 prompts, generator, tokenizer, SamplingConfig(), num_generations=1, seed=0, environment=game
@@ -321,11 +321,11 @@ def test_calculator_evaluates_arithmetic_and_does_not_execute_code(monkeypatch):
         assert calculated(expression) == value, expression
 
 
-class ReasoningGenerator(ScriptedWriter):
+class ReasoningGenerator(ScriptedGenerator):
     """Generates a draft, a special token, and an answer."""
 
-    def _write(self, request, sampling):
-        completion = super()._write(request, sampling)
+    def _complete(self, request, sampling):
+        completion = super()._complete(request, sampling)
         special_id = next(token for token in self.tokenizer.special_token_names if token not in self.tokenizer.end_ids)
         (draft,) = self.tokenizer.encode(["a draft 3"])
         ids = np.array([*draft.ids.tolist(), special_id, *completion.ids.tolist()], np.int32)
@@ -352,7 +352,7 @@ def test_whitespace_before_a_sampled_end_token_is_not_added_again(tokenizer, tmp
     (tmp_path / "game.py").write_text(GAME)
     (rollout,) = generate_rollouts(
         make_prompts(tmp_path, {"messages": [{"role": "user", "content": "go"}], "turns": 2}),
-        ScriptedWriter(spaced, lambda text, key: ("ab", True)), spaced, SamplingConfig(), num_generations=1, seed=0,
+        ScriptedGenerator(spaced, lambda text, key: ("ab", True)), spaced, SamplingConfig(), num_generations=1, seed=0,
         environment=load_environment(f"{tmp_path / 'game.py'}:Game"), max_turns=2,
     )  # fmt: skip
     assert "assistant\nab<|end_of_text|>\n<|pad|>user\nagain" in decode(spaced, rollout.document.sampled_tokens.ids)
@@ -363,7 +363,7 @@ def test_completion_is_aligned_with_every_teacher_prompt(families, tmp_path, pro
     """A tokenizer that prepends a space to a text, but not to a completion of a prompt."""
     student = Tokenizer(families["metaspace"])
     (row,) = make_prompts(tmp_path, {"prompt": prompt, "teacher_prompt": teacher_prompt})
-    (rollout,) = generate_rollouts([row], ScriptedWriter(student, lambda text, key: ("Bob did it", True)), student,
+    (rollout,) = generate_rollouts([row], ScriptedGenerator(student, lambda text, key: ("Bob did it", True)), student,
                                    SamplingConfig(), num_generations=1, seed=0)  # fmt: skip
     for tokenizer in (student, Tokenizer(families["teacher"])):
         ((_, tokens),) = teacher_views(tokenizer, [rollout.document])

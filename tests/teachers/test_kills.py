@@ -35,9 +35,9 @@ def uninterrupted(pair, texts, tmp_path_factory) -> tuple[dict[str, bytes], floa
 
 
 def complete_cache(pair, texts: Path, folder: Path, processes: int) -> None:
-    writer = cache_writer_processes.start(pair.teacher, texts, folder, processes=processes)
+    writer = cache_writer_processes.start_writer(pair.teacher, texts, folder, processes=processes)
     writer.join(300)
-    assert writer.exitcode == 0, cache_writer_processes.said(folder)
+    assert writer.exitcode == 0, cache_writer_processes.read_log(folder)
 
 
 def assert_only_complete_files(folder: Path, uninterrupted: dict[str, bytes]) -> None:
@@ -67,7 +67,7 @@ def kill_many_times(pair, texts, folder: Path, uninterrupted: dict[str, bytes], 
     num_killed = num_caches = 0
     while num_killed < kills:
         target = folder / str(num_caches)
-        writer = cache_writer_processes.start(pair.teacher, texts, target)
+        writer = cache_writer_processes.start_writer(pair.teacher, texts, target)
         writer.join(rng.uniform(0, seconds))
         writer.kill()
         writer.join()
@@ -75,7 +75,7 @@ def kill_many_times(pair, texts, folder: Path, uninterrupted: dict[str, bytes], 
         if writer.exitcode == 0:
             num_caches += 1
         else:
-            assert writer.exitcode == -signal.SIGKILL, cache_writer_processes.said(target)
+            assert writer.exitcode == -signal.SIGKILL, cache_writer_processes.read_log(target)
             num_killed += 1
     assert_resumes_to(pair, texts, folder / str(num_caches), uninterrupted, 1)
     for number in range(num_caches):
@@ -96,7 +96,7 @@ def test_cache_is_identical_after_two_hundred_kills(pair, texts, uninterrupted, 
 
 def kill_one_of(writer, rng: random.Random) -> bool:
     """Kill a writer or, with equal probability, one of its subprocesses; return True if it was the writer."""
-    children = cache_writer_processes.children_of(writer.pid)
+    children = cache_writer_processes.child_processes(writer.pid)
     if rng.random() < 0.5 or not children:
         writer.kill()
         return True
@@ -126,14 +126,14 @@ def kill_two_processes(pair, texts, folder: Path, uninterrupted: dict[str, bytes
     while num_killed < kills:
         target = folder / str(num_caches)
         num_shards = len(list(target.glob("shard-*")))
-        writer = cache_writer_processes.start(pair.teacher, texts, target, processes=2)
+        writer = cache_writer_processes.start_writer(pair.teacher, texts, target, processes=2)
         if rng.random() < 0.25:
             writer.join(rng.uniform(0, 5))
         else:
             while writer.is_alive() and len(list(target.glob("shard-*"))) == num_shards:
                 time.sleep(0.005)
             writer.join(rng.uniform(0, 0.5))
-        children = cache_writer_processes.children_of(writer.pid) if writer.is_alive() else []
+        children = cache_writer_processes.child_processes(writer.pid) if writer.is_alive() else []
         was_parent = kill_one_of(writer, rng) if writer.is_alive() else False
         writer.join(60)
         assert wait_until_ended(children)
@@ -144,7 +144,7 @@ def kill_two_processes(pair, texts, folder: Path, uninterrupted: dict[str, bytes
         num_killed += 1
         assert writer.exitcode == (-signal.SIGKILL if was_parent else 1)
         if not was_parent:
-            assert "was killed by SIGKILL" in cache_writer_processes.said(target)
+            assert "was killed by SIGKILL" in cache_writer_processes.read_log(target)
     assert_resumes_to(pair, texts, folder / str(num_caches), uninterrupted, 2)
 
 

@@ -197,7 +197,7 @@ def test_killed_tensor_parallel_process_ends_the_command_which_can_resume(tp_tea
     writer = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True)
     while not list((tmp_path / "c").glob("shard-*")) and writer.poll() is None:
         time.sleep(0.01)
-    (follower,) = cache_writer_processes.children_of(writer.pid)
+    (follower,) = cache_writer_processes.child_processes(writer.pid)
     os.kill(follower, signal.SIGKILL)
     _, stderr = writer.communicate(timeout=60)
     assert writer.returncode == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from http_server_processes import answer_as_vllm, get_in_the_way, served
+from http_server_processes import run_server, serve_as_vllm, serve_faulty_proxy
 from small_inputs import Pair
 
 from xtk.artifacts.corpus_reader import Corpus
@@ -38,7 +38,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 def test_cache_from_a_server_equals_one_from_transformers(pair, corpus, tmp_path):
     texts = Corpus([str(corpus)], {})
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as server:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {}) as server:
         cache_teacher(cache_request(pair, "server", server.url), texts, tmp_path / "server")
     cache_teacher(cache_request(pair, "transformers"), texts, tmp_path / "plain")
     from_server, from_transformers = TeacherCache(tmp_path / "server"), TeacherCache(tmp_path / "plain")
@@ -61,15 +61,15 @@ def test_cache_from_a_server_equals_one_from_transformers(pair, corpus, tmp_path
 @pytest.mark.parametrize("kind", ["hang", "nan", "short", "cut", "500"])
 def test_cache_stopped_by_a_failing_server_continues_with_another_server(pair, corpus, tmp_path, kind):
     texts = Corpus([str(corpus)], {})
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as server:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {}) as server:
         cache_teacher(cache_request(pair, "server", server.url), texts, tmp_path / "undisturbed")
-        with served(get_in_the_way, server.url) as proxy:
+        with run_server(serve_faulty_proxy, server.url) as proxy:
             retry_policy = RetryPolicy(
                 max_attempts=2, attempt_seconds=4 if kind == "hang" else 60, initial_backoff=0.01, max_backoff=0.05
             )
             request = cache_request(pair, "server", proxy.url)
             request.backend_options["patience"] = retry_policy
-            proxy.trouble(kind, -1, after=15)
+            proxy.inject_fault(kind, -1, after=15)
             with pytest.raises(XtkError) as raised:
                 cache_teacher(request, texts, tmp_path / "ended")
             assert "a document of" in str(raised.value)
@@ -84,7 +84,7 @@ def test_cache_stopped_by_a_failing_server_continues_with_another_server(pair, c
 
 def test_finished_cache_is_reused_without_its_server(pair, corpus, tmp_path):
     texts = Corpus([str(corpus)], {})
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as server:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {}) as server:
         request = cache_request(pair, "server", server.url)
         totals = cache_teacher(request, texts, tmp_path / "cache")
     assert cache_teacher(request, texts, tmp_path / "cache") == totals
@@ -93,7 +93,7 @@ def test_finished_cache_is_reused_without_its_server(pair, corpus, tmp_path):
 def test_cache_of_another_server_model_is_refused(pair, corpus, tmp_path):
     texts = Corpus([str(corpus)], {})
     names = ["one=/one", "two=/two"]
-    with served(answer_as_vllm, str(pair.teacher), names, {}) as server:
+    with run_server(serve_as_vllm, str(pair.teacher), names, {}) as server:
         cache_teacher(cache_request(pair, "server", server.url + "#one"), texts, tmp_path / "cache")
         with pytest.raises(XtkError, match="another"):
             cache_teacher(cache_request(pair, "server", server.url + "#two"), texts, tmp_path / "cache")
@@ -102,7 +102,7 @@ def test_cache_of_another_server_model_is_refused(pair, corpus, tmp_path):
 def test_documents_longer_than_the_server_context_are_refused_with_a_hint(pair, corpus, tmp_path):
     texts = Corpus([str(corpus)], {})
     with (
-        served(answer_as_vllm, str(pair.teacher), ["teacher"], {"says": 20}) as short,
+        run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {"max_model_len": 20}) as short,
         pytest.raises(XtkError, match="runs with a context of 20") as raised,
     ):
         cache_teacher(cache_request(pair, "server", short.url), texts, tmp_path / "cache")

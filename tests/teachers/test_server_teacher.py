@@ -12,8 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_inputs
-from http_server_processes import SPOIL, Served, answer_as_sglang, answer_as_vllm, get_in_the_way, served
-from reference_logprobs import assert_is_the_truth, documents_of, said_plainly
+from http_server_processes import (
+    CORRUPTIONS,
+    ServerProcess,
+    run_server,
+    serve_as_sglang,
+    serve_as_vllm,
+    serve_faulty_proxy,
+)
+from reference_logprobs import assert_logprobs_match, compute_full_logprobs, make_documents
 from small_inputs import Pair
 
 from xtk.engines.http_client_pool import RetryPolicy
@@ -45,32 +52,32 @@ def teacher_config(folder: Path, servers: list[str], support: Support = TOP_8, *
 
 
 @pytest.fixture(scope="module")
-def server(pair: Pair) -> Iterator[Served]:
+def server(pair: Pair) -> Iterator[ServerProcess]:
     """Start a server that responds like vLLM."""
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as running:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def second_server(pair: Pair) -> Iterator[Served]:
+def second_server(pair: Pair) -> Iterator[ServerProcess]:
     """Start another server of the same model."""
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as running:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def proxy(server: Served) -> Iterator[Served]:
-    with served(get_in_the_way, server.url) as running:
+def proxy(server: ServerProcess) -> Iterator[ServerProcess]:
+    with run_server(serve_faulty_proxy, server.url) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def documents(pair: Pair) -> list[TokenSequence]:
-    return documents_of(pair.teacher, 256)
+    return make_documents(pair.teacher, 256)
 
 
 @pytest.fixture(scope="module")
-def expected_scores(pair: Pair, server: Served, documents: list[TokenSequence]) -> list[StoredLogprobs]:
+def expected_scores(pair: Pair, server: ServerProcess, documents: list[TokenSequence]) -> list[StoredLogprobs]:
     """Return the log-probabilities from a server without failures."""
     return ServerTeacher(teacher_config(pair.teacher, [server.url])).score(documents)
 
@@ -90,29 +97,29 @@ def test_server_returns_the_log_probabilities_of_the_model(pair, server, documen
     teacher = ServerTeacher(teacher_config(pair.teacher, [server.url], support))
     assert (teacher.max_document_tokens, teacher.vocab_size, teacher.model) == (256, 496, "teacher")
     assert max(map(len, documents)) == 256, "a document as long as the context is among them"
-    full_logprobs = said_plainly(pair.teacher, documents)
+    full_logprobs = compute_full_logprobs(pair.teacher, documents)
     for document, scores, expected in zip(documents, teacher.score(documents), full_logprobs, strict=True):
-        assert_is_the_truth(scores, document, expected, support, tolerance=1e-5)
+        assert_logprobs_match(scores, document, expected, support, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("support", [TOP_8, Support("top-p", top_k=20, top_p=0.3), Support("none")])
 @pytest.mark.parametrize("starts", [[], [0]])
 def test_sglang_server_returns_the_log_probabilities_of_the_model(pair, documents, support, starts, capsys):
     """The server imitates SGLang, which itself needs a GPU."""
-    with served(answer_as_sglang, str(pair.teacher), {"starts": starts}) as running:
+    with run_server(serve_as_sglang, str(pair.teacher), {"prefix_ids": starts}) as running:
         teacher = ServerTeacher(teacher_config(pair.teacher, [running.url], support))
         assert (teacher.max_document_tokens, teacher.model) == (255, "teacher")
         short_documents = [document for document in documents if len(document) < 256]
-        full_logprobs = said_plainly(pair.teacher, short_documents)
+        full_logprobs = compute_full_logprobs(pair.teacher, short_documents)
         for document, scores, expected in zip(
             short_documents, teacher.score(short_documents), full_logprobs, strict=True
         ):
-            assert_is_the_truth(scores, document, expected, support, tolerance=1e-5)
+            assert_logprobs_match(scores, document, expected, support, tolerance=1e-5)
 
 
 def test_mixed_vllm_and_sglang_servers_are_refused(pair, server):
     with (
-        served(answer_as_sglang, str(pair.teacher), {}) as running,
+        run_server(serve_as_sglang, str(pair.teacher), {}) as running,
         pytest.raises(XtkError, match="some servers are of SGLang"),
     ):
         ServerTeacher(teacher_config(pair.teacher, [running.url, server.url]))
@@ -164,14 +171,14 @@ def test_invalid_sglang_responses_are_refused(pair, documents, change, message):
         )
 
 
-@pytest.mark.parametrize("kind", ["500", "503", "429", "408", "cut", "close", "html", *SPOIL])
+@pytest.mark.parametrize("kind", ["500", "503", "429", "408", "cut", "close", "html", *CORRUPTIONS])
 def test_occasional_failures_do_not_change_the_result(pair, proxy, documents, expected_scores, kind):
     teacher = ServerTeacher(teacher_config(pair.teacher, [proxy.url]))
     short_documents = [document for document in documents if 1 < len(document) < 256]
     for times, after in ((1, 0), (2, 3)):
-        proxy.trouble(kind, times, after)
+        proxy.inject_fault(kind, times, after)
         found = teacher.score(short_documents)
-        assert proxy.seen()["requests"] > len([one for one in short_documents if one.train_mask.any()])
+        assert proxy.request_counts()["requests"] > len([one for one in short_documents if one.train_mask.any()])
         assert_same(
             found,
             [one for one, document in zip(expected_scores, documents, strict=True) if document in short_documents],
@@ -179,14 +186,14 @@ def test_occasional_failures_do_not_change_the_result(pair, proxy, documents, ex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["500", "cut", "close", "html", "hang", "drip", *SPOIL])
+@pytest.mark.parametrize("kind", ["500", "cut", "close", "html", "hang", "drip", *CORRUPTIONS])
 def test_permanent_failure_is_reported_with_server_and_document(pair, proxy, documents, kind):
     attempt_seconds = 3 if kind in ("hang", "drip") else 60
     retry_policy = RetryPolicy(
         max_attempts=3, total_seconds=60, attempt_seconds=attempt_seconds, initial_backoff=0.01, max_backoff=0.05
     )
     teacher = ServerTeacher(teacher_config(pair.teacher, [proxy.url], patience=retry_policy))
-    proxy.trouble(kind, -1)
+    proxy.inject_fault(kind, -1)
     started = time.monotonic()
     with pytest.raises(XtkError) as raised:
         teacher.score([document for document in documents if len(document) > 3][:3])
@@ -206,21 +213,21 @@ def test_second_server_takes_over_from_a_failing_one(pair, proxy, second_server,
         max_backoff=0.1,
     )
     teacher = ServerTeacher(teacher_config(pair.teacher, [proxy.url, second_server.url], patience=retry_policy))
-    proxy.trouble(kind, -1, after=2)
+    proxy.inject_fault(kind, -1, after=2)
     first_documents = documents[:12]
     assert_same(teacher.score(first_documents), expected_scores[:12])
-    assert proxy.seen()["requests"] > 2
+    assert proxy.request_counts()["requests"] > 2
 
 
 def test_second_server_takes_over_from_a_killed_one(pair, server, documents, expected_scores):
-    with served(get_in_the_way, server.url) as dying:
+    with run_server(serve_faulty_proxy, server.url) as dying:
         teacher = ServerTeacher(teacher_config(pair.teacher, [dying.url, server.url]))
         dying.kill()
         assert_same(teacher.score(documents), expected_scores)
 
 
 def test_failure_of_all_servers_is_reported(pair, server, documents):
-    with served(get_in_the_way, server.url) as dying:
+    with run_server(serve_faulty_proxy, server.url) as dying:
         teacher = ServerTeacher(teacher_config(pair.teacher, [dying.url]))
         dying.kill()
         with pytest.raises(XtkError, match="no server gave a valid response in 5 attempts") as raised:
@@ -230,7 +237,7 @@ def test_failure_of_all_servers_is_reported(pair, server, documents):
 
 
 def test_unreachable_server_is_refused_at_the_start(pair, server):
-    with served(get_in_the_way, server.url) as gone:
+    with run_server(serve_faulty_proxy, server.url) as gone:
         pass
     with pytest.raises(XtkError, match="no valid response from the server: ConnectError") as raised:
         ServerTeacher(teacher_config(pair.teacher, [server.url, gone.url]))
@@ -239,11 +246,11 @@ def test_unreachable_server_is_refused_at_the_start(pair, server):
 
 def test_requests_run_concurrently_within_the_limit_and_share_connections(pair, proxy, documents):
     teacher = ServerTeacher(teacher_config(pair.teacher, [proxy.url], concurrency=4))
-    proxy.trouble()
+    proxy.inject_fault()
     teacher.score(documents * 3)
-    counts = proxy.seen()
+    counts = proxy.request_counts()
     assert counts["requests"] > 30
-    assert 1 < counts["most"] <= 4
+    assert 1 < counts["max_running"] <= 4
     assert counts["connections"] <= 4 + 1, "the last request read the counters"
 
 
@@ -251,14 +258,14 @@ def test_large_responses_are_requested_one_at_a_time(pair, proxy, documents, mon
     monkeypatch.setattr(vllm_server_client, "MAX_BYTES_IN_FLIGHT", 256 * 9 * vllm_server_client.BYTES_PER_ENTRY)
     teacher = ServerTeacher(teacher_config(pair.teacher, [proxy.url]))
     long = [document for document in documents if len(document) == 256]
-    proxy.trouble()
+    proxy.inject_fault()
     teacher.score(long * 4)
-    assert proxy.seen()["most"] == 1
+    assert proxy.request_counts()["max_running"] == 1
 
 
 def test_results_of_a_hundred_documents_are_in_order(pair, server):
     texts = small_inputs.sentences(100, seed=11)
-    documents = documents_of(pair.teacher, 256, texts)
+    documents = make_documents(pair.teacher, 256, texts)
     for document, scores in zip(
         documents, ServerTeacher(teacher_config(pair.teacher, [server.url])).score(documents), strict=True
     ):
@@ -313,7 +320,7 @@ def test_top_k_above_the_server_limit_is_refused_at_the_start(pair, server):
 
 
 def test_document_longer_than_the_server_context_is_refused(pair, documents):
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"says": None}) as silent:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {"max_model_len": None}) as silent:
         teacher = ServerTeacher(teacher_config(pair.teacher, [silent.url]))
         assert teacher.max_document_tokens is None
         with pytest.raises(XtkError, match="max_tokens must be at least 1") as raised:
@@ -323,7 +330,7 @@ def test_document_longer_than_the_server_context_is_refused(pair, documents):
 
 def test_server_with_another_tokenizer_is_refused(pair):
     with (
-        served(answer_as_vllm, str(pair.student), ["teacher"], {}) as wrong,
+        run_server(serve_as_vllm, str(pair.student), ["teacher"], {}) as wrong,
         pytest.raises(MismatchError, match="the server's tokenizer differs") as raised,
     ):
         ServerTeacher(teacher_config(pair.teacher, [wrong.url]))
@@ -337,14 +344,14 @@ def test_server_with_another_pre_tokenizer_is_accepted_with_a_warning(
     content = json.loads((folder / "tokenizer.json").read_text())
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{L}| ?[^\s\p{L}]+|\s+"
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with served(answer_as_vllm, str(folder), ["teacher"], {}) as running:
+    with run_server(serve_as_vllm, str(folder), ["teacher"], {}) as running:
         teacher = ServerTeacher(teacher_config(pair.teacher, [running.url]))
         assert "but splits text differently" in capsys.readouterr().err
         assert_same(teacher.score(documents), expected_scores)
 
 
 def test_server_that_returns_no_token_ids_causes_a_warning(pair, capsys):
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"no_ids": True}) as silent:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {"no_ids": True}) as silent:
         ServerTeacher(teacher_config(pair.teacher, [silent.url]))
     assert "its tokenizer cannot be checked" in capsys.readouterr().err
 
@@ -352,7 +359,7 @@ def test_server_that_returns_no_token_ids_causes_a_warning(pair, capsys):
 def test_servers_with_different_weights_are_refused(pair, server, tmp_path):
     folder = small_inputs.make_teacher(tmp_path / "teacher", seed=7)
     with (
-        served(answer_as_vllm, str(folder), ["teacher"], {}) as wrong,
+        run_server(serve_as_vllm, str(folder), ["teacher"], {}) as wrong,
         pytest.raises(MismatchError, match="do not have the same model") as raised,
     ):
         ServerTeacher(teacher_config(pair.teacher, [server.url, wrong.url]))
@@ -362,7 +369,7 @@ def test_servers_with_different_weights_are_refused(pair, server, tmp_path):
 
 def test_server_with_several_models_needs_a_model_name(pair, documents, expected_scores):
     names = ["base=/models/base", "tuned=/models/tuned", "alias=/models/tuned"]
-    with served(answer_as_vllm, str(pair.teacher), names, {}) as several:
+    with run_server(serve_as_vllm, str(pair.teacher), names, {}) as several:
         with pytest.raises(XtkError, match="several models: base, tuned, alias") as raised:
             ServerTeacher(teacher_config(pair.teacher, [several.url]))
         assert f"{several.url}#base" in str(raised.value)
@@ -375,14 +382,14 @@ def test_server_with_several_models_needs_a_model_name(pair, documents, expected
 
 def test_server_model_with_the_name_of_the_teacher_is_selected(pair):
     names = ["other=/models/other", "teacher=/models/teacher"]
-    with served(answer_as_vllm, str(pair.teacher), names, {}) as several:
+    with run_server(serve_as_vllm, str(pair.teacher), names, {}) as several:
         assert ServerTeacher(teacher_config(pair.teacher, [several.url])).model == "teacher"
 
 
 def test_api_key_is_read_from_the_environment_and_never_printed(pair, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("XTK_API_KEY", raising=False)
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"key": "sesame"}) as locked:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {"key": "sesame"}) as locked:
         with pytest.raises(XtkError, match="401") as raised:
             ServerTeacher(teacher_config(pair.teacher, [locked.url]))
         assert "XTK_API_KEY" in str(raised.value)
@@ -395,7 +402,7 @@ def test_api_key_is_read_from_the_environment_and_never_printed(pair, monkeypatc
 
 
 def test_password_in_a_server_url_is_not_printed(pair, server):
-    with served(get_in_the_way, server.url) as gone:
+    with run_server(serve_faulty_proxy, server.url) as gone:
         pass
     with pytest.raises(XtkError) as raised:
         ServerTeacher(teacher_config(pair.teacher, [gone.url.replace("//", "//me:secret@")]))
@@ -404,14 +411,14 @@ def test_password_in_a_server_url_is_not_printed(pair, server):
 
 def test_server_without_prompt_logprobs_is_refused(pair):
     with (
-        served(answer_as_vllm, str(pair.teacher), ["teacher"], {"plain": True}) as plain,
+        run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {"no_prompt_logprobs": True}) as plain,
         pytest.raises(XtkError, match="only servers of vLLM and SGLang"),
     ):
         ServerTeacher(teacher_config(pair.teacher, [plain.url]))
 
 
 def test_server_with_processed_logprobs_is_refused(pair, documents):
-    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"processed": True}) as processed:
+    with run_server(serve_as_vllm, str(pair.teacher), ["teacher"], {"processed": True}) as processed:
         teacher = ServerTeacher(teacher_config(pair.teacher, [processed.url]))
         teacher.score([document for document in documents if len(document) < 256])
         with pytest.raises(XtkError, match="after sampling restrictions") as raised:

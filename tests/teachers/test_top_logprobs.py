@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_logprobs import assert_is_the_truth
+from reference_logprobs import assert_logprobs_match
 
 from xtk.errors import XtkError
 from xtk.teachers.vllm_top_logprobs import (
@@ -53,7 +53,7 @@ def test_top_logprobs_are_converted_like_the_full_distribution(length, width, K,
     top_logprobs = top_logprobs_of(logprobs, document.ids[positions], num_top_ids(support, width))
     scores = top_logprobs_to_stored(document, top_logprobs, support, width, "here")
     assert num_tokens_to_read(document) == (positions[-1] + 1 if len(positions) else 0)
-    assert_is_the_truth(scores, document, logprobs, support, tolerance=1e-5)
+    assert_logprobs_match(scores, document, logprobs, support, tolerance=1e-5)
 
 
 def test_entropy_is_exact_if_all_tokens_are_known():

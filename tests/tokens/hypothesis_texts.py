@@ -13,7 +13,7 @@ FAMILIES = list(MAKERS)
 SPECIAL_SPELLINGS = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "</s>", "<unk>", "[SEP]"]
 ADDED_WORDS = ["<think>", " <left>  ", "  <right> ", " <both> ", "pear", "pears", "Café", "<extra_id_0>"]
 FRAGMENTS = [
-    *small_inputs.ODD,
+    *small_inputs.ODD_TEXTS,
     *SPECIAL_SPELLINGS,
     *ADDED_WORDS,
     *[

@@ -190,7 +190,7 @@ def test_worst_documents_and_longest_spans_are_those_of_the_whole_corpus(
 def test_batch_sizes_do_not_change_the_statistics(tokenizer_of, monkeypatch):
     import small_inputs
 
-    texts = [*small_inputs.sentences(20), "", *small_inputs.ODD, "x" * 300]
+    texts = [*small_inputs.sentences(20), "", *small_inputs.ODD_TEXTS, "x" * 300]
     pair = tokenizer_of["student"], tokenizer_of["metaspace"]
     in_one_batch, _ = count_statistics(*pair, texts)
     for name, value in (("BATCH_DOCUMENTS", 1), ("BATCH_DOCUMENTS", 7), ("BATCH_CHARACTERS", 100)):

@@ -20,7 +20,7 @@ from xtk.tokens.tokenizer import Tokenizer
 PATTERN = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PROSE = [
     *small_inputs.sentences(200, seed=9),
-    *small_inputs.ODD,
+    *small_inputs.ODD_TEXTS,
     "  two  spaces ",
     "tab\tx",
     "\n\n x",
@@ -104,7 +104,7 @@ def test_special_tokens_of_tiktoken_and_tekken_have_their_ids_and_roles(tiktoken
 def sentencepiece_folders(tmp_path_factory):
     """Return folders of SentencePiece models: BPE with byte fallback as Llama 2, BPE with a normalizer, Unigram."""
     folder = tmp_path_factory.mktemp("pieces")
-    (folder / "text").write_text("\n".join([*small_inputs.sentences(1500), *small_inputs.ODD]))
+    (folder / "text").write_text("\n".join([*small_inputs.sentences(1500), *small_inputs.ODD_TEXTS]))
     trainer_options = {
         "bpe": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
                 "remove_extra_whitespaces": False, "split_digits": True},

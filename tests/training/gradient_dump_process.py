@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from accelerate import Accelerator
-from recorded_training_steps import inputs_of, recipe_of, take_steps
+from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 from safetensors.torch import save_file
 
 
@@ -27,19 +27,19 @@ def main() -> None:
     results: dict[str, dict[str, object]] = {}
     for case in cases["cases"]:
         student = Path(case.get("student") or cases["student"])
-        inputs = inputs_of(
+        inputs = open_run_inputs(
             student,
             case["caches"],
-            recipe_of(case["losses"], **case["options"]),
+            make_train_config(case["losses"], **case["options"]),
             tuple(map(Path, case["projections"])),
             tuple(map(Path, case.get("held_out", []))),
         )
         for way in case["ways"]:
             documents, batch = map(int, way.split(":"))
-            recipe = recipe_of(case["losses"], batch, learning_rate=1e-3, **case["options"])
-            gradients, way_results = take_steps(
+            recipe = make_train_config(case["losses"], batch, learning_rate=1e-3, **case["options"])
+            gradients, way_results = record_steps(
                 accelerator, student, inputs, recipe, documents, context=case.get("context", 256),
-                moved=5 * (documents == case.get("moved")),
+                num_updates=5 * (documents == case.get("moved")),
             )  # fmt: skip
             results.setdefault(case["name"], {})[way] = way_results
             if accelerator.is_main_process:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded_training_steps import Recorder, inputs_of, prepared, recipe_of
-from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, SimulatedTensor, moved, on_host
+from recorded_training_steps import GradientRecorder, load_student_for_steps, make_train_config, open_run_inputs
+from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, SimulatedTensor, move_to_device, to_host
 
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -43,9 +43,9 @@ def take_steps(
     **options: Any,
 ) -> Any:
     """Take steps on the CPU or on the simulated device; return metrics, gradients and the waits of each step."""
-    recipe = dataclasses.replace(recipe_of(losses, batch, **options), max_grad_norm=max_norm)
-    inputs = inputs_of(pair.student, [cache], recipe, (projection,))
-    model = prepared(pair.student, recipe, inputs)
+    recipe = dataclasses.replace(make_train_config(losses, batch, **options), max_grad_norm=max_norm)
+    inputs = open_run_inputs(pair.student, [cache], recipe, (projection,))
+    model = load_student_for_steps(pair.student, recipe, inputs)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     student = BackboneWithHead(model)
@@ -54,7 +54,7 @@ def take_steps(
     device = CUDA if simulated else torch.device("cpu")
     if simulated:
         with SimulatedCuda():
-            moved(model)
+            move_to_device(model)
     run = TrainingRun(
         accelerator=SimpleNamespace(device=device, no_sync=lambda model: contextlib.nullcontext()),
         parallel=parallel or ParallelConfig(),
@@ -71,12 +71,16 @@ def take_steps(
         output=Path("nowhere"),
         tokenizer_folder=pair.student,
     )
-    recorder, waits, metrics = Recorder(model), [], []
+    recorder, waits, metrics = GradientRecorder(model), [], []
     for step in range(STEPS):
-        with SimulatedCuda() if simulated else contextlib.nullcontext(SimpleNamespace(waits={}, places={})) as counter:
+        with (
+            SimulatedCuda()
+            if simulated
+            else contextlib.nullcontext(SimpleNamespace(waits={}, wait_locations={})) as counter
+        ):
             metrics.append(_step(run, recorder, _step_batch_builder(run)(step)))
         waits.append(counter)
-    return metrics, {name: on_host(one) for name, one in recorder.gradients.items()}, waits
+    return metrics, {name: to_host(one) for name, one in recorder.gradients.items()}, waits
 
 
 SLOW_CASES = {"items of several chunks"}  # chunks of one row are slow on the simulated device
@@ -107,7 +111,7 @@ def test_step_reads_the_device_once_for_any_number_of_passes(pair, cache, projec
     expected_metrics, expected_gradients, _ = take_steps(pair, cache, projection, losses, simulated=False, **options)
     metrics, gradients, waits = take_steps(pair, cache, projection, losses, simulated=True, **options)
     for counter in waits:
-        read_locations = "\n".join(f"{count} {location}" for location, count in counter.places.most_common())
+        read_locations = "\n".join(f"{count} {location}" for location, count in counter.wait_locations.most_common())
         assert counter.waits[READ] == reads, read_locations
         assert counter.waits[SHAPE] == counter.waits[UPLOAD] == 0, read_locations
     for (found_losses, found_norm), (expected_losses, expected_norm) in zip(metrics, expected_metrics, strict=True):
@@ -136,7 +140,7 @@ def test_step_of_several_processes_also_reads_their_summed_counts(pair, cache, p
     )
     metrics, gradients, waits = take_steps(pair, cache, projection, FEW_LOSSES[:2], simulated=True, **options)
     for counter in waits:
-        read_locations = "\n".join(f"{count} {location}" for location, count in counter.places.most_common())
+        read_locations = "\n".join(f"{count} {location}" for location, count in counter.wait_locations.most_common())
         assert counter.waits[READ] == reads, read_locations
         assert counter.waits[SHAPE] == counter.waits[UPLOAD] == 0, read_locations
     for (losses, norm), (expected_losses, expected_norm) in zip(metrics, expected_metrics, strict=True):

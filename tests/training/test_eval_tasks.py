@@ -45,7 +45,7 @@ def folder(pair, tmp_path_factory) -> Path:
     (folder / "student" / "config.json").write_text(json.dumps(configuration | {"attention_dropout": 0.2}))
     (folder / "student" / "chat_template.jinja").write_text(TEMPLATE)
     lm_eval_tasks.write_tasks(folder / "tasks")
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lm_eval_tasks.rows(7)))
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lm_eval_tasks.make_problems(7)))
     (folder / "judge.py").write_text(REWARD)
     return folder
 

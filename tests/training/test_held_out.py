@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import small_inputs
 import torch
-from recorded_training_steps import inputs_of, recipe_of
+from recorded_training_steps import make_train_config, open_run_inputs
 
 from xtk.artifacts.projection_file import read_projection
 from xtk.errors import XtkError
@@ -50,7 +50,7 @@ def caches(run, pair, tmp_path_factory) -> Path:
 
 
 def evaluate(student: Path, cache: Path, losses: list[str], projections: tuple[Path, ...] = ()) -> dict[str, float]:
-    inputs = inputs_of(student, [cache], recipe_of(losses), projections, (cache,))
+    inputs = open_run_inputs(student, [cache], make_train_config(losses), projections, (cache,))
     model = StudentWithLoss(BackboneWithHead(load_causal_lm(student)))
     return HeldOutEvaluator(inputs.held_out, model, inputs.tokenizer, 256, 0, ParallelConfig(), CPU)()
 
@@ -159,7 +159,7 @@ def test_eval_caches_of_other_teachers_or_in_wrong_number_are_refused(pair, cach
         ((caches / "teacher", caches / "teacher"), "--eval-data has 2 caches for 1 teachers"),
     ]:
         with pytest.raises(XtkError, match=message):
-            inputs_of(pair.student, [caches / "teacher"], recipe_of(["byte-kl"]), (), held_out)
+            open_run_inputs(pair.student, [caches / "teacher"], make_train_config(["byte-kl"]), (), held_out)
 
 
 # --- runs

@@ -15,14 +15,14 @@ import pytest
 import torch
 import yaml
 from interrupted_runs import (
-    assert_none_left,
-    assert_same,
-    ended,
-    start,
-    stop_at_a_checkpoint,
-    told,
-    wait_for,
-    worker,
+    assert_equal_runs,
+    assert_no_processes_left,
+    deterministic_metrics,
+    exit_of_unfinished_run,
+    process_of_rank,
+    signal_at_checkpoint,
+    start_run,
+    wait_for_path,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -76,12 +76,12 @@ def newest_step(output: Path) -> int:
 
 def test_sigterm_saves_after_the_step_and_exits_with_75(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
-    code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGTERM)
+    code, stderr = signal_at_checkpoint(arguments, output, signal.SIGTERM)
     assert code == EXIT_RESUMABLE
     assert "Traceback" not in stderr
     assert f"stopped after step {newest_step(output)} of {STEPS}: SIGTERM" in stderr
     assert "resuming from" in run_xtk(*arguments, output).stderr
-    assert_same(output, uninterrupted)
+    assert_equal_runs(output, uninterrupted)
 
 
 def test_a_time_limit_saves_and_exits_with_75_until_the_run_is_done(arguments, tmp_path):
@@ -93,52 +93,52 @@ def test_a_time_limit_saves_and_exits_with_75_until_the_run_is_done(arguments, t
         assert f"stopped after step {step} of 3: --max-seconds is over" in done.stderr
         assert done.stdout == ""
     assert run_xtk(*limited).stdout == f"{tmp_path}/sliced\n"
-    assert_same(tmp_path / "sliced", tmp_path / "whole")
+    assert_equal_runs(tmp_path / "sliced", tmp_path / "whole")
 
 
 def test_two_processes_stop_together_end_if_one_is_killed_and_resume(arguments, uninterrupted_two_processes, tmp_path):
     output = tmp_path / "out"
-    code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGUSR1, *TWO_PROCESSES)
+    code, stderr = signal_at_checkpoint(arguments, output, signal.SIGUSR1, *TWO_PROCESSES)
     assert code == EXIT_RESUMABLE, stderr
     stopped_at = newest_step(output)
     assert f"stopped after step {stopped_at} of {STEPS}: SIGUSR1" in stderr
     assert "Traceback" not in stderr
-    assert_none_left(output)
+    assert_no_processes_left(output)
 
-    process = start([*arguments, output, *TWO_PROCESSES])
-    wait_for(output / f"checkpoint-{stopped_at // 2 * 2 + 2}", process)
-    os.kill(worker(output, rank=1), signal.SIGKILL)
+    process = start_run([*arguments, output, *TWO_PROCESSES])
+    wait_for_path(output / f"checkpoint-{stopped_at // 2 * 2 + 2}", process)
+    os.kill(process_of_rank(output, rank=1), signal.SIGKILL)
     killed_at = time.monotonic()
-    code, stderr = ended(process, output)
+    code, stderr = exit_of_unfinished_run(process, output)
     assert time.monotonic() - killed_at < 30
     assert code == 128 + signal.SIGKILL
     assert "training process 1 was killed by the signal SIGKILL" in stderr
-    assert_none_left(output)
+    assert_no_processes_left(output)
 
     assert "resuming from" in run_xtk(*arguments, output, *TWO_PROCESSES, fresh=True).stderr
-    assert_same(output, uninterrupted_two_processes)
+    assert_equal_runs(output, uninterrupted_two_processes)
 
 
 @pytest.mark.long
 def test_a_hanging_process_ends_the_run_after_the_timeout(arguments, tmp_path):
     output = tmp_path / "out"
-    process = start([*arguments, output, *TWO_PROCESSES, "--ddp-timeout", 5])
-    wait_for(output / "checkpoint-4", process)
-    os.kill(worker(output, rank=1), signal.SIGSTOP)
+    process = start_run([*arguments, output, *TWO_PROCESSES, "--ddp-timeout", 5])
+    wait_for_path(output / "checkpoint-4", process)
+    os.kill(process_of_rank(output, rank=1), signal.SIGSTOP)
     stopped_at = time.monotonic()
-    code, stderr = ended(process, output)
+    code, stderr = exit_of_unfinished_run(process, output)
     assert time.monotonic() - stopped_at < 45  # it takes 38 s (docs/explanation/decisions.md)
     assert code == 1
     assert "a process of this run did not respond within --ddp-timeout" in stderr
-    assert_none_left(output)
+    assert_no_processes_left(output)
 
 
 @pytest.mark.long
 def test_training_processes_end_with_their_launcher(arguments, tmp_path):
     output = tmp_path / "out"
-    code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGKILL, *TWO_PROCESSES)
+    code, _ = signal_at_checkpoint(arguments, output, signal.SIGKILL, *TWO_PROCESSES)
     assert code == -signal.SIGKILL
-    assert_none_left(output)
+    assert_no_processes_left(output)
 
 
 @pytest.mark.long
@@ -146,15 +146,15 @@ def test_torchrun_restarts_killed_processes_and_the_run_resumes(arguments, unint
     output = tmp_path / "out"
     launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
                 "--nproc-per-node", 2, "--max-restarts", 2]  # fmt: skip
-    process = start([*arguments, output, *TWO_PROCESSES[2:]], launcher)
+    process = start_run([*arguments, output, *TWO_PROCESSES[2:]], launcher)
     for checkpoint in (4, 8):
-        wait_for(output / f"checkpoint-{checkpoint}", process)
-        os.kill(worker(output, rank=1), signal.SIGKILL)
+        wait_for_path(output / f"checkpoint-{checkpoint}", process)
+        os.kill(process_of_rank(output, rank=1), signal.SIGKILL)
     stdout, stderr = process.communicate(timeout=200)
     assert process.returncode == 0, stderr
     assert stdout == f"{output}\n"
     assert stderr.count("resuming from") == 2
-    assert_same(output, uninterrupted_two_processes)
+    assert_equal_runs(output, uninterrupted_two_processes)
 
 
 def kill_at_random_instants(
@@ -167,21 +167,21 @@ def kill_at_random_instants(
         metrics = output / "metrics.jsonl"
         earlier_mtime = metrics.stat().st_mtime_ns if metrics.exists() else 0
         target = newest_step(output) + rng.randint(0, 3)
-        process = start([*arguments, output, *extra_arguments])
+        process = start_run([*arguments, output, *extra_arguments])
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
             has_started = metrics.exists() and metrics.stat().st_mtime_ns != earlier_mtime
-            if has_started and len(told(output)) >= target:
+            if has_started and len(deterministic_metrics(output)) >= target:
                 break
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.03))
         process.kill()
         process.communicate(timeout=60)
-        assert_none_left(output)
+        assert_no_processes_left(output)
         kills -= not (output / "xtk.json").exists()
         if (output / "xtk.json").exists() or not kills:
             run_xtk(*arguments, output, *extra_arguments, fresh=True)
-            assert_same(output, uninterrupted)
+            assert_equal_runs(output, uninterrupted)
             shutil.rmtree(output)
 
 
@@ -251,7 +251,7 @@ def test_a_step_with_nonfinite_loss_updates_nothing_and_is_counted(nonfinite_run
 
     run_xtk(*arguments, tmp_path / "again", *batch_of_four, "--max-seconds", 0.001, code=EXIT_RESUMABLE)
     run_xtk(*arguments, tmp_path / "again", *batch_of_four)
-    assert_same(tmp_path / "again", tmp_path / "out")
+    assert_equal_runs(tmp_path / "again", tmp_path / "out")
 
     run_xtk(*arguments, tmp_path / "two", *TWO_PROCESSES, fresh=True)
     found = read_metrics(tmp_path / "two" / "metrics.jsonl")
@@ -314,11 +314,11 @@ def test_early_stopping_returns_the_best_student_also_after_an_interruption(argu
 
     later_step = (bits.index(best) + 1) // 2 * 2 + 2  # the only checkpoint that is kept, and not the best one
     output = tmp_path / "out"
-    code, _ = stop_at_a_checkpoint(command, output, signal.SIGTERM, at=later_step)
+    code, _ = signal_at_checkpoint(command, output, signal.SIGTERM, step=later_step)
     assert code == EXIT_RESUMABLE
     assert [path.name for path in output.glob("best-*")] == [f"best-{bits.index(best) + 1}"]
     run_xtk(*command, output)
-    assert_same(output, uninterrupted)
+    assert_equal_runs(output, uninterrupted)
 
 
 def test_early_stopping_keeps_the_first_weights_if_no_step_improves_them(arguments, tmp_path, pair):
@@ -338,10 +338,10 @@ def test_early_stopping_keeps_the_first_weights_if_no_step_improves_them(argumen
     for name, one in load_file(pair.student / "model.safetensors").items():
         assert torch.equal(weights[name], one), name
     assert not list((tmp_path / "whole").glob("best-*"))
-    code, _ = stop_at_a_checkpoint(command, tmp_path / "out", signal.SIGTERM, at=2)
+    code, _ = signal_at_checkpoint(command, tmp_path / "out", signal.SIGTERM, step=2)
     assert code == EXIT_RESUMABLE
     run_xtk(*command, tmp_path / "out")
-    assert_same(tmp_path / "out", tmp_path / "whole")
+    assert_equal_runs(tmp_path / "out", tmp_path / "whole")
 
 
 def test_early_stopping_without_evaluations_is_refused(arguments, tmp_path):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import small_inputs
 import torch
-from interrupted_runs import start, told, wait_for
+from interrupted_runs import deterministic_metrics, start_run, wait_for_path
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from xtk_processes import run_xtk
@@ -216,13 +216,13 @@ def test_a_killed_run_resumes_within_its_rollout_batch(pair, prompts, reference_
     arguments = ["distill", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 8,
                  "--save-steps", 3, "--steps-per-generation", 2, "--loss", "byte-kl",
                  "--reward", "regex:pattern=apples", "-o"]  # fmt: skip
-    process = start([*arguments, output])
-    wait_for(output / "checkpoint-3", process)
+    process = start_run([*arguments, output])
+    wait_for_path(output / "checkpoint-3", process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     rollouts_file = output / "rollout_batches" / "000001" / "rollouts-00000-of-00001.jsonl"
     content, inode = rollouts_file.read_bytes(), rollouts_file.stat().st_ino
-    resumed = start([*arguments, output])
+    resumed = start_run([*arguments, output])
     inodes = set()
     while resumed.poll() is None:
         with contextlib.suppress(FileNotFoundError):
@@ -235,7 +235,10 @@ def test_a_killed_run_resumes_within_its_rollout_batch(pair, prompts, reference_
     assert (output / "model.safetensors").read_bytes() == (reference_run / "model.safetensors").read_bytes()
     timing_metrics = {"generation_seconds", "teacher_seconds"}
     resumed_metrics, expected_metrics = (
-        [{key: value for key, value in line.items() if key not in timing_metrics} for line in told(one)]
+        [
+            {key: value for key, value in line.items() if key not in timing_metrics}
+            for line in deterministic_metrics(one)
+        ]
         for one in (output, reference_run)
     )
     assert resumed_metrics == expected_metrics
@@ -358,12 +361,12 @@ def test_a_run_killed_at_random_times_ends_bitwise_equal(pair, prompts, referenc
     for number in range(20):
         output = tmp_path / str(number)
         for _ in range(2):
-            process = start([*arguments, output])
-            wait_for(output / "recipe.json", process)
+            process = start_run([*arguments, output])
+            wait_for_path(output / "recipe.json", process)
             time.sleep(rng.uniform(0, 4))
             process.kill()
             process.communicate()
-        process = start([*arguments, output])
+        process = start_run([*arguments, output])
         _, stderr = process.communicate(timeout=300)
         assert process.returncode == 0, stderr
         assert (output / "model.safetensors").read_bytes() == (reference_run / "model.safetensors").read_bytes()

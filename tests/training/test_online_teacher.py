@@ -16,8 +16,8 @@ import pytest
 import small_inputs
 import torch
 from accelerate import Accelerator
-from interrupted_runs import ended, start, wait_for
-from recorded_training_steps import inputs_of, recipe_of
+from interrupted_runs import exit_of_unfinished_run, start_run, wait_for_path
+from recorded_training_steps import make_train_config, open_run_inputs
 from safetensors.torch import load_file
 from xtk_processes import run_xtk
 
@@ -58,7 +58,7 @@ def online_inputs(
     student: Path, data: Path, teachers: list[OnlineTeacher], columns: dict[str, str] | None = None, **options: str
 ) -> RunInputs:
     paths = RunPaths(student, (str(data),), (), Path("nowhere"), columns or {}, online_teachers=tuple(teachers))
-    return open_inputs(paths, recipe_of(["byte-kl"], **options), Tokenizer(student))
+    return open_inputs(paths, make_train_config(["byte-kl"], **options), Tokenizer(student))
 
 
 def blocks_of(inputs: RunInputs, folder: Path, *, steps: int, size: int = 0, per_step: int = 8) -> TeacherBlocks:
@@ -193,12 +193,12 @@ def test_a_run_killed_within_a_block_ends_bitwise_equal(pair, corpus, original, 
 def test_sigterm_stops_scoring_and_other_block_sizes_resume_bit_for_bit(pair, corpus, original, tmp_path):
     output = tmp_path / "out"
     arguments = [*command(pair, corpus), "-o"]
-    process = start([*arguments, output])
-    wait_for(
+    process = start_run([*arguments, output])
+    wait_for_path(
         output / f"{TEMPORARY_PREFIX}live-00002", process
     )  # of the second epoch, for which the teacher is loaded again
     process.send_signal(signal.SIGTERM)
-    code, stderr = ended(process, output)
+    code, stderr = exit_of_unfinished_run(process, output)
     assert code == os.EX_TEMPFAIL, stderr
     assert "stopped after step 5 of 10: SIGTERM" in stderr
     assert "Traceback" not in stderr
@@ -215,8 +215,8 @@ def test_sigterm_stops_scoring_and_other_block_sizes_resume_bit_for_bit(pair, co
 def test_samples_of_an_epoch_are_those_of_the_next_seed(pair, corpus, tmp_path):
     options = f"support=sample,num_samples=3,{ONE_DOCUMENT}"
     expected = [
-        inputs_of(pair.student, [write_cache(online_teacher(pair.teacher, f"{options},seed={seed}"), corpus,
-                                             tmp_path / str(seed))], recipe_of(["byte-kl"])).source
+        open_run_inputs(pair.student, [write_cache(online_teacher(pair.teacher, f"{options},seed={seed}"), corpus,
+                                                   tmp_path / str(seed))], make_train_config(["byte-kl"])).source
         for seed in (5, 6)
     ]  # fmt: skip
     inputs = online_inputs(pair.student, corpus, [online_teacher(pair.teacher, f"{options},seed=5")])
@@ -254,7 +254,7 @@ def test_several_online_teachers_equal_their_caches(pair, corpus, tmp_path, meth
     options = [f"top_k=16,{ONE_DOCUMENT}", f"support=top-k+sample,top_k=4,{ONE_DOCUMENT}"]
     teachers = [online_teacher(model, option) for model, option in zip((pair.teacher, third), options, strict=True)]
     caches = [write_cache(teacher, corpus, tmp_path / f"cache-{at}") for at, teacher in enumerate(teachers)]
-    from_caches = inputs_of(pair.student, caches, recipe_of(["byte-kl"], combine_teachers=method))
+    from_caches = open_run_inputs(pair.student, caches, make_train_config(["byte-kl"], combine_teachers=method))
     inputs = online_inputs(pair.student, corpus, teachers, combine_teachers=method)
     assert [term.name for term in inputs.objectives] == [one.name for one in from_caches.objectives]
     assert inputs.teachers == from_caches.teachers
@@ -366,9 +366,9 @@ def test_invalid_inputs_are_refused_with_the_reason(pair, corpus, cache, tmp_pat
         online_inputs(pair.student, cache, [teacher])
     paths = RunPaths(pair.student, (str(corpus),), (), tmp_path, online_teachers=(teacher,))
     with pytest.raises(XtkError, match="--teacher is given, but no --loss uses a teacher"):
-        open_inputs(paths, recipe_of(["ce"]), Tokenizer(pair.student))
+        open_inputs(paths, make_train_config(["ce"]), Tokenizer(pair.student))
     with pytest.raises(MismatchError, match="the student's tokenizer"):
-        open_inputs(paths, recipe_of(["forward-kl"]), Tokenizer(pair.student))
+        open_inputs(paths, make_train_config(["forward-kl"]), Tokenizer(pair.student))
     with pytest.raises(XtkError, match="--combine-teachers needs several teachers, but this run has one"):
         online_inputs(pair.student, corpus, [teacher], combine_teachers="mixture")
     with pytest.raises(MismatchError, match="mixture needs teachers with the same tokenizer"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interrupted_runs import assert_none_left, assert_same, start, stop_at_a_checkpoint, wait_for
+from interrupted_runs import assert_equal_runs, assert_no_processes_left, signal_at_checkpoint, start_run, wait_for_path
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtk_processes import run_xtk
@@ -50,30 +50,30 @@ def uninterrupted(arguments, tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_a_killed_run_ends_bitwise_equal_to_an_uninterrupted_run(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
-    code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGKILL)
+    code, _ = signal_at_checkpoint(arguments, output, signal.SIGKILL)
     assert code == -signal.SIGKILL
     done = run_xtk(*arguments, output)
     assert done.stdout == f"{output}\n"
     assert f"resuming from {output}/checkpoint-" in done.stderr
-    assert_same(output, uninterrupted)
+    assert_equal_runs(output, uninterrupted)
 
 
 @pytest.mark.slow
 def test_ctrl_c_exits_with_130_and_the_same_command_resumes(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
-    code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGINT)
+    code, stderr = signal_at_checkpoint(arguments, output, signal.SIGINT)
     assert code == 130
     assert "Traceback" not in stderr
     assert "resuming from" in run_xtk(*arguments, output).stderr
-    assert_same(output, uninterrupted)
+    assert_equal_runs(output, uninterrupted)
 
 
 @pytest.mark.long
 def test_ctrl_c_of_two_processes_exits_with_130_and_leaves_no_process(arguments, uninterrupted, tmp_path):
     output = tmp_path / "out"
-    code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGINT, "--num-processes", 2)
+    code, _ = signal_at_checkpoint(arguments, output, signal.SIGINT, "--num-processes", 2)
     assert code == 130
-    assert_none_left(output)
+    assert_no_processes_left(output)
 
 
 def test_a_finished_run_prints_its_path_and_trains_nothing(arguments, uninterrupted):
@@ -93,7 +93,7 @@ def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, uni
     assert "the output folder has a run with other options or inputs" in refused.stderr
     assert f"(max_steps: {STEPS} there, 1 now)" in refused.stderr
     assert "--force" in refused.stderr
-    assert_same(output, uninterrupted)
+    assert_equal_runs(output, uninterrupted)
     recipe = json.loads((output / "recipe.json").read_text())
     recipe["identity"]["inputs"]["student"]["weights"] = "sha256:" + "0" * 64
     (output / "recipe.json").write_text(json.dumps(recipe))
@@ -178,8 +178,8 @@ def test_a_run_killed_before_its_first_checkpoint_evaluates_its_start_once(pair,
     path = tmp_path / "out" / "metrics.jsonl"
     earlier_inode = -1
     for _ in range(2):
-        process = start(command)
-        wait_for(path, process)
+        process = start_run(command)
+        wait_for_path(path, process)
         while path.stat().st_ino == earlier_inode or len(path.read_text().splitlines()) < 3:
             assert process.poll() is None
             time.sleep(0.01)

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 
 import small_inputs
-from recorded_training_steps import inputs_of, recipe_of
+from recorded_training_steps import make_train_config, open_run_inputs
 
 from xtk.training.distill import evaluation_identity, run_identity
 from xtk.training.train_config import LoggingConfig
@@ -37,17 +37,17 @@ def test_the_checks_at_the_start_read_each_document_once(pair, tmp_path):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     rows = [*({"text": text} for text in small_inputs.sentences(8)), {"messages": messages}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = recipe_of(["ce"])
-    inputs = inputs_of(student, [str(tmp_path / "data.jsonl")], recipe)
+    recipe = make_train_config(["ce"])
+    inputs = open_run_inputs(student, [str(tmp_path / "data.jsonl")], recipe)
     source = CountedSource(inputs.source)
     dataclasses.replace(inputs, source=source).training_documents(recipe, None)
     assert source.reads == dict.fromkeys(range(len(rows)), 1)
 
 
 def test_held_out_documents_are_hashed_once(pair, cache):
-    recipe = dataclasses.replace(recipe_of(["byte-kl"]), early_stopping_patience=2)
+    recipe = dataclasses.replace(make_train_config(["byte-kl"]), early_stopping_patience=2)
     logging = LoggingConfig(eval_steps=1)
-    inputs = inputs_of(pair.student, [cache], recipe, (), (cache,))
+    inputs = open_run_inputs(pair.student, [cache], recipe, (), (cache,))
     source = CountedSource(inputs.held_out.source)
     inputs = dataclasses.replace(inputs, held_out=dataclasses.replace(inputs.held_out, source=source))
     evaluation = evaluation_identity(inputs, logging)

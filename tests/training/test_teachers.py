@@ -13,7 +13,7 @@ import pytest
 import small_inputs
 import torch
 from accelerate import Accelerator
-from recorded_training_steps import inputs_of, recipe_of, take_steps
+from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
@@ -71,9 +71,9 @@ def step(pair, folder) -> Step:
     accelerator = Accelerator(cpu=True)
 
     def take_step(*names: str, losses: tuple[str, ...] = (AUTO_LOSS,), **options: Any) -> tuple[Any, Any]:
-        recipe = recipe_of(list(losses), **options)
-        inputs = inputs_of(pair.student, [folder / f"c-{name}" for name in names], recipe)
-        gradients, results = take_steps(accelerator, pair.student, inputs, recipe, len(inputs.source), steps=1)
+        recipe = make_train_config(list(losses), **options)
+        inputs = open_run_inputs(pair.student, [folder / f"c-{name}" for name in names], recipe)
+        gradients, results = record_steps(accelerator, pair.student, inputs, recipe, len(inputs.source), steps=1)
         return gradients, results["losses"][0]
 
     return take_step
@@ -276,9 +276,9 @@ def test_scale_kd_to_uses_the_losses_of_the_same_step_despite_dropout(folder):
     ratios = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        recipe = recipe_of(["ce", "byte-kl"], batch=3, scale_kd_to="ce")
-        inputs = inputs_of(student, [folder / "c-teacher"], recipe)
-        _, results = take_steps(Accelerator(cpu=True), student, inputs, recipe, 8, steps=1)
+        recipe = make_train_config(["ce", "byte-kl"], batch=3, scale_kd_to="ce")
+        inputs = open_run_inputs(student, [folder / "c-teacher"], recipe)
+        _, results = record_steps(Accelerator(cpu=True), student, inputs, recipe, 8, steps=1)
         (metrics,) = results["losses"]
         assert metrics["kd_scale"] == pytest.approx(metrics["ce"] / metrics["byte-kl"], rel=1e-6)
         ratios.append(metrics["kd_scale"])
@@ -340,10 +340,10 @@ def test_a_loss_without_a_teacher_and_a_teacher_without_a_loss_are_refused(teach
 
 def test_plain_data_instead_of_a_cache_needs_ce_as_the_only_loss(pair, folder):
     data = [folder / "plain.jsonl"]
-    assert len(inputs_of(pair.student, data, recipe_of(["ce"])).source) == 8
+    assert len(open_run_inputs(pair.student, data, make_train_config(["ce"])).source) == 8
     for losses in ([AUTO_LOSS], [AUTO_LOSS, "ce"], ["byte-kl"]):
         with pytest.raises(XtkError, match=r"plain\.jsonl"):
-            inputs_of(pair.student, data, recipe_of(losses))
+            open_run_inputs(pair.student, data, make_train_config(losses))
 
 
 # --- the command line

@@ -20,7 +20,7 @@ from xtk.transplant.corpus_token_counts import count_tokens
 from xtk.transplant.model_transplant import TransplantConfig, pruned_tokenizer, transplant_model
 from xtk.transplant.vocabulary_pruning import BpeVocabulary, choose_tokens
 
-TEXTS = [*small_inputs.sentences(120, seed=9), *small_inputs.ODD, "  two   spaces\n\n\nand 99 lines"]
+TEXTS = [*small_inputs.sentences(120, seed=9), *small_inputs.ODD_TEXTS, "  two   spaces\n\n\nand 99 lines"]
 
 
 def count_exact_texts(old: Tokenizer, files: dict[str, bytes], kept: np.ndarray, texts: list[str]) -> int:

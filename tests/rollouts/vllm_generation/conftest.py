@@ -23,5 +23,5 @@ def students(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("vllm")
     rows = len(Tokenizer(make_llama(root / "old", context=CONTEXT))) + PADDING
     return tuple(
-        make_llama(root / name, context=CONTEXT, rows=rows, seed=seed) for seed, name in enumerate(("old", "new"))
+        make_llama(root / name, context=CONTEXT, vocab_size=rows, seed=seed) for seed, name in enumerate(("old", "new"))
     )

@@ -10,7 +10,7 @@ import numpy as np
 import small_inputs
 import torch
 from transformers import AutoModelForCausalLM
-from vllm_on_cpu import SURROUNDINGS, make_llama
+from vllm_on_cpu import ENVIRONMENT, make_llama
 
 SCRIPT = """
 import json, pathlib, sys
@@ -39,7 +39,7 @@ def test_vllm_opens_a_checkpoint_and_reloads_its_weights(tmp_path):
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(8))
     command = [sys.executable, "-m", "xtk", "distill", student, data, "--loss", "ce", "--max-steps", 2, "--save-steps",
                1, "--learning-rate", "1e-2", "-o", tmp_path / "run"]  # fmt: skip
-    subprocess.run(list(map(str, command)), env=SURROUNDINGS, check=True, timeout=600)
+    subprocess.run(list(map(str, command)), env=ENVIRONMENT, check=True, timeout=600)
     checkpoint = tmp_path / "run" / "checkpoint-1"
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     expected = []
@@ -52,7 +52,7 @@ def test_vllm_opens_a_checkpoint_and_reloads_its_weights(tmp_path):
         output = tmp_path / "output.json"
         process = subprocess.run(
             [sys.executable, "-c", SCRIPT, str(start), str(checkpoint), str(output)],
-            env={**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True, timeout=900,
+            env={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True, timeout=900,
             check=False,
         )  # fmt: skip
         assert process.returncode == 0, process.stderr[-3000:]

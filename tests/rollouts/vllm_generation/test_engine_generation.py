@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_on_cpu import ENGINE, SURROUNDINGS
+from vllm_on_cpu import ENGINE, ENVIRONMENT
 
 from xtk.errors import XtkError
 from xtk.rollouts.generator_interface import Completion
@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).parent / "vllm_generation_process.py"
 def outcome(students, tmp_path_factory):
     out = tmp_path_factory.mktemp("results") / "results.json"
     command = [sys.executable, str(SCRIPT), *map(str, students), str(out), *ENGINE]
-    process = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
+    process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
     assert process.returncode == 0, process.stderr
     assert process.stdout == "", "stdout carries results only"
     return json.loads(out.read_text())
@@ -97,7 +97,7 @@ def test_subprocess_generates_the_same_and_receives_weights_through_a_folder(stu
     from safetensors.torch import load_file
 
     old, new = students
-    environment = {**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": workers}
+    environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": workers}
     with SubprocessGenerator(backend_config(old, engine=ENGINE), "vllm", environment) as generator:
         assert_equal_completions(generator.generate(make_requests(), GREEDY), greedy_completions(old))
         generator.update_weights(load_file(new / "model.safetensors").items())
@@ -111,16 +111,16 @@ def test_invalid_engine_options_are_reported_from_the_subprocess(students):
         ("logprobs_mode=raw_logits", "xtk sets this argument"),
     ):
         with pytest.raises(XtkError, match=message):
-            SubprocessGenerator(backend_config(students[0], engine=[option]), "vllm", SURROUNDINGS)
+            SubprocessGenerator(backend_config(students[0], engine=[option]), "vllm", ENVIRONMENT)
 
 
 def test_failed_chunked_prefill_is_reported_with_a_hint(students):
     """On a CPU vLLM 0.32 fails when it samples with seeds; a version that does not fail must generate correctly."""
     small_engine, large_engine = ([*ENGINE, f"max_num_batched_tokens={size}"] for size in (CONTEXT, 8 * CONTEXT))
-    with SubprocessGenerator(backend_config(students[0], engine=small_engine), "vllm", SURROUNDINGS) as generator:
+    with SubprocessGenerator(backend_config(students[0], engine=small_engine), "vllm", ENVIRONMENT) as generator:
         try:
             assert max_logprob_error(students[0], generator.generate(make_requests(), SAMPLED)) < 1e-4
         except XtkError as outcome:
             assert "max_num_batched_tokens" in (outcome.hint or "")  # noqa: PT017 (later versions of vLLM may not raise)
-    with SubprocessGenerator(backend_config(students[0], engine=large_engine), "vllm", SURROUNDINGS) as generator:
+    with SubprocessGenerator(backend_config(students[0], engine=large_engine), "vllm", ENVIRONMENT) as generator:
         assert max_logprob_error(students[0], generator.generate(make_requests(), SAMPLED)) < 1e-4

@@ -9,7 +9,7 @@ import sys
 import small_inputs
 import torch
 from transformers import AutoModelForCausalLM
-from vllm_on_cpu import SURROUNDINGS, make_llama
+from vllm_on_cpu import ENVIRONMENT, make_llama
 
 SCRIPT = """
 import json, pathlib, sys
@@ -23,16 +23,16 @@ pathlib.Path(sys.argv[3]).write_text(json.dumps(results))
 
 
 def test_vllm_serves_an_exported_student_and_stops_at_the_end_of_a_turn(tmp_path):
-    student = make_llama(tmp_path / "student", context=128, ends=4.0)
+    student = make_llama(tmp_path / "student", context=128, eos_scale=4.0)
     tokenizer_config = json.loads((student / "tokenizer_config.json").read_text())
     (student / "tokenizer_config.json").write_text(json.dumps({**tokenizer_config, "eos_token": "<|endoftext|>"}))
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", small_inputs.sentences(8))
     xtk_command = [sys.executable, "-m", "xtk"]
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     distill_command = [*xtk_command, "distill", str(student), str(data), "--loss", "ce", "--max-steps", "1", "-o", run]
-    subprocess.run(distill_command, env=SURROUNDINGS, check=True, timeout=600)
+    subprocess.run(distill_command, env=ENVIRONMENT, check=True, timeout=600)
     subprocess.run(
-        [*xtk_command, "export", run, "--max-shard-size", "200KB", "-o", out], env=SURROUNDINGS, check=True, timeout=600
+        [*xtk_command, "export", run, "--max-shard-size", "200KB", "-o", out], env=ENVIRONMENT, check=True, timeout=600
     )
 
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -47,7 +47,7 @@ def test_vllm_serves_an_exported_student_and_stops_at_the_end_of_a_turn(tmp_path
     output = tmp_path / "output.json"
     command = [sys.executable, "-c", SCRIPT, out, json.dumps(prompts), str(output)]
     process = subprocess.run(
-        command, env={**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True,
+        command, env={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, capture_output=True, text=True,
         timeout=900, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-3000:]

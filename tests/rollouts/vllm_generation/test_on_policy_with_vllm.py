@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm_on_cpu import ENGINE, SURROUNDINGS, make_llama
+from vllm_on_cpu import ENGINE, ENVIRONMENT, make_llama
 
 from xtk.tokens.document_token_ids import SampledTokens
 from xtk.training.metrics_file import read_metrics
@@ -54,7 +54,7 @@ def test_each_rollout_batch_is_generated_with_the_weights_of_its_step(tmp_path, 
     output, student = tmp_path / "out", tmp_path / "student"
     command = distill_command(tmp_path, tied=tied)
     log = (tmp_path / "log").open("w+")
-    process = subprocess.Popen(command, env=SURROUNDINGS, stdout=log, stderr=log)
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
     rollouts: dict[int, str] = {}
     while process.poll() is None:
         for number in range(3):
@@ -99,14 +99,14 @@ def test_engine_with_an_outdated_head_is_refused_at_its_first_rollout_batch(tmp_
     """The code that writes the tied head is disabled in this process and in the engine's process."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sitecustomize.py").write_text(DISABLE_WEIGHT_CHECKS)
-    path = os.pathsep.join([str(tmp_path / "broken"), SURROUNDINGS["PYTHONPATH"]])
+    path = os.pathsep.join([str(tmp_path / "broken"), ENVIRONMENT["PYTHONPATH"]])
     command = distill_command(tmp_path, tied=True)
     process = subprocess.run(
-        command, env={**SURROUNDINGS, "PYTHONPATH": path}, capture_output=True, text=True, timeout=900, check=False
+        command, env={**ENVIRONMENT, "PYTHONPATH": path}, capture_output=True, text=True, timeout=900, check=False
     )
     assert process.returncode == 1, process.stderr
     assert "log-probabilities differ from the student's by" in process.stderr
     assert "Traceback" not in process.stderr
     assert [record["step"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")] == [1]
-    resumed = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
+    resumed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
     assert resumed.returncode == 0, resumed.stderr

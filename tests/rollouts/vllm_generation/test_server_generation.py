@@ -6,7 +6,7 @@ import json
 from urllib.request import Request, urlopen
 
 import pytest
-from http_server_processes import get_in_the_way, served
+from http_server_processes import run_server, serve_faulty_proxy
 from vllm_on_cpu import Server
 
 from xtk.engines.backend import BackendConfig
@@ -79,12 +79,12 @@ def test_unsupported_requests_are_refused_and_failed_ones_are_retried(server, st
         ServerGenerator(
             BackendConfig(pair.student, "student", Tokenizer(pair.student), options={"servers": [server.url]})
         )
-    with served(get_in_the_way, server.url) as proxy:
+    with run_server(serve_faulty_proxy, server.url) as proxy:
         proxied = server_generator(students, proxy.url)
         for kind in ("500", "cut", "close", "empty", "no-choices"):
-            proxy.trouble(kind, 2, 1)
+            proxy.inject_fault(kind, 2, 1)
             assert_equal_completions(proxied.generate(make_requests(), GREEDY), greedy_completions(students[0]))
-        proxy.trouble("404", 1)
+        proxy.inject_fault("404", 1)
         with pytest.raises(XtkError, match="does not accept weight updates") as raised:
             proxied.update_weights(students[0])
         assert "VLLM_SERVER_DEV_MODE=1" in str(raised.value.hint)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_on_cpu import ENGINE, SURROUNDINGS
+from vllm_on_cpu import ENGINE, ENVIRONMENT
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
@@ -25,7 +25,7 @@ def command_of(teacher: Path, corpus: Path, out: Path, *backend: str) -> list[st
 
 
 def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == command[-1] + "\n", "stdout carries results only"
     return result
@@ -62,7 +62,7 @@ def test_cache_resumed_after_a_killed_engine_equals_one_from_transformers(
     out = tmp_path / "cache"
     options = [word for option in ENGINE for word in ("--engine", option)]
     command = command_of(teacher, corpus, out, "--backend", "vllm", *options)
-    first = subprocess.Popen(command, env=SURROUNDINGS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while first.poll() is None and not list(out.glob("shard-*.arrow")):
         time.sleep(0.01)
     if first.poll() is None:

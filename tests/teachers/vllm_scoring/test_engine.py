@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference_logprobs import assert_is_the_truth, documents_of, said_plainly
-from vllm_on_cpu import ENGINE, SURROUNDINGS
+from reference_logprobs import assert_logprobs_match, compute_full_logprobs, make_documents
+from vllm_on_cpu import ENGINE, ENVIRONMENT
 
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
@@ -24,9 +24,7 @@ SCRIPT = Path(__file__).parent / "vllm_scoring_process.py"
 
 def run_engine(folder: Path, support: Support, out: Path, *engine: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), str(folder), json.dumps(asdict(support)), str(out), *ENGINE, *engine]
-    return subprocess.run(
-        command, env={**SURROUNDINGS, **env}, capture_output=True, text=True, timeout=600, check=False
-    )
+    return subprocess.run(command, env={**ENVIRONMENT, **env}, capture_output=True, text=True, timeout=600, check=False)
 
 
 def descendants(process: int) -> set[int]:
@@ -73,11 +71,11 @@ def test_vllm_engine_matches_transformers(teacher, tmp_path, support, engine):
     result = run_engine(teacher, support, tmp_path / "out.npz", *engine)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "", "stdout carries results only"
-    documents = documents_of(teacher, CONTEXT)
+    documents = make_documents(teacher, CONTEXT)
     assert max(map(len, documents)) == CONTEXT, "a document as long as the context is among them"
-    full_logprobs = said_plainly(teacher, documents)
+    full_logprobs = compute_full_logprobs(teacher, documents)
     for document, scores, expected in zip(documents, load_scores(tmp_path / "out.npz"), full_logprobs, strict=True):
-        assert_is_the_truth(scores, document, expected, support, tolerance=1e-4)
+        assert_logprobs_match(scores, document, expected, support, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,7 @@ def test_invalid_engine_option_is_refused(teacher, tmp_path, engine, message):
 def test_killed_process_leaves_no_engine_running(teacher, tmp_path):
     out = tmp_path / "out.npz"
     command = [sys.executable, str(SCRIPT), str(teacher), '{"kind": "none"}', str(out), *ENGINE]
-    process = subprocess.Popen(command, env={**SURROUNDINGS, "THEN_WAIT": "1"}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env={**ENVIRONMENT, "THEN_WAIT": "1"}, stderr=subprocess.DEVNULL)
     while not out.exists():
         assert process.poll() is None
         time.sleep(0.2)

@@ -10,9 +10,9 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
-from http_server_processes import SPOIL, answer_as_vllm, get_in_the_way, served
-from reference_logprobs import assert_is_the_truth, documents_of, said_plainly
-from vllm_on_cpu import MOST
+from http_server_processes import CORRUPTIONS, run_server, serve_as_vllm, serve_faulty_proxy
+from reference_logprobs import assert_logprobs_match, compute_full_logprobs, make_documents
+from vllm_on_cpu import MAX_LOGPROBS
 
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
@@ -40,7 +40,12 @@ def teacher_config(folder: Path, servers: list[str], support: Support, **options
 
 @pytest.mark.parametrize(
     "support",
-    [Support("top-k", top_k=MOST), Support("top-k", top_k=1), Support("top-p", top_k=20, top_p=0.5), Support("none")],
+    [
+        Support("top-k", top_k=MAX_LOGPROBS),
+        Support("top-k", top_k=1),
+        Support("top-p", top_k=20, top_p=0.5),
+        Support("none"),
+    ],
     ids=lambda support: f"{support.kind}-{support.top_k}",
 )
 def test_vllm_server_matches_transformers(teacher, server, support):
@@ -50,40 +55,40 @@ def test_vllm_server_matches_transformers(teacher, server, support):
         496,
         "teacher",
     )
-    documents = documents_of(teacher, CONTEXT)
+    documents = make_documents(teacher, CONTEXT)
     assert max(map(len, documents)) == CONTEXT, "a document as long as the context is among them"
-    full_logprobs = said_plainly(teacher, documents)
+    full_logprobs = compute_full_logprobs(teacher, documents)
     for document, scores, expected in zip(documents, server_teacher.score(documents), full_logprobs, strict=True):
-        assert_is_the_truth(scores, document, expected, support, tolerance=1e-4)
+        assert_logprobs_match(scores, document, expected, support, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["500", "cut", "close", *SPOIL])
+@pytest.mark.parametrize("kind", ["500", "cut", "close", *CORRUPTIONS])
 def test_failures_between_client_and_server_do_not_change_the_result(teacher, server, kind):
     support = Support("top-k", top_k=4)
-    documents = documents_of(teacher, CONTEXT)[:5]
+    documents = make_documents(teacher, CONTEXT)[:5]
     expected = ServerTeacher(teacher_config(teacher, [server.url], support)).score(documents)
-    with served(get_in_the_way, server.url) as proxy:
+    with run_server(serve_faulty_proxy, server.url) as proxy:
         server_teacher = ServerTeacher(teacher_config(teacher, [proxy.url], support))
-        proxy.trouble(kind, 2, 1)
+        proxy.inject_fault(kind, 2, 1)
         for one, two in zip(server_teacher.score(documents), expected, strict=True):
             assert np.array_equal(one.ids, two.ids)
             # The same prompt in another batch is summed in another order.
             np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4, rtol=0)
-        assert proxy.seen()["requests"] > len(documents)
+        assert proxy.request_counts()["requests"] > len(documents)
 
 
 def test_killed_server_is_reported(teacher, server):
-    with served(get_in_the_way, server.url) as proxy:
+    with run_server(serve_faulty_proxy, server.url) as proxy:
         server_teacher = ServerTeacher(teacher_config(teacher, [proxy.url], Support("top-k", top_k=4)))
         proxy.kill()
         with pytest.raises(XtkError, match="no server gave a valid response in 5 attempts"):
-            server_teacher.score(documents_of(teacher, CONTEXT))
+            server_teacher.score(make_documents(teacher, CONTEXT))
 
 
 def test_top_k_above_the_server_limit_is_refused(teacher, server):
     with pytest.raises(XtkError, match="the server refused the request: HTTP 400") as raised:
-        ServerTeacher(teacher_config(teacher, [server.url], Support("top-k", top_k=MOST + 1)))
-    assert f"--max-logprobs {MOST + 1}" in str(raised.value)
+        ServerTeacher(teacher_config(teacher, [server.url], Support("top-k", top_k=MAX_LOGPROBS + 1)))
+    assert f"--max-logprobs {MAX_LOGPROBS + 1}" in str(raised.value)
 
 
 def test_server_with_another_tokenizer_is_refused(pair, server):
@@ -141,7 +146,7 @@ def assert_approximately_equal(one: Any, two: Any) -> None:
     ids=["ids", "no ids", "one token", "text", "a forced token"],
 )  # fmt: skip
 def test_stand_in_responds_like_vllm(teacher, server, payload):
-    with served(answer_as_vllm, str(teacher), ["teacher"], {"max_logprobs": MOST}) as stand_in:
+    with run_server(serve_as_vllm, str(teacher), ["teacher"], {"max_logprobs": MAX_LOGPROBS}) as stand_in:
         (status, response), (stand_in_status, stand_in_response) = (
             post_completion(server.url, payload),
             post_completion(stand_in.url, payload),
@@ -153,7 +158,7 @@ def test_stand_in_responds_like_vllm(teacher, server, payload):
 @pytest.mark.parametrize(
     "payload",
     [
-        {"prompt": [1, 2], "prompt_logprobs": MOST + 1},
+        {"prompt": [1, 2], "prompt_logprobs": MAX_LOGPROBS + 1},
         {"prompt": [1] * CONTEXT, "prompt_logprobs": 1},
         {"prompt": [1] * (CONTEXT + 1), "prompt_logprobs": 1},
         {"prompt": [1, 2], "prompt_logprobs": 1, "model": "none"},
@@ -161,7 +166,7 @@ def test_stand_in_responds_like_vllm(teacher, server, payload):
     ids=["too many ids", "no space", "too long", "no such model"],
 )
 def test_stand_in_refuses_like_vllm(teacher, server, payload):
-    with served(answer_as_vllm, str(teacher), ["teacher"], {"max_logprobs": MOST}) as stand_in:
+    with run_server(serve_as_vllm, str(teacher), ["teacher"], {"max_logprobs": MAX_LOGPROBS}) as stand_in:
         (status, response), (stand_in_status, stand_in_response) = (
             post_completion(server.url, payload),
             post_completion(stand_in.url, payload),
@@ -173,7 +178,7 @@ def test_stand_in_refuses_like_vllm(teacher, server, payload):
 
 
 def test_stand_in_lists_models_like_vllm(teacher, server):
-    with served(answer_as_vllm, str(teacher), ["teacher"], {}) as stand_in:
+    with run_server(serve_as_vllm, str(teacher), ["teacher"], {}) as stand_in:
         found = []
         for url in (server.url, stand_in.url):
             with urlopen(url + "/models") as response:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import small_inputs
 import torch
-from http_server_processes import get_in_the_way, served
+from http_server_processes import run_server, serve_faulty_proxy
 from transformers import AutoModelForCausalLM
 from vllm_on_cpu import Server
 
@@ -102,7 +102,7 @@ def test_killed_command_continues_without_repeating_requests(run, service, promp
     options = ["--mode", "text", "--max-completion-length", "12", "--concurrency", "1", "--temperature", "0"]
     command = [sys.executable, "-m", "xtk", "query-teacher", None, str(prompts), "--top-logprobs", str(TOP), *options,
                "-o", str(output)]  # fmt: skip
-    with served(get_in_the_way, service.url) as proxy:
+    with run_server(serve_faulty_proxy, service.url) as proxy:
         command[4] = f"{proxy.url}#teacher"
         for num_answers in (3, 7):
             process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"})

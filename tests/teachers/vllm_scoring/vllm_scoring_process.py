@@ -17,7 +17,7 @@ CONTEXT = 320
 
 def main() -> None:
     import numpy as np
-    from reference_logprobs import documents_of
+    from reference_logprobs import make_documents
 
     from xtk.engines.engine_options import parse_engine_options
     from xtk.teachers.backend_interface import TeacherConfig
@@ -29,7 +29,7 @@ def main() -> None:
     options = {"engine": parse_engine_options(sys.argv[4:]), "longest": CONTEXT}
     teacher = VllmTeacher(TeacherConfig(folder, "teacher", Tokenizer(folder), options=options, support=support))
     assert (teacher.max_document_tokens, teacher.vocab_size) == (CONTEXT, 496)
-    found = teacher.score(documents_of(folder, CONTEXT))
+    found = teacher.score(make_documents(folder, CONTEXT))
     arrays = {
         f"{at} {field.name}": getattr(one, field.name)
         for at, one in enumerate(found)
