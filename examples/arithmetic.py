@@ -6,8 +6,8 @@ The teacher's tokenizer has one token per digit, the student's one token per num
 base 62. Half of the answers in the teacher's training data are random, so its most likely answer is right, and an
 answer that it samples is often wrong.
 Students start from a model that learned the form of an answer only. They train with cross-entropy on the teacher's
-answers, with a distillation loss on the teacher's answers, or with a loss on their own answers (on-policy). All take the
-same number of steps and of teacher tokens. Accuracy: the share of all sums with the right most likely answer.
+answers, with a distillation loss on the teacher's answers, or with a loss on their own answers (on-policy). All take
+the same number of steps and of teacher tokens. Accuracy: the share of all sums with the right most likely answer.
 """
 
 from __future__ import annotations

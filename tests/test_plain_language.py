@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,16 @@ DIALECT = re.compile(
     | beside | behind | so\ many | altered | draws? | drew | drawn | drawing | realised
     | many\ of\ them | who | whom | room | rounds?
     )\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+# The same in names, docstrings and comments of code, without words that code uses in another sense.
+CODE_DIALECT = re.compile(
+    r"""(?<![A-Za-z])(
+    told | tells | heard | hears? | spoken | speaks? | says? | said | saying | asks? | asked | asking | somebody
+    | anew | likeliest | to\ the\ letter | of\ its\ own | of\ their\ own | stands?\ there | realised
+    | so\ many | altered | whom | by\ lot | drew
+    | (?<!there\ )(?:is|are)\ no\ (?!longer|more|such)\w+
+    )(?![A-Za-z])""",
     re.IGNORECASE | re.VERBOSE,
 )
 # Natural uses in pages: (path relative to the root, text around the word).
@@ -199,6 +211,28 @@ def test_pages_have_no_dialect_words_except_natural_uses():
     assert not found, f"{len(found)} places:\n" + "\n".join(found)
     assert used == NATURAL, "no longer in the pages"
     assert len(NATURAL) < MAX_NATURAL
+
+
+def words_of_code(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of all names, docstrings and comments of a file."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    for token in tokens:
+        if token.type == tokenize.NAME:
+            yield token.start[0], token.string.replace("_", " ")
+        elif token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
+            yield token.start[0], token.string
+
+
+@pytest.mark.parametrize("folder", ["xtk", "tests", "examples", "docs"])
+def test_code_has_no_dialect(folder):
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {hit[0]!r} in {text[max(hit.start() - 40, 0) : hit.end() + 40]!r}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path != Path(__file__)
+        for line, text in words_of_code(path)
+        for hit in CODE_DIALECT.finditer(text)
+    ]
+    assert not found, f"{len(found)} places:\n" + "\n".join(found)
 
 
 def test_class_names_are_unique():

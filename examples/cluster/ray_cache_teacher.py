@@ -6,7 +6,7 @@ All arguments that are not listed below are those of `xtk cache-teacher`:
     python ray_cache_teacher.py --parts 8 TEACHER '/shared/corpus-{part}.jsonl' --top-k 64 -o /shared/cache
 
 All parts write shards of one cache, in a folder that all machines share or at a URL such as s3://BUCKET/cache. With
-{part} in an argument, each part has data and a cache of its own instead (OUTPUT-parts/0, 1, ...), and they are merged.
+{part} in an argument, each part has separate data and a separate cache (OUTPUT-parts/0, 1, ...), and they are merged.
 The path of the finished cache is printed. To continue after an error, run the same command again.
 """
 

@@ -424,8 +424,8 @@ class TopLogprobs:
     Attributes:
         ids: int32 [N, K], most likely first.
         logprobs: float32 [N, K].
-        realised_ids: int32 [N], the observed tokens.
-        realised_logprobs: float32 [N].
+        observed_ids: int32 [N], the observed tokens.
+        observed_logprobs: float32 [N].
         entropy: float32 [N], nats, of the whole distribution.
         mass: float32 [N], total probability of the K ids.
         draws: int32 [N, NUM_SAMPLES], independent samples from the whole distribution.
@@ -433,8 +433,8 @@ class TopLogprobs:
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    realised_ids: NDArray[np.int32]
-    realised_logprobs: NDArray[np.float32]
+    observed_ids: NDArray[np.int32]
+    observed_logprobs: NDArray[np.float32]
     entropy: NDArray[np.float32]
     mass: NDArray[np.float32]
     draws: NDArray[np.int32]
@@ -519,7 +519,7 @@ def statistics(top: TopLogprobs) -> Statistics:
     return Statistics(
         len(top),
         float(top.entropy.mean()),
-        float(-top.realised_logprobs.mean()),
+        float(-top.observed_logprobs.mean()),
         float(sums[:, -1].mean()),
         float(sizes.mean()),
         float(sums[np.arange(len(top)), sizes - 1].mean()),
@@ -541,8 +541,8 @@ def samples_for(ids: float, top: TopLogprobs) -> float:
 
 def expected_distinct_ids(num_samples: float, top: TopLogprobs) -> float:
     """Return the expected number of distinct ids: the observed one, and those among samples from the remainder."""
-    remainder = np.maximum(-np.expm1(top.realised_logprobs.astype(np.float64)), 1e-12)[:, None]
-    others = top.ids != top.realised_ids[:, None]
+    remainder = np.maximum(-np.expm1(top.observed_logprobs.astype(np.float64)), 1e-12)[:, None]
+    others = top.ids != top.observed_ids[:, None]
     probs = np.minimum(np.exp(top.logprobs) * others / remainder, 1 - 1e-12)
     distinct = -np.expm1(num_samples * np.log1p(-probs)).sum(1)
     # A token outside of the stored ones is hardly ever sampled twice.

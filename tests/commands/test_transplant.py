@@ -29,7 +29,7 @@ def embedding_matrix(folder: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def models(pair, tmp_path_factory):
-    """Return {kind: (model, tokenizer of the other model)}; the kind says whether the output head is tied."""
+    """Return {kind: (model, tokenizer of the other model)}; the kind is that of the output head."""
     return {"untied": (pair.student, pair.teacher), "tied": (pair.teacher, pair.student)}
 
 
@@ -167,7 +167,7 @@ def test_random_rows_have_the_distribution_of_the_old_rows(pair):
     from xtk.transplant.row_methods import RandomRow
 
     no_entries = RandomRow().weights(sources)
-    rows = torch.cat([part for _, part in new_rows(embedding, sources, no_entries, 40000, draw_seed=1)])
+    rows = torch.cat([part for _, part in new_rows(embedding, sources, no_entries, 40000, sampling_seed=1)])
     random_rows = rows[: len(new)][sources.copied < 0]
     deviation = torch.linalg.norm(random_rows - random_rows.mean(0)) / len(random_rows) ** 0.5
     expected = torch.linalg.norm(embedding - embedding.mean(0)) / len(embedding) ** 0.5

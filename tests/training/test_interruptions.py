@@ -268,9 +268,9 @@ def test_too_many_consecutive_nonfinite_steps_end_the_run(nonfinite_run, tmp_pat
     assert "gradient norm nan" in refused.stderr
     assert f"step {skipped[0]}" in refused.stderr
     command = (*arguments, tmp_path / "every", "--max-skipped-steps", 2, "--per-device-train-batch-size", 24)
-    told = run_xtk(*command, code=1).stderr
-    assert "the loss or the gradient is not finite in 3 consecutive step(s)" in told
-    assert "where: step 3" in told
+    stderr = run_xtk(*command, code=1).stderr
+    assert "the loss or the gradient is not finite in 3 consecutive step(s)" in stderr
+    assert "where: step 3" in stderr
 
 
 # --- averaged weights and the best checkpoint

@@ -103,7 +103,7 @@ class OnlineTeacher:
         return bool(self.devices) or self._backend.needs_subprocess(self.request.backend_options.get("engine") or {})
 
     def describe_placement(self) -> str:
-        """Return one line that says where the teacher runs."""
+        """Return one line about where the teacher runs."""
         where = "runs in each training process, alternating with the student"
         if self.student_weights:
             where = "is the student itself: " + STUDENT_WEIGHTS[self.student_weights]

@@ -346,7 +346,7 @@ def _replace_vocabulary(
     made = []
     for table, match_norms in tables:
         new = torch.empty(num_rows, table.shape[1], dtype=table.dtype)
-        for start, rows in new_rows(table, sources, weights, num_rows, draw_seed=seed, match_norms=match_norms):
+        for start, rows in new_rows(table, sources, weights, num_rows, sampling_seed=seed, match_norms=match_norms):
             new[start : start + len(rows)] = rows
         made.append(new)
     model.resize_token_embeddings(num_rows, mean_resizing=False)

@@ -23,7 +23,7 @@ def new_rows(
     weights: SparseEntries,
     num_rows: int,
     *,
-    draw_seed: int | None = None,
+    sampling_seed: int | None = None,
     match_norms: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (first token, rows) of a new table, in order.
@@ -33,7 +33,7 @@ def new_rows(
         sources: the tokens; copied ones get their old row, unchanged.
         weights: of old tokens for other new tokens.
         num_rows: at least V; rows beyond the tokenizer, and those without weights, get the mean of the old rows.
-        draw_seed: sample rows without weights from the distribution of the old rows instead, with this seed.
+        sampling_seed: sample rows without weights from the distribution of the old rows instead, with this seed.
         match_norms: scale combined rows to the median norm of old rows of like frequency.
     """
     old = table.detach()[: len(sources.old)].float()
@@ -41,9 +41,9 @@ def new_rows(
     rows, columns, values = (part[order] for part in weights)
     mean = old[torch.from_numpy(sources.old_text_tokens)].mean(0)
     factor, generator = None, torch.Generator()
-    if draw_seed is not None:
+    if sampling_seed is not None:
         factor = _covariance_factor(old, mean)
-        generator.manual_seed(draw_seed)
+        generator.manual_seed(sampling_seed)
     norms = _typical_norms(old) if match_norms else None
     for start in range(0, num_rows, CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, num_rows)
