@@ -56,12 +56,15 @@ def main() -> None:
     rows = []
     corpora = {"GSM8K": gsm8k(), "WikiText-2": wikitext(), "number tables": generated_documents("number tables", 200)}
     for one, other in PAIRS:
-        sides = [Tokenizer(real_data() / "tokenizers" / name) for name in (one, other)]
+        student, teacher = (Tokenizer(real_data() / "tokenizers" / name) for name in (one, other))
         for name, texts in corpora.items():
             documents = [Document.from_text(text) for text in texts]
-            count_statistics(*sides, documents[:100])  # compiles the kernels, or loads compiled ones
+            count_statistics(student, teacher, documents[:100])  # compiles the kernels, or loads compiled ones
             times = [
-                (time_of_call(tokenize_twice, *sides, texts), time_of_call(count_statistics, *sides, documents))
+                (
+                    time_of_call(tokenize_twice, student, teacher, texts),
+                    time_of_call(count_statistics, student, teacher, documents),
+                )
                 for _ in range(REPEATS)
             ]
             seconds, cpu_seconds = (
