@@ -146,7 +146,7 @@ def test_invalid_tasks_and_options_are_refused(run, pair, folder, tmp_path, monk
         (("--tasks", "a", "--stop", "x"), "--stop applies only to --reward"),
         (("--tasks", "a", "--backend", "vllm"), "--backend applies only to --reward"),
         (("--tasks", " , "), "has no task"),
-        (("x.jsonl", "--reward", "exact", "--top-p", 0.5, "--top-k", 3), "--top-p and --top-k has no effect"),
+        (("x.jsonl", "--reward", "exact", "--top-p", 0.5, "--top-k", 3), "does not sample; remove --top-p and --top-k"),
         (("x.jsonl", "--max-length", -5), "--max-length"),
     ]:
         stderr = run("evaluate", pair.student, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "200"}).stderr

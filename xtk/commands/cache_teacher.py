@@ -295,7 +295,7 @@ def _merge(options: CacheTeacherOptions) -> None:
     of_merging = {"teacher", "data", "output", "merge", "rows", "force", "as_json", "quiet", "config"}
     names = [field.name for field, _ in declared_options(CacheTeacherOptions) if field.name not in of_merging]
     if given := flags_of_set_options(options, names):
-        raise typer.BadParameter(f"--merge does not run a teacher, so {', '.join(given)} has no effect; remove it")
+        raise typer.BadParameter(f"--merge does not run a teacher; remove {' and '.join(given)}")
     caches = [options.teacher, *options.data]
     if caches.count("-") > 1:
         raise typer.BadParameter("only one argument can be read from standard input (-)")

@@ -199,7 +199,7 @@ def evaluate(options: EvaluateOptions) -> None:
     if options.tasks and not options.tasks.strip(", "):
         raise typer.BadParameter(f"--tasks {options.tasks!r} has no task; give names, such as gsm8k,mmlu")
     if options.reward and options.temperature == 0 and (flags := flags_of_set_options(options, ["top_p", "top_k"])):
-        raise typer.BadParameter(f"{' and '.join(flags)} has no effect at --temperature 0; remove it")
+        raise typer.BadParameter(f"--temperature 0 does not sample; remove {' and '.join(flags)}")
     _check_mode_options(options, TASKS_MODE if options.tasks else REWARD_MODE if options.reward else BITS_MODE)
     if [options.model, *options.compare_to, *options.data].count("-") > 1:
         raise typer.BadParameter("only one of MODEL, --compare-to and DATA can be read from standard input (-)")
