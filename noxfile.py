@@ -69,7 +69,7 @@ def environment(session: nox.Session, folder: Path, *wanted: str, editable: bool
 
 
 def environment_apart(session: nox.Session, folder: Path, wanted: list[list[str]], *unwanted: str) -> Path:
-    """Make an environment of its own by several calls of pip, once; return its folder of programs."""
+    """Make a separate environment by several calls of pip, once; return its folder of programs."""
     pip = [str(folder / "bin" / "python"), "-m", "pip"]
     mark = folder / "made-from"
     key = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr(wanted).encode()).hexdigest()
@@ -87,7 +87,7 @@ def environment_apart(session: nox.Session, folder: Path, wanted: list[list[str]
 def environment_with_vllm(session: nox.Session, folder: Path) -> Path:
     """Make the environment of `nox -s vllm`; return its folder of programs.
 
-    vLLM publishes builds for GPUs. This one for CPUs is somebody else's, pinned, and for tests alone. It pins other
+    vLLM publishes builds for GPUs. This one for CPUs is from a third party, pinned, and for tests only. It pins other
     versions of transformers and numba than the shared environment has, and pulls in CUDA builds that do not import.
     """
     return environment_apart(session, folder, WITH_VLLM, "torchvision", "torchaudio", "torchcodec")
@@ -198,11 +198,11 @@ def long_tests(session: nox.Session) -> None:
 
 @nox.session(name="vllm", venv_backend="none")
 def vllm_tests(session: nox.Session) -> None:
-    """Compare vLLM itself with transformers, and Triton kernels with torch, on a CPU, in an environment of its own."""
+    """Compare vLLM itself with transformers, and Triton kernels with torch, on a CPU, in a separate environment."""
     programs = environment_with_vllm(session, ROOT / ".nox" / "vllm")
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [str(programs / "python"), "-m", "pytest", "-m", "vllm"]
-    # In a process of its own: Triton's interpreter is chosen when Triton is imported.
+    # In a separate process: Triton's interpreter is chosen when Triton is imported.
     session.run(*command, "tests/losses/test_triton_kernels.py", env=env, external=True)
     folders = ("tests/teachers/vllm_scoring", "tests/rollouts/vllm_generation")
     session.run(*command, *folders, *session.posargs, env=env, external=True)
@@ -237,7 +237,7 @@ def real(session: nox.Session) -> None:
 
 @nox.session(name="cluster", venv_backend="none")
 def cluster_tests(session: nox.Session) -> None:
-    """Run the Ray job of examples/cluster with a killed worker, in an environment of its own: Ray is no dependency."""
+    """Run the Ray job of examples/cluster with a killed worker, in a separate environment (xtk does not need Ray)."""
     programs = environment_apart(session, ROOT / ".nox" / "ray", WITH_RAY)
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [str(programs / "python"), "-m", "pytest", "-m", "slow", "tests/commands/test_ray_example.py"]

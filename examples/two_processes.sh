@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One student in two processes on this machine, each with documents of its own; --parallel fsdp=2 would share the
+# One student in two processes on this machine, each with separate documents; --parallel fsdp=2 would share the
 # weights between them too, and give the same student.
 #
 #   examples/two_processes.sh FOLDER

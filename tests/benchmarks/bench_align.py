@@ -128,7 +128,7 @@ def corpus_rows(corpus: str, times: AlignmentTimes) -> list[tuple[str, str, str]
             "100 M",
         ),
         (
-            f"{corpus}: its time over tokenising",
+            f"{corpus}: its time over tokenizing",
             f"{time_ratio:.2%} (most {time_ratios[costliest]:.2%}, {costliest})",
             "2 %",
         ),

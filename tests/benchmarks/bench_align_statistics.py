@@ -71,7 +71,7 @@ def main() -> None:
                 statistics.median(counting[at] / tokenizing[at] for tokenizing, counting in times) for at in range(2)
             )
             rows += [
-                (f"statistics of {name}, {one} x {other}, over tokenising it twice", f"{seconds:.2f} x", "1.1 x"),
+                (f"statistics of {name}, {one} x {other}, over tokenizing it twice", f"{seconds:.2f} x", "1.1 x"),
                 (f"{name}, {one} x {other}: the same in time of the processors", f"{cpu_seconds:.2f} x", "(none)"),
             ]
     sides = [Tokenizer(real_data() / "tokenizers" / name) for name in PAIRS[0]]

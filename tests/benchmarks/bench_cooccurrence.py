@@ -35,11 +35,11 @@ def main() -> None:
         ratios.append(counting[-1] / tokenizing[-1])
         cpu_ratios.append((cpu_ended - cpu_middle) / (cpu_middle - cpu_started))
     counts = counter.to_counts(len(texts), "")
-    seconds = f"({statistics.median(counting):.2f} s; tokenising {statistics.median(tokenizing):.2f} s)"
+    seconds = f"({statistics.median(counting):.2f} s; tokenizing {statistics.median(tokenizing):.2f} s)"
     report(
         __file__,
         [
-            ("counting over tokenising twice, seconds", f"{statistics.median(ratios):.2f} x {seconds}", "1.2 x"),
+            ("counting over tokenizing twice, seconds", f"{statistics.median(ratios):.2f} x {seconds}", "1.2 x"),
             ("the same, processor time", f"{statistics.median(cpu_ratios):.2f} x", "(none)"),
             ("spans counted, different pairs", f"{counts.counts.sum():,}, {len(counts.counts):,}", "(none)"),
         ],

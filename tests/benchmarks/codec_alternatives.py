@@ -109,9 +109,9 @@ def alternative_encodings(
     )
     for clusters in (1, 8, 64):
         gap, level = clustered(entries, rank_of.astype(np.int32), clusters)
-        yield f"{clusters} kinds with favourites", gap[0] * per_position, level[0] * per_position
+        yield f"{clusters} clusters with lists of frequent ids", gap[0] * per_position, level[0] * per_position
         if clusters == 64:
-            yield "the same, levels by class of favourite", gap[0] * per_position, level[1] * per_position
+            yield "the same, levels by class of frequent id", gap[0] * per_position, level[1] * per_position
             yield "the same in Huffman codes (negative)", gap[1] * per_position, level[2] * per_position
 
 

@@ -119,7 +119,8 @@ def test_a_failed_run_is_not_requeued(pair, slurm, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [(ARRAY, 2, "cache", "teacher", "data", "--force"), (ARRAY, "two", "cache", "teacher", "data"), (ARRAY, 2, "cache"),
+    [(ARRAY, 2, "cache", "teacher", "data", "--force"), (ARRAY, 2, "cache", "teacher", "data", "--estimate"),
+     (ARRAY, "two", "cache", "teacher", "data"), (ARRAY, 2, "cache"),
      (DISTILL, "student", "model", "data", "--max-seconds", 3)],
 )  # fmt: skip
 def test_invalid_arguments_are_refused_before_a_job_is_submitted(slurm, tmp_path, arguments):

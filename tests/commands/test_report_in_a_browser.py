@@ -24,7 +24,7 @@ STROKE_COLORS = """[...document.querySelectorAll("polyline")].map(one => getComp
 COLORED_CELLS = """(() => { const background = one => getComputedStyle(one).backgroundColor;
   return [...document.querySelectorAll("td, th, td code")].map(background)
     .filter(one => !["rgba(0, 0, 0, 0)", background(document.body)].includes(one)).length; })()"""
-CONTRAST = """(() => { const light = colour => colour.match(/[0-9.]+/g).slice(0, 3)
+CONTRAST = """(() => { const light = color => color.match(/[0-9.]+/g).slice(0, 3)
     .map(one => one / 255).map(one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
     .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
   const paper = light(getComputedStyle(document.body).backgroundColor);

@@ -80,6 +80,9 @@ def test_forward_kl_with_a_shared_tokenizer_equals_that_of_full_distributions(ru
     assert full["forward-kl"] == pytest.approx(expected, rel=1e-4)
     (top8,) = evaluate_json(run, pair.student, "data.jsonl", "--teacher", f"{teacher}:top_k=8", cwd=folder)
     assert 0 < top8["forward-kl"] < expected  # tokens in the remainder cell cannot diverge
+    samples = f"{teacher}:top_k=8,num_samples=200"
+    (sampled,) = evaluate_json(run, pair.student, "data.jsonl", "--teacher", samples, cwd=folder)
+    assert sampled["forward-kl"] == pytest.approx(expected, rel=0.1)
     first, second = evaluate_json(
         run, teacher, "data.jsonl", "--teacher", teacher, "--compare-to", pair.student, cwd=folder
     )

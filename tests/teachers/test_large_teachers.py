@@ -211,7 +211,7 @@ def test_killed_tensor_parallel_process_ends_the_command_which_can_resume(tp_tea
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--engine", "dtype=float16"], "--engine dtype is not allowed: xtk sets this argument"),
+        (["--engine", "dtype=float16"], "the engine option dtype is not allowed: xtk sets this argument"),
         (["--engine", "tp_plan=auto"], "use --engine tp_size=N"),
         (["--engine", "tp_size=none"], "tp_size is 'none'"),
         (["--engine", "tp_size=2", "--num-processes", 2], "cannot be combined"),

@@ -619,3 +619,18 @@ def test_invalid_on_policy_commands_are_refused(pair, prompts, tmp_path):
     done = run_xtk("distill", pair.student, prompts, "--teacher", "self:weights=base", *OPTIONS, "--max-steps", 1,
                    "-o", output.with_name("third"), code=1)  # fmt: skip
     assert "needs a student with an adapter" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--loss", "ce"), "--teacher is given, but no --loss uses a teacher"),
+        (("--rollout-dtype", "bfloat16"), "--rollout-dtype needs --rollout-backend vllm"),
+        (("--max-turns", 3), "--max-turns needs --environment"),
+        (("--rollout-dtype", "int8", "--rollout-backend", "vllm"), "no value of --rollout-dtype called 'int8'"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(pair, prompts, tmp_path, options, message):
+    done = run(pair, prompts, tmp_path / "out", "--max-steps", 1, *options, code=1)
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()

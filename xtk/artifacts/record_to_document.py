@@ -302,7 +302,7 @@ def check_rollout_checksum(record: Record, where: str) -> None:
 
     Raises:
         XtkError: an older version of xtk wrote it.
-        Damaged: they differ.
+        CorruptError: they differ.
     """
     if OLD_MASK_FIELD in record and "student_ids" in record and "sampled_mask" not in record:
         raise XtkError(

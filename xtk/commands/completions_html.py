@@ -167,7 +167,7 @@ def samples_over_time(records: Sequence[Mapping[str, Any]], format_number: Any) 
         one = records[place]
         facts = [f"before step {one.get('step', 0) + 1:,}", f"prompt {one.get('prompt', '?')}"]
         facts += [f"reward {format_number(one['reward'])}"] if isinstance(one.get("reward"), int | float) else []
-        facts += ["cut off"] if one.get("finish_reason") == "length" else []
+        facts += ["truncated"] if one.get("finish_reason") == "length" else []
         yield f'<p class="facts">{escape(", ".join(facts))}</p>\n{_sample_html(str(one.get("text", "")))}'
 
 

@@ -13,7 +13,7 @@ import typer
 
 from xtk import terminal
 from xtk.commands.distill_options import DistillOptions
-from xtk.options.declaration import check_conditions, options_of
+from xtk.options.declaration import check_conditions, flags_of_set_options, options_of
 
 if TYPE_CHECKING:
     from xtk.teachers.online_teacher import OnlineTeacher
@@ -180,11 +180,16 @@ def _on_policy(
 ) -> OnPolicyConfig:
     """Return the on-policy configuration from options."""
     from xtk.engines.engine_options import parse_engine_options
+    from xtk.errors import XtkError
     from xtk.rewards.reward_spec import parse_reward
     from xtk.rollouts.generator_interface import SamplingConfig
     from xtk.rollouts.prompts import read_prompt_template, read_template_arguments
     from xtk.training.on_policy_config import OnPolicyConfig, parse_stop_condition
 
+    if options.rollout_backend != "vllm" and flags_of_set_options(options, ["rollout_dtype"]):
+        raise XtkError("--rollout-dtype needs --rollout-backend vllm", hint="add it, or remove --rollout-dtype")
+    if not options.environment and flags_of_set_options(options, ["max_turns"]):
+        raise XtkError("--max-turns needs --environment", hint="add it, or remove --max-turns")
     num_candidates = max((teacher.num_candidates for teacher in teachers), default=0)
     return options_of(
         OnPolicyConfig,

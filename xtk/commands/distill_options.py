@@ -147,7 +147,9 @@ class DistillOptions(
         metavar="URL",
     )
     rollout_dtype: str = option(
-        "float32", "Computation data type of --rollout-backend vllm.", metavar="[float32|bfloat16|float16]"
+        "float32",
+        "Computation data type of --rollout-backend vllm.",
+        choices=("float32", "bfloat16", "float16"),
     )
     rollout_batch_tokens: int = option(
         16384, "Tokens of prompts and completions generated at once, padding included.", min=1

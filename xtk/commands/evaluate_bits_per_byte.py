@@ -109,7 +109,7 @@ def _score_with_teacher(text: str, corpus: Corpus, place: Path, options: Evaluat
     from xtk.tokens.teacher_logprobs import make_support
 
     request = parse_online_teacher(text, long_documents="truncate", trust_remote_code=options.trust_remote_code).request
-    if request.support.num_samples:  # the default; exact ids are better for a cache that is not kept
+    if request.support == make_support(""):  # the default; exact ids are better for a cache that is not kept
         request = replace(request, support=make_support("top-k"))
     cache_teacher(request, corpus, place)
     return TeacherCache(place)

@@ -25,9 +25,9 @@ TRAINING_METRICS = (
 )  # fmt: skip
 SECTIONS = ("Held-out text", "Losses", "Rollouts", "Training")
 METRIC_UNITS = {
-    "eval_bits_per_byte": "bits a byte", "eval_ce": "nats a token", "ce": "nats a token", "peak_memory_gib": "GiB",
-    "eval_top1_agreement": "share", "tokens_per_second": "tokens a second",
-    "data_wait_fraction": "fraction of the time", "rollout_entropy": "nats a token",
+    "eval_bits_per_byte": "bits per byte", "eval_ce": "nats per token", "ce": "nats per token",
+    "peak_memory_gib": "GiB", "eval_top1_agreement": "fraction", "tokens_per_second": "tokens per second",
+    "data_wait_fraction": "fraction of the time", "rollout_entropy": "nats per token",
     "rollout_length": "tokens", "rollout_truncated_fraction": "fraction",
     "rollout_repeated_4gram_fraction": "fraction", "rollout_unusable_fraction": "fraction",
     "rollout_environment_token_fraction": "fraction", "staleness_steps": "steps",

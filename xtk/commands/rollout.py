@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of
+from xtk.options.declaration import (
+    REQUIRED,
+    CommandOptions,
+    Heading,
+    argument,
+    flags_of_set_options,
+    option,
+    options_of,
+)
 from xtk.options.shared import (
     MAX_COUNT,
     MAX_GENERATIONS,
@@ -129,6 +137,8 @@ def rollout(options: RolloutOptions) -> None:
     terminal.set_quiet(options.quiet)
     if options.student == "-" and "-" in options.prompts:
         raise typer.BadParameter("only one of STUDENT and PROMPTS can be read from standard input (-)")
+    if not options.environment and flags_of_set_options(options, ["max_turns"]):
+        raise typer.BadParameter("--max-turns needs --environment; add it, or remove --max-turns")
     student = terminal.path_argument(options.student)
     path = _checked_output(options.output, [student, *options.prompts])
     corpus = Corpus(
@@ -205,7 +215,7 @@ def _describe(summary: dict[str, Any], *, with_environment: bool) -> str:
     """Return one line about rollouts."""
     text = (
         f"{summary['rollouts']:,} rollouts, {summary['mean_length']:.1f} tokens each, "
-        f"{summary['truncated_fraction']:.1%} cut off"
+        f"{summary['truncated_fraction']:.1%} truncated"
     )
     if with_environment:
         text += f", {summary['mean_turns']:.1f} turns, {summary['environment_token_fraction']:.1%} from tools"

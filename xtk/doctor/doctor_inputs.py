@@ -24,8 +24,8 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.parallel_config import ParallelConfig
 
 LEVELS = ("ok", "note", "warning", "error")
-SAMPLE_SIZE, MAX_DOCUMENTS_READ = 512, 10_000
 READ_BATCH_SIZE = 256
+SAMPLE_SIZE, MAX_DOCUMENTS_READ = 512, 40 * READ_BATCH_SIZE
 
 
 @dataclass(frozen=True)

@@ -49,5 +49,5 @@ def check_not_reserved(engine: Mapping[str, Any], reserved: Mapping[str, str | N
     for name in engine:
         if name in reserved:
             instead = reserved[name]
-            hint = f"use {instead}" if instead else f"remove --engine {name}"
-            raise XtkError(f"--engine {name} is not allowed: xtk sets this argument", hint=hint)
+            hint = f"use {instead}" if instead else f"remove {name}"
+            raise XtkError(f"the engine option {name} is not allowed: xtk sets this argument", hint=hint)

@@ -129,7 +129,7 @@ class Endpoint:
             is_valid = False
         if not is_valid:
             raise XtkError(
-                f"--server {text!r} is not an http or https URL", hint="use --server http://localhost:8000/v1"
+                f"the server {text!r} is not an http or https URL", hint="use a URL such as http://localhost:8000/v1"
             )
         path = parts.path.rstrip("/") or "/v1"
         return cls(urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.fragment)

@@ -21,7 +21,7 @@ from xtk.name_registry import nearest_name
 
 # Engine options that xtk sets, with the xtk option to use instead; None: there is none.
 RESERVED_OPTIONS: dict[str, str | None] = {
-    "dtype": "--dtype",
+    "dtype": "--dtype (in distill: --rollout-dtype)",
     "trust_remote_code": "--trust-remote-code",
     "max_logprobs": None,
     "logprobs_mode": None,

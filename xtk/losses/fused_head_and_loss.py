@@ -304,14 +304,14 @@ def _loss_and_gradients(
     chunks: list[LossCells], parts: list[SoftmaxReads], statistics: ChunkStatistics, with_gradient: bool
 ) -> tuple[Tensor, ChunkGradients | None]:
     """Return each term's sum [terms], and the gradients of the scaled total; None without gradients."""
-    log_totals, log_normaliser = statistics.row_logsumexp, statistics.exp_sums.log()
+    log_totals, log_normalizer = statistics.row_logsumexp, statistics.exp_sums.log()
     alternatives = iter(statistics.alternative_logits)
     by_rank = iter(zip(statistics.largest, statistics.included_sums, strict=True))
     values, gradients = [], ChunkGradients([], [], [], [])
     for cells, part, logits, left in zip(
         chunks, parts, statistics.entry_logits, statistics.remainder_sums, strict=True
     ):
-        log_remainders = left.log() - log_normaliser[part.remainder_rows] + part.remainder_log_weights
+        log_remainders = left.log() - log_normalizer[part.remainder_rows] + part.remainder_log_weights
         sums = [
             _group_sums(part.cells, logits, log_totals),
             _GroupLogSumExp(log_remainders, part.remainder_groups, part.num_remainders),

@@ -248,7 +248,7 @@ class ParallelismOptions:
         effect=SPEED,
     )
     fsdp_offload: bool = option(
-        False, "With --parallel fsdp=N: keep weights and optimizer in CPU memory.", effect=SPEED
+        False, "With --parallel fsdp=N or tp=N: keep weights and optimizer in CPU memory.", effect=SPEED
     )
 
 

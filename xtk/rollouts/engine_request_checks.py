@@ -59,7 +59,7 @@ def check_temperature(sampling: SamplingConfig) -> None:
     if sampling.temperature > MAX_TEMPERATURE:
         raise XtkError(
             f"--temperature is {sampling.temperature}, but vLLM allows at most {MAX_TEMPERATURE:g}",
-            hint="use a lower --temperature, or --backend transformers",
+            hint="use a lower --temperature, or generate with the backend transformers",
         )
 
 

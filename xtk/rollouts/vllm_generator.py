@@ -88,7 +88,7 @@ class VllmGenerator(Generator):
         outputs = self._engine.generate(
             [{"prompt_token_ids": request.input_ids.tolist()} for request in requests],
             [self._sampling_params(request, sampling, num_top_ids) for request in requests],
-            "write",
+            "generate",
         )
         return [self._completion(output.outputs[0], sampling, num_top_ids) for output in outputs]
 

@@ -145,7 +145,7 @@ class VllmTeacher(TeacherBackend):
         at = np.flatnonzero(document.train_mask) - 1
         if ids.shape != (rows * columns,) or logprobs.shape != ids.shape:
             raise XtkError(
-                f"vLLM returned {len(ids):,} log-probabilities, but must be {columns:,} for each of {rows:,} positions",
+                f"vLLM returned {len(ids):,} log-probabilities instead of {columns:,} for each of {rows:,} positions",
                 where=self._name,
                 hint="use --backend transformers",
             )

@@ -328,42 +328,42 @@ def _middle_snake(
     n, m = len(left), len(right)
     delta = n - m
     odd = delta % 2 != 0
-    centre = max_edits + 1
+    center = max_edits + 1
     best_x, best_y = 0, 0
     for edits in range(max_edits + 1):
         for k in range(-edits, edits + 1, 2):
-            start = _furthest_x(forward, centre, k, edits, n, m)
+            start = _furthest_x(forward, center, k, edits, n, m)
             x = start
             while 0 <= x < n and x - k < m and left[x] == right[x - k]:
                 x += 1
-            forward[centre + k] = x
+            forward[center + k] = x
             if x >= 0 and 2 * x - k > best_x + best_y:
                 best_x, best_y = x, x - k
             other = delta - k  # the same diagonal in the numbering of the other search
-            if odd and -edits < other < edits and x + backward[centre + other] >= n:
+            if odd and -edits < other < edits and x + backward[center + other] >= n:
                 return start, start - k, x - start
         for k in range(-edits, edits + 1, 2):
-            start = _furthest_x(backward, centre, k, edits, n, m)
+            start = _furthest_x(backward, center, k, edits, n, m)
             x = start
             while 0 <= x < n and x - k < m and left[n - 1 - x] == right[m - 1 - x + k]:
                 x += 1
-            backward[centre + k] = x
+            backward[center + k] = x
             other = delta - k
-            if not odd and -edits <= other <= edits and x + forward[centre + other] >= n:
+            if not odd and -edits <= other <= edits and x + forward[center + other] >= n:
                 return n - x, m - x + k, x - start
     return best_x, best_y, 0
 
 
 @numba_kernel
-def _furthest_x(reached: NDArray[np.int64], centre: int, k: int, edits: int, n: int, m: int) -> int:
+def _furthest_x(reached: NDArray[np.int64], center: int, k: int, edits: int, n: int, m: int) -> int:
     """Return the furthest x on diagonal k after one more edit; a large negative number if the text ends before."""
     if edits == 0:
         return 0
     x = _UNREACHABLE
-    if k != -edits and reached[centre + k - 1] < n:
-        x = reached[centre + k - 1] + 1
-    if k != edits and reached[centre + k + 1] - k <= m:
-        x = max(x, reached[centre + k + 1])
+    if k != -edits and reached[center + k - 1] < n:
+        x = reached[center + k - 1] + 1
+    if k != edits and reached[center + k + 1] - k <= m:
+        x = max(x, reached[center + k + 1])
     return x
 
 

@@ -145,8 +145,8 @@ class CheckpointSaver:
         self._averages, self._layout = averages or {}, parallel
         self._weights = dict(model.state_dict(keep_vars=True))
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        optimised = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        if optimised != {id(one) for one in self._trained.values()}:
+        optimized = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if optimized != {id(one) for one in self._trained.values()}:
             raise TypeError("the optimizer must have exactly the model's trainable parameters")
         self._write_assignment = WriteAssignment(self._trained)
 

@@ -82,7 +82,7 @@ def test_vllm_engine_matches_transformers(teacher, tmp_path, support, engine):
     ("engine", "message"),
     [
         ("tensor_paralel_size=2", "did you mean --engine tensor_parallel_size"),
-        ("max_logprobs=5", "--engine max_logprobs is not allowed: xtk sets this argument"),
+        ("max_logprobs=5", "the engine option max_logprobs is not allowed: xtk sets this argument"),
         ("max_num_seqs=0", "vLLM cannot run this model"),
     ],
 )
