@@ -54,7 +54,7 @@ Case = tuple[str, dict[str, Any]]
 
 
 def make_students(folder: Path) -> dict[str, Path]:
-    """Write a Llama and a Qwen3 with tied embeddings; their 657 rows do not divide evenly over processes."""
+    """Write a Llama and a Qwen3 with tied embeddings; their 657 rows do not divide evenly over 2, 4 or 8 processes."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     size = {"vocab_size": 657, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

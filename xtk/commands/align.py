@@ -58,7 +58,7 @@ class AlignOptions(CorpusOptions, ForceOption, QuietOption, ConfigOption, Comman
     )
     order: str = option(
         "worst",
-        "With --html: worst (fewest bytes aligned one-to-one first), or first (order of the data).",
+        "With --html: worst (most bytes in n:m spans or unaligned first), or first (order of the data).",
         metavar="|".join(ORDERS),
     )
     as_json: bool = option(
