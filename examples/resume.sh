@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A run whose time is up goes on with the same command (75 says so), and ends as the one that had all the time it wanted.
+# A run that stops at its time limit exits with code 75; the same command resumes it, with the same result as one run.
 #
 #   examples/resume.sh FOLDER
 set -euo pipefail

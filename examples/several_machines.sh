@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two launchers, as on two machines that share this folder: the same command with two ranks, here on one address.
+# Two machines that share a folder: the same command with two ranks; here both run on this machine.
 #
 #   examples/several_machines.sh FOLDER
 set -euo pipefail

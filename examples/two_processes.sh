@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One student in two processes on this machine, each with separate documents; --parallel fsdp=2 would share the
-# weights between them too, and give the same student.
+# One student in two processes on this machine, each with separate documents; --parallel fsdp=2 would shard the
+# weights over them too, and give the same student.
 #
 #   examples/two_processes.sh FOLDER
 set -euo pipefail

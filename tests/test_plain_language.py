@@ -214,7 +214,11 @@ def test_pages_have_no_dialect_words_except_natural_uses():
 
 
 def words_of_code(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of all names, docstrings and comments of a file."""
+    """(line, text) of all names, docstrings and comments of a file; of shell scripts, lines that are comments."""
+    if path.suffix != ".py":
+        lines = path.read_text(encoding="utf-8").splitlines()
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.lstrip().startswith("#"))
+        return
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
     for token in tokens:
         if token.type == tokenize.NAME:
@@ -223,11 +227,14 @@ def words_of_code(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-@pytest.mark.parametrize("folder", ["xtk", "tests", "examples", "docs"])
+@pytest.mark.parametrize("folder", ["xtk", "tests", "examples", "docs", "."])
 def test_code_has_no_dialect(folder):
+    patterns = ("*.py",) if folder == "." else ("**/*.py", "**/*.sh", "**/*.sbatch")
+    paths = sorted(path for pattern in patterns for path in (ROOT / folder).glob(pattern))
+    assert paths
     found = [
         f"{path.relative_to(ROOT)}:{line}: {hit[0]!r} in {text[max(hit.start() - 40, 0) : hit.end() + 40]!r}"
-        for path in sorted((ROOT / folder).rglob("*.py"))
+        for path in paths
         if path != Path(__file__)
         for line, text in words_of_code(path)
         for hit in CODE_DIALECT.finditer(text)
