@@ -303,7 +303,7 @@ def corrupted(content: bytes, rng) -> bytes:
     return bytes(byte ^ (1 << rng.randrange(8)) if rng.random() < 0.1 else byte for byte in content)
 
 
-def one_position(logprobs, observed_id, remainder_mass=0.0, width=2):
+def one_position(logprobs, observed_id, remainder_mass=0.0):
     """Return the stored log-probabilities of one position with the exact ids 0, 1, ... ."""
     logprobs = np.array(logprobs, np.float32)
     return StoredLogprobs(

@@ -104,7 +104,7 @@ def test_server_returns_the_log_probabilities_of_the_model(pair, server, documen
 
 @pytest.mark.parametrize("support", [TOP_8, Support("top-p", top_k=20, top_p=0.3), Support("none")])
 @pytest.mark.parametrize("starts", [[], [0]])
-def test_sglang_server_returns_the_log_probabilities_of_the_model(pair, documents, support, starts, capsys):
+def test_sglang_server_returns_the_log_probabilities_of_the_model(pair, documents, support, starts):
     """The server imitates SGLang, which itself needs a GPU."""
     with run_server(serve_as_sglang, str(pair.teacher), {"prefix_ids": starts}) as running:
         teacher = ServerTeacher(teacher_config(pair.teacher, [running.url], support))
