@@ -143,7 +143,7 @@ class Position:
     observed_logprob: float
     entropy: float
     cluster: int
-    draws: list[dict[int, int]] = field(default_factory=list)
+    sample_sets: list[dict[int, int]] = field(default_factory=list)
 
 
 class ReferenceDecoder:
@@ -218,8 +218,8 @@ class ReferenceDecoder:
             found.append(self._position(token, cluster, position_stream, id_stream, level_stream))
         for stream, size in zip(sample_streams, numbers[1:], strict=False):
             for position in found:
-                position.draws.append(self._sample_set(position.cluster, stream))
-            assert sum(len(position.draws[-1]) for position in found) == size
+                position.sample_sets.append(self._sample_set(position.cluster, stream))
+            assert sum(len(position.sample_sets[-1]) for position in found) == size
         assert sum(len(position.exact) - 1 for position in found) == numbers[0]
         for stream in (position_stream, id_stream, level_stream, *sample_streams):
             stream.check_end()

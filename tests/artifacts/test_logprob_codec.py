@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from artifacts.reference_packed_codec import PlainCodec
+from artifacts.reference_packed_codec import ReferenceDecoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -203,7 +203,7 @@ def test_quantization_errors_are_bounded_and_probabilities_sum_to_one(case):
 def test_reference_decoder_returns_the_same_values(case):
     rows, _, options, vocabulary_order = shard(*case[0], **case[1])
     codec, tables, token_blobs, logprob_blobs = packed(rows, options, vocabulary_order)
-    reference = PlainCodec(
+    reference = ReferenceDecoder(
         tables, vocabulary_order.ids_by_frequency.tolist(), vocabulary_order.token_bytes.tolist(), *options.values()
     )
     for (row, scores), token_blob, logprob_blob in zip(rows, token_blobs, logprob_blobs, strict=True):
@@ -220,7 +220,7 @@ def test_reference_decoder_returns_the_same_values(case):
             assert np.float32(position.remainder_mass) == decoded.remainder_mass[at]
             assert np.float32(position.observed_logprob) == decoded.observed_logprobs[at]
             assert np.float32(position.entropy) == decoded.entropy[at]
-            for number, sample_set in enumerate(position.draws):
+            for number, sample_set in enumerate(position.sample_sets):
                 index = at * options["num_sample_sets"] + number
                 samples = slice(decoded.sample_offsets[index], decoded.sample_offsets[index + 1])
                 assert sample_set == dict(

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pyarrow as pa
 import pytest
-from artifacts.reference_packed_codec import PlainCodec
+from artifacts.reference_packed_codec import ReferenceDecoder
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.tokens.teacher_logprobs import SUPPORTS, make_support
@@ -140,7 +140,7 @@ def test_a_packed_cache_can_be_read_with_pyarrow_and_the_reference_decoder(run, 
             pa.ipc.open_file(pa.memory_map(str(path.parent / codec["vocabulary_order"]))).get_batch(0).to_pydict()
         )
         num_bytes = dict(zip(vocabulary_order["id"], vocabulary_order["num_bytes"], strict=True))
-        reader = PlainCodec(
+        reader = ReferenceDecoder(
             base64.b64decode(batch.schema.metadata[b"codec_tables"]),
             vocabulary_order["id"],
             [num_bytes[token] for token in range(len(num_bytes))],
@@ -167,7 +167,7 @@ def test_a_packed_cache_can_be_read_with_pyarrow_and_the_reference_decoder(run, 
                 assert sorted(position.exact) == row.stored_logprobs.ids[entries].tolist()
                 decoded_logprobs = [position.exact[token] for token in row.stored_logprobs.ids[entries].tolist()]
                 np.testing.assert_allclose(decoded_logprobs, row.stored_logprobs.logprobs[entries], rtol=0, atol=1e-5)
-                sample_sizes = [sum(counts.values()) for counts in position.draws]
+                sample_sizes = [sum(counts.values()) for counts in position.sample_sets]
                 assert sample_sizes == [codec["num_samples"]] * codec["num_sample_sets"]
 
 
