@@ -78,3 +78,15 @@ def test_table_replaces_the_matching_and_none_disables_it(tokenizer_of):
 def test_unknown_token_in_a_table_is_refused_with_the_nearest_name(tokenizer_of, table, message):
     with pytest.raises(XtkError, match=message):
         match_special_tokens(tokenizer_of["student"], tokenizer_of["metaspace"], table)
+
+
+def test_teacher_token_with_several_roles_is_paired_with_the_students_end_token(families, tmp_path):
+    name = "<|endoftext|>"
+    teacher = add_special_tokens(families["gpt2"], tmp_path / "one", bos_token=name, unk_token=name, pad_token=name)
+    student = add_special_tokens(families["student"], tmp_path / "other")  # bos 0, eos 1, pad 2
+    assert matched_names(student, teacher) == {"<|end_of_text|>": name}
+    pairs = build_projection(student, teacher).columns.pairs
+    assert pairs.student_of_teacher[teacher.end_id] == student.end_id
+    # All roles get the row of the same embedding when a model gets this tokenizer.
+    ids, _ = match_special_tokens(student, teacher, repeats_roles=True)
+    assert set(ids.tolist()) == set(student.special_token_ids.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 
 import numpy as np
@@ -643,3 +644,22 @@ def test_answers_within_the_prompt_messages_are_not_trained():
 def test_invalid_message_is_refused(message):
     with pytest.raises(ValueError, match="message"):
         Document.from_messages([message])
+
+
+def test_interrupted_rendering_does_not_answer_the_next_request():
+    loops = "{% for i in range(1000) %}{% for j in range(8000) %}{% set x = j * j %}{% endfor %}{% endfor %}"
+    slow, fast = (ChatTemplate(f"{text}{{{{ messages[0].content }}}}", {}, "t") for text in (f"{loops}slow ", "fast "))
+    assert fast.render([{"role": "user", "content": "0"}]) == "fast 0"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            slow.render([{"role": "user", "content": "1"}])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [fast.render([{"role": "user", "content": name}]) for name in "ab"] == ["fast a", "fast b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import small_inputs
 
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.transplant.matching_pursuit_numba import pursue_batch
@@ -82,3 +83,13 @@ def test_donor_that_is_a_rotation_of_the_model_recovers_the_rows_of_the_model(pa
     np.add.at(new_rows, entries.rows, entries.weights[:, None] * old_rows[entries.columns])
     errors = np.linalg.norm(new_rows[missing] - model_rows[missing], axis=1)
     assert np.median(errors) < 1e-3
+
+
+def test_byte_tokens_that_are_never_emitted_have_no_entries_and_are_not_combined(tmp_path):
+    new = Tokenizer(small_inputs.make_metaspace_tokenizer(tmp_path / "new"))
+    sources = TokenSources(new, Tokenizer(small_inputs.make_student_tokenizer(tmp_path / "old")))
+    assert len(sources.unused_ids) > 10
+    donor = np.random.default_rng(0).normal(size=(len(new), 32)).astype(np.float32)
+    entries = DonorCombination(donor).weights(sources)
+    assert len(entries.rows)
+    assert not np.isin(entries.rows, sources.unused_ids).any()

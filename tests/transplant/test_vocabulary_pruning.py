@@ -12,9 +12,11 @@ import pytest
 import small_inputs
 import tokenizers
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
+from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.transplant.corpus_token_counts import count_tokens
 from xtk.transplant.model_transplant import TransplantConfig, pruned_tokenizer, transplant_model
@@ -170,3 +172,55 @@ def test_real_tokenizers_have_the_same_tokens_on_counted_real_text(name):
         counts += np.bincount(encoded.ids, minlength=len(old))
     files, kept = vocabulary.pruned(choose_tokens(vocabulary, counts, None))
     assert count_exact_texts(old, files, kept, texts) >= len(texts) // 2
+
+
+def test_vocabulary_with_a_token_beyond_the_models_rows_is_pruned(tmp_path):
+    folder = small_inputs.make_metaspace_tokenizer(tmp_path / "model")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rows = backend.get_vocab_size()
+    backend.add_special_tokens(["<image>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": rows}))
+    old = Tokenizer(folder)
+    assert old.num_left_out == 1
+    vocabulary = BpeVocabulary(old)
+    files, kept = vocabulary.pruned(choose_tokens(vocabulary, None, 500))
+    assert kept.max() < rows
+    assert b"<image>" not in files["tokenizer.json"]
+    assert count_exact_texts(old, files, kept, TEXTS)
+
+
+def test_data_without_text_is_refused(tmp_path):
+    tokenizer = Tokenizer(small_inputs.make_student_tokenizer(tmp_path))
+    with pytest.raises(XtkError, match="contains no text"):
+        count_tokens(tokenizer, [Document.from_text(""), Document.from_text("")])
+
+
+def test_several_roles_of_one_old_token_get_different_rows_in_the_head(tmp_path):
+    """A model with one special token for all roles predicts only the end token where it predicted that token."""
+    name = "<|endoftext|>"
+    backend = small_inputs.byte_level_tokenizer(small_inputs.TEACHER_SPLIT, 480, [name], small_inputs.sentences(400))
+    folder = small_inputs.save_tokenizer(
+        backend, tmp_path / "model", bos_token=name, eos_token=name, unk_token=name, pad_token=name
+    )
+    torch.manual_seed(0)
+    for tied in (False, True):
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=480, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+            )
+        ).save_pretrained(folder)  # fmt: skip
+        new = Tokenizer(small_inputs.make_student_tokenizer(tmp_path / f"new-{tied}"))
+        output = tmp_path / f"out-{tied}"
+        manifest = transplant_model(TransplantConfig(folder, None, Tokenizer(folder), new), output)
+        model, old = load_causal_lm(output), load_causal_lm(folder)
+        ids = new.special_token_ids
+        row = old.get_input_embeddings().weight[0]
+        for role in ("bos", "eos", "pad"):
+            assert torch.equal(model.get_input_embeddings().weight[ids[role]], row)
+        head = model.get_output_embeddings().weight
+        assert torch.equal(head[ids["eos"]], old.get_output_embeddings().weight[0])
+        assert torch.equal(head[ids["bos"]], head[ids["eos"]]) == tied
+        # Where the rows are equal, generation also ends at the other tokens.
+        assert set(manifest["eos_token_ids"]) == {ids["bos"], ids["eos"], ids["pad"]}

@@ -125,7 +125,7 @@ class PolicyGradient(Loss):
         gains = teacher_sums - old_sums
         if self.credit == TOKEN_CREDIT:
             rows, sizes = range_indices(ranges.row_start, ranges.row_stop), ranges.row_stop - ranges.row_start
-            gains = _token_gains(gains, old_sums, sizes, logprobs[rows].astype(np.float64))
+            gains = _token_gains(gains, sizes, logprobs[rows].astype(np.float64))
             old_sums, ranges = logprobs[rows].astype(np.float64), ItemRanges(rows, rows + 1, rows, rows + 1)
         bounds = np.full(len(gains), self.clip)
         if example.advantage_bounds is not None:
@@ -144,7 +144,7 @@ class PolicyGradient(Loss):
 
 
 def _token_gains(
-    gains: NDArray[np.float64], old_sums: NDArray[np.float64], sizes: NDArray[np.int64], logprobs: NDArray[np.float64]
+    gains: NDArray[np.float64], sizes: NDArray[np.int64], logprobs: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return each token's part of the gain of its span, in proportion to its log-probability.
 
@@ -152,11 +152,12 @@ def _token_gains(
 
     Args:
         gains: [C], the teacher's log-probability of each span minus the student's.
-        old_sums: [C], the student's.
         sizes: [C], number of tokens of each span.
-        logprobs: [tokens], of each token by the student.
+        logprobs: [tokens], of each token by the student; values above 0 (rounding of an engine) count as 0.
     """
     owners = np.repeat(np.arange(len(gains)), sizes)
+    logprobs = np.minimum(logprobs, 0)
+    old_sums = np.bincount(owners, logprobs, minlength=len(gains))
     is_sure = old_sums[owners] == 0
     parts = np.where(is_sure, 1 / sizes[owners], logprobs / np.where(is_sure, 1, old_sums[owners]))
     found = np.zeros(len(parts))

@@ -99,7 +99,7 @@ class OptimizationOptions:
     """Steps, batches, optimizer and precision."""
 
     max_steps: int = option(0, "Number of optimizer steps; 0: given by --num-train-epochs.", min=0)
-    num_train_epochs: float = option(1.0, "Number of passes over the training documents.", min=0)
+    num_train_epochs: float = option(1.0, "Number of passes over the training documents.", min=0, max=1e6)
     per_device_train_batch_size: int = option(8, "Documents per forward pass and process.", min=1, effect=SPEED)
     gradient_accumulation_steps: int = option(1, "Forward passes per optimizer step and process.", min=1, effect=SPEED)
     max_batch_tokens: int = option(

@@ -28,7 +28,7 @@ METHODS = {
 }
 
 # Increased when the same request gives other numbers, so that older projections are not reused.
-ALGORITHM_VERSION = 5
+ALGORITHM_VERSION = 6
 
 
 class ProjectionMethod(Protocol):

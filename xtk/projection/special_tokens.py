@@ -26,18 +26,24 @@ SpecialTokenMatching = str | Mapping[str, str]
 
 
 def match_special_tokens(
-    student: Tokenizer, teacher: Tokenizer, matching: SpecialTokenMatching = MATCH_BY_ROLE
+    student: Tokenizer,
+    teacher: Tokenizer,
+    matching: SpecialTokenMatching = MATCH_BY_ROLE,
+    *,
+    repeats_roles: bool = False,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return pairs of special tokens, each student token with at most one teacher token.
 
-    By role: eos, bos, unk and pad of both configurations; then the end-of-turn token, if each side has exactly one of
-    END_OF_TURN_TOKENS; then the first special token of each side that ends reasoning, and that starts a tool call; then
-    equal names. Earlier matches win.
+    By role: eos, bos, unk and pad of both configurations; a teacher token with several of these roles (GPT-2's only
+    special token) has the first. Then the end-of-turn token, if each side has exactly one of END_OF_TURN_TOKENS; then
+    the first special token of each side that ends reasoning, and that starts a tool call; then equal names. Earlier
+    matches win.
 
     Args:
         student: the student's tokenizer.
         teacher: the teacher's tokenizer.
         matching: "role", "none", or a table {student token: teacher token} without other matches.
+        repeats_roles: match a teacher token with several roles with the student's token of each.
 
     Returns:
         int32 [n] and int32 [n], student ids and teacher ids.
@@ -51,7 +57,7 @@ def match_special_tokens(
                 f"--special-tokens is {matching!r}, but must be role, none or a JSON or YAML file with token pairs",
                 hint='write, for example, {"<|im_end|>": "</s>"} (student token: teacher token) into this file',
             )
-        matched = _match_by_role(student, teacher) if matching == MATCH_BY_ROLE else {}
+        matched = _match_by_role(student, teacher, repeats_roles) if matching == MATCH_BY_ROLE else {}
     else:
         matched = {
             _special_token_id(student, one): _special_token_id(teacher, other)
@@ -60,13 +66,14 @@ def match_special_tokens(
     return np.array(list(matched), np.int32), np.array(list(matched.values()), np.int32)
 
 
-def _match_by_role(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
+def _match_by_role(student: Tokenizer, teacher: Tokenizer, repeats_roles: bool) -> dict[int, int]:
     matched: dict[int, int] = {}
     for role in ROLE_PRIORITY:
         if (
             role in student.special_token_ids
             and role in teacher.special_token_ids
             and _are_special(student, teacher, role)
+            and (repeats_roles or teacher.special_token_ids[role] not in matched.values())
         ):
             matched.setdefault(student.special_token_ids[role], teacher.special_token_ids[role])
     ends = [side.special_ids(END_OF_TURN_TOKENS) or side.special_ids(NEXT_TURN_TOKENS) for side in (student, teacher)]

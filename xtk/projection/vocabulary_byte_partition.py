@@ -17,7 +17,7 @@ from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.tokens.tokenizer import Tokenizer
 
 # Version of cached partitions; increase it when the algorithm changes.
-ALGORITHM_VERSION = 4
+ALGORITHM_VERSION = 5
 
 
 class SortedVocabulary(NamedTuple):

@@ -126,6 +126,11 @@ class _RenderProcess:
                     # If it died between two requests, for example killed by the user, it is started again.
                     if fresh or again or number in (-signal.SIGVTALRM, -signal.SIGSEGV):
                         raise XtkError(_exit_reason(number), where=template.where, hint=_exit_hint(number)) from None
+                except BaseException:  # such as KeyboardInterrupt: the pending response would answer the next request
+                    if self._process is not None:
+                        self._process.kill()
+                    self.close()
+                    raise
         raise AssertionError
 
     def _exchange(self, template: SandboxedTemplate, values: Sequence[str]) -> list[dict[str, str]]:

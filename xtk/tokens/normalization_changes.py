@@ -14,6 +14,7 @@ from xtk.tokens.vocabulary import METASPACE_CHARACTER
 
 BATCH_SIZE = 1000
 NUM_EXAMPLES = 3
+MAX_COMPARED_CHARACTERS = 1000  # of one part of a text
 
 
 @dataclass
@@ -131,7 +132,11 @@ def _count_change(found: NormalizationLoss, text: str, read: str | None, count: 
         return
     if not text[0].isspace() and text[0] != METASPACE_CHARACTER:
         read = read.removeprefix(" ")  # prepended by the tokenizer
-    for kind, start, stop, low, high in difflib.SequenceMatcher(None, text, read, autojunk=False).get_opcodes():
+    if max(len(text), len(read)) > MAX_COMPARED_CHARACTERS:  # the search takes quadratic time
+        operations = [("replace" if read else "delete", 0, len(text), 0, len(read))]
+    else:
+        operations = [*difflib.SequenceMatcher(None, text, read, autojunk=False).get_opcodes()]
+    for kind, start, stop, low, high in operations:
         if kind == "delete":
             found.dropped += count * (stop - start)
             found.examples[text[start:stop], ""] += count

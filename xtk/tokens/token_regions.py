@@ -84,7 +84,7 @@ class RegionWeights:
         advantage_bounds: {region: nats}.
 
     Raises:
-        XtkError: a region has another name, or has a weight but is not trained.
+        XtkError: a region has another name, or has a weight or a bound but is not trained.
     """
 
     def __init__(
@@ -104,6 +104,11 @@ class RegionWeights:
             self.weights[_region_index(name)] = weight
         self.advantage_bounds = np.full(len(REGIONS), np.inf, np.float32)
         for name, bound in (advantage_bounds or {}).items():
+            if not self.weights[_region_index(name)]:
+                raise XtkError(
+                    f"--advantage-clip has a bound of {name}, which is not trained",
+                    hint=f"add {name} to --train-on, or remove its bound",
+                )
             self.advantage_bounds[_region_index(name)] = bound
 
     def select(self, sequence: TokenSequence, regions: NDArray[np.uint8], *, with_template: bool) -> TokenSequence:

@@ -241,6 +241,11 @@ class Tokenizer:
             _dropout_warned.add(self.fingerprint)
             terminal.note(f"{self.name}: disabled this tokenizer's BPE dropout of {dropout:g}")
 
+    @property
+    def has_normalizer(self) -> bool:
+        """Whether texts are normalized before tokenization, so that they may have more bytes."""
+        return self._backend.normalizer is not None
+
     def normalize(self, text: str) -> str:
         """Return the text after the tokenizer's normalizer, before tokenization."""
         normalizer = self._backend.normalizer

@@ -17,7 +17,7 @@ from xtk.artifacts.atomic_files import atomic_write, read_json_lines
 
 def metric_name(name: str, teacher: str, teachers: Sequence[str]) -> str:
     """Return the name of a teacher's metric: `byte-kl`, or `byte-kl/TEACHER` with several teachers."""
-    return name if len(teachers) == 1 else f"{name}/{teacher}"
+    return name if len(teachers) == 1 else f"{name}/{teacher.encode(errors='backslashreplace').decode()}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -366,7 +366,7 @@ def pad_or_pack(
     """
     sizes = [len(ids) for ids in sequences_of_ids]
     if packing_multiple:
-        fill = -sum(sizes) % packing_multiple or (0 if sizes else packing_multiple)
+        fill = -sum(sizes) % packing_multiple or (0 if any(sizes) else packing_multiple)
         row = np.concatenate([*sequences_of_ids, np.zeros(fill)]).astype(np.int64)
         lengths = (*(size for size in sizes if size), *([fill] if fill else []))
         return row[None], np.cumsum([0, *sizes])[:-1], lengths

@@ -230,7 +230,7 @@ class TeacherBlocks:
         accelerator.wait_for_everyone()
         rank, ranks = accelerator.process_index, accelerator.num_processes
         if teacher.needs_subprocess:  # it uses all devices: one process is enough
-            rank, ranks = (0, 1) if accelerator.is_main_process else (1, 1)
+            rank, ranks = (0, 1) if accelerator.is_main_process else (shards, 1)
         entries = []
         with (
             self.lend_student(teacher.student_weights)

@@ -26,8 +26,8 @@ def count_tokens(tokenizer: Tokenizer, corpus: Iterable[Document]) -> NDArray[np
     documents = iter(corpus)
     found = False
     while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
+        found = found or any(document.text for document in batch)
         for sequence in tokenize_documents(tokenizer, batch):
-            found = found or len(sequence.ids) > 0
             counts += np.bincount(sequence.ids, minlength=len(counts))
     if not found:
         raise XtkError(

@@ -340,13 +340,15 @@ def _replace_vocabulary(
     seed = config.seed if method is not None and method.samples_rows else None
     head = model.get_output_embeddings()
     # The norm of a row in a head is its tokens' probability, so norms are matched in a separate embedding only.
-    tables = [(model.get_input_embeddings().weight, not is_tied)]
-    tables += [] if is_tied else [(head.weight, False)]
-    tables += [] if head.bias is None else [(head.bias[:, None], False)]
+    tables = [(model.get_input_embeddings().weight, sources.copied, not is_tied)]
+    tables += [] if is_tied else [(head.weight, sources.copied_outputs, False)]
+    tables += [] if head.bias is None else [(head.bias[:, None], sources.copied_outputs, False)]
     made = []
-    for table, match_norms in tables:
+    for table, copied, match_norms in tables:
         new = torch.empty(num_rows, table.shape[1], dtype=table.dtype)
-        for start, rows in new_rows(table, sources, weights, num_rows, sampling_seed=seed, match_norms=match_norms):
+        for start, rows in new_rows(
+            table, sources, weights, num_rows, copied=copied, sampling_seed=seed, match_norms=match_norms
+        ):
             new[start : start + len(rows)] = rows
         made.append(new)
     model.resize_token_embeddings(num_rows, mean_resizing=False)

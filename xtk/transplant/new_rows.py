@@ -23,6 +23,7 @@ def new_rows(
     weights: SparseEntries,
     num_rows: int,
     *,
+    copied: NDArray[np.int32] | None = None,
     sampling_seed: int | None = None,
     match_norms: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
@@ -30,9 +31,11 @@ def new_rows(
 
     Args:
         table: [at least U, H], the old rows.
-        sources: the tokens; copied ones get their old row, unchanged.
+        sources: the tokens.
         weights: of old tokens for other new tokens.
         num_rows: at least V; rows beyond the tokenizer, and those without weights, get the mean of the old rows.
+        copied: int32 [V], the old token of each new token that gets the old row unchanged, or -1; None: that of the
+            sources.
         sampling_seed: sample rows without weights from the distribution of the old rows instead, with this seed.
         match_norms: scale combined rows to the median norm of old rows of like frequency.
     """
@@ -58,8 +61,9 @@ def new_rows(
             _combine(made, old, rows[first:last] - start, columns[first:last], values[first:last])
             if norms is not None:
                 _scale(made, np.unique(rows[first:last]), start, norms, len(sources.new))
-        copied = np.flatnonzero(sources.copied[start:stop] >= 0)
-        made[torch.from_numpy(copied)] = old[torch.from_numpy(sources.copied[start:stop][copied].astype(np.int64))]
+        old_ids = (sources.copied if copied is None else copied)[start:stop]
+        at = np.flatnonzero(old_ids >= 0)
+        made[torch.from_numpy(at)] = old[torch.from_numpy(old_ids[at].astype(np.int64))]
         yield start, made
 
 

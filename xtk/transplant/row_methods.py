@@ -83,8 +83,9 @@ class DonorCombination:
 
     def weights(self, sources: TokenSources) -> SparseEntries:
         """Return at most 64 weights per token."""
-        shared = np.flatnonzero(sources.pair.equal_ids >= 0)
+        shared = np.setdiff1d(np.flatnonzero(sources.pair.equal_ids >= 0), sources.unused_ids)
         missing = np.flatnonzero((sources.copied < 0) & (sources.new.vocabulary.byte_lengths > 0))
+        missing = np.setdiff1d(missing, sources.unused_ids)
         found = combine_donor_rows(self.donor, missing, shared)
         return SparseEntries(found.rows, sources.pair.equal_ids[found.columns], found.weights)
 

@@ -19,10 +19,11 @@ def set_token_ids(model: Any, sources: TokenSources) -> list[int]:
     tokenizer has. Other settings that are an old id get the new id of that token.
     """
     new = sources.new
-    new_id = {int(old): token for token, old in enumerate(sources.copied.tolist()) if old >= 0}
+    new_id = {old: token for token, old in enumerate(sources.copied_outputs.tolist()) if old >= 0}
     configurations = {id(part): part for part in (model.config, model.config.get_text_config())}
     # Configurations have default ids, which may be ordinary text tokens: keep only special tokens.
-    stops = {new_id[old] for old in stop_token_ids(model) & sources.old.special_token_names.keys() if old in new_id}
+    old_stops = stop_token_ids(model) & sources.old.special_token_names.keys()
+    stops = {token for token, old in enumerate(sources.copied.tolist()) if old in old_stops}
     ends = sorted(new.stop_ids | stops & new.special_token_names.keys())
     for part in (*configurations.values(), model.generation_config):
         for name in [name for name in vars(part) if name.endswith("_token_id")]:

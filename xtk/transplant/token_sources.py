@@ -23,6 +23,8 @@ class TokenSources:
 
     Attributes:
         copied: int32 [V], the old token with equal bytes, or the special token with the same role; -1: none.
+        copied_outputs: int32 [V], the same without further copies of an old token with several roles. With the rows of
+            one token in the head, the model would predict each of its copies where it predicted that token.
     """
 
     def __init__(self, new: Tokenizer, old: Tokenizer, kept: NDArray[np.int32] | None = None) -> None:
@@ -30,12 +32,15 @@ class TokenSources:
         self.pair = VocabularyPair(new, old)
         if kept is not None:
             self.pair.__dict__["equal_ids"] = kept  # fills the cached property
-        self._special_ids, counterparts = match_special_tokens(new, old)
+        self._special_ids, counterparts = match_special_tokens(new, old, repeats_roles=True)
         self.copied = self.pair.equal_ids.copy()
         if kept is None:
             self.copied[self._special_ids] = counterparts
             if new.fingerprint != old.fingerprint:
                 self._copy_unused()
+        self.copied_outputs = self.copied.copy()
+        if kept is None:
+            self.copied_outputs[np.setdiff1d(self._special_ids, match_special_tokens(new, old)[0])] = -1
 
     def _copy_unused(self) -> None:
         """Let tokens that are never emitted have the rows of such tokens of the old tokenizer, or none."""

@@ -52,18 +52,19 @@ class BpeVocabulary:
         self._ranks = {pair: rank for rank, pair in enumerate(_merge_pairs(model))}
         self._base = self._base_tokens(byte_level)
         self._added = self._added_tokens()
+        self._added_ids = set(self._added.values())
         self._names = {number: name for name, number in self._ids.items()}
 
     @property
     def smallest(self) -> set[int]:
         """The tokens that every pruned vocabulary has: single bytes, added tokens and roles."""
         roles = set(self.tokenizer.special_token_ids.values())
-        return self._base | set(self._added.values()) | roles | set(_ids_in(self.content.get("post_processor")))
+        return self._base | self._added_ids | roles | set(_ids_in(self.content.get("post_processor")))
 
     def closure(self, token: int) -> set[int]:
         """Return a token and those that its merges make; only itself if no merges make it."""
         name = self._names.get(token)
-        if name is None or token in self._added.values():
+        if name is None or token in self._added_ids:
             return {token}
         made = _apply_merges(name, self._ranks)
         if made[-1] != [name]:  # found as a whole word, without merges (`ignore_merges`), or in no text
@@ -88,9 +89,10 @@ class BpeVocabulary:
         model["vocab"] = {self._names[number]: new_id[number] for number in inside}
         model["merges"] = [list(pair) for pair in self._ranks
                            if pair[0] in names and pair[1] in names and pair[0] + pair[1] in names]  # fmt: skip
-        for token in content.get("added_tokens") or []:
+        added = [token for token in content.get("added_tokens") or [] if token["content"] in self._added]
+        for token in added:
             token["id"] = new_id[self._added[token["content"]]]
-        content["added_tokens"] = sorted(content.get("added_tokens") or [], key=lambda token: int(token["id"]))
+        content["added_tokens"] = sorted(added, key=lambda token: int(token["id"]))
         content["post_processor"] = _renumber(content.get("post_processor"), new_id)
         content["truncation"] = content["padding"] = None
         files = self.tokenizer.to_files()
@@ -99,12 +101,15 @@ class BpeVocabulary:
         return files, np.array(order, np.int32)
 
     def _added_tokens(self) -> dict[str, int]:
-        """Return the id of each added token: where the vocabulary has the same token, the file may state another id."""
+        """Return the id of each added token that the model has a row for.
+
+        Where the vocabulary has the same token, the file may state another id.
+        """
         loaded = tokenizers.Tokenizer.from_str(json.dumps(self.content))
         found = (
             (token["content"], loaded.token_to_id(token["content"])) for token in self.content.get("added_tokens") or []
         )
-        return {name: number for name, number in found if number is not None}
+        return {name: number for name, number in found if number is not None and number < len(self.tokenizer)}
 
     def _base_tokens(self, byte_level: bool) -> set[int]:
         """Return the tokens of single bytes, those that the vocabulary has, and the unknown token."""
@@ -141,10 +146,10 @@ def choose_tokens(vocabulary: BpeVocabulary, counts: NDArray[np.int64] | None, s
     for token in wanted:
         if token in kept:
             continue
-        more = vocabulary.closure(token) | kept
-        if size is not None and len(more) > size:
+        more = vocabulary.closure(token) - kept
+        if size is not None and len(kept) + len(more) > size:
             break
-        kept = more
+        kept |= more
     return kept
 
 

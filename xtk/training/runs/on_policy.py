@@ -50,8 +50,10 @@ class OnPolicyInputs(RunInputs):
     def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the indices of the prompts with a weight above 0, and the bytes of all prompts.
 
+        With `lmbda` below 1, prompts whose document in the data is too long are skipped as in other runs.
+
         Raises:
-            XtkError: all prompts have the weight 0.
+            XtkError: all prompts have the weight 0, or documents are too long for --long-documents refuse.
         """
         documents = [prompt.document for prompt in self.source.prompts]
         sizes = np.array([len(document.text.encode()) for document in documents], np.int64)
@@ -61,6 +63,13 @@ class OnPolicyInputs(RunInputs):
                 "the data has no prompt with a weight above 0",
                 hint="use data with prompts, or another --weight-column",
             )
+        if limit is not None and self.config.lmbda < 1:
+            numbers = len(documents) * self.config.num_generations + np.arange(len(documents))
+            data = [self.source.document(int(number)) for number in numbers]
+            data_sizes = np.array([len(document.text.encode()) for document in data], np.int64)
+            counting = np.setdiff1d(counting, self.documents_to_skip(recipe, limit, numbers, data_sizes))
+            if not len(counting):
+                raise XtkError("all documents of the data are too long", hint="use --long-documents truncate")
         return counting, sizes
 
     def sampler(
@@ -88,6 +97,12 @@ class OnPolicyInputs(RunInputs):
             seed=run.recipe.seed,
         )
         terminal.note(f"distill: {config.describe(generator.describe(run.accelerator.num_processes))}")
+        per_batch = config.steps_per_generation * run.sampler.documents_per_step
+        if per_batch > (most := len(self.source.prompts) * config.num_generations):
+            terminal.note(
+                f"distill: a rollout batch (--steps-per-generation {config.steps_per_generation}) has {per_batch:,} "
+                f"documents, but one completion for each of {most:,}: it trains some of them several times"
+            )
         for teacher in self.source.teachers:
             terminal.note(f"distill: {teacher.describe_placement()}")
         may_truncate = run.recipe.long_documents != "refuse"

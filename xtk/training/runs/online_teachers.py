@@ -58,7 +58,10 @@ def open_online_inputs(
     documents, sizes = read_training_documents(teachers, corpus, is_routed=combination.method == "route")
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
     source = OnlineSource(documents, teachers, sizes, paths.columns, setup.combine_caches)
-    return OnlineInputs(source, **setup.input_fields(student))
+    # A block of steps is scored with the student's weights at its beginning.
+    follows_student = any(teacher.student_weights in ("live", "ema") for teacher in teachers)
+    block = {"teacher_block_steps": recipe.teacher_block_steps} if recipe.teacher_block_steps else {}
+    return OnlineInputs(source, **setup.input_fields(student, **(block if follows_student else {})))
 
 
 def plain_corpus(paths: RunPaths, recipe: TrainConfig) -> Corpus:

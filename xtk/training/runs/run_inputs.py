@@ -28,6 +28,7 @@ from xtk.training.train_config import TrainConfig
 from xtk.training.training_loop import TrainingRun
 
 DOCUMENTS_PER_CHECK = 1000
+MAX_NORMALIZED_GROWTH = 11  # of the bytes of a text: NFKC writes the 3 bytes of U+FDFA as 33
 
 
 @dataclass(frozen=True)
@@ -96,19 +97,8 @@ class RunInputs:
         read = self._read(sample)
         self._report_changed_text(read)
         self._report_untrained(documents, sample, read, recipe.regions)
-        too_long = [] if limit is None else self._longer_than(limit, sizes)
-        if too_long:
-            longest, number = max(too_long)
-            message = f"{len(too_long):,} of {len(sizes):,} documents have more tokens than the limit of {limit:,}"
-            if recipe.long_documents == "refuse":
-                raise XtkError(
-                    message,
-                    where=f"the longest is document {number} with {longest:,} tokens",
-                    hint="use --long-documents truncate or --long-documents skip",
-                )
-            terminal.note(f"distill: {message}: --long-documents {recipe.long_documents}")
-            if recipe.long_documents == "skip":
-                documents = np.setdiff1d(documents, [number for _, number in too_long])
+        if limit is not None:
+            documents = np.setdiff1d(documents, self.documents_to_skip(recipe, limit, np.arange(len(sizes)), sizes))
         if not len(documents):
             raise XtkError(
                 "no document is left to train on: all are empty, have the weight 0 or are too long",
@@ -183,20 +173,53 @@ class RunInputs:
                 "messages and completions are trained)"
             )
 
-    def _longer_than(self, limit: int, sizes: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Return (tokens, index) of the documents with more than `limit` tokens.
+    def documents_to_skip(
+        self, recipe: TrainConfig, limit: int, numbers: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> list[int]:
+        """Return which of some documents to skip for their length, and print how many are too long.
 
-        A text has at most one token per byte and two special tokens, so only texts that may be longer are tokenized.
-        Conversations are always tokenized, because the length of their template is not known.
+        Args:
+            recipe: the training options.
+            limit: maximum number of tokens of a document.
+            numbers: indices of the documents in the source.
+            sizes: their lengths in bytes.
+
+        Returns:
+            Indices into `numbers`, with --long-documents skip.
+
+        Raises:
+            XtkError: documents are too long for --long-documents refuse.
+        """
+        too_long = self._longer_than(limit, numbers, sizes)
+        if not too_long:
+            return []
+        longest, place = max(too_long)
+        message = f"{len(too_long):,} of {len(sizes):,} documents have more tokens than the limit of {limit:,}"
+        if recipe.long_documents == "refuse":
+            raise XtkError(
+                message,
+                where=f"the longest is document {place} with {longest:,} tokens",
+                hint="use --long-documents truncate or --long-documents skip",
+            )
+        terminal.note(f"distill: {message}: --long-documents {recipe.long_documents}")
+        return [place for _, place in too_long] if recipe.long_documents == "skip" else []
+
+    def _longer_than(self, limit: int, numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return (tokens, index into `numbers`) of the documents with more than `limit` tokens.
+
+        A text has at most one token per byte after normalization, two special tokens and a prepended space, so only
+        texts that may be longer are tokenized. Conversations are always tokenized, because the length of their template
+        is not known.
         """
         found = []
-        candidates = np.flatnonzero((sizes + 2 > limit) | self.source.conversations())
+        most = sizes * (MAX_NORMALIZED_GROWTH if self.tokenizer.has_normalizer else 1) + 3
+        candidates = np.flatnonzero((most > limit) | self.source.conversations()[numbers])
         for start in range(0, len(candidates), DOCUMENTS_PER_CHECK):
-            numbers = candidates[start : start + DOCUMENTS_PER_CHECK].tolist()
-            documents = [self.source.document(number) for number in numbers]
-            for number, sequence in zip(numbers, tokenize_documents(self.tokenizer, documents), strict=True):
+            places = candidates[start : start + DOCUMENTS_PER_CHECK].tolist()
+            documents = [self.source.document(int(numbers[place])) for place in places]
+            for place, sequence in zip(places, tokenize_documents(self.tokenizer, documents), strict=True):
                 if len(sequence) > limit:
-                    found.append((len(sequence), number))
+                    found.append((len(sequence), place))
         return found
 
 
