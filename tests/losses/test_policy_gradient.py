@@ -376,6 +376,16 @@ def test_dpca_distributes_a_span_advantage_by_token_log_probabilities():
     assert cells.rows.tolist() == [0, 1, 2, 3]
 
 
+def test_dpca_treats_log_probabilities_above_0_as_0():
+    """Engines return such values by rounding; a sum near 0 must not scale the parts of a span."""
+    ids, span = np.array([0, 1, 1], np.int32), np.array([[1, 3, 1, 2]], np.int32)
+    teacher_logprobs = make_teacher_logprobs(np.log([[0.9, 0.1]]), np.array([1]), np.array([1]), 2)
+    logprobs = np.array([-1e-3, 0.9999e-3], np.float32)
+    example = LossInputs(ids, np.arange(2), span, np.array([0, 1], np.int32), teacher_logprobs, logprobs)
+    advantages = cells_of("policy-gradient:credit=dpca", example).advantages.tolist()
+    assert advantages == pytest.approx([math.log(0.1), 0], abs=2e-3)
+
+
 def test_dpca_equals_span_credit_with_equal_tokenizers():
     case = random_case(3, K=3, spans=12, one_tokenizer=True)
     span_cells, dpca_cells = (cells_of(f"policy-gradient:credit={credit}", case.example) for credit in ("span", "dpca"))

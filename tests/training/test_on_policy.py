@@ -634,3 +634,23 @@ def test_options_that_would_have_no_effect_are_refused(pair, prompts, tmp_path, 
     done = run(pair, prompts, tmp_path / "out", "--max-steps", 1, *options, code=1)
     assert message in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_long_documents_of_the_data_are_refused_or_skipped(pair, tmp_path):
+    answers = ["12.", *("12 and " * 20 for _ in range(3)), "7.", "5.", "3."]
+    rows = [{"prompt": f"Anna has {at}", "completion": answer} for at, answer in enumerate(answers)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--max-steps", 1, "--lmbda", 0, "--max-length", 24)
+    done = run(pair, data, tmp_path / "out", *options, code=1)
+    assert "3 of 7 documents have more tokens than the limit of 24" in done.stderr
+    done = run(pair, data, tmp_path / "out", *options, "--long-documents", "skip")
+    assert "more tokens than the limit of 24: --long-documents skip" in done.stderr
+    assert "4 documents" in done.stderr
+
+
+@pytest.mark.slow
+def test_rollout_batches_with_more_documents_than_completions_are_noted(pair, prompts, tmp_path):
+    done = run(pair, prompts, tmp_path / "out", "--max-steps", 1, "--steps-per-generation", 8)
+    assert "it trains some of them several times" in done.stderr

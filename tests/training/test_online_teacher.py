@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -33,7 +34,7 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.graceful_stop import StopListener
 from xtk.training.metrics_file import read_metrics
 from xtk.training.micro_batches import BatchSampler
-from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks
+from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, shards_of_process
 from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.train_config import RunPaths
@@ -379,3 +380,21 @@ def test_invalid_inputs_are_refused_with_the_reason(pair, corpus, cache, tmp_pat
     ids.write_text(json.dumps({"input_ids": [5, 6, 7]}) + "\n")
     with pytest.raises(XtkError, match="token ids of one tokenizer, but the teachers have different tokenizers"):
         online_inputs(pair.student, ids, [teacher, online_teacher(pair.student)])
+
+
+@pytest.mark.parametrize("one_process", [False, True])
+def test_each_shard_is_scored_by_one_process(one_process):
+    for processes in (1, 2, 3):
+        for shards in range(8):
+            parts = [shards_of_process(shards, rank, processes, one_process=one_process) for rank in range(processes)]
+            assert sorted(itertools.chain.from_iterable(parts)) == list(range(shards))
+            assert not one_process or not any(parts[1:])
+
+
+@pytest.mark.slow
+def test_runs_of_a_self_teacher_with_other_block_sizes_are_different_runs(pair, corpus, tmp_path):
+    """A block of steps is scored with the student's weights at its beginning."""
+    command = ["distill", pair.student, corpus, "--teacher", "self", "--loss", "forward-kl", "--max-steps", 2,
+               "--per-device-train-batch-size", 4, "-o", tmp_path / "out"]  # fmt: skip
+    run_xtk(*command, "--teacher-block-steps", 1)
+    assert "--force" in run_xtk(*command, "--teacher-block-steps", 2, code=1).stderr

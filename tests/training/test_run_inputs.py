@@ -1,4 +1,4 @@
-"""Before a run starts, each of its input documents is read only once."""
+"""Before a run starts: each document is read only once, and those that are too long are found."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import json
 import shutil
 from collections import Counter
 
+import numpy as np
+import pytest
 import small_inputs
+import tokenizers
 from recorded_training_steps import make_train_config, open_run_inputs
 
+from xtk.errors import XtkError
+from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.distill import evaluation_identity, run_identity
+from xtk.training.metrics_file import MetricsFile, metric_name, read_metrics
+from xtk.training.micro_batches import pad_or_pack
 from xtk.training.train_config import LoggingConfig
 
 
@@ -53,3 +60,30 @@ def test_held_out_documents_are_hashed_once(pair, cache):
     evaluation = evaluation_identity(inputs, logging)
     assert run_identity(recipe, inputs, 1, logging)["eval_documents"] == evaluation["--eval-data"]
     assert source.reads == dict.fromkeys(range(len(source)), 1)
+
+
+def test_documents_that_a_normalizer_makes_longer_are_counted(pair, tmp_path):
+    student = shutil.copytree(pair.student, tmp_path / "student")
+    backend = tokenizers.Tokenizer.from_file(str(student / "tokenizer.json"))
+    backend.normalizer = tokenizers.normalizers.NFD()
+    backend.save(str(student / "tokenizer.json"))
+    text = "\uac01" * 50  # 3 bytes, 9 after normalization
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    recipe = make_train_config(["ce"])
+    inputs = open_run_inputs(student, [str(tmp_path / "data.jsonl")], recipe)
+    assert len(Tokenizer(student).encode([text])[0].ids) > 300
+    with pytest.raises(XtkError, match="1 of 1 documents have more tokens than the limit of 200"):
+        inputs.training_documents(recipe, 200)
+
+
+def test_a_packed_batch_of_one_document_without_tokens_has_padding():
+    ids, starts, lengths = pad_or_pack([np.zeros(0, np.int32)], 8)
+    assert ids.shape == (1, 8)
+    assert starts.tolist() == [0]
+    assert lengths == (8,)
+
+
+def test_metrics_of_teachers_whose_names_are_not_utf8_are_written(tmp_path):
+    name = metric_name("byte-kl", "t\udcff", ["t\udcff", "other"])
+    MetricsFile(tmp_path / "metrics.jsonl", -1).write({"step": 1, name: 1.0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "byte-kl/t\\udcff": 1.0}]

@@ -228,15 +228,15 @@ class TeacherBlocks:
             shutil.rmtree(job.location, ignore_errors=True)
             writer = ShardedCacheWriter(open_folder(job.location), job.header, job.plan.chunks_per_shard())
         accelerator.wait_for_everyone()
-        rank, ranks = accelerator.process_index, accelerator.num_processes
-        if teacher.needs_subprocess:  # it uses all devices: one process is enough
-            rank, ranks = (0, 1) if accelerator.is_main_process else (shards, 1)
+        own_shards = shards_of_process(
+            shards, accelerator.process_index, accelerator.num_processes, one_process=teacher.needs_subprocess
+        )
         entries = []
         with (
             self.lend_student(teacher.student_weights)
             if teacher.student_weights
             else contextlib.nullcontext() as lent_student,
-            contextlib.closing(teacher.write_shards(job, list(range(rank, shards, ranks)), lent_student)) as written,
+            contextlib.closing(teacher.write_shards(job, own_shards, lent_student)) as written,
         ):
             more = True
             while more:  # synchronize after each shard: idle processes wait for one shard, not until a timeout
@@ -257,6 +257,13 @@ class TeacherBlocks:
             writer.finish()
         accelerator.wait_for_everyone()
         return True
+
+
+def shards_of_process(num_shards: int, rank: int, num_processes: int, *, one_process: bool) -> list[int]:
+    """Return the shards that a process scores; with `one_process`, the first one scores all."""
+    if one_process:
+        return list(range(num_shards)) if rank == 0 else []
+    return list(range(rank, num_shards, num_processes))
 
 
 def read_training_documents(
