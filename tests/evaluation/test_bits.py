@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -328,3 +329,18 @@ def test_nonfinite_bits_per_byte_are_reported_as_not_a_number(run, pair, corpus,
     line = json.loads(output.splitlines()[1])
     assert line["bits_per_byte"] is None
     assert {one["bits_per_byte"] for one in line["categories"].values()} == {None}
+
+
+def test_bytes_of_reasoning_marks_count_where_the_marks_are_text(pair, tmp_path):
+    folder = Path(shutil.copytree(pair.student, tmp_path / "student"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+        "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    answer = {"role": "assistant", "reasoning_content": "Two and two.", "content": "Anna has 12 apples."}
+    document = Document.from_messages([{"role": "user", "content": "Hi"}, answer])
+    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    found = evaluate_bits_per_byte(model, tokenizer, [document], by_category=True)
+    assert found.bytes == len("Two and two.</think>Anna has 12 apples.")
+    assert sum(one.counts.sum() for one in found.per_category.values()) == found.bytes
+    assert sum(one.sums.sum() for one in found.per_category.values()) == pytest.approx(found.bits)

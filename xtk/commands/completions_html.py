@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -128,9 +128,13 @@ def samples_section(generated: Sequence[GeneratedSample], format_number: Any) ->
     if not generated:
         return
     models = list(dict.fromkeys(one.model for one in generated))
+    prompts: dict[int, set[str]] = {}
+    for one in generated:
+        prompts.setdefault(one.prompt_number, set()).update(filter(None, [one.prompt]))
     blocks: dict[tuple[int, str], dict[str, GeneratedSample]] = {}
     for one in generated:
-        blocks.setdefault((one.prompt_number, _prompt_of(one, generated)), {}).setdefault(one.model, one)
+        prompt = _prompt_of(one, prompts[one.prompt_number])
+        blocks.setdefault((one.prompt_number, prompt), {}).setdefault(one.model, one)
     places = sorted(blocks, key=lambda place: place[0])
     yield "<section>\n<h2>Samples</h2>\n"
     if len(places) > MAX_PROMPTS:
@@ -149,10 +153,9 @@ def samples_section(generated: Sequence[GeneratedSample], format_number: Any) ->
     yield "</section>\n"
 
 
-def _prompt_of(one: GeneratedSample, samples: Sequence[GeneratedSample]) -> str:
+def _prompt_of(one: GeneratedSample, prompts: Collection[str]) -> str:
     """Return the prompt of a completion; if unknown, the prompt that all others of this index share."""
-    others = {other.prompt for other in samples if other.prompt_number == one.prompt_number and other.prompt}
-    return one.prompt or (others.pop() if len(others) == 1 else "")
+    return one.prompt or (next(iter(prompts)) if len(prompts) == 1 else "")
 
 
 def samples_over_time(records: Sequence[Mapping[str, Any]], format_number: Any) -> Iterator[str]:

@@ -250,6 +250,6 @@ def _table_cell(line: dict[str, Any], measure: str, sign: str = "") -> str:
 
 def _windows(bits: BitsPerByteResult) -> str:
     """Return the window sizes as text; "" if every document fits the context."""
-    if bits.num_windows <= (bits.per_document.sums != 0).sum():
+    if bits.window_tokens is None or bits.num_windows <= (bits.per_document.counts > 0).sum():
         return ""
     return f"; windows of {bits.window_tokens:,} tokens, stride {bits.stride:,}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xtk.commands import completions_html, svg_curves
 from xtk.commands.html_page import PAGE_END, page_start
-from xtk.evaluation.evaluation_result_files import result_rows, shorten_names
+from xtk.evaluation.evaluation_result_files import finite_number, result_rows, shorten_names
 from xtk.name_registry import unknown_name_error
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class ReportedRun:
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric."""
-        return [(one["step"], one[metric]) for one in self.metrics if _is_finite_number(one.get(metric))]
+        return [(one["step"], one[metric]) for one in self.metrics if finite_number(one.get(metric)) is not None]
 
     def last_values(self) -> dict[str, float]:
         """Return the last value of each metric, up to the step of the student's weights."""
@@ -83,13 +82,13 @@ class ReportedRun:
             for one in self.metrics
             if self.best_step is None or one["step"] <= self.best_step
             for name, value in one.items()
-            if _is_finite_number(value)
+            if finite_number(value) is not None
         }
 
     def initial_value(self, metric: str) -> float | None:
         """Return a held-out metric before the first step; None if it was not evaluated."""
         first = self.metrics[0] if self.metrics else {}
-        if first.get("step") or not metric.startswith("eval_") or not _is_finite_number(first.get(metric)):
+        if first.get("step") or not metric.startswith("eval_") or finite_number(first.get(metric)) is None:
             return None
         return float(first[metric])
 
@@ -305,7 +304,3 @@ def _flatten_recipe(content: Mapping[str, Any], before: str = "") -> Iterator[tu
             yield from _flatten_recipe(value, f"{before}{name}.")
         else:
             yield before + name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

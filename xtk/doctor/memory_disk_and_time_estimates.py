@@ -184,6 +184,7 @@ def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
     longest = inputs.data_sample.longest[1][0][0] if inputs.data_sample.num_documents else DEFAULT_DOCUMENT_TOKENS
     limit = max_document_tokens(inputs.teacher, plan)
     longest = min(longest, limit) if limit else longest
+    longest = max(1, longest)  # documents may have no tokens
     rows = max(1, plan.batch_tokens // longest)
     rows = min(rows, inputs.data_sample.num_documents) if inputs.data_sample.num_documents else rows
     found = measure_footprint(inputs.teacher.folder, longest, batch_size=rows, dtype=plan.teacher_dtype, train=False)

@@ -262,8 +262,11 @@ def _read_batches(corpus: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def num_predicted_bytes(document: Document, sequence: TokenSequence) -> int:
-    """Return the number of bytes of the trained text that the model predicts."""
-    return count_preserved_bytes(document, sequence, start=_first_predicted_byte(sequence))
+    """Return the number of bytes of the trained text that the model predicts.
+
+    Marks of reasoning and tool calls count where the tokenizer has them as text, as their tokens do.
+    """
+    return count_preserved_bytes(document, sequence, start=_first_predicted_byte(sequence), with_marks=True)
 
 
 def _predicted_bytes(document: Document, sequence: TokenSequence) -> NDArray[np.bool_]:

@@ -140,9 +140,10 @@ def _results_of_metrics(
     model: str, data: str, record: Mapping[str, Any], all_settings: Mapping[str, Any], path: Path
 ) -> Iterator[EvaluationResult]:
     settings, others = (tuple(_setting_texts(all_settings, names)) for names in (SETTING_LABELS, OTHER_SETTING_LABELS))
-    numbers = dict(_flatten_metrics(record))
+    values = dict(_flatten_metrics(record))
+    numbers = {name: value for name, value in values.items() if value is not None}
     for name, value in numbers.items():
-        if name.endswith(DIFFERENCE_SUFFIX) or _is_error(name, numbers.keys() | record.keys()):
+        if name.endswith(DIFFERENCE_SUFFIX) or _is_error(name, values.keys()):
             continue
         error = next((numbers[name + ending] for ending in ERROR_SUFFIXES if name + ending in numbers), None)
         yield EvaluationResult(
@@ -159,11 +160,25 @@ def _setting_texts(record: Mapping[str, Any], names: Mapping[str, str]) -> Itera
     """Yield names and labels of the settings in a record, without defaults: 0, except for num_fewshot."""
     for name, form in names.items():
         value = record.get(name)
+        if name == "reward" and not isinstance(value, str):  # a metric of another tool
+            continue
         if isinstance(value, str | int | float) and (value or (name == "num_fewshot" and value == 0)):
             yield name, form.format(Path(str(value)).name if name == "teacher" else value)
 
 
-def _flatten_metrics(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+def finite_number(value: object) -> float | None:
+    """Return a JSON number as a float; None for other values, and for numbers that are not finite or too large."""
+    if type(value) not in (int, float):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _flatten_metrics(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float | None]]:
+    """Yield names and values of metrics; None: not a finite number."""
     for key, value in record.items():
         # lm-evaluation-harness: metric and filter; acc_stderr,FILTER is the error of acc,FILTER
         metric, comma, chosen = str(key).removesuffix(",none").partition(",")
@@ -171,8 +186,8 @@ def _flatten_metrics(record: Mapping[str, Any], before: str = "") -> Iterator[tu
         name = before + metric.removesuffix(of_error) + comma + chosen + of_error
         if isinstance(value, dict):
             yield from _flatten_metrics(value, f"{name}.")
-        elif key not in NON_METRIC_KEYS and type(value) in (int, float) and math.isfinite(value):
-            yield name, float(value)
+        elif key not in NON_METRIC_KEYS:
+            yield name, finite_number(value)
 
 
 def result_rows(results: Sequence[EvaluationResult]) -> list[ResultRow]:

@@ -43,7 +43,7 @@ def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
     for shift, factor in ((30, SPLITMIX_MULTIPLIER_1), (27, SPLITMIX_MULTIPLIER_2)):
         bits = (bits ^ _shifted(bits, shift)) * factor
     bits = bits ^ _shifted(bits, 31)
-    uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
+    uniform = ((_shifted(bits, 11).double() + 0.5) * 2.0**-53).clamp_max(1 - 2.0**-53)  # 1 would be infinite noise
     return -(-uniform.log()).log()
 
 

@@ -192,13 +192,22 @@ def _sequence_from_text(tokenizer: Tokenizer, document: Document, tokens: Encode
     )
 
 
-def count_preserved_bytes(document: Document, sequence: TokenSequence, *, start: int = 0) -> int:
-    """Return the number of bytes of a document's trained text, from `start` on, that are unchanged in the sequence."""
+def count_preserved_bytes(
+    document: Document, sequence: TokenSequence, *, start: int = 0, with_marks: bool = False
+) -> int:
+    """Return the number of bytes of a document's trained text, from `start` on, that are unchanged in the sequence.
+
+    Args:
+        document: the document.
+        sequence: its tokens.
+        start: first byte to count.
+        with_marks: count also marks of reasoning and tool calls that are text in this tokenizer.
+    """
     ranges = sequence.byte_ranges()
     total = first = 0
     for segment in document.segments:
         stop = first + len(segment.text.encode())
-        if segment.train and segment.role not in MARKS:
+        if segment.train and (with_marks or segment.role not in MARKS):
             overlap = np.minimum(ranges[:, 1], stop) - np.maximum(ranges[:, 0], max(first, start))
             total += int(np.maximum(overlap, 0).sum())
         first = stop

@@ -311,7 +311,8 @@ class BatchBuilder:
         for examples, student, document in zip(read, students, documents, strict=True):
             sizes = np.diff(student.byte_ends, prepend=0).astype(np.int64)
             found, parts = score_tallies(self.score_weighting, examples, sizes)
-            tallies += document.weight * found.sum(axis=1)
+            if document.weight:  # scores of other documents may be infinite
+                tallies += document.weight * found.sum(axis=1)
             factors.append(self.score_weighting.teacher_weights(found)[:, parts[np.flatnonzero(student.loss_mask)]])
         return None if self.score_weighting.scope == "batch" else np.concatenate(factors, axis=1), tallies
 
