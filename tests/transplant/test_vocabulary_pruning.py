@@ -20,6 +20,7 @@ from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.transplant.corpus_token_counts import count_tokens
 from xtk.transplant.model_transplant import TransplantConfig, pruned_tokenizer, transplant_model
+from xtk.transplant.token_sources import TokenSources
 from xtk.transplant.vocabulary_pruning import BpeVocabulary, choose_tokens
 
 TEXTS = [*small_inputs.sentences(120, seed=9), *small_inputs.ODD_TEXTS, "  two   spaces\n\n\nand 99 lines"]
@@ -224,3 +225,21 @@ def test_several_roles_of_one_old_token_get_different_rows_in_the_head(tmp_path)
         assert torch.equal(head[ids["bos"]], head[ids["eos"]]) == tied
         # Where the rows are equal, generation also ends at the other tokens.
         assert set(manifest["eos_token_ids"]) == {ids["bos"], ids["eos"], ids["pad"]}
+
+
+def test_a_special_token_of_the_same_name_comes_before_a_further_copy(tmp_path):
+    names = ["<|endoftext|>", "<|im_end|>"]
+    folders = []
+    for number, pad in enumerate(("<|im_end|>", "<|endoftext|>")):  # pad of the old tokenizer is its eos
+        backend = small_inputs.byte_level_tokenizer(
+            small_inputs.TEACHER_SPLIT, 480, names[::-1] if number else names, small_inputs.sentences(400)
+        )
+        folders.append(
+            small_inputs.save_tokenizer(
+                backend, tmp_path / str(number), bos_token=None, eos_token="<|im_end|>", pad_token=pad
+            )
+        )
+    old, new = map(Tokenizer, folders)
+    sources = TokenSources(new, old)
+    for name in names:
+        assert sources.copied[new.vocabulary.special_tokens[name]] == old.vocabulary.special_tokens[name]

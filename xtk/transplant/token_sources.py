@@ -36,11 +36,13 @@ class TokenSources:
         self.copied = self.pair.equal_ids.copy()
         if kept is None:
             self.copied[self._special_ids] = counterparts
+            single, of_single = match_special_tokens(new, old)
+            self.copied[single] = of_single  # a token of the same name before a further copy
             if new.fingerprint != old.fingerprint:
                 self._copy_unused()
         self.copied_outputs = self.copied.copy()
         if kept is None:
-            self.copied_outputs[np.setdiff1d(self._special_ids, match_special_tokens(new, old)[0])] = -1
+            self.copied_outputs[np.setdiff1d(self._special_ids, single)] = -1
 
     def _copy_unused(self) -> None:
         """Let tokens that are never emitted have the rows of such tokens of the old tokenizer, or none."""
