@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,18 @@ def test_letters_in_a_box_are_variables_and_words_are_words():
     assert score("boxed", multiline_answer, {"answer": r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"}) == 1
 
 
+def test_case_of_letters_in_a_box_is_ignored():
+    pytest.importorskip("math_verify")
+    for answer, reference in (
+        ("b", "B"),
+        ("NO", "No"),
+        ("No solution", "no solution"),
+        ("X + 1", "1 + x"),
+        (r"\Delta", r"\delta"),
+    ):
+        assert score("boxed", f"\\boxed{{{answer}}}", {"answer": f"\\boxed{{{reference}}}"}) == 1, answer
+
+
 def test_killed_math_process_is_restarted():
     comparer = MathComparer(20)
     assert comparer.equal("1/2", "0.5") == 1
@@ -190,6 +204,52 @@ def test_json_reward_parses_and_validates_schemas(tmp_path):
     assert score("json:column=schema", '{"b": 1}', {"schema": schema}) == 0
     assert math.isnan(score("json:column=schema", "{}", {}))
     assert math.isnan(score("json:column=schema", "{}", {"schema": {"type": "no such type"}}))
+
+
+def test_numbers_beyond_the_range_of_floats_are_scored_against_a_schema():
+    pytest.importorskip("jsonschema")
+    row = {"schema": {"properties": {"a": {"multipleOf": 0.5}}}}
+    for number, expected in (("1.5", 1), ("1" + 400 * "0", 0), ("1e999", 0), ("-1e999", 0)):
+        assert score("json:column=schema", f'{{"a": {number}}}', row) == expected, number
+
+
+def test_references_of_a_schema_that_lead_nowhere_are_not_scored_and_named_for_a_file(tmp_path):
+    pytest.importorskip("jsonschema")
+    for reference in ("#/definitions/missing", "#missing", "other.json", "urn:none"):
+        schema = {"properties": {"a": {"$ref": reference}}}
+        assert math.isnan(score("json:column=schema", '{"a": 1}', {"schema": schema})), reference
+        (tmp_path / "s.json").write_text(json.dumps(schema))
+        with pytest.raises(XtkError, match="does not lead to a schema") as raised:
+            score(f"json:schema={tmp_path}/s.json", '{"a": 1}', {})
+        assert reference.removeprefix("#") in raised.value.what
+        assert str(tmp_path / "s.json") in raised.value.where
+    to_a_string = {"type": "object", "properties": {"a": {"$ref": "#/type"}}}
+    assert math.isnan(score("json:column=schema", '{"a": 1}', {"schema": to_a_string}))
+    inner = {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}}
+    assert score("json:column=schema", '{"a": 1}', {"schema": inner}) == 1
+    assert score("json:column=schema", '{"a": "x"}', {"schema": inner}) == 0
+    meta = {"$ref": "https://json-schema.org/draft/2020-12/schema"}
+    assert score("json:column=schema", '{"type": "object"}', {"schema": meta}) == 1
+
+
+def test_schemas_are_never_requested_from_the_network(tmp_path):
+    pytest.importorskip("jsonschema")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        schema = {"properties": {"a": {"$ref": f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"}}}
+        with ThreadPoolExecutor(1) as pool:
+            scored = pool.submit(score, "json:column=schema", '{"a": 1}', {"schema": schema})
+            with pytest.raises(TimeoutError):
+                server.accept()[0].close()
+            assert math.isnan(scored.result(10))
+
+
+def test_fences_without_an_end_are_parsed_in_linear_time():
+    started = time.process_time()
+    for text in ("```" + "\n" * 50_000, "```json" + " \n" * 50_000 + "x", " \n" * 50_000 + "```" + "\n" * 50_000):
+        assert score("json", text, {}) == 0
+    assert time.process_time() - started < 5
+    assert score("json", '```json \n\n\n{"a": 1}\n\n```\n\n', {}) == 1
 
 
 def test_user_functions_are_scored_and_rewards_are_summed(tmp_path):

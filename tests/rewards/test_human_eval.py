@@ -140,3 +140,83 @@ def test_rows_with_additional_tests_of_evalplus_are_scored():
     for expression, expected in (("a + b", 1), ("a + b + 1e-3", 0), ("int(a + b)", 0)):
         assert reward(f"    return {expression}\n", human_eval["prompt"], human_eval) == expected
         assert reward(f"def add(a, b):\n    return {expression}\n", "", mbpp) == expected
+
+
+SQUARES = """
+inputs, results = [[n] for n in range(100)], [n * n for n in range(100)]
+"""
+LOOPS = {
+    "evalplus": SQUARES + CLOSE_ASSERTION + "for inp, exp in zip(inputs, results):\n    assertion(f(*inp), exp, 0)\n",
+    "asserts": "for n in range(100):\n    assert f(n) == n * n\n",
+    "assignments": "for n in range(100):\n    got = f(n)\n    expected = n * n\n    assert got == expected\n",
+    "straight": "".join(f"assert f({n}) == {n * n}\n" for n in range(100)),
+    "two loops": "for n in range(10):\n    assert f(n) == n * n\ngot = f(10)\n"
+    "for n in range(90):\n    assert got == 100 and f(n + 10) == (n + 10) ** 2\n",
+}
+ENDS = {"is wrong": "return -1", "raises": "raise ValueError", "exits": "import os; os._exit(0)"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("form", LOOPS)
+def test_partial_reward_of_code_that_raises_or_exits_is_that_of_wrong_answers(form, end):
+    reward = parse_reward("tests:partial=true").load_reward()
+    code = f"def f(x):\n    if x < 10: return x * x\n    {ENDS[end]}\n"
+    assert reward("def f(x): return x * x", "", {"test": LOOPS[form]}) == 1
+    assert reward(code, "", {"test": LOOPS[form]}) == 0.1
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_partial_reward_of_a_check_with_a_loop_counts_the_remaining_asserts(end):
+    reward = parse_reward("tests:partial=true").load_reward()
+    check = "def check(candidate):\n    for n in range(100):\n        assertion(candidate(n), n * n, 0)\n"
+    row = {"prompt": "def f(x):\n", "entry_point": "f", "test": CLOSE_ASSERTION + check}
+    assert reward(f"    if x < 10: return x * x\n    {ENDS[end]}\n", row["prompt"], row) == 0.1
+
+
+def test_partial_reward_counts_floats_within_the_tolerance_of_evalplus():
+    reward = parse_reward("tests:partial=true").load_reward()
+    row = {"test": CLOSE_ASSERTION + "for n in range(4):\n    assertion(half(n), n / 2, 0)\n"}
+    assert reward("def half(x): return x / 2 + 1e-8", "", row) == 1
+    assert reward("def half(x): return x / 2 + (1e-8 if x < 3 else 1)", "", row) == 0.75
+
+
+def test_partial_reward_of_loops_that_cannot_continue_is_zero():
+    """The number of asserts that a `while` loop or a function still has is unknown."""
+    reward = parse_reward("tests:partial=true").load_reward()
+    code = "def f(x):\n    if x < 10: return x * x\n    raise ValueError\n"
+    body = "{0}n = 0\n{0}while n < 100:\n{0}    got = f(n)\n{0}    assert got == n * n\n{0}    n += 1\n"
+    for tests in (body.format(""), "def run():\n" + body.format("    ") + "run()\n"):
+        assert reward("def f(x): return x * x", "", {"test": tests}) == 1
+        assert reward(code, "", {"test": tests}) == 0
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_values_from_before_a_failed_call_do_not_pass_partial_tests(end):
+    reward = parse_reward("tests:partial=true").load_reward()
+    tests = "got = [1, 2]\ngot = f(got)\nassert got == [1, 2]\nassert not got[2:]\n"
+    score = reward(f"def f(x):\n    {ENDS[end]}\n", "", {"test": tests})
+    assert score == 0
+
+
+def test_tests_that_expect_an_exception_pass_with_partial_reward():
+    reward = parse_reward("tests:partial=true").load_reward()
+    tests = "for n in range(4):\n    try:\n        f(n)\n        good = n % 2 == 0\n    except ValueError:\n"
+    tests += "        good = n % 2 == 1\n    assert good\n"
+    code = "def f(x):\n    if x % 2 == 1: raise ValueError\n"
+    assert reward(code, "", {"test": tests}) == 1
+    assert reward("def f(x): pass", "", {"test": tests}) == 0.5
+
+
+def test_tests_that_call_only_builtins_are_not_scored():
+    for spec in ("tests", "tests:partial=true"):
+        reward = parse_reward(spec).load_reward()
+        assert math.isnan(reward("def sum(a, b): return a + b", "", {"test_list": ["assert sum(10, 15) == 25"]}))
+        assert reward("def add(a, b): return a - b", "", MBPP) == 0
+
+
+def test_text_after_code_with_unusual_line_separators_is_ignored():
+    reward = parse_reward("tests").load_reward()
+    for separators in ("\x0b\x0c", "\x1c\x1d\x1e", "\x85", "\u2028\u2029"):
+        code = f"# {separators}\nmark = {separators!r}\ndef f(x):\n    # {separators * 3}\n    return x * x\n"
+        code += "\nThis squares x.\n"
+        assert reward(code, "", {"test_list": ["assert f(3) == 9"]}) == 1, separators

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import time
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xtk.errors import XtkError
 from xtk.rollouts.environments import CheckedEnvironment
 from xtk.rollouts.tool_calls import (
     MAX_CALLS,
@@ -119,6 +124,19 @@ def test_calls_are_answered_with_results_or_errors():
     ]
     assert not finished
     assert environment.step("It is 3.") == ("", True)
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.5), np.float16(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)])
+def test_environment_rewards_are_numbers_of_any_library(reward):
+    environment = type("Scored", (Tools,), {"reward": lambda self: reward})
+    assert CheckedEnvironment(environment, {}).reward() == 0.5
+
+
+@pytest.mark.parametrize("reward", ["0.5", [0.5], {}, math.inf, 10**400, np.float64(1e39), torch.ones(2)])
+def test_environment_rewards_that_are_not_finite_numbers_are_refused(reward):
+    environment = type("Scored", (Tools,), {"reward": lambda self: reward})
+    with pytest.raises(XtkError, match="must return a finite number"):
+        CheckedEnvironment(environment, {}).reward()
 
 
 def test_example_tool_environment_answers_calls():

@@ -29,8 +29,9 @@ class BoxedReward:
     Numbers are compared as in `exact`, but units must be words or LaTeX text: `3x` is not 3. Words are compared as
     strings. Other answers with `compare=math` (the default): as formulas, by math-verify
     (`pip install '.[maths]'` in xtk's repository), in a subprocess with a time limit of `seconds` per comparison,
-    after which the score is 0; with `compare=strings`: as strings, ignoring markup and case. The reference is the box
-    in the row's field `column`, else the text after `####` there, else the whole field.
+    after which the score is 0; with `compare=strings`: as strings, ignoring markup. Both ignore case, as math-verify
+    does: `X` is `x`, and `\Delta` is `\delta`. The reference is the box in the row's field `column`, else the text
+    after `####` there, else the whole field.
     """
 
     column: str = "answer"

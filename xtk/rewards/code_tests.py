@@ -67,9 +67,11 @@ class CodeTestsReward:
         setup = [text for text in (helpers, _text_field(row, "test_setup_code")) if text]
         code = _programs(completion, before, helpers, entry_point, tests)
         verdict = self._sandbox.test(code, tests, setup, entry_point, self.partial)
-        if verdict.all_passed is None or not self.partial:
-            return math.nan if verdict.all_passed is None else float(verdict.all_passed)
-        return float(verdict.all_passed) if not verdict.num_asserts else float(verdict.num_passed / verdict.num_asserts)
+        if verdict.all_passed is None:
+            return math.nan
+        if verdict.all_passed or not self.partial:
+            return float(verdict.all_passed)
+        return float(verdict.num_passed / verdict.num_asserts)
 
 
 def _tests_of(row: Mapping[str, Any]) -> str | None:

@@ -74,7 +74,8 @@ class JsonReward:
     """json: 1 if the completion is valid JSON, else 0. Surrounding space and one pair of code fences are ignored.
 
     With `schema` (a file) or `column` (a field of the row), it must also be valid under that JSON schema
-    (`pip install '.[schemas]'` in xtk's repository).
+    (`pip install '.[schemas]'` in xtk's repository). References (`$ref`) must lead to a part of the same schema, or to
+    a JSON Schema metaschema: nothing is downloaded.
     """
 
     schema: str = ""
@@ -112,8 +113,12 @@ class JsonReward:
                 return math.nan
         try:
             value = json.loads(_without_fences(completion), parse_constant=_refuse_nan_constant)
-            return float(schema is None or schema.is_valid(value))
-        except (ValueError, RecursionError):
+            return float(schema is None or _is_valid(schema, value, self.column or self.schema))
+        except XtkError:
+            if self.column:
+                return math.nan
+            raise
+        except (ValueError, RecursionError, ArithmeticError):  # ArithmeticError: numbers beyond the range of floats
             return 0.0
 
 
@@ -122,7 +127,7 @@ def _refuse_nan_constant(constant: str) -> None:
 
 
 def _without_fences(text: str) -> str:
-    fenced = re.fullmatch(r"\s*```(?:json|JSON)?\s*\n(.*)```\s*", text, re.DOTALL)
+    fenced = re.fullmatch(r"\s*```(?:json|JSON)?[^\S\n]*\n(.*)```\s*", text, re.DOTALL)
     return fenced[1] if fenced else text
 
 
@@ -135,6 +140,7 @@ def _validator(schema: Any, place: str) -> Any:
         )
     try:
         import jsonschema
+        import referencing
     except ImportError as error:
         raise XtkError(
             "schemas of --reward json need the package jsonschema",
@@ -149,4 +155,23 @@ def _validator(schema: Any, place: str) -> Any:
             where=place,
             hint="correct the schema",
         ) from error
-    return kind(schema)
+    # Without a registry, jsonschema downloads references. It adds its metaschemas to this empty one.
+    return kind(schema, registry=referencing.Registry())
+
+
+def _is_valid(validator: Any, value: Any, place: str) -> bool:
+    """Return whether a value is valid under a schema.
+
+    Raises:
+        XtkError: the schema refers to something that it does not contain, or that is not a schema.
+    """
+    import referencing.exceptions
+
+    try:
+        return bool(validator.is_valid(value))
+    except (referencing.exceptions.Unresolvable, AttributeError, TypeError) as error:  # leads to a string
+        raise XtkError(
+            f"a reference ($ref) in the schema of --reward json does not lead to a schema: {str(error)[:200]}",
+            where=place,
+            hint="correct $ref, or add the missing part under $defs of the same schema; nothing is downloaded",
+        ) from error

@@ -167,6 +167,16 @@ def _can_judge(reward: RewardFunction, specification: RewardSpec, row: Mapping[s
     return not math.isnan(_checked_score(reward, specification, "", "", row))
 
 
+def float_of_reward(value: Any) -> float | None:
+    """Return a reward as a float: numbers of any library, infinity beyond the range of floats. None: not a number."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 def _checked_score(
     reward: RewardFunction, specification: RewardSpec, completion: str, prompt: str, row: Mapping[str, Any]
 ) -> float:
@@ -178,10 +188,7 @@ def _checked_score(
         shown = repr(value)[:80]
         if value is None:
             return math.nan
-        try:
-            number = None if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, RuntimeError):
-            number = None
+        number = float_of_reward(value)
     if number is None or abs(number) > LARGEST:
         wrong = "not a number" if number is None else "not finite in float32"
         raise XtkError(f"--reward {specification} returned {shown}, which is {wrong}", where=where, hint=hint)

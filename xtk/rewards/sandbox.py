@@ -71,7 +71,7 @@ class TestVerdict:
 
     Attributes:
         num_passed: number of asserts that passed.
-        num_asserts: number of evaluated asserts, or of those in the text if that is higher.
+        num_asserts: number of evaluated asserts and failed statements, or of asserts in the text if that is higher.
         all_passed: all asserts were evaluated and passed. None: the tests are broken, or call no function.
         code_outcome: how the process of the code ended.
     """
@@ -169,7 +169,7 @@ class Sandbox:
             tests: a program with asserts.
             setup: programs that define helpers of the tests.
             entry_point: a function of the code. If the tests define `check`, it is called with that function.
-            partial: continue after a failed assert.
+            partial: continue after a failed assert or statement.
         """
         job = {"tests": tests, "setup": list(setup), "entry_point": entry_point, "partial": partial}
         here, there = socket.socketpair()
@@ -181,9 +181,13 @@ class Sandbox:
         with os.fdopen(verdicts, "rb") as reads:
             head, _, marks = reads.read().partition(b"\n")
         self._outcome(tests_report)
-        passed, failed = marks.count(b"+"), marks.count(b"-")
+        passed, failed, in_text = marks.count(b"+"), marks.count(b"-"), int(head or 0)
         good = None if b"?" in marks else marks.endswith(b".") and not failed
-        return TestVerdict(passed, max(passed + failed, int(head or 0)), good, self._outcome(code_report))
+        if good is False and not failed:
+            failed = 1
+        if not marks.endswith((b".", b"!", b"?")) and passed + failed > in_text:
+            passed = 0  # the tests were killed in a loop: how many of them are left is unknown
+        return TestVerdict(passed, max(passed + failed, in_text), good, self._outcome(code_report))
 
     def _send(self, job: dict[str, Any], files: list[int], more_seconds: float = 0) -> int:
         """Start a job. Return the read end of the pipe for its outcome."""

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.rewards.reward_spec import LARGEST
+from xtk.rewards.reward_spec import LARGEST, float_of_reward
 from xtk.tokens.message_parts import replace_surrogates
 from xtk.user_code import load_user_object, user_code_errors
 
@@ -105,9 +105,10 @@ class CheckedEnvironment:
         value = self._try("reward", judge)
         if value is None:
             return math.nan
-        if not isinstance(value, int | float) or abs(value) > LARGEST:
+        number = self._try("reward", lambda: float_of_reward(value))
+        if number is None or abs(number) > LARGEST:
             raise self._wrong("reward", value, "a finite number")
-        return float(value)
+        return number
 
     def _try(self, name: str, call: Callable[[], Answer]) -> Answer:
         with user_code_errors(f"the method {name} of the environment", where="--environment", hint=USAGE):
