@@ -189,3 +189,17 @@ def test_a_changed_schema_file_is_a_different_request(run, pair, folder, tmp_pat
     run(*arguments, cwd=tmp_path)
     (tmp_path / "schema.json").write_text('{"type": "array"}')
     assert "made from other inputs" in run(*arguments, cwd=tmp_path, code=1).stderr
+
+
+def test_unpaired_surrogates_in_other_columns_are_replaced(run, pair, tmp_path):
+    row = r'{"prompt": "Anna has", "note": "\ud83d", "more": [{"\udc00": 1}], "k\ud83d": "\ud83d\ude00"}'
+    (tmp_path / "prompts.jsonl").write_text(row + "\n")
+    arguments = ("rollout", pair.student, "prompts.jsonl", "--max-completion-length", 4, "-o", "r.jsonl")
+    run(*arguments, cwd=tmp_path)
+    (record,) = read_records(tmp_path / "r.jsonl")
+    assert record["note"] == "\ufffd"
+    assert record["more"] == [{"\ufffd": 1}]
+    assert record["k\ufffd"] == "\U0001f600"
+    content = (tmp_path / "r.jsonl").read_bytes()
+    run(*arguments, cwd=tmp_path)
+    assert (tmp_path / "r.jsonl").read_bytes() == content

@@ -21,6 +21,8 @@ from small_inputs import sentences, write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import xtk
+from xtk.artifacts.cache_statistics import sample_positions, summarize_cache
+from xtk.teachers.cache_rescoring import verify_cache
 
 TEXTS = sentences(12, seed=3)
 
@@ -198,6 +200,68 @@ def test_caches_of_one_named_teacher_can_be_merged(run, pair, teacher, tmp_path)
         writer.add(text, ids, logprobs - 0.01, observed - 0.01)
     with pytest.raises(xtk.XtkError, match="different inputs or options"):  # other values under the same name
         writer.close()
+
+
+def pad_lists(ids, keep):
+    """Return the listed ids with -1 after the first `keep[p]` of each position."""
+    return np.where(np.arange(ids.shape[1])[None] < np.asarray(keep)[:, None], ids, -1)
+
+
+@pytest.mark.parametrize(
+    ("form", "num_listed", "expected"),
+    [
+        ("most likely", lambda number, is_top: 5, 5),
+        ("most likely and observed", lambda number, is_top: 5 if is_top else 6, 5),
+        ("different lengths", lambda number, is_top: 2 + number % 4, 2),
+    ],
+    ids=["most-likely", "most-likely-and-observed", "different-lengths"],
+)
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_top_k_of_a_written_cache_is_what_every_position_has(pair, teacher, tmp_path, form, num_listed, expected):
+    num_outside = num_positions = 0
+    with xtk.CacheWriter(tmp_path / "cache", pair.teacher, precision="float32") as writer:
+        for text in TEXTS:
+            ids, positions = writer.tokenize(text)
+            top_ids, top_logprobs, observed, _ = score(teacher, ids, positions, 6)
+            rank = (top_logprobs > observed[:, None]).sum(1)
+            if form == "most likely and observed":
+                top_ids[rank >= 5, 5], top_logprobs[rank >= 5, 5] = ids[positions][rank >= 5], observed[rank >= 5]
+            keep = [num_listed(number, is_top) for number, is_top in enumerate(rank < 5)]
+            writer.add(text, pad_lists(top_ids, keep), top_logprobs, observed)
+            num_outside += int((rank >= expected).sum())
+            num_positions += len(rank)
+    cache = xtk.TeacherCache(tmp_path / "cache")
+    assert cache.header["options"]["top_k"] == expected
+    fraction = summarize_cache(cache, sample_positions(cache), len(cache))["observed_outside_top_k_fraction"]
+    assert 0 < fraction == pytest.approx(num_outside / num_positions, abs=1e-3)
+    assert verify_cache(cache, pair.teacher, "teacher")["positions"] > 0
+
+
+def test_vocabulary_at_some_positions_only_is_not_the_whole_support(pair, teacher, tmp_path):
+    refused = []
+    for name, few in (("all", 0), ("some", 2)):
+        with xtk.CacheWriter(tmp_path / name, pair.teacher) as writer:
+            ids, positions = writer.tokenize(TEXTS[0])
+            top_ids, top_logprobs, observed, _ = score(teacher, ids, positions, teacher.config.vocab_size)
+            keep = [few if few and number else top_ids.shape[1] for number in range(len(positions))]
+            writer.add(TEXTS[0], pad_lists(top_ids, keep), top_logprobs, observed)
+        try:
+            loss = xtk.DistillationLoss("strict:divergence=reverse-kl")
+            xtk.DistillationCollator(pair.teacher, tmp_path / name, loss)
+        except xtk.XtkError as wrong:
+            refused.append((name, wrong.what))
+    assert [name for name, _ in refused] == ["some"]
+    assert "which this support need not contain" in refused[0][1]
+
+
+def test_top_k_of_a_writer_is_compared_with_the_lists(pair, teacher, tmp_path):
+    writer = xtk.CacheWriter(tmp_path / "cache", pair.teacher, top_k=4)
+    with pytest.raises(xtk.XtkError, match="a position has 3 of the 4 most likely ids"):
+        writer.add(TEXTS[0], *score(teacher, *writer.tokenize(TEXTS[0]), 3)[:3])
+    for options in ({"top_k": -1}, {"top_k": 4, "support": "candidates"}):
+        with pytest.raises(xtk.XtkError, match="top_k"):
+            xtk.CacheWriter(tmp_path / "cache", pair.teacher, **options)
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(

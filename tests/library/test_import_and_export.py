@@ -9,9 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import xtk
+from xtk.artifacts.cache_statistics import sample_positions, summarize_cache
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.library.cache_export import export_cache
 from xtk.library.cache_from_arrays import CacheWriter
+from xtk.library.cache_import import import_cache
+from xtk.library.completion_logprobs import read_answer
+from xtk.teachers.cache_rescoring import verify_cache
 from xtk.tokens.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -127,6 +133,24 @@ def test_support_is_kept_by_export_and_import(run, pair, tmp_path, support, file
     run("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
     options = TeacherCache(tmp_path / "again").header["options"]
     assert options["support"] == ("top-k" if support == "top-p" else support)
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+@pytest.mark.parametrize(("support", "expected"), [("top-k", 8), ("top-k+sample", 8), ("top-p", 1)])
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_imported_cache_has_the_top_k_of_the_exported_one(pair, corpus, tmp_path, file_format, support, expected):
+    original = xtk.cache_teacher(str(pair.teacher), str(corpus), tmp_path / "cache", support=support, top_k=8)
+    file = tmp_path / f"file.{file_format}"
+    export_cache(original, file, file_format)
+    imported, _ = import_cache([str(file)], tmp_path / "again", tokenizer=str(pair.teacher))
+    assert imported.header["options"]["top_k"] == expected
+    fractions = [
+        summarize_cache(cache, sample_positions(cache), len(cache))["observed_outside_top_k_fraction"]
+        for cache in (original, imported)
+    ]
+    assert 0 < fractions[1] < 1
+    assert support == "top-p" or fractions[0] == fractions[1]
+    assert verify_cache(imported, pair.teacher, "teacher", documents=4)["positions"] > 0
 
 
 def test_answers_without_top_logprobs_have_support_none(run, pair, service_answers, tmp_path):
@@ -534,6 +558,25 @@ def test_id_columns_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path):
     assert "different lengths" in result.stderr
 
 
+@pytest.mark.parametrize(("top", "num_uncounted"), [("none", 3), ("other", 1), ("observed", 3)])
+def test_unlisted_end_token_joins_no_characters(top, num_uncounted):
+    """A service may count the end token without listing it; entries without a list are not compared with it."""
+    tokens = ["Caf", "é", " au", " lait", "日本"]
+
+    def entry(token: str, listed: str | None) -> dict:
+        found = {"token": token, "bytes": list(token.encode()), "logprob": -1.0}
+        return found if listed is None else found | {"top_logprobs": [entry(listed, None)]}
+
+    content = [entry(one, {"none": None, "other": "x", "observed": one}[top]) for one in tokens]
+    choice = {"message": {"content": "".join(tokens)}, "finish_reason": "stop", "logprobs": {"content": content}}
+    usage = {"completion_tokens": len(tokens) + num_uncounted}
+    row = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "choices": [choice], "usage": usage}
+    assert read_answer(row, "row").num_joined == 0
+    if top == "other":
+        choice["finish_reason"] = "length"  # no end token: more tokens than entries are joined ones
+        assert read_answer(row, "row").num_joined == 2
+
+
 def test_truncated_character_at_the_end_is_left_out(run, tmp_path):
     content = [
         {"token": " é", "bytes": list(" é".encode()), "logprob": -0.5, "top_logprobs": []},
@@ -573,6 +616,30 @@ def test_id_rows_need_an_end_token_to_be_complete_and_a_log_probability(run, pai
     result = run(*arguments, "-o", tmp_path / "nothing", code=1)
     assert "no document has a log-probability" in result.stderr
     assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": "Anna"},
+        {"completion": " has"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"messages": [{"role": "user", "content": "Anna"}, {"role": "assistant", "content": " has"}]},
+    ],
+    ids=lambda columns: next(iter(columns)),
+)
+def test_ids_suffice_without_a_document_that_can_be_tokenized(pair, tmp_path, capsys, columns):
+    ids = Tokenizer(pair.teacher).encode(["Anna has"])[0].ids.tolist()
+    row = {
+        "token_ids": ids, "logprobs": [None, *[-1.0] * (len(ids) - 1)], "top_ids": [None] * len(ids),
+        "top_logprobs": [None] * len(ids),
+    }  # fmt: skip
+    (tmp_path / "ids.jsonl").write_text(json.dumps(row | columns) + "\n")
+    cache, _ = import_cache([str(tmp_path / "ids.jsonl")], tmp_path / "cache", tokenizer=str(pair.teacher))
+    assert cache.read_document(0).document.text == "Anna has"
+    assert "1 rows have token ids that are not those of their text or messages" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 @pytest.mark.parametrize(

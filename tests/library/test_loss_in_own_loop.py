@@ -120,6 +120,13 @@ def test_no_tensor_of_the_loss_has_all_logits(pair, cache, monkeypatch):
         assert rows * width > 4 * largest.numel or documents == 4
 
 
+@pytest.mark.parametrize("max_length", [0, 1, -1])
+def test_max_length_that_keeps_no_trained_token_is_refused(pair, cache, max_length):
+    loss = xtk.DistillationLoss("ce")
+    with pytest.raises(xtk.XtkError, match=f"max_length is {max_length}, but must be at least 2, or None"):
+        xtk.DistillationCollator(pair.student, cache, loss, max_length=max_length)
+
+
 def test_num_items_of_anything_but_batches_is_refused(pair, cache):
     loss = xtk.DistillationLoss("ce")
     collator = xtk.DistillationCollator(pair.student, cache, loss)

@@ -53,7 +53,8 @@ def sample_positions(cache: TeacherCache, count: int = SAMPLE_DOCUMENTS) -> Posi
     """Return statistics of the positions of at most `count` documents, evenly spaced over a cache."""
     rows = [cache.read_document(number) for number in evenly_spaced_indices(cache, count)]
     scores = [row.stored_logprobs for row in rows]
-    outside = [_observed_outside_top(row, cache.header["options"]) for row in scores]
+    longest = max((int(np.diff(row.offsets).max(initial=0)) for row in scores), default=0)
+    outside = [_observed_outside_top(row, cache.header["options"], longest) for row in scores]
     return PositionStatistics(
         entropy=_concatenate([row.entropy for row in scores], np.float32),
         kept_mass=1 - _concatenate([row.remainder_mass for row in scores], np.float32),
@@ -77,16 +78,28 @@ def _mean_sampled_ids(scores: StoredLogprobs) -> NDArray[np.float64]:
     return mean
 
 
-def _observed_outside_top(scores: StoredLogprobs, options: dict[str, Any]) -> NDArray[np.bool_] | None:
-    """Return where the observed token is stored in addition to the top tokens; None for other supports."""
+def _observed_outside_top(scores: StoredLogprobs, options: dict[str, Any], longest: int) -> NDArray[np.bool_] | None:
+    """Return where the observed token is not one of the top tokens; None if the support does not determine it.
+
+    Args:
+        scores: of a document.
+        options: of the cache.
+        longest: largest number of exact ids of a position in the sampled documents.
+    """
     support = options.get("support")
+    owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
     if support in ("top-k", "top-k+sample"):
-        more: NDArray[np.bool_] = np.diff(scores.offsets) > int(options["top_k"])
+        top_k = int(options["top_k"])
+        if not top_k:
+            return None
+        more: NDArray[np.bool_] = np.diff(scores.offsets) > top_k
+        if longest > top_k + 1:  # lists of different lengths, from another program
+            as_likely = scores.logprobs >= scores.observed_logprobs[owner]
+            more = np.bincount(owner[as_likely], minlength=len(scores)) > top_k
         return more
     if support != "top-p":
         return None
     # The observed token was added if the other ids reach top_p or top_k without it and are all at least as likely.
-    owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
     kept = np.bincount(owner, np.exp(scores.logprobs.astype(np.float64)), minlength=len(scores))
     others = kept - np.exp(scores.observed_logprobs.astype(np.float64))
     lowest = np.full(len(scores), np.inf)

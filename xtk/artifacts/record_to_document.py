@@ -236,7 +236,7 @@ def _conversation(parts: list[list[Any]], row: _RecordReader) -> Document:
             hint='write, for example, [{"type": "function", "function": {"name": "..."}}]',
         )
     messages = [_normalized_message(message) for part in parts for message in part]
-    return Document.from_messages(messages, tools=_json_value(tools) or None, num_prompt_messages=given)
+    return Document.from_messages(messages, tools=json_value(tools) or None, num_prompt_messages=given)
 
 
 def _with_teacher_prompt(document: Document, row: _RecordReader) -> Document:
@@ -420,7 +420,7 @@ def _normalized_message(message: Any) -> Any:
         marks = {key: message[key] for key in TRAIN_FLAG_KEYS if message.get(key) is not None}
         return {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"], **marks}
     # Tables fill missing keys with nulls.
-    return {replace_surrogates(str(key)): _json_value(value) for key, value in message.items() if value is not None}
+    return {replace_surrogates(str(key)): json_value(value) for key, value in message.items() if value is not None}
 
 
 def _json_type(value: object) -> str:
@@ -430,12 +430,12 @@ def _json_type(value: object) -> str:
     return names.get(type(value).__name__, f"a {type(value).__name__}")
 
 
-def _json_value(value: Any) -> Any:
-    """Return a value that JSON can represent: other types, such as times, become text."""
+def json_value(value: Any) -> Any:
+    """Return a value that JSON in UTF-8 can represent: other types, such as times, become text; no surrogates."""
     if isinstance(value, dict):
-        return {replace_surrogates(str(key)): _json_value(part) for key, part in value.items()}
+        return {replace_surrogates(str(key)): json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(part) for part in value]
+        return [json_value(part) for part in value]
     if value is None or isinstance(value, bool | int | float):
         return value
     return replace_surrogates(str(value))

@@ -135,10 +135,7 @@ def rollout(options: RolloutOptions) -> None:
     from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)
-    if options.student == "-" and "-" in options.prompts:
-        raise typer.BadParameter("only one of STUDENT and PROMPTS can be read from standard input (-)")
-    if not options.environment and flags_of_set_options(options, ["max_turns"]):
-        raise typer.BadParameter("--max-turns needs --environment; add it, or remove --max-turns")
+    _check_options(options)
     student = terminal.path_argument(options.student)
     path = _checked_output(options.output, [student, *options.prompts])
     corpus = Corpus(
@@ -209,6 +206,13 @@ def rollout(options: RolloutOptions) -> None:
     summary = figures.summary()
     terminal.note(_describe(summary, with_environment=bool(options.environment)))
     terminal.result_artifact({"path": options.output, "kind": "rollouts", **summary}, as_json=options.as_json)
+
+
+def _check_options(options: RolloutOptions) -> None:
+    if options.student == "-" and "-" in options.prompts:
+        raise typer.BadParameter("only one of STUDENT and PROMPTS can be read from standard input (-)")
+    if not options.environment and flags_of_set_options(options, ["max_turns"]):
+        raise typer.BadParameter("--max-turns needs --environment; add it, or remove --max-turns")
 
 
 def _describe(summary: dict[str, Any], *, with_environment: bool) -> str:

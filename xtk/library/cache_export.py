@@ -48,7 +48,8 @@ EXPORT = FileKind[None]("exported caches", _is_export, _check_export)
 def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bool = False) -> int:
     """Write the documents of a cache as rows; return their number.
 
-    A row has the `support` of its exact entries, `token_ids` [T], `logprobs` [T] (null where a token is not trained),
+    A row has the `support` of its exact entries (with `top_k`, the number of the most likely tokens that each position
+    has, for `top-k`), `token_ids` [T], `logprobs` [T] (null where a token is not trained),
     `top_ids` and `top_logprobs` [T] (the exact entries of each position, most likely first; samples are left out),
     `complete`, the document in `CONTENT_COLUMNS`, and `weight` and `route` where the cache has them, as `import_cache`
     reads it.
@@ -97,6 +98,7 @@ def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[st
     tokenizer, fields = cache.teacher_tokenizer, _optional_fields(cache)
     kind = str(cache.header["options"].get("support"))
     support = kind if kind in EXACT_SUPPORTS else "top-k"  # top-p, and top-k+sample without the samples
+    top_k = 1 if kind == "top-p" else cache.header["options"].get("top_k")
     for number in range(len(cache)):
         stored = cache.read_document(number, None)
         try:
@@ -105,7 +107,7 @@ def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[st
         except XtkError:
             has_other_tokens.append(True)
         values = {"weight": stored.document.weight, "route": stored.document.teacher_name}
-        yield {"support": support} | _row(stored) | {name: values[name] for name in fields}
+        yield {"support": support, "top_k": top_k} | _row(stored) | {name: values[name] for name in fields}
 
 
 def _row(stored: StoredDocument) -> dict[str, Any]:
@@ -136,7 +138,8 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path, fields: list[str]
 
     schema = pa.schema(
         [
-            *((name, pa.string()) for name in ("support", *CONTENT_COLUMNS)), ("complete", pa.bool_()),
+            ("support", pa.string()), ("top_k", pa.int32()), *((name, pa.string()) for name in CONTENT_COLUMNS),
+            ("complete", pa.bool_()),
             ("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32())),
             ("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
             *((name, OPTIONAL_COLUMNS[name]) for name in fields),

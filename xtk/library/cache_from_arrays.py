@@ -70,6 +70,8 @@ class CacheWriter:
             tokenizer's, and the log-probabilities are the identity.
         support: "top-k" if the listed ids are the most likely ones of each position, "candidates" if they are any
             others, "none" for observed tokens only.
+        top_k: number of the most likely ids that each position lists, if the observed token may be listed in addition.
+            None: it follows from the lists. 0: not known.
         precision: as `xtk cache-teacher --precision`.
         shard_tokens: teacher tokens per shard.
         force: replace an existing cache.
@@ -78,7 +80,8 @@ class CacheWriter:
             vocabulary are refused.
 
     Raises:
-        XtkError: the output has a cache, and `force` and `exist_ok` are false, or has other files.
+        XtkError: the output has a cache, and `force` and `exist_ok` are false, or has other files; or `top_k` is
+            negative, or the support is not "top-k".
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class CacheWriter:
         *,
         name: str = "",
         support: str = "top-k",
+        top_k: int | None = None,
         precision: str = DEFAULT_PRECISION,
         shard_tokens: int = 65536,
         force: bool = False,
@@ -97,6 +101,11 @@ class CacheWriter:
         self._exist_ok, self._is_vocabulary_complete = exist_ok, is_vocabulary_complete
         if support not in EXACT_SUPPORTS:
             raise unknown_name_error("support of CacheWriter", support, EXACT_SUPPORTS)
+        if top_k is not None and (support != "top-k" or top_k < 0):
+            raise XtkError(
+                f"top_k is {top_k} with support={support!r}, but must be at least 0, and is only for support='top-k'",
+                hint="use top_k=None: it follows from the lists",
+            )
         codec_for_precision(precision)
         self.output, self._force, self._precision, self._support = output, force, precision, support
         self.tokenizer = to_tokenizer(tokenizer)
@@ -107,7 +116,8 @@ class CacheWriter:
         self._fingerprint, self._values = CorpusFingerprint(), hashlib.sha256()
         self._pending: list[ScoredDocument] = []
         self._is_closing = False
-        self._top_k = self._num_positions = 0
+        self._top_k, self._num_positions = top_k, 0
+        self._list_forms = set[tuple[int, bool]]()
         self._has_exact_entropy = True
         self._used_columns: set[str] = set()
         self._spool: Path | None = Path(tempfile.mkdtemp(prefix="xtk-cache-"))
@@ -191,6 +201,9 @@ class CacheWriter:
         scored = ScoredDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
         vocab_size = self.tokenizer.embedding_rows
         check_scored_document(scored, where, vocab_size=vocab_size, precision=self._precision, hints=_HINTS)
+        list_forms = _list_forms(tokens, arrays)
+        self._check_top_k(list_forms, where)
+        self._list_forms |= list_forms
         self._used_columns |= _used_columns(view)
         self._has_exact_entropy &= entropy is not None
         before = len(self._plan.shards)
@@ -199,7 +212,6 @@ class CacheWriter:
             self._spool_shard(before - 1)
         self._pending.append(scored)
         self._plan.num_documents += 1
-        self._top_k = max(self._top_k, arrays.ids.shape[1])
         self._num_positions += len(arrays.ids)
         self._fingerprint.add(view)
         stored = scored.stored_logprobs
@@ -230,13 +242,16 @@ class CacheWriter:
         plan, self._plan.fingerprint = self._plan, str(self._fingerprint)
         plan.optional_columns = [name for name in OPTIONAL_COLUMNS if name in self._used_columns]
         order = vocabulary_order_for(self._precision, self.tokenizer, plan)
-        top_k = {"top_k": self._top_k} if self._support == "top-k" else {}
+        top_k = 0
+        if self._support == "top-k":
+            known = self._top_k
+            top_k = _common_top_k(self._list_forms, self.tokenizer.embedding_rows) if known is None else known
         values = f"values:sha256:{self._values.hexdigest()}"
         header = compose_cache_header(
             self.tokenizer,
             plan,
             order,
-            support=Support(self._support, **top_k),
+            support=Support(self._support, top_k=top_k),
             precision=self._precision,
             name=self._name,
             weights=f"name:{self._given_name}" if self._given_name else values,
@@ -289,6 +304,17 @@ class CacheWriter:
         ((view, tokens),) = teacher_views(self.tokenizer, [read])
         return view, tokens
 
+    def _check_top_k(self, list_forms: set[tuple[int, bool]], where: str) -> None:
+        """Refuse lists that are shorter than the argument `top_k`; if it is above the vocabulary size, than that."""
+        top_k = min(self._top_k or 0, self.tokenizer.embedding_rows)
+        shortest = min((length for length, _ in list_forms), default=top_k)
+        if shortest < top_k:
+            raise XtkError(
+                f"a position has {shortest:,} of the {top_k:,} most likely ids",
+                where=where,
+                hint="list top_k ids at each position, or use another top_k",
+            )
+
     def _spool_shard(self, number: int) -> None:
         """Write the pending documents, exactly, to a temporary file, so that memory does not grow with the cache."""
         assert self._spool is not None
@@ -320,6 +346,34 @@ def _used_columns(document: Document) -> set[str]:
     """Return which optional columns of a shard a document needs."""
     needed = {"weight": document.weight != 1, "route": document.teacher_name, "sampled_tokens": document.sampled_tokens}
     return {name for name, value in needed.items() if value}
+
+
+def _list_forms(tokens: TokenSequence, arrays: LogprobArrays) -> set[tuple[int, bool]]:
+    """Return the number of listed ids at each position, and whether the observed token is the least likely of them."""
+    is_observed = arrays.ids == tokens.ids[tokens.train_mask][:, None]
+    lowest = np.where(arrays.ids >= 0, arrays.logprobs, np.inf).min(1, initial=np.inf)
+    is_last = (is_observed & (arrays.logprobs <= lowest[:, None])).any(1)
+    return set(zip((arrays.ids >= 0).sum(1).tolist(), is_last.tolist(), strict=True))
+
+
+def _common_top_k(list_forms: set[tuple[int, bool]], vocab_size: int) -> int:
+    """Return how many of the most likely ids every position certainly lists.
+
+    A program lists K ids, or K and the observed token. In the second form the lists have K ids where the observed token
+    is one of them, and else K + 1. If lists have other lengths, a least likely observed token need not be one of the
+    most likely ids.
+
+    Args:
+        list_forms: of all positions, as `_list_forms` returns them.
+        vocab_size: number of the teacher's token ids.
+    """
+    shortest = min(length for length, _ in list_forms)
+    is_regular = all(length == shortest or (is_last and length == shortest + 1) for length, is_last in list_forms)
+    # Lists of one length in which the observed token is always the last one can have either form.
+    is_ambiguous = list_forms == {(shortest, True)} and 1 < shortest < vocab_size
+    if is_regular and not is_ambiguous:
+        return shortest
+    return min(length - is_last for length, is_last in list_forms)
 
 
 def _checked_arrays(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.artifacts.cache_manifest import MAX_TOKEN_ID
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.record_to_document import OPT_IN_FIELDS
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
@@ -34,6 +35,7 @@ from xtk.untrusted_json import parse_json
 
 ID_COLUMNS = ("token_ids", "logprobs", "top_ids", "top_logprobs")
 _CONTENT_COLUMNS = ("messages", "tools", "segments", "text", "prompt", "completion")
+_DOCUMENT_COLUMNS = (("messages",), ("segments",), ("text",), ("prompt", "completion"))  # each alone is a document
 MAX_NOTES = 3
 _SUPPORT_ORDER = ("none", "top-k", "candidates")  # of rows with several, the last: it promises the least of its tokens
 
@@ -73,8 +75,10 @@ def import_cache(
     )
     known: set[bytes] = set()
     model, fingerprints, support = "", set[str](), "none"
+    top_k = set[int | None]()
     for row in rows:
         support = max(support, _support_of(row), key=_SUPPORT_ORDER.index)
+        top_k.add(_top_k_of(row))
         if isinstance(row, ScoredAnswer):
             model = model or row.model
             fingerprints.add(row.fingerprint)
@@ -92,8 +96,9 @@ def import_cache(
         )
     place = tokenizer or write_byte_tokenizer(known)
     with CacheWriter(
-        output, place, name=name or Path(model).name, support=support, precision=precision, force=force,
-        exist_ok=True, is_vocabulary_complete=bool(tokenizer),
+        output, place, name=name or Path(model).name, support=support,
+        top_k=next(iter(top_k)) if len(top_k) == 1 and support == "top-k" else None,
+        precision=precision, force=force, exist_ok=True, is_vocabulary_complete=bool(tokenizer),
     ) as writer:  # fmt: skip
         for row in rows:
             rows.add(writer, row)
@@ -116,6 +121,16 @@ def _support_of(row: Row) -> str:
         pairs_of_ids = zip(*columns, strict=False)
         lists_others = any(isinstance(ids, list) and set(map(str, ids)) - {str(own)} for own, ids in pairs_of_ids)
     return "top-k" if lists_others else "none"
+
+
+def _top_k_of(row: Row) -> int | None:
+    """Return how many of the most likely tokens each position of an exported row has; None: the row has no number."""
+    if not isinstance(row, Mapping) or row.get("support") != "top-k":
+        return None
+    top_k = row.get("top_k")
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 0 <= top_k <= MAX_TOKEN_ID:
+        return None
+    return top_k
 
 
 def _find_codec(sources: Sequence[str]) -> DistillKitCodec | None:
@@ -323,6 +338,18 @@ def _observed_logprob(token: int, listed: Listed, counts: _ImportCounts) -> floa
     return bound
 
 
+def _has_tokens(
+    writer: CacheWriter, content: Mapping[str, Any], token_ids: NDArray[np.int64], scored: NDArray[np.bool_]
+) -> bool:
+    """Return whether columns are a whole document whose teacher tokens are those of the row."""
+    is_document = any(all(name in content for name in names) for names in _DOCUMENT_COLUMNS)
+    is_conversation = "messages" in content or isinstance(content.get("prompt"), list)
+    if not is_document or (is_conversation and not writer.tokenizer.template_fingerprint):
+        return False
+    found, positions = writer.tokenize(content)
+    return np.array_equal(found, token_ids) and np.array_equal(positions, np.flatnonzero(scored))
+
+
 def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts: _ImportCounts) -> None:
     """Add a row with token ids: of its text or messages if these have the same tokens, else of the ids alone."""
     for name in ID_COLUMNS:
@@ -343,8 +370,7 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts
     document: Mapping[str, Any] = {"input_ids": ids.tolist(), "completion_mask": scored.astype(int).tolist()}
     optional = {name: row[name] for name in OPT_IN_FIELDS if row.get(name) is not None}
     if content.keys() - {"complete"}:
-        found, positions = writer.tokenize(content)
-        if np.array_equal(found, ids) and np.array_equal(positions, np.flatnonzero(scored)):
+        if _has_tokens(writer, content, ids, scored):
             document = content
         else:
             counts.other_text += 1

@@ -145,12 +145,12 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     else:
         raise XtkError("the answer has no log-probabilities", where=where, hint="request them with logprobs and "
                        "top_logprobs")  # fmt: skip
-    num_joined = 0
+    num_joined, complete = 0, choice.get("finish_reason") in COMPLETE
     if logprobs.get("content"):
         usage = response.get("usage")
         num_tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
-        tokens, top, num_joined = _without_joined(logprobs["content"], tokens, top, num_tokens)
-    complete = choice.get("finish_reason") in COMPLETE
+        has_unlisted_end = complete and tokens[-1].spelling is not None
+        tokens, top, num_joined = _without_joined(logprobs["content"], tokens, top, num_tokens, has_unlisted_end)
     if not complete and not is_echo:
         content, tokens, top = _without_cut_character(content, tokens, top)
     tokens, top, num_bounded, num_unknown = _with_bounds(tokens, top)
@@ -249,6 +249,7 @@ def _without_joined(
     tokens: Sequence[ListedToken],
     top: Sequence[Sequence[ListedToken]],
     num_tokens: Any,
+    has_unlisted_end: bool,
 ) -> tuple[list[ListedToken], list[list[ListedToken]], int]:
     """Return the tokens without the log-probabilities of characters that are several tokens, and their number.
 
@@ -260,17 +261,18 @@ def _without_joined(
         tokens: of each entry.
         top: of each entry.
         num_tokens: that the service counted; None: it did not.
+        has_unlisted_end: whether one of them may be the end token, which has no entry.
     """
-    is_short = isinstance(num_tokens, int) and num_tokens > len(tokens)
+    is_short = isinstance(num_tokens, int) and num_tokens > len(tokens) + has_unlisted_end
     kept: list[ListedToken] = []
     lists: list[list[ListedToken]] = []
     num_joined = 0
     for entry, one, listed in zip(entries, tokens, top, strict=True):
         others = entry.get("top_logprobs") or []
         same = [other.get("bytes") for other in others if "id" in entry and other.get("id") == entry["id"]]
-        is_listed = any(other.spelling == one.spelling for other in listed)
+        is_unlisted = bool(listed) and all(other.spelling != one.spelling for other in listed)
         is_joined = one.spelling is not None and not one.spelling.isascii() and (
-            any(given != entry.get("bytes") for given in same) or (is_short and not is_listed)
+            any(given != entry.get("bytes") for given in same) or (is_short and is_unlisted)
         )  # fmt: skip
         num_joined += is_joined
         bytes_alone = [ListedToken(bytes([byte]), None) for byte in one.spelling or b""] if is_joined else []

@@ -38,7 +38,7 @@ class DistillationCollator:
         cache: a `TeacherCache` or its path.
         loss: the losses; the same object computes them in the training loop.
         projection: a `Projection` or its path, for losses that use one; None: it is built if a loss needs it.
-        max_length: maximum number of tokens of a document; longer ones are truncated. None: no limit.
+        max_length: maximum number of tokens of a document, at least 2; longer ones are truncated. None: no limit.
         packing: concatenate the documents of a batch into one sequence [1, T] with `position_ids` that restart, instead
             of padding. Call `enable_packing` for the model.
         sample_set: index of the set of sampled tokens, modulo the number of sets; change it every epoch.
@@ -46,7 +46,8 @@ class DistillationCollator:
         region_weights: {region: weight}; 1 for others.
 
     Raises:
-        XtkError: a loss cannot be computed from this cache, or the projection is for other tokenizers.
+        XtkError: a loss cannot be computed from this cache, the projection is for other tokenizers, or `max_length` is
+            below 2.
     """
 
     def __init__(
@@ -62,6 +63,11 @@ class DistillationCollator:
         train_on: Sequence[str] = DEFAULT_REGIONS,
         region_weights: Mapping[str, float] | None = None,
     ) -> None:
+        if max_length is not None and max_length < 2:  # the first token is not trained
+            raise XtkError(
+                f"DistillationCollator: max_length is {max_length}, but must be at least 2, or None",
+                hint="use max_length=None: no limit",
+            )
         self._student, self.cache = to_tokenizer(tokenizer), as_cache(cache)
         # Trainer saves the tokenizer of its collator with each checkpoint.
         self.tokenizer = tokenizer if hasattr(tokenizer, "save_pretrained") else None

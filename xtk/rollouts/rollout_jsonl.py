@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.output_claims import FileKind
-from xtk.artifacts.record_to_document import RECORD_FIELDS, ROLLOUT_CHECKSUM, check_rollout_checksum, rollout_checksum
+from xtk.artifacts.record_to_document import (
+    RECORD_FIELDS,
+    ROLLOUT_CHECKSUM,
+    check_rollout_checksum,
+    json_value,
+    rollout_checksum,
+)
 from xtk.errors import CorruptError, XtkError
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.document import Document
@@ -33,7 +39,7 @@ def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str]
     document, tokens = rollout.document, rollout.document.sampled_tokens
     assert tokens is not None
     taken = {*RECORD_FIELDS, *(columns[name] for name in RECORD_FIELDS if name in columns)}
-    record = {key: value for key, value in prompt.record.items() if key not in taken}
+    record = json_value({key: value for key, value in prompt.record.items() if key not in taken})
     if rollout.top_ids is not None:
         record["candidate_ids"] = [sorted(ids) for ids in rollout.top_ids.tolist()]
     return {

@@ -81,7 +81,7 @@ class DistillationTeacher:
     @property
     def has_exact_top1(self) -> bool:
         """Whether its support always includes the exact top-1 token."""
-        return self.support in SUPPORTS_WITH_TOP1
+        return self.support in SUPPORTS_WITH_TOP1 and self.source.header["options"].get("top_k") != 0
 
     @property
     def has_full_support(self) -> bool:
