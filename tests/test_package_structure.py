@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +151,14 @@ def test_names_of_test_modules_are_unique():
     # pytest treats files of the same name as one module, and fails to collect the second one in the same worker.
     names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     assert {name for name in names if names.count(name) > 1} == set()
+
+
+def test_sessions_and_ci_name_tests_that_exist():
+    root = Path(__file__).parent.parent
+    text = "\n".join((root / name).read_text(encoding="utf-8") for name in ("noxfile.py", ".ci/run", "pyproject.toml"))
+    paths = set(re.findall(r"tests/[\w/]+[^\W_](?![\w{])(?:\.py)?", text))
+    assert [path for path in sorted(paths) if not (root / path).exists()] == []
+    selected = re.findall(r"-k (test_\w+)", text)
+    assert selected
+    for name in selected:
+        assert list((root / "tests").rglob(f"{name}.py")), f"-k {name}: no module of this name"
