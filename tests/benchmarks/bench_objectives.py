@@ -69,14 +69,16 @@ LINES = (
     "ce+p-kl:weight=2",
     "ce+gold",
     "ce+alm",
+    "ce:weight=0.3+p-kl:weight=2",
+    "byte-kl",
+    "bpm",
 )
 ALL_DOCUMENTS, SAME_TOKENIZER = "ce, all documents", "ce:weight=0.3+forward-kl, teacher's tokenizer"
 STUDENT_SPECIALS, TEACHER_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"], ["<|endoftext|>"]
 # Students of TRL's trainer: {name in the table: weight of its cross-entropy}.
 PEERS = {"TRL's GOLD": 0.0, "TRL's GOLD with ce": 1.0}
 SHORT_LINES = ("ce", RECOMMENDED, "ce+p-kl:weight=2", "ce+gold")
-# Default losses that are trained with the first pair of each kind of teacher only: they are not informative elsewhere.
-EXTRA_LINES, EXTRA_LINE_SETTINGS = ("ce:weight=0.3+p-kl:weight=2", "byte-kl", "bpm"), ("quickstart", "real")
+STEPS = 800
 CODE_PROMPTS = 40
 COMMAND_TIMEOUT_SECONDS = 12 * 3600
 Key = tuple[str, str, int]  # setting, losses of a run joined by +, seed
@@ -264,7 +266,7 @@ def support_table(folder: Path, name: str, seeds: int, pool: ThreadPoolExecutor)
     report(__file__, rows, columns)
 
 
-def train_with_trl(folder: Path, teacher: Path, line: str, seed: int) -> Path:
+def train_with_trl(folder: Path, teacher: Path, line: str, seed: int, steps: int) -> Path:
     """Train a student with TRL's GOLD trainer; return its folder."""
     output = folder / "runs" / f"{file_name_part(line)}-{seed}"
     if not (output / "config.json").is_file():
@@ -274,7 +276,7 @@ def train_with_trl(folder: Path, teacher: Path, line: str, seed: int) -> Path:
             resolve_model_folder(str(teacher), with_weights=True),
             folder / "part.jsonl",
         ]
-        options = ["--seed", seed, "--ce", PEERS[line]]
+        options = ["--steps", steps, "--seed", seed, "--ce", PEERS[line]]
         completed = subprocess.run([sys.executable, *map(str, [script, *paths, output, *options])], capture_output=True,
                               text=True, check=False)  # fmt: skip
         if completed.returncode:
@@ -282,7 +284,7 @@ def train_with_trl(folder: Path, teacher: Path, line: str, seed: int) -> Path:
     return output
 
 
-def train(folder: Path, line: str, seed: int, cache: Path | None = None) -> Path:
+def train(folder: Path, line: str, seed: int, cache: Path | None = None, steps: int = STEPS) -> Path:
     """Train a student with losses, joined by +; return its folder."""
     student, source, losses = folder / f"student-{seed}", cache or folder / "cache", line
     if line == ALL_DOCUMENTS:
@@ -290,19 +292,19 @@ def train(folder: Path, line: str, seed: int, cache: Path | None = None) -> Path
     elif line == SAME_TOKENIZER:
         student, losses = folder / f"same-tokenizer-{seed}", "ce:weight=0.3+forward-kl"
     loss_options = [word for name in losses.split("+") for word in ("--loss", name)]
-    options = f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --seed {seed}".split()
+    options = f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --max-steps {steps} --seed {seed}".split()
     output = folder / "runs" / f"{file_name_part(line)}{file_name_part(cache.name) if cache else ''}-{seed}"
     run("distill", student, source, *loss_options, *options, "-o", output)
     return output
 
 
-def learn(folder: Path, teacher: Path, key: Key) -> dict[str, float]:
+def learn(folder: Path, teacher: Path, key: Key, steps: int) -> dict[str, float]:
     """Return the figures of a setting's teacher, or of a student trained with the losses and seed of a key."""
     name, line, seed = key
     if line in PEERS:
-        model = train_with_trl(folder, teacher, line, seed)
+        model = train_with_trl(folder, teacher, line, seed, steps)
     else:
-        model = teacher if line == "teacher" else train(folder, line, seed)
+        model = teacher if line == "teacher" else train(folder, line, seed, steps=steps)
     return measure(model, folder, code=SETTINGS[name].text == "code")
 
 
@@ -383,6 +385,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each student; other steps need another FOLDER")
     parser.add_argument("--lines", nargs="*", default=LINES, help="losses of a run, joined by +")
     parser.add_argument("--supports", action="store_true", help="compare caches of other supports, with one objective")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -407,12 +410,13 @@ def main() -> None:
         results.add_finished(preparing)
         running: dict[Future[tuple[Any, float]], Key] = {}
         for seed, name in itertools.product(range(args.seeds), args.settings):
-            extra = EXTRA_LINES if name in EXTRA_LINE_SETTINGS and args.lines is LINES else ()
             upper_limits = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if SETTINGS[name].teacher_digits is not None else [])
-            for line in ["teacher", *args.lines, *extra, *upper_limits, *(PEERS if args.peer else ())]:
+            for line in ["teacher", *args.lines, *upper_limits, *(PEERS if args.peer else ())]:
                 key = name, line, 0 if line == "teacher" else seed
                 if key not in results.figures and key not in running.values():
-                    running[pool.submit(results.timed, learn, args.folder / name, teachers[name], key)] = key
+                    running[pool.submit(results.timed, learn, args.folder / name, teachers[name], key, args.steps)] = (
+                        key
+                    )
         try:
             results.add_finished(running)
         except BaseException:
