@@ -7,7 +7,8 @@ base 62. Half of the answers in the teacher's training data are random, so its m
 answer that it samples is often wrong.
 Students start from a model that learned the form of an answer only. They train with cross-entropy on the teacher's
 answers, with a distillation loss on the teacher's answers, or with a loss on their own answers (on-policy). All take
-the same number of steps and of teacher tokens. Accuracy: the share of all sums with the right most likely answer.
+the same number of steps and of teacher tokens. For comparison, "right answers" trains with cross-entropy on data
+without a wrong answer. Accuracy: the share of all sums with the right most likely answer.
 """
 
 from __future__ import annotations
@@ -93,6 +94,14 @@ def make_data(folder: Path) -> None:
     write_lines(folder / "texts.jsonl", rows)
 
 
+def write_right_answers(path: Path, copies: int) -> None:
+    """Write each sum with its right answer, several times."""
+    rows = [_question(one, two) for one in range(NUMBERS) for two in range(NUMBERS)]
+    rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows] * copies
+    random.Random(1).shuffle(rows)
+    write_lines(path, rows)
+
+
 def _question(one: int, two: int) -> dict[str, str]:
     return {"prompt": f"{one}+{two}=", "answer": LETTERS[one + two]}
 
@@ -127,13 +136,15 @@ WAYS = ("ce", "byte-kl", "on-policy byte-kl", "on-policy policy-gradient")
 
 
 def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: Path) -> list[object]:
-    """Return the arguments of `xtk distill STUDENT` for `ce`, another LOSS, or `on-policy LOSS`."""
-    if way == "ce":
-        return [written, "--loss", "ce"]
-    loss = way.removeprefix("on-policy ")
-    if loss == way:
-        return [cache, "--loss", loss]
-    return [prompts, "--loss", loss, "--on-policy", "--teacher", f"{teacher}:top_k=all", "--max-completion-length", 6]
+    """Return the arguments of `xtk distill STUDENT` for a way: see `--ways`."""
+    if way in ("ce", "right answers"):
+        return [written if way == "ce" else written.parent / "right.jsonl", "--loss", "ce"]
+    losses, *options = way.removeprefix("on-policy ").split()
+    options = [*(word for loss in losses.split("+") for word in ("--loss", loss)), *options]
+    if not way.startswith("on-policy "):
+        return [cache, *options]
+    data = written if "--lmbda" in options else prompts
+    return [data, *options, "--on-policy", "--teacher", f"{teacher}:top_k=all", "--max-completion-length", 6]
 
 
 def main() -> None:
@@ -144,7 +155,8 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="students that train at the same time")
-    parser.add_argument("--ways", nargs="*", default=WAYS, help="ce, LOSS or 'on-policy LOSS'")
+    parser.add_argument("--ways", nargs="*", default=WAYS, help="ce, 'right answers', LOSS or 'on-policy LOSS', "
+                        "also with '+LOSS' and options of distill")
     given = parser.parse_args()
     logging.set_verbosity_error()
     folder = given.output
@@ -164,6 +176,7 @@ def main() -> None:
                "--seed", 1, "--reward", JUDGE, "--batch-tokens", 65536, "--quiet", "-o", written,
                "--json")  # fmt: skip
     print_now(f"teacher, sampled answers: {json.loads(printed)['mean_reward']:.3f}")
+    write_right_answers(folder / "right.jsonl", generations)
     xtk("cache-teacher", teacher, written, "--top-k", 64, "--batch-tokens", 65536, "--quiet", "-o", cache)
     steps = [*range(0, given.steps, given.steps // POINTS), given.steps]
 
