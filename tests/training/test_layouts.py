@@ -121,11 +121,14 @@ def test_held_out_metrics_equal_those_of_one_process(results_of, students, cache
     assert expected["eval_bits_per_byte"] == pytest.approx(one_process.bits_per_byte, rel=1e-6)
 
 
-def test_max_batch_tokens_splits_a_step_into_more_passes(results_of):
-    results = results_of(1).results
-    passes = {options: results[f"llama {options}"]["8:2"]["passes"] for options in ("max_batch_tokens=100",)}
-    assert passes["max_batch_tokens=100"] == 3
-    assert results["llama max_batch_tokens=100 packing=False"]["8:2"]["passes"] >= 3
+def test_max_batch_tokens_determines_the_number_of_passes(results_of):
+    def passes(**options: object) -> int:
+        return results_of(1).results[case_name("llama", options)]["8:2"]["passes"]
+
+    assert passes() == 4  # eight documents, two in a pass
+    assert passes(max_batch_tokens=100) == 3
+    assert passes(max_batch_tokens=100, packing=False) >= 3  # padding counts, so no fewer
+    assert passes(max_batch_tokens=10) == 8  # each document has more
 
 
 # --- the command line: checkpoints of one layout, resumed in another one
