@@ -12,7 +12,8 @@
 | code-reversed | trained here, one token per space | merges spaces | Python functions |
 
 Every student trains with `xtk distill` on 15 % of the documents, from the teacher's default cache. Two further rows
-are upper limits: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer. With `--peer`,
+are upper limits: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer (for the
+pretrained teacher, whose vocabulary makes it an hour, only with `--lines`). With `--peer`,
 TRL's GOLD trainer takes the same steps, with an online teacher (`trl_gold_trainer.py`).
 Results are stored in FOLDER/results.jsonl with their times; a second run continues. `--jobs` processes run at a time,
 with one thread each. `--supports` compares caches instead of objectives.
@@ -43,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from measurement import report
+from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import xtk_processes
@@ -193,20 +195,20 @@ def write_models(folder: Path, setting: Setting, seeds: int) -> Path:
         if not (folder / f"student-{seed}").is_dir():
             write_llama(folder / f"student-{seed}", tokenizer, seed)
     if setting.teacher_digits is None:
-        return find_pretrained_teacher()
-    tokenizer = train_tokenizer(
-        setting.teacher_digits,
-        setting.teacher_tokens,
-        TEACHER_SPECIALS,
-        train,
-        merge_spaces=setting.teacher_merges_spaces,
-    )
-    if not (folder / "teacher-untrained").is_dir():
-        write_qwen3(folder / "teacher-untrained", tokenizer, TEACHER_SEED)
+        teacher = find_pretrained_teacher()
+        tokenizer = Tokenizer.from_file(str(resolve_model_folder(str(teacher), with_weights=False) / "tokenizer.json"))
+    else:
+        teacher = folder / "teacher"
+        merges = setting.teacher_merges_spaces
+        tokenizer = train_tokenizer(
+            setting.teacher_digits, setting.teacher_tokens, TEACHER_SPECIALS, train, merge_spaces=merges
+        )
+        if not (folder / "teacher-untrained").is_dir():
+            write_qwen3(folder / "teacher-untrained", tokenizer, TEACHER_SEED)
     for seed in range(seeds):
         if not (folder / f"same-tokenizer-{seed}").is_dir():
             write_llama(folder / f"same-tokenizer-{seed}", tokenizer, seed)
-    return folder / "teacher"
+    return teacher
 
 
 def measure(model: Path | str, folder: Path, *, code: bool) -> dict[str, float]:
