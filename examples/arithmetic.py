@@ -132,7 +132,7 @@ def accuracy(student: Path, questions: Path, output: Path) -> float:
     return float(json.loads(printed)["mean_reward"]) if printed else 0.0  # 0: all completions are empty
 
 
-WAYS = ("ce", "byte-kl", "on-policy byte-kl", "on-policy policy-gradient")
+WAYS = ("ce", "byte-kl", "on-policy bpm", "on-policy policy-gradient")
 
 
 def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: Path) -> list[object]:
@@ -209,11 +209,11 @@ def main() -> None:
         last = [curve[-1] for curve in of_seeds]
         print_now(f"{name}: {statistics.mean(last):.3f} ({', '.join(f'{value:.3f}' for value in last)})")
     (folder / "curves.json").write_text(json.dumps({"steps": steps, "curves": curves}))
-    write_figure(folder / "curves.html", steps, curves)
+    write_figures(folder, steps, curves)
 
 
-def write_figure(path: Path, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
-    """Write a page with a figure of the accuracies: a curve for each student."""
+def write_figures(folder: Path, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
+    """Write a page with a figure of the accuracies, and the figure alone as SVG: a curve for each student."""
     metric_curves = [
         MetricCurve(f"{name}, seed {seed}", number, list(zip(steps, curve, strict=True)))
         for number, (name, of_seeds) in enumerate(curves.items())
@@ -221,7 +221,20 @@ def write_figure(path: Path, steps: list[int], curves: dict[str, list[list[float
     ]
     legend = " ".join(f'<span style="color: {curve_color(number)}">{name}</span>' for number, name in enumerate(curves))
     figure = curves_figure("sums answered right", f"by steps of {BATCH} answers", metric_curves)
-    path.write_text(f"{page_start('Arithmetic', CURVE_STYLE)}<p>{legend}</p>\n{figure}{PAGE_END}", encoding="utf-8")
+    page = f"{page_start('Arithmetic', CURVE_STYLE)}<p>{legend}</p>\n{figure}{PAGE_END}"
+    (folder / "curves.html").write_text(page, encoding="utf-8")
+    plot = figure[figure.index("<svg ") : figure.index("</svg>")]
+    style = f"{CURVE_STYLE}line {{ stroke: #ccc; }} text {{ font: 13px sans-serif; fill: #333; }}"
+    names = "".join(
+        f'<text x="80" y="{28 + 18 * number}" style="fill: {curve_color(number)}">{name}</text>'
+        for number, name in enumerate(curves)
+    )
+    start, _, rest = plot.partition(">")
+    start = start.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
+    (folder / "curves.svg").write_text(
+        f'{start}>\n<style>{style}</style><rect width="100%" height="100%" fill="white"/>{rest}{names}</svg>\n',
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":
