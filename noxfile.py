@@ -37,11 +37,11 @@ TABLES = {
     "codec": [[f"{BENCHES}/bench_codec.py"], [f"{BENCHES}/bench_codec.py", "whole"]],
     "objectives": [
         OBJECTIVES,
-        [*OBJECTIVES, "--settings", "real", "--supports"],
         ["examples/arithmetic.py", "--output", ".nox/arithmetic", "--seeds", "3", "--ways", "right answers", "ce",
          "byte-kl", *(f"on-policy {name}" for name in ON_POLICY)],
     ],
     "objectives_short": [[*OBJECTIVES, "--short"]],
+    "supports": [[*OBJECTIVES, "--settings", "real", "quickstart", "--supports"]],
     "service": [[f"{BENCHES}/bench_service.py", ".nox/service"]],
     "other_cache_formats": [[f"{BENCHES}/other_cache_formats.py"]],
     "quickstart": [["-m", "xtk", "quickstart", "-o", ".nox/quickstart", "--seeds", "3"]],
