@@ -12,8 +12,8 @@
 | code-reversed | trained here, one token per space | merges spaces | Python functions |
 
 Every student trains with `xtk distill` on 15 % of the documents, from the teacher's default cache. Two further rows
-are upper limits: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer (for the
-pretrained teacher, whose vocabulary makes it an hour, only with `--lines`). With `--peer`,
+are upper limits: `ce` on all documents, and `forward-kl` for a student with the teacher's tokenizer (once for
+each teacher: not in `real-digits`). With `--peer`,
 TRL's GOLD trainer takes the same steps, with an online teacher (`trl_gold_trainer.py`).
 Results are stored in FOLDER/results.jsonl with their times; a second run continues. `--jobs` processes run at a time,
 with one thread each. `--supports` compares caches instead of objectives.
@@ -412,7 +412,7 @@ def main() -> None:
         results.add_finished(preparing)
         running: dict[Future[tuple[Any, float]], Key] = {}
         for seed, name in itertools.product(range(args.seeds), args.settings):
-            upper_limits = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if SETTINGS[name].teacher_digits is not None else [])
+            upper_limits = [ALL_DOCUMENTS] + ([SAME_TOKENIZER] if name != "real-digits" else [])
             for line in ["teacher", *args.lines, *upper_limits, *(PEERS if args.peer else ())]:
                 key = name, line, 0 if line == "teacher" else seed
                 if key not in results.figures and key not in running.values():
