@@ -12,9 +12,9 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent / "explanation" / "which-loss.md"
 FIGURE = PAGE.with_suffix(".svg")
-LEFT, PANEL, GAP, TOP, ROW = 275, 125, 14, 46, 24
-LOWEST, HIGHEST = -0.08, 0.25
-TICKS = (0.0, 0.1, 0.2)
+LEFT, PANEL, GAP, TOP, ROW = 275, 140, 14, 46, 24
+LOWEST, HIGHEST = -0.22, 0.25
+TICKS = (-0.2, 0.0, 0.2)
 DIFFERENCE = re.compile(r"([+-]\d\.\d+) ± (\d\.\d+)")
 
 
