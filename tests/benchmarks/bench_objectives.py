@@ -75,7 +75,8 @@ LINES = (
     "byte-kl",
     "bpm",
 )
-ALL_DOCUMENTS, SAME_TOKENIZER = "ce, all documents", "ce:weight=0.3+forward-kl, teacher's tokenizer"
+ALL_DOCUMENTS, WITH_TEACHERS_TOKENIZER = "ce, all documents", ", teacher's tokenizer"
+SAME_TOKENIZER = f"ce:weight=0.3+forward-kl{WITH_TEACHERS_TOKENIZER}"
 STUDENT_SPECIALS, TEACHER_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"], ["<|endoftext|>"]
 # Students of TRL's trainer: {name in the table: weight of its cross-entropy}.
 PEERS = {"TRL's GOLD": 0.0, "TRL's GOLD with ce": 1.0}
@@ -291,8 +292,8 @@ def train(folder: Path, line: str, seed: int, cache: Path | None = None, steps: 
     student, source, losses = folder / f"student-{seed}", cache or folder / "cache", line
     if line == ALL_DOCUMENTS:
         source, losses = folder / "train.jsonl", "ce"
-    elif line == SAME_TOKENIZER:
-        student, losses = folder / f"same-tokenizer-{seed}", "ce:weight=0.3+forward-kl"
+    elif line.endswith(WITH_TEACHERS_TOKENIZER):
+        student, losses = folder / f"same-tokenizer-{seed}", line.removesuffix(WITH_TEACHERS_TOKENIZER)
     loss_options = [word for name in losses.split("+") for word in ("--loss", name)]
     options = f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --max-steps {steps} --seed {seed}".split()
     output = folder / "runs" / f"{file_name_part(line)}{file_name_part(cache.name) if cache else ''}-{seed}"
@@ -388,7 +389,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each student; other steps need another FOLDER")
-    parser.add_argument("--lines", nargs="*", default=LINES, help="losses of a run, joined by +")
+    parser.add_argument("--lines", nargs="*", default=LINES, help="losses of a run, joined by +; also \"ce, teacher's tokenizer\"")
     parser.add_argument("--supports", action="store_true", help="compare caches of other supports, with one objective")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--peer", action="store_true", help="also TRL's GOLD trainer")
