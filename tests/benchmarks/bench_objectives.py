@@ -389,7 +389,9 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each student; other steps need another FOLDER")
-    parser.add_argument("--lines", nargs="*", default=LINES, help="losses of a run, joined by +; also \"ce, teacher's tokenizer\"")
+    parser.add_argument(
+        "--lines", nargs="*", default=LINES, help='losses of a run, joined by +; also "ce, teacher\'s tokenizer"'
+    )
     parser.add_argument("--supports", action="store_true", help="compare caches of other supports, with one objective")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--peer", action="store_true", help="also TRL's GOLD trainer")
