@@ -75,7 +75,7 @@ def make_oracle(folder: Path, answers: Mapping[str, str], *, context: int = 4096
     configuration = {
         "model_type": "oracle", "architectures": ["Oracle"], "vocab_size": tokenizer.embedding_rows, "hidden_size": 2,
         "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "eos_token_id": tokenizer.end_id,
-        "bos_token_id": tokenizer.start_id,
+        "bos_token_id": tokenizer.start_ids[0],
         "max_position_embeddings": context, "table": str(folder / "table.json"),
         "auto_map": {"AutoConfig": "oracle.OracleConfig", "AutoModelForCausalLM": "oracle.Oracle"},
     }  # fmt: skip

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 NAMES = ["Anna", "Bert", "Clara", "Dora", "Emil", "Frieda", "Gustav", "Hanna", "Ida", "Jakob"]
 THINGS = ["apples", "pears", "books", "stones", "coins", "tickets", "marbles", "cups", "shells", "cards"]
@@ -83,8 +83,13 @@ def metaspace_tokenizer(vocabulary: int, texts: list[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, **special_tokens: str | None) -> Path:
-    """Write `tokenizer.json` and `tokenizer_config.json`, as in the folder of a model."""
+    """Write `tokenizer.json` and `tokenizer_config.json`, as in the folder of a model; a text follows bos, else eos."""
     folder.mkdir(parents=True, exist_ok=True)
+    start = special_tokens.get("bos_token") or special_tokens.get("eos_token")
+    if start is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, tokenizer.token_to_id(start))]
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
     configuration = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
     (folder / "tokenizer_config.json").write_text(json.dumps(configuration))

@@ -144,7 +144,7 @@ def count_refused(folder: Path, name: str, count: int, seed: int) -> int:
             tokenizer.encode(TEXTS)
             tokenizer.encode_bytes([b"Anna", b"\xff"])
             tokenizer.to_files()
-            _ = tokenizer.start_id, tokenizer.end_ids, tokenizer.adds_prefix_space
+            _ = tokenizer.start_ids, tokenizer.end_ids, tokenizer.adds_prefix_space
         except XtkError:
             refused += 1
         except BaseException as error:

@@ -33,7 +33,7 @@ def sampled_completions(tokenizer: Tokenizer) -> list[list[int]]:
     """Return completions with invalid UTF-8 in the middle, at the start or at the end, or with a control token."""
     token_of_byte = tokenizer.vocabulary.token_of_bytes
     lead_byte, letters = token_of_byte["é".encode()[:1]], [token_of_byte[bytes([letter])] for letter in b"ab 12"]
-    end, start = tokenizer.end_id, tokenizer.start_id
+    end, start = tokenizer.end_id, tokenizer.start_ids[0]
     return [
         [*letters, lead_byte, *letters, end],
         [lead_byte, *letters],
@@ -44,7 +44,7 @@ def sampled_completions(tokenizer: Tokenizer) -> list[list[int]]:
 
 def rollout_line(tokenizer: Tokenizer, turns: list[list[int]]) -> tuple[dict[str, object], list[bool]]:
     """Return the line of a rollout of several turns, and which of its tokens were sampled."""
-    ids, mask, segments = [tokenizer.start_id], [0], []
+    ids, mask, segments = [tokenizer.start_ids[0]], [0], []
     for prompt, completion in zip(("Anna", " = 15.", " and"), turns, strict=False):
         prompt_ids = tokenizer.encode([prompt])[0].ids.tolist()
         ids, mask = [*ids, *prompt_ids, *completion], [*mask, *[0] * len(prompt_ids), *[1] * len(completion)]

@@ -59,7 +59,7 @@ def reference_kl(student: Path, teacher: Path) -> float:
     tokenizer = Tokenizer(student)
     nats, count = 0.0, 0
     for (encoded,) in (tokenizer.encode([text]) for text in TEXTS):
-        ids = torch.tensor([[tokenizer.start_id, *encoded.ids.tolist(), tokenizer.end_id]])
+        ids = torch.tensor([[tokenizer.start_ids[0], *encoded.ids.tolist(), tokenizer.end_id]])
         with torch.no_grad():
             probs = [torch.softmax(model(input_ids=ids).logits[0, :-1], -1) for model in models]
         # Padding rows above the vocabulary are merged into one cell: they have no meaning.

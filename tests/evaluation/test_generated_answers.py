@@ -70,7 +70,7 @@ def test_oracle_answers_to_gsm8k_score_one_and_modified_ones_zero(pair, real_dat
     prompts = read_prompts(corpus, 100)
     tokenizer = Tokenizer(pair.student)
     answers = {str(prompt.record["question"]): str(prompt.record["answer"]) for prompt in prompts}
-    start = tokenizer.special_token_names[tokenizer.start_id]
+    start = tokenizer.special_token_names[tokenizer.start_ids[0]]
 
     def script(full_text: str, key: tuple[int, ...]) -> tuple[str, bool]:
         text = answers[full_text.removeprefix(start)]
@@ -117,7 +117,7 @@ def test_oracle_passes_the_unit_tests_of_human_eval(pair, real_data, tmp_path):
     path.write_bytes(b"\n".join(lines) + b"\n")
     tokenizer = Tokenizer(pair.student)
     solutions = {row["prompt"]: row["canonical_solution"] for row in map(json.loads, lines)}
-    start = tokenizer.special_token_names[tokenizer.start_id]
+    start = tokenizer.special_token_names[tokenizer.start_ids[0]]
     oracle = ScriptedGenerator(tokenizer, lambda text, key: (solutions[text.removeprefix(start)], True))
     wrong = ScriptedGenerator(tokenizer, lambda text, key: ("    return None\n", True))
     prompts, sampling = read_prompts(Corpus([str(path)])), SamplingConfig(max_completion_length=4096)

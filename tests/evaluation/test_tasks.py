@@ -254,5 +254,7 @@ def test_sentencepiece_models_get_a_start_token_in_tasks(tmp_path, add_bos_token
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": add_bos_token}))
     tokenizer = Tokenizer(tmp_path)
     (encoded,) = tokenizer.encode(["Anna has"])
-    start = [] if add_bos_token is False else [tokenizer.start_id]
+    start = [1] if add_bos_token else []
     assert harness_tokenizer(tokenizer)("Anna has").input_ids == [*start, *encoded.ids.tolist()]
+    with_eos = harness_tokenizer(tokenizer.with_start_token("eos"))
+    assert with_eos("Anna has").input_ids == [tokenizer.end_id, *encoded.ids.tolist()]

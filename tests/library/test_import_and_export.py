@@ -184,7 +184,7 @@ def make_answers(folder, *, top: int, num_tokens: int = 12) -> list[dict]:
     is_ascii = torch.tensor([i < len(bytes_by_id) and bytes_by_id[i].isascii() for i in range(vocabulary_size)]).float()
     for number, prompt in enumerate(PROMPTS):
         torch.manual_seed(number)
-        ids = [tokenizer.start_id, *tokenizer.encode([prompt])[0].ids.tolist()]
+        ids = [tokenizer.start_ids[0], *tokenizer.encode([prompt])[0].ids.tolist()]
         content = []
         for _ in range(num_tokens):
             with torch.no_grad():
@@ -541,7 +541,7 @@ def test_large_row_is_read_up_to_max_document_bytes(run, service_answers, tmp_pa
 
 def test_id_columns_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path):
     tokenizer = Tokenizer(pair.teacher)
-    ids = [tokenizer.start_id, *tokenizer.encode(["Anna has 12"])[0].ids.tolist()]
+    ids = [tokenizer.start_ids[0], *tokenizer.encode(["Anna has 12"])[0].ids.tolist()]
     count = len(ids) - 1
     row = {
         "token_ids": ids, "logprobs": [None, *[-1.0] * count], "top_ids": [None, *[[token] for token in ids[1:]]],
@@ -600,7 +600,7 @@ def test_truncated_character_at_the_end_is_left_out(run, tmp_path):
 
 def test_id_rows_need_an_end_token_to_be_complete_and_a_log_probability(run, pair, tmp_path):
     tokenizer = Tokenizer(pair.teacher)
-    ids = [tokenizer.start_id, *tokenizer.encode(["Anna has"])[0].ids.tolist()]
+    ids = [tokenizer.start_ids[0], *tokenizer.encode(["Anna has"])[0].ids.tolist()]
     missing_values = [None] * len(ids)
     row = {
         "token_ids": ids,
@@ -657,7 +657,7 @@ def test_ids_suffice_without_a_document_that_can_be_tokenized(pair, tmp_path, ca
 )
 def test_invalid_columns_are_refused_with_the_row_number(run, pair, tmp_path, column, value, message):
     tokenizer = Tokenizer(pair.teacher)
-    ids = [tokenizer.start_id, tokenizer.encode(["a"])[0].ids.tolist()[0]]
+    ids = [tokenizer.start_ids[0], tokenizer.encode(["a"])[0].ids.tolist()[0]]
     valid = {"token_ids": ids, "logprobs": [None, -1.0], "top_ids": [None, ids[1:]], "top_logprobs": [None, [-1.0]]}
     rows = [valid, valid | {column: value}]
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

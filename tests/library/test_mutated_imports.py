@@ -20,7 +20,7 @@ from json_mutations import mutate, to_json
 def make_rows(folder: Path) -> dict[str, dict]:
     """Return a row of each import format."""
     tokenizer = Tokenizer(folder)
-    ids = [tokenizer.start_id or 1, *tokenizer.encode(["Anna has 12 apples."])[0].ids.tolist()]
+    ids = [tokenizer.start_ids[0], *tokenizer.encode(["Anna has 12 apples."])[0].ids.tolist()]
     top = [[token, 40 + i] for i, token in enumerate(ids[1:])]
     logprobs = [[-0.25, -2.0] for _ in top]
     tokens = [tokenizer.vocabulary.bytes_of(token) for token in ids[1:]]

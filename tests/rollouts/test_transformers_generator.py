@@ -40,7 +40,7 @@ def generation_requests(tokenizer: Tokenizer, count: int) -> list[GenerationRequ
     requests = []
     for number in range(count):
         (encoded,) = tokenizer.encode([texts[number % 4]])
-        ids = np.concatenate([[tokenizer.start_id], encoded.ids]).astype(np.int32)
+        ids = np.concatenate([[tokenizer.start_ids[0]], encoded.ids]).astype(np.int32)
         requests.append(
             GenerationRequest(ids, (7, number, number // 3, 0), max_length=None if number % 3 else 5 + number)
         )

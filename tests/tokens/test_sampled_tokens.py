@@ -25,7 +25,7 @@ STUDENT_FAMILIES = ["student", "teacher", "metaspace", "gpt2", "llama2", "gemma"
 
 def rollout_document(tokenizer: Tokenizer, turns: list[tuple[str, list[int]]], advantage: float = 0.0) -> Document:
     """Return the document of prompts (or answers of tools), each followed by sampled tokens."""
-    ids = [tokenizer.start_id] if tokenizer.start_id is not None else []
+    ids = list(tokenizer.start_ids)
     sampled, segments = [False] * len(ids), []
     for prompt, sampled_ids in turns:
         prompt_ids = tokenizer.encode([prompt])[0].ids.tolist()
@@ -108,7 +108,7 @@ def test_decoded_text_ends_at_the_first_token_that_is_not_text(families):
         ([a, e], "a", [1], -1),  # truncated within a character
         ([a, e, a, end], "a", [1], -1),  # not valid UTF-8
         ([end], "", [], 0),
-        ([a, tokenizer.start_id, a, end], "a", [1], -1),
+        ([a, tokenizer.start_ids[0], a, end], "a", [1], -1),
     ]
     for ids, text, ends, end_token in cases:
         decoded = decode_tokens(tokenizer, np.array(ids, np.int32))
@@ -119,7 +119,7 @@ def test_decoded_text_ends_at_the_first_token_that_is_not_text(families):
 def test_completion_text_includes_all_tokens_of_a_completion(families):
     tokenizer = Tokenizer(families["student"])
     by_bytes = tokenizer.vocabulary.token_of_bytes
-    a, end, start = by_bytes[b"a"], tokenizer.end_id, tokenizer.start_id
+    a, end, start = by_bytes[b"a"], tokenizer.end_id, tokenizer.start_ids[0]
     e = by_bytes["é".encode()[:1]]
     name = tokenizer.special_token_names[start]
     for ids, text in (

@@ -424,7 +424,7 @@ def test_empty_answer_trains_its_end_token(tokenizer_of):
 @quick
 def test_incomplete_characters_at_both_ends_are_not_in_the_text(tokenizer_of, text, start, data):
     teacher = tokenizer_of["teacher"]
-    bos = teacher.start_id
+    bos = teacher.start_ids[0]
     ids = ids_of(teacher, text)
     start = min(start, len(ids) - 1)
     stop = data.draw(st.integers(start + 1, len(ids)))
@@ -460,7 +460,7 @@ def test_trained_input_ids_that_are_not_utf8_are_refused_with_the_token(tokenize
     teacher = tokenizer_of["teacher"]
     table = teacher.vocabulary.token_of_bytes
     invalid_ids = [table[bytes([byte])] for byte in middle]
-    ids = [teacher.start_id, table[b"a"], *invalid_ids, table[b"a"]]
+    ids = [teacher.start_ids[0], table[b"a"], *invalid_ids, table[b"a"]]
     with pytest.raises(XtkError, match=rf"token 2 \(id {invalid_ids[0]}\) results in invalid UTF-8"):
         teacher_view(teacher, Document.from_teacher_ids(ids))
     # The same bytes are ignored after the last trained token.
@@ -549,7 +549,7 @@ def test_unsplittable_documents_refuse_byte_slices(tokenizer_of):
 
 def test_candidate_ids_need_one_list_of_valid_ids_per_trained_token(tokenizer_of):
     teacher = tokenizer_of["teacher"]
-    ids = [teacher.start_id, *ids_of(teacher, "Anna has 12")]
+    ids = [teacher.start_ids[0], *ids_of(teacher, "Anna has 12")]
     lists = [[at, at + 1, at] for at in range(len(ids) - 1)]
     document, sequence = teacher_view(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists))
     assert len(document.candidate_ids) == sequence.train_mask.sum()

@@ -199,11 +199,6 @@ def test_special_token_ids_and_embedding_rows_are_read_from_the_folder(families,
     assert Tokenizer(folder).embedding_rows == 700
 
 
-def test_tokenizer_without_bos_uses_eos_as_start_token(tokenizer_of):
-    assert (tokenizer_of["student"].start_id, tokenizer_of["student"].end_id) == (0, 1)
-    assert (tokenizer_of["teacher"].start_id, tokenizer_of["teacher"].end_id) == (1, 1)
-
-
 def folder_without_a_tokenizer(folder):
     folder.mkdir()
     return "this folder has no tokenizer.json"

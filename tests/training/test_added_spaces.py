@@ -115,8 +115,8 @@ def test_prepended_space_token_is_trained_with_the_token_after_it(tokenizer, mod
     assert trained_bytes(tokenizer, Document.from_text("")) == []
     folder_without_bos = shutil.copytree(models[0], tmp_path / "plain")
     (folder_without_bos / "tokenizer_config.json").write_text(json.dumps({"unk_token": "<unk>"}))
-    tokenizer_without_bos = Tokenizer(folder_without_bos)
-    assert tokenizer_without_bos.start_id is None
+    tokenizer_without_bos = Tokenizer(folder_without_bos, start_token="none")
+    assert tokenizer_without_bos.start_ids == ()
     for text, expected in (("20", [b"2", b"0"]), ("Anna 2", [b" ", b"2"])):  # no position predicts the first token
         document = Document.from_text(text)
         assert trained_bytes(tokenizer_without_bos, document) == expected

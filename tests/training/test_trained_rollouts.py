@@ -65,7 +65,7 @@ def rollouts(run, pair, tmp_path_factory) -> Rollouts:
         first_ids = [student.vocabulary.token_of_bytes[bytes([byte])] for byte in first_text.encode()]
         assert len(student.encode([first_text])[0].ids) < len(first_ids)  # not the tokenizer's own tokens
         second_ids = [*student.encode([second_text])[0].ids.tolist(), student.end_id]
-        ids, mask = [student.start_id], [0]
+        ids, mask = [student.start_ids[0]], [0]
         for text, turn_ids in (("Anna", first_ids), (" = 15.", second_ids)):
             encoded = student.encode([text])[0].ids.tolist()
             ids, mask = [*ids, *encoded, *turn_ids], [*mask, *[0] * len(encoded), *[1] * len(turn_ids)]

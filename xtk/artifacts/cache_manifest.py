@@ -88,6 +88,7 @@ _HEADER_SCHEMA = json_object(
                 "tokenizer": text(),
                 "template": optional(text()),
                 "embedding_rows": integer(1, MAX_TOKENS),
+                "start_ids": list_of(integer(0, MAX_TOKEN_ID), 16),
                 "special_tokens": map_of(integer(0, MAX_TOKEN_ID)),
                 "space_ids": list_of(integer(0, MAX_TOKEN_ID)),
             },

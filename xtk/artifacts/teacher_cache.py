@@ -37,6 +37,7 @@ from xtk.artifacts.cache_shard import (
 from xtk.artifacts.shard_writing import check_file_checksum
 from xtk.artifacts.storage_folders import StorageFolder, open_folder
 from xtk.errors import CorruptError, XtkError
+from xtk.tokens.start_tokens import START_ROLES
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -195,6 +196,9 @@ class TeacherCache:
         try:
             place = places.pop() if places else Path(self.folder.name)
             tokenizer = Tokenizer(place, name=str(identity["name"]), embedding_rows=int(identity["embedding_rows"]))
+            roles = tokenizer.special_token_ids  # older caches always have a start token: bos, else eos
+            older = [roles[role] for role in START_ROLES if role in roles][:1]
+            tokenizer.start_ids = tuple(identity.get("start_ids", older))
         except CorruptError:
             raise
         except XtkError as wrong:

@@ -26,6 +26,7 @@ from xtk.options.shared import (
     JsonOption,
     QuietOption,
     ServerOptions,
+    StartTokenOption,
     TrustRemoteCodeOption,
 )
 from xtk.teachers import BACKENDS
@@ -39,6 +40,7 @@ class CacheTeacherOptions(
     CorpusOptions,
     DocumentColumnOptions,
     ServerOptions,
+    StartTokenOption,
     TrustRemoteCodeOption,
     ForceOption,
     JsonOption,
@@ -54,7 +56,9 @@ class CacheTeacherOptions(
             "Stored log-probabilities",
             ("support", "top_k", "top_p", "num_samples", "num_sample_sets", "seed", "precision", "shard_tokens"),
         ),
-        Heading("Teacher", ("backend", "engine", ServerOptions, "dtype", "batch_tokens", "trust_remote_code")),
+        Heading(
+            "Teacher", ("backend", "engine", ServerOptions, "dtype", "start_token", "batch_tokens", "trust_remote_code")
+        ),
         Heading("Parallelism", ("num_processes", "num_machines", "machine_rank")),
         Heading("Merge and estimate", ("merge", "rows", "estimate")),
     )
@@ -247,6 +251,7 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
         dtype=options.dtype,
         precision=options.precision,
         backend=options.backend,
+        start_token=options.start_token,
         long_documents=options.long_documents,
         max_length=options.max_length or None,
         batch_tokens=options.batch_tokens,

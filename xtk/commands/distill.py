@@ -58,7 +58,7 @@ def distill(options: DistillOptions) -> None:
     processes = options.num_processes * options.num_machines
     layout = parse_parallel(recipe.parallel, world_size() if is_worker() else processes)
     check_supports_eval_tasks(reporting.eval_tasks, layout)
-    inputs = open_inputs(places, recipe, Tokenizer(places.student))
+    inputs = open_inputs(places, recipe, Tokenizer(places.student, start_token=recipe.start_token))
     kept = recipe_options(
         options, piped, world_size() // options.num_machines if is_worker() else options.num_processes
     )

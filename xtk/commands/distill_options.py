@@ -15,6 +15,7 @@ from xtk.options.shared import (
     QuietOption,
     RewardOptions,
     SamplingOptions,
+    StartTokenOption,
     TrustRemoteCodeOption,
 )
 from xtk.options.training_options import (
@@ -45,6 +46,7 @@ class DistillOptions(
     RewardOptions,
     ParallelismOptions,
     LoggingOptions,
+    StartTokenOption,
     TrustRemoteCodeOption,
     ForceOption,
     JsonOption,
@@ -58,7 +60,7 @@ class DistillOptions(
         Heading("Teacher", ("teacher", TeacherUseOptions)),
         Heading("Objective", ("loss", "projection", "scale_kd_to", RegionOptions)),
         Heading("Optimization", (OptimizationOptions, "max_skipped_steps", "torch_compile")),
-        Heading("Student", (StudentModelOptions, "trust_remote_code")),
+        Heading("Student", (StudentModelOptions, "start_token", "trust_remote_code")),
         Heading("On-policy generation", ("on_policy",)),
         Heading(
             "On-policy generation",

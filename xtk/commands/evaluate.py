@@ -29,6 +29,7 @@ from xtk.options.shared import (
     PromptOptions,
     QuietOption,
     SamplingOptions,
+    StartTokenOption,
     TrustRemoteCodeOption,
 )
 
@@ -60,6 +61,7 @@ class EvaluateOptions(
     SamplingOptions,
     PromptOptions,
     CorpusOptions,
+    StartTokenOption,
     TrustRemoteCodeOption,
     JsonOption,
     QuietOption,
@@ -90,7 +92,7 @@ class EvaluateOptions(
         ),
         Heading(
             "Model and data",
-            ("compare_to", CorpusOptions, "max_length", "dtype", "batch_tokens", "trust_remote_code"),
+            ("compare_to", CorpusOptions, "max_length", "start_token", "dtype", "batch_tokens", "trust_remote_code"),
         ),
     )  # fmt: skip
 
@@ -299,7 +301,7 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
                             "answer": text, "reward": worth, "finish_reason": one.finish_reason}  # fmt: skip
                     stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-            tokenizer = Tokenizer(folder, name=name)
+            tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
             own = backend_options(GENERATORS, options.backend, engine=options.engine, adapter=adapter)
             request = BackendConfig(
                 folder, name, tokenizer, options.dtype, options.batch_tokens, options.trust_remote_code, own

@@ -37,7 +37,7 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Evalu
                 hint="give each model once",
             )
         names[place] = name
-        tokenizer = Tokenizer(folder, name=name)
+        tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
         if load_registered(GENERATORS, options.backend, "backend").runs_loaded_model:  # vllm also loads other formats
             check_loadable(folder, tokenizer, trust_remote_code=options.trust_remote_code, adapter=adapter)
 
@@ -59,7 +59,7 @@ def load_model_and_tokenizer(
     from xtk.tokens.tokenizer import Tokenizer
 
     folder, adapter = folders
-    tokenizer = Tokenizer(folder, name=name)
+    tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
     model = load_causal_lm(
         folder,
         dtype=DTYPES[options.dtype],

@@ -34,6 +34,7 @@ from xtk.options.shared import (
     RewardOptions,
     SamplingOptions,
     ServerOptions,
+    StartTokenOption,
     TrustRemoteCodeOption,
 )
 from xtk.rollouts import GENERATORS
@@ -57,6 +58,7 @@ class RolloutOptions(
     CorpusOptions,
     DocumentColumnOptions,
     ServerOptions,
+    StartTokenOption,
     TrustRemoteCodeOption,
     ForceOption,
     JsonOption,
@@ -70,7 +72,9 @@ class RolloutOptions(
         Heading("Data", (CorpusOptions, DocumentColumnOptions, "max_prompts", PromptOptions)),
         Heading("Sampling", ("num_generations", SamplingOptions, "seed", "top_logprobs")),
         Heading("Rewards and environment", (RewardOptions,)),
-        Heading("Student", ("backend", "engine", ServerOptions, "dtype", "batch_tokens", "trust_remote_code")),
+        Heading(
+            "Student", ("backend", "engine", ServerOptions, "dtype", "start_token", "batch_tokens", "trust_remote_code")
+        ),
     )
 
     student: str = argument(
@@ -175,7 +179,7 @@ def rollout(options: RolloutOptions) -> None:
     rewards = WeightedRewards([parse_reward(text) for text in options.reward])
     environment = load_environment(options.environment) if options.environment else None
     template_arguments = read_template_arguments(options.chat_template_kwargs)
-    tokenizer = Tokenizer(folder, name=student)
+    tokenizer = Tokenizer(folder, name=student, start_token=options.start_token)
     form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
     prompts = read_prompts(corpus, options.max_prompts or None, form)
     check_rewards_apply(rewards, prompts)
@@ -312,6 +316,7 @@ def _request_fingerprint(
             tokenizer.fingerprint,
             tokenizer.template_fingerprint,
             dict(tokenizer.special_token_ids),
+            list(tokenizer.start_ids),
         ],
         "prompts": _prompts_fingerprint(prompts),
         "sampling": dataclasses.asdict(options_of(SamplingConfig, options)),

@@ -17,6 +17,7 @@ from xtk.options.shared import (
     ForceOption,
     JsonOption,
     QuietOption,
+    StartTokenOption,
     TrustRemoteCodeOption,
 )
 
@@ -32,7 +33,14 @@ KINDS = ("exact", "special", "composed", "unknown")
 
 @dataclass(frozen=True, kw_only=True)
 class TransplantOptions(
-    CorpusOptions, TrustRemoteCodeOption, ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions
+    CorpusOptions,
+    StartTokenOption,
+    TrustRemoteCodeOption,
+    ForceOption,
+    JsonOption,
+    QuietOption,
+    ConfigOption,
+    CommandOptions,
 ):
     """Options of `xtk transplant`."""
 
@@ -113,10 +121,12 @@ def transplant(options: TransplantOptions) -> None:
         kept, donor = None, None
         if options.tokenizer:
             place = resolve_model_folder(options.tokenizer, with_weights=False)
-            new = Tokenizer(place, name=options.tokenizer)
+            new = Tokenizer(place, name=options.tokenizer, start_token=options.start_token)
             donor = resolve_model_folder(options.donor, with_weights=True) if options.donor else None
         else:
+            old = old.with_start_token(options.start_token)
             new, kept = held.enter_context(_pruned(old, options, columns))
+            new = new.with_start_token(options.start_token)
         config = TransplantConfig(
             folder, adapter, old, new, options.method, donor, Path(options.projection) if options.projection else None,
             options.keep_chat_template, options.dtype, options.seed, kept,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -131,17 +130,9 @@ def harness_tokenizer(tokenizer: Tokenizer) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in tokenizer.to_files().items():
+        for name, content in (tokenizer.to_files() | {"tokenizer.json": tokenizer.json_with_start()}).items():
             Path(folder, name).write_bytes(content)
-        made: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-    # tokenizer.json states whether there is a start token. Converted from another format, it does not.
-    path = tokenizer.folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    is_converted = not (tokenizer.folder / "tokenizer.json").is_file()
-    if is_converted and "bos" in tokenizer.special_token_ids and settings.get("add_bos_token", True):
-        made.add_bos_token = True
-        made.update_post_processor()
-    return made
+        return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _without_progress(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

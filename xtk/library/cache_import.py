@@ -268,7 +268,9 @@ class _Rows:
 def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
     tokenizer = writer.tokenizer
     known = tokenizer.vocabulary.token_of_bytes
-    start, end = tokenizer.start_id or 0, -1 if tokenizer.end_id is None else tokenizer.end_id
+    # The token in front only holds a place: the prompt of an answer is not in the cache.
+    start = tokenizer.start_ids[-1] if tokenizer.start_ids else tokenizer.special_token_ids.get("bos", 0)
+    end = -1 if tokenizer.end_id is None else tokenizer.end_id
     tokens = row.tokenized(lambda spelling: known.get(spelling, -1), start, end)
     if (tokens.ids < 0).any():
         raise XtkError(

@@ -66,6 +66,18 @@ class TrustRemoteCodeOption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartTokenOption:
+    """What precedes a text."""
+
+    start_token: str = option(
+        "auto",
+        "Token before each text, also before each window of a long one; auto: as the model's own tokenizer in "
+        "transformers. Conversations follow their template.",
+        metavar="[auto|none|bos|eos|TOKEN]",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CorpusOptions:
     """How documents are read."""
 

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 # The pre-tokenizers of Llama-3 and Qwen differ in one place: the digits per word.
 PRE_TOKENIZER_PATTERN = (
@@ -119,6 +119,10 @@ def _write_random_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         architecture(configuration).save_pretrained(folder)
+    start = bos or eos
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, tokenizer.token_to_id(start))]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
     (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")

@@ -192,7 +192,7 @@ def tokenize_prompts(
     Raises:
         XtkError: for a conversation, the tokenizer has no chat template, or it refuses the messages.
     """
-    start = np.array([] if tokenizer.start_id is None else [tokenizer.start_id], np.int32)
+    start = np.array(tokenizer.start_ids, np.int32)
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
     texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
     conversations = [document.conversation for document in documents if document.conversation is not None]

@@ -17,6 +17,7 @@ from xtk.projection.build import tokenizer_identity
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.cache_shard_planning import LONG_DOCUMENTS, ShardingOptions, ShardPlan
+from xtk.tokens.start_tokens import AUTO_START
 from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, Support
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -30,6 +31,7 @@ class CacheRequest:
         teacher_name: name in messages.
         support: which entries of each distribution are stored.
         dtype: of the teacher's weights and arithmetic.
+        start_token: what precedes a text; see `Tokenizer`.
         backend: a key of `BACKENDS`.
         precision: of the stored log-probabilities: a key of `PRECISION_CODECS`.
         long_documents: treatment of documents longer than the teacher's context (or `max_length`): see
@@ -45,6 +47,7 @@ class CacheRequest:
     teacher_name: str
     support: Support
     dtype: str = "float32"
+    start_token: str = AUTO_START
     backend: str = "transformers"
     precision: str = DEFAULT_PRECISION
     long_documents: str = "refuse"
@@ -53,6 +56,14 @@ class CacheRequest:
     shard_tokens: int = 65536
     trust_remote_code: bool = False
     backend_options: dict[str, Any] = field(default_factory=dict)
+
+    def teacher_tokenizer(self) -> Tokenizer:
+        """Return the teacher's tokenizer, loaded from its folder.
+
+        Raises:
+            XtkError: the folder has no fast tokenizer, or it lacks the start token.
+        """
+        return Tokenizer(self.teacher_folder, name=self.teacher_name, start_token=self.start_token)
 
     @property
     def teacher_short_name(self) -> str:
@@ -229,6 +240,7 @@ def compose_cache_header(
             "tokenizer": own["tokenizer"],
             "special_tokens": own["special_tokens"],
             "space_ids": tokenizer.vocabulary.space_ids.tolist(),
+            "start_ids": list(tokenizer.start_ids),
         },
         "data": {
             "fingerprint": plan.fingerprint,

@@ -108,7 +108,7 @@ def cache_teacher(
         raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of these options")
     folder = open_folder(location)
     claim_output(folder, CACHE, force=force, inputs=(request.teacher_folder, *corpus.sources))
-    tokenizer = Tokenizer(request.teacher_folder, name=request.teacher_name)
+    tokenizer = request.teacher_tokenizer()
     sharding = sharding_options(request)
     plan = make_shard_plan(sharding, corpus, tokenizer)
     ranks = make_vocabulary_order(request, tokenizer, plan)

@@ -28,7 +28,6 @@ from xtk.tokens.conversation_tokens import MARKUP
 from xtk.tokens.document import Document
 from xtk.tokens.region_statistics import RegionStatistics
 from xtk.tokens.token_sequence import TokenSequence
-from xtk.tokens.tokenizer import Tokenizer
 
 SAMPLE_SIZE = 32
 
@@ -65,7 +64,7 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
         XtkError: as `cache_teacher`.
     """
     check_cache_request(request)
-    tokenizer = Tokenizer(request.teacher_folder, name=request.teacher_name)
+    tokenizer = request.teacher_tokenizer()
     sample = EvenSample(SAMPLE_SIZE)
     plan = make_shard_plan(sharding_options(request), corpus, tokenizer, sample.add)
     trained = [(document, tokens) for document, tokens in sample.documents if tokens.train_mask.any()]

@@ -166,7 +166,7 @@ def serve_shard_writer(pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, _stop)
     try:
         job: CacheJob = pipe.recv()
-        tokenizer = Tokenizer(job.request.teacher_folder, name=job.request.teacher_name)
+        tokenizer = job.request.teacher_tokenizer()
         teacher = open_teacher(job.request, tokenizer, job.header["teacher"]["weights"])
         pipe.send(None)
         for number_and_entry in write_shards(job, teacher, tokenizer, pipe.recv()):

@@ -35,6 +35,7 @@ from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
 from xtk.teachers.cache_shard_writing import CacheJob, write_shards
 from xtk.teachers.worker_pool import WorkerPool
 from xtk.tokens.document import Document
+from xtk.tokens.start_tokens import AUTO_START
 from xtk.tokens.teacher_logprobs import make_support
 from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ NUMERIC_OPTIONS = {
     "batch_tokens": int,
     "concurrency": int,
 }
-TEXT_OPTIONS = ("support", "precision", "dtype", "backend", "server", "weights")
+TEXT_OPTIONS = ("support", "precision", "dtype", "start_token", "backend", "server", "weights")
 SELF_TEACHER = "self"
 # Weights of the student as its own teacher.
 STUDENT_WEIGHTS = {
@@ -269,7 +270,8 @@ def parse_online_teacher(
     if student is not None and weights:
         model = str(student)
     folder, adapter = base_model_and_adapter(resolve_model_folder(model, with_weights=not kind.uses_servers))
-    tokenizer = Tokenizer(folder, name=model)
+    start_token = str(given.get("start_token", AUTO_START))
+    tokenizer = Tokenizer(folder, name=model, start_token=start_token)
     top_k = tokenizer.embedding_rows if given.get("top_k") == FULL_VOCABULARY else given.get("top_k")
     support = make_support(
         str(given.get("support", "")),
@@ -284,6 +286,7 @@ def parse_online_teacher(
         teacher_name=model,
         support=support,
         dtype=dtype,
+        start_token=start_token,
         precision=precision,
         backend=backend,
         long_documents=long_documents,

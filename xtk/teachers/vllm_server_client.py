@@ -229,7 +229,7 @@ class ServerTeacher(TeacherBackend):
             max_attempts=STARTUP_ATTEMPTS,
             max_bytes=max_response_bytes(MAX_TOKEN_RATIO * len(ids) * (self._top_k + 1), MAX_TOKEN_RATIO * len(ids)),
         )
-        if own and own[0][1] == self._tokenizer.start_id != ids[0]:
+        if own and own[0][1] == self._tokenizer.special_token_ids.get("bos") != ids[0]:
             own = own[1:]
         theirs = [one[1] for one in own]
         if theirs != ids:

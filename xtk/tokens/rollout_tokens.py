@@ -161,8 +161,7 @@ def replace_prompt(tokenizer: Tokenizer, prompt: str, document: Document) -> Sam
     if sampled is None or not sampled.sampled_mask.any():
         return None
     first = int(sampled.sampled_mask.argmax())
-    front = np.array([] if tokenizer.start_id is None else [tokenizer.start_id], np.int32)
-    before = np.concatenate([front, tokenizer.encode([prompt])[0].ids])
+    before = np.concatenate([np.array(tokenizer.start_ids, np.int32), tokenizer.encode([prompt])[0].ids])
     return replace(
         sampled,
         ids=np.concatenate([before, sampled.ids[first:]]),

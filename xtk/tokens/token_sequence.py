@@ -139,8 +139,8 @@ class TokenSequence:
 def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[TokenSequence]:
     """Return the token sequences of documents for one model; its own rollouts keep their sampled tokens.
 
-    The start token is bos, or eos for tokenizers without a bos; the end token is eos. Without a start token the first
-    token of a text has no prediction and is not trained. A conversation is rendered with the tokenizer's chat
+    A text follows `Tokenizer.start_ids`; the end token is eos. Without a start token the first token of a text has no
+    prediction and is not trained. A conversation is rendered with the tokenizer's chat
     template, which adds such tokens itself.
 
     Raises:
@@ -166,8 +166,7 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
 
 
 def _sequence_from_text(tokenizer: Tokenizer, document: Document, tokens: EncodedText) -> TokenSequence:
-    start, end = tokenizer.start_id, tokenizer.end_id
-    front = [] if start is None else [start]
+    front, end = tokenizer.start_ids, tokenizer.end_id
     back = [] if end is None or not document.is_complete else [end]
     size = int(tokens.byte_ends[-1]) if len(tokens.byte_ends) else 0
     first, stop = len(front), len(front) + len(tokens.ids)

@@ -22,6 +22,7 @@ from xtk.errors import XtkError
 from xtk.tokens.alignment_numba import batch_token_byte_ends
 from xtk.tokens.chat_template import ChatTemplate
 from xtk.tokens.normalized_byte_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
+from xtk.tokens.start_tokens import AUTO_START, NO_START, START_ROLES, own_start_ids, start_post_processor
 from xtk.tokens.tokenizer_files import configured_vocab_size, read_tokenizer_files
 from xtk.tokens.tokenizer_validation import bpe_dropout, wrap_backend_errors
 from xtk.tokens.vocabulary import (
@@ -99,6 +100,7 @@ class Tokenizer:
             mistral-common or SentencePiece.
         name: name in messages; the folder by default.
         embedding_rows: rows of the model's embedding, for a folder without a model configuration.
+        start_token: what precedes a text: `auto`, `none`, `bos`, `eos` or a special token; see `start_token_ids`.
 
     Attributes:
         vocabulary: the bytes of each token.
@@ -108,12 +110,20 @@ class Tokenizer:
         special_token_ids: {"bos", "eos", "pad", "unk": id}, those that it has.
         unknown_id: the unk token; None if the tokenizer can encode every text.
         embedding_rows: rows of the model's embedding if the folder has a model configuration, else the vocabulary size.
+        start_ids: the tokens that precede a text; empty: the first token of a text has no prediction.
 
     Raises:
-        XtkError: the folder has no fast tokenizer, or it is corrupt.
+        XtkError: the folder has no fast tokenizer, it is corrupt, or it lacks the start token.
     """
 
-    def __init__(self, folder: str | Path, *, name: str | None = None, embedding_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        name: str | None = None,
+        embedding_rows: int | None = None,
+        start_token: str = AUTO_START,
+    ) -> None:
         self.folder = Path(folder)
         self.name = name or str(folder)
         files = read_tokenizer_files(self.folder)
@@ -121,6 +131,8 @@ class Tokenizer:
         self._disable_dropout(bpe_dropout(content))
         self._backend.no_truncation()
         self._backend.no_padding()
+        with self._backend_errors():
+            self._own_start_ids = own_start_ids(self._backend, files.configuration)
         # The post-processor adds special tokens, which xtk adds itself, and trims white space from the offsets.
         self._backend.post_processor = None
         # The text of a special token inside a document is not that token.
@@ -147,6 +159,8 @@ class Tokenizer:
         self.special_token_ids = {role: int(number) for role, number in numbers.items() if number is not None}
         self.embedding_rows = max(len(self.vocabulary), num_rows)
         self._raw = files.raw
+        self.start_token, self.start_ids = AUTO_START, self._own_start_ids
+        self._set_start(start_token)
 
     @property
     def num_left_out(self) -> int:
@@ -155,15 +169,37 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokenizer as its folder; the other process loads it again."""
-        return partial(Tokenizer, self.folder, name=self.name, embedding_rows=self.embedding_rows), ()
+        settings = {"name": self.name, "embedding_rows": self.embedding_rows, "start_token": self.start_token}
+        return partial(Tokenizer, self.folder, **settings), ()
 
     def __len__(self) -> int:
         return len(self.vocabulary)
 
-    @property
-    def start_id(self) -> int | None:
-        """The token before a text: bos, else eos (for models trained without a bos), else None."""
-        return self.special_token_ids.get("bos", self.special_token_ids.get("eos"))
+    def with_start_token(self, start_token: str) -> Tokenizer:
+        """Return the same tokenizer with another start token.
+
+        Raises:
+            XtkError: the tokenizer lacks this token.
+        """
+        other = object.__new__(Tokenizer)
+        other.__dict__.update(self.__dict__)
+        other._set_start(start_token)
+        return other
+
+    def _set_start(self, start_token: str) -> None:
+        self.start_token = start_token
+        if start_token in (AUTO_START, NO_START):
+            self.start_ids = self._own_start_ids if start_token == AUTO_START else ()
+            return
+        ids = self.special_token_ids if start_token in START_ROLES else self.vocabulary.special_tokens
+        if start_token not in ids:
+            known = [role for role in START_ROLES if role in self.special_token_ids]
+            raise XtkError(
+                f"this tokenizer has no special token {start_token!r} to start a text with",
+                where=self.name,
+                hint=f"use --start-token {', '.join([AUTO_START, NO_START, *known])} or a special token's text",
+            )
+        self.start_ids = (ids[start_token],)
 
     @property
     def end_id(self) -> int | None:
@@ -501,6 +537,14 @@ class Tokenizer:
             "tokenizer_config.json": json.dumps(roles, sort_keys=True, ensure_ascii=False).encode(),
         }
         return files if self._template is None else {**files, "chat_template.jinja": self._template.encode()}
+
+    def json_with_start(self) -> bytes:
+        """Return tokenizer.json with a post-processor that puts `start_ids` before a text, for other libraries."""
+        if self.start_ids == self._own_start_ids:
+            return self._raw
+        names = [self.special_token_names[number] for number in self.start_ids]
+        content = json.loads(self._raw) | {"post_processor": start_post_processor(names, self.start_ids)}
+        return json.dumps(content, ensure_ascii=False, indent=2).encode()
 
     def encode_bytes(self, byte_strings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
         """Return tokens whose bytes are given byte strings, as they would occur inside of a text.

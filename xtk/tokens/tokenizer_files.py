@@ -16,7 +16,7 @@ import tokenizers
 
 from xtk.errors import XtkError
 from xtk.tokens.model_config_json import read_model_config
-from xtk.tokens.tokenizer_formats import add_tokens, convert_tokenizer_files
+from xtk.tokens.tokenizer_formats import add_tokens, convert_tokenizer_files, set_start_token
 from xtk.tokens.tokenizer_validation import check_tokenizer_json, wrap_backend_errors
 from xtk.untrusted_json import parse_json
 
@@ -36,6 +36,7 @@ class TokenizerFiles:
         fingerprint: hash of the JSON without `truncation` and `padding`, which calls may change.
         special_tokens: {role: text}, those of SPECIAL_TOKEN_ROLES that the tokenizer has.
         chat_template: a Jinja template; None without one.
+        configuration: content of tokenizer_config.json.
     """
 
     raw: bytes
@@ -44,6 +45,7 @@ class TokenizerFiles:
     fingerprint: str
     special_tokens: dict[str, str]
     chat_template: str | None
+    configuration: dict[str, Any]
 
     @property
     def template_fingerprint(self) -> str | None:
@@ -71,7 +73,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     template = _read_template(folder, configuration)
     roles = _special_tokens(folder, configuration)
     known = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
-    return TokenizerFiles(raw, content, backend, fingerprint, known, template)
+    return TokenizerFiles(raw, content, backend, fingerprint, known, template, configuration)
 
 
 def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
@@ -91,10 +93,9 @@ def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
         content = json.loads(files["tokenizer.json"])
         if named := _added_tokens(folder, configuration):
             add_tokens(content, named)
-        return json.dumps(content, ensure_ascii=False).encode(), {
-            **json.loads(files["tokenizer_config.json"]),
-            **configuration,
-        }
+        configuration = json.loads(files["tokenizer_config.json"]) | configuration
+        set_start_token(content, configuration)
+        return json.dumps(content, ensure_ascii=False).encode(), configuration
     slow = [name for name in ("vocab.json", "vocab.txt")
             if (folder / name).is_file()]  # fmt: skip
     if slow:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from xtk.errors import XtkError
+from xtk.tokens.start_tokens import start_post_processor
 from xtk.tokens.vocabulary import BYTE_LEVEL_ENCODER, METASPACE_CHARACTER
 
 # The split of cl100k_base (contractions, words, numbers, punctuation, white space) from tiktoken's openai_public.py,
@@ -50,12 +51,14 @@ class TiktokenSpec:
         special_token_ids: {token: id}.
         special_token_roles: {"bos": token, ...}.
         normalizer: in the format of tokenizer.json.
+        adds_bos: whether the publisher's code puts the bos token before a text.
     """
 
     split_pattern: str
     special_token_ids: Mapping[str, int]
     special_token_roles: Mapping[str, str]
     normalizer: Any = None
+    adds_bos: bool = False
 
 
 def _consecutive_ids(first: int, names: Iterable[str]) -> dict[str, int]:
@@ -73,6 +76,7 @@ TIKTOKEN_SPECS = {
         _CL100K_TEMPLATE % r"\p{N}{1,3}",
         _consecutive_ids(128_000, _LLAMA3_SPECIAL_TOKENS),
         {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "pad": "<|finetune_right_pad_id|>"},
+        adds_bos=True,
     ),
     151_643: TiktokenSpec(
         _CL100K_TEMPLATE % r"\p{N}",
@@ -131,7 +135,8 @@ def _read_tekken(path: Path) -> FileContents:
     specials = {named.get(at, f"<SPECIAL_{at}>"): at for at in range(shift)}
     roles = {role: token for role, token in _SENTENCEPIECE_SPECIAL_TOKENS.items() if token in specials}
     return _files_from_bpe_ranks(
-        {token: rank + shift for token, rank in ranks.items()}, TiktokenSpec(settings["pattern"], specials, roles)
+        {token: rank + shift for token, rank in ranks.items()},
+        TiktokenSpec(settings["pattern"], specials, roles, adds_bos=True),
     )
 
 
@@ -172,7 +177,7 @@ def _files_from_bpe_ranks(ranks: Mapping[bytes, int], scheme: TiktokenSpec) -> F
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {**_BPE_DEFAULTS, **model},
     }
-    return _tokenizer_files(content, scheme.special_token_ids, scheme.special_token_roles)
+    return _tokenizer_files(content, scheme.special_token_ids, scheme.special_token_roles, adds_bos=scheme.adds_bos)
 
 
 def _possible_merges(ordered: Iterable[_Token], ids: Mapping[_Token, int]) -> Iterator[tuple[_Token, _Token]]:
@@ -195,6 +200,8 @@ def _tokenizer_files(
     specials: Mapping[str, int],
     roles: Mapping[str, str],
     symbols: Mapping[str, int] | None = None,
+    *,
+    adds_bos: bool = False,
 ) -> FileContents:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added: list[dict[str, Any]] = [
@@ -205,11 +212,24 @@ def _tokenizer_files(
         "version": "1.0", "truncation": None, "padding": None, "post_processor": None,
         "added_tokens": sorted(added, key=lambda token: token["id"]), **content,
     }  # fmt: skip
-    configuration = {f"{role}_token": token for role, token in roles.items()}
+    configuration: dict[str, Any] = {f"{role}_token": token for role, token in roles.items()}
+    configuration |= {"add_bos_token": True} if adds_bos else {}
     return {
         "tokenizer.json": json.dumps(tokenizer_json, ensure_ascii=False).encode(),
         "tokenizer_config.json": json.dumps(configuration, ensure_ascii=False).encode(),
     }
+
+
+def set_start_token(content: dict[str, Any], configuration: Mapping[str, Any]) -> None:
+    """Write the start token of a converted tokenizer.json, in place: bos, if `add_bos_token` is set.
+
+    As transformers does. Without the setting, the converted file's publisher decides.
+    """
+    bos = configuration.get("bos_token")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+    if configuration.get("add_bos_token") and bos in ids:
+        content["post_processor"] = start_post_processor([bos], [ids[bos]])
 
 
 def add_tokens(content: dict[str, Any], tokens: Mapping[int, Mapping[str, Any]]) -> None:

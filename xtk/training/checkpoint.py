@@ -7,6 +7,7 @@ safetensors file (sharded_state.py); any number of processes can read them, with
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,8 @@ from xtk.artifacts.run_folders import (
 )
 from xtk.errors import CorruptError, XtkError
 from xtk.models.student_model_setup import is_peft_model, save_trainable
+from xtk.tokens.start_tokens import AUTO_START
+from xtk.tokens.tokenizer import Tokenizer
 from xtk.tokens.tokenizer_files import TOOL_USE_TEMPLATE, combined_template_files
 from xtk.training import process_group
 from xtk.training.sharded_state import (
@@ -67,14 +70,24 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def copy_tokenizer_files(source: Path, folder: Path) -> None:
-    """Copy the tokenizer's files of a model folder, unchanged; two chat templates in files become one."""
+def copy_tokenizer_files(source: Path, folder: Path, start_token: str = AUTO_START) -> None:
+    """Copy the tokenizer's files of a model folder, unchanged; two chat templates in files become one.
+
+    Another start token than the tokenizer's own becomes its own: transformers and vLLM put it before a text too.
+    """
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             shutil.copyfile(path, folder / path.name)
     template = combined_template_files(source) if (source / TOOL_USE_TEMPLATE).is_file() else None
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if start_token != AUTO_START:
+        tokenizer = Tokenizer(source, start_token=start_token)
+        (folder / "tokenizer.json").write_bytes(tokenizer.json_with_start())
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        settings["add_bos_token"] = tokenizer.start_ids == (tokenizer.special_token_ids.get("bos"),)
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = (), *, finished: bool = False) -> None:
@@ -121,7 +134,8 @@ class CheckpointSaver:
     Args:
         model: a transformers or PEFT model; its parameters may be sharded over processes.
         optimizer: over the model's trained parameters.
-        tokenizer_folder: folder with the tokenizer files, which are copied unchanged.
+        tokenizer_folder: folder with the tokenizer files, which are copied.
+        start_token: start token of the written tokenizers; see `copy_tokenizer_files`.
         averages: EMA weights by parameter name, sharded like the parameters.
         parallel: the parallel layout, as text. Random states are restored only if it is the same.
         merge_adapter: called with (adapter folder, output folder), writes the merged student; None: no adapter, or one
@@ -135,13 +149,15 @@ class CheckpointSaver:
         optimizer: torch.optim.Optimizer,
         tokenizer_folder: Path,
         *,
+        start_token: str = AUTO_START,
         averages: Mapping[str, Tensor] | None = None,
         parallel: str = "",
         merge_adapter: Callable[[Path, Path], None] | None = None,
         run_fingerprint: str = "",
     ) -> None:
         self._merge, self._run = merge_adapter, run_fingerprint
-        self._model, self._optimizer, self._tokenizer_folder = model, optimizer, tokenizer_folder
+        self._model, self._optimizer = model, optimizer
+        self._tokenizer_folder, self._start_token = tokenizer_folder, start_token
         self._averages, self._layout = averages or {}, parallel
         self._weights = dict(model.state_dict(keep_vars=True))
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -229,7 +245,7 @@ class CheckpointSaver:
         with _without_distributed_config(self._model.config):
             save_trainable(self._model, folder, full)
             set_default_permissions(*folder.glob("*.safetensors"))
-        copy_tokenizer_files(self._tokenizer_folder, folder)
+        copy_tokenizer_files(self._tokenizer_folder, folder, self._start_token)
 
     def _is_saved(self, name: str) -> bool:
         """Return whether a weight is saved: all of a plain model; of a PEFT model, adapters and trained weights."""
@@ -313,7 +329,7 @@ class CheckpointSaver:
             folder.mkdir()
             self._merge(adapter, folder)
             set_default_permissions(*folder.rglob("*.safetensors"))
-            copy_tokenizer_files(self._tokenizer_folder, folder)
+            copy_tokenizer_files(self._tokenizer_folder, folder, self._start_token)
             shutil.rmtree(adapter)
 
     def load(self, folder: Path, seed: int, random_stream: int | None = None) -> dict[str, Any]:

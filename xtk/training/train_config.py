@@ -16,7 +16,7 @@ from xtk.losses.loss_spec import LossSpec
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import SPEED, check_options, declared_options
-from xtk.options.shared import MAX_DOCUMENT_BYTES
+from xtk.options.shared import MAX_DOCUMENT_BYTES, StartTokenOption
 from xtk.options.training_options import (
     LoggingOptions,
     OptimizationOptions,
@@ -36,7 +36,9 @@ from xtk.training.task_evaluation import EvalTask
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SequenceOptions, RegionOptions, TeacherUseOptions, OptimizationOptions, ParallelismOptions):
+class TrainConfig(
+    StartTokenOption, SequenceOptions, RegionOptions, TeacherUseOptions, OptimizationOptions, ParallelismOptions
+):
     """Training options of `xtk distill`. Lengths are in optimizer steps, batch sizes in documents.
 
     Attributes:

@@ -134,7 +134,8 @@ class _TrainingLoop:
         torch.manual_seed(run.recipe.seed + run.parallel.gradient_replica)
         self.average = ExponentialMovingAverage(run.student.model, run.recipe.ema_decay)
         run.saver = self.saver = CheckpointSaver(
-            run.student.model, self.optimizer, run.tokenizer_folder, averages=self.average.averages,
+            run.student.model, self.optimizer, run.tokenizer_folder, start_token=run.recipe.start_token,
+            averages=self.average.averages,
             parallel=str(run.parallel), merge_adapter=run.merge_adapter, run_fingerprint=run_fingerprint(run.identity),
         )  # fmt: skip
         _connect_online_teachers(run, self.average, self.optimizer)

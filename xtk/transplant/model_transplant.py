@@ -196,6 +196,7 @@ def _request(config: TransplantConfig) -> dict[str, Any]:
         "old_tokenizer": tokenizer_identity(config.old),
         "new_tokenizer": tokenizer_identity(config.new),
         "chat_template": template,
+        "start_ids": list(config.new.start_ids),
         "method": KEPT if config.kept is not None else config.method,
         "donor": weights_fingerprint(config.donor) if config.donor else None,
         "projection": sha256(config.projection.read_bytes()) if config.projection else None,

@@ -36,6 +36,7 @@ def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> R
         "tokenizer": tokenizer.fingerprint,
         "special_tokens": canonical_json(tokenizer.special_token_ids),
         "template": tokenizer.template_fingerprint or "",
+        "start_ids": canonical_json(tokenizer.start_ids),
     }
     if paths.adapter:
         student["adapter"] = weights_fingerprint(paths.adapter)
