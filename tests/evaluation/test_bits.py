@@ -101,6 +101,8 @@ def renumber_tokens(folder: Path, output: Path, seed: int) -> Path:
     content["model"]["vocab"] = {token: int(new_id[number]) for token, number in content["model"]["vocab"].items()}
     for token in content["added_tokens"]:
         token["id"] = int(new_id[token["id"]])
+    for start in content["post_processor"]["special_tokens"].values():
+        start["ids"] = new_id[start["ids"]].tolist()
     old_ids = torch.from_numpy(np.argsort(new_id))
     with torch.no_grad():
         for matrix in {
@@ -130,18 +132,22 @@ def test_permuted_token_ids_give_the_same_bits(pair, side, tmp_path):
 
 
 @settings(deadline=None)
-@given(length=st.integers(1, 200), limit=st.integers(2, 50))
-def test_windows_score_every_token_once_after_half_a_context(length, limit):
+@given(length=st.integers(1, 200), limit=st.integers(2, 50), num_start=st.integers(0, 1))
+def test_windows_score_every_token_once_after_half_a_context_and_the_start_token(length, limit, num_start):
     ids = np.arange(length, dtype=np.int32)
+    start_ids = ids[:num_start].tolist()
     is_counted = np.ones(length, np.bool_)
     is_counted[0] = False
     score_counts = np.zeros(length, np.int64)
-    for number, window in enumerate(split_into_windows(ids, is_counted, limit)):
+    for number, window in enumerate(split_into_windows(ids, is_counted, limit, start_ids)):
         assert len(window.ids) <= limit
+        assert window.ids[:num_start].tolist() == start_ids
         assert not window.is_scored[0]  # nothing predicts the first token of a window
-        score_counts[window.ids[window.is_scored]] += 1
+        scored = np.flatnonzero(window.is_scored)
+        assert (window.ids[scored] == window.first_token + scored).all()
+        score_counts[window.ids[scored]] += 1
         if number:
-            assert np.flatnonzero(window.is_scored).min() >= limit // 2
+            assert scored.min() >= limit // 2
     assert score_counts.tolist() == is_counted.astype(int).tolist()
 
 
@@ -165,24 +171,76 @@ def test_every_byte_of_long_documents_is_counted_once(pair, side, max_length):
     assert 0 < found.bits_per_byte < 12
 
 
-def test_windows_are_scored_independently(pair):
+@pytest.mark.parametrize("start_token", ["bos", "eos", "none"])
+def test_windows_are_scored_independently_each_after_the_start_token(pair, start_token):
     """The reference computes the same windows in float64."""
-    tokenizer = Tokenizer(pair.student)
+    tokenizer = Tokenizer(pair.student, start_token=start_token)
     (sequence,) = tokenize_documents(tokenizer, make_documents(LONG_TEXTS[:1]))
     model = load_causal_lm(pair.student, dtype=torch.float64).eval()
     ids = torch.from_numpy(sequence.ids[: sequence.text_runs[:, 1].max(initial=1)].astype(np.int64))
+    front = torch.tensor(tokenizer.start_ids, dtype=torch.int64)
     bits, next_index, limit = 0.0, 1, 64
     while next_index < len(ids):
         stop = min(limit if next_index == 1 else next_index + limit // 2, len(ids))
-        start = max(0, stop - limit)
+        start = max(len(front), stop - limit + len(front))
+        window = torch.cat([front, ids[start:stop]])
         with torch.no_grad():
-            logprobs = torch.log_softmax(model(input_ids=ids[None, start:stop]).logits[0], -1)
-        bits -= sum(float(logprobs[i - 1 - start, ids[i]]) for i in range(next_index, stop)) / math.log(2)
+            logprobs = torch.log_softmax(model(input_ids=window[None]).logits[0], -1)
+        rows = range(next_index - start + len(front), stop - start + len(front))
+        bits -= sum(float(logprobs[row - 1, window[row]]) for row in rows) / math.log(2)
         next_index = stop
     found = evaluate_bits_per_byte(
         BackboneWithHead(load_causal_lm(pair.student)), tokenizer, make_documents(LONG_TEXTS[:1]), max_length=limit
     )
     assert found.bits == pytest.approx(bits, rel=1e-6)
+
+
+def test_compared_models_score_the_same_bytes_from_a_shared_boundary_on(pair):
+    """The reference sums the float64 log-probabilities of all tokens after the first shared boundary."""
+    tokenizers = [Tokenizer(pair.student, start_token="bos"), Tokenizer(pair.teacher, start_token="none")]
+    texts = ["Anna has 201 apples.", "2019 is a year.", "x", "", *TEXTS[:6]]
+    documents = make_documents(texts)
+    sequences = [tokenize_documents(tokenizer, documents) for tokenizer in tokenizers]
+    starts = []
+    for text, *both in zip(texts, *sequences, strict=True):
+        ends = [set(sequence.byte_ends[sequence.text_mask].tolist()) for sequence in both]
+        first = int(both[1].byte_ends[0]) if text else 0
+        starts.append(min((byte for byte in ends[0] & ends[1] if byte >= first), default=len(text.encode())))
+    assert starts[1] > 1  # "2019" are one or more tokens of the student, and single digits of the teacher
+    for at, (folder, tokenizer) in enumerate(zip((pair.student, pair.teacher), tokenizers, strict=True)):
+        model = load_causal_lm(folder, dtype=torch.float64).eval()
+        bits = 0.0
+        for sequence, start in zip(sequences[at], starts, strict=True):
+            ids = torch.from_numpy(sequence.ids.astype(np.int64))
+            if not len(ids):
+                continue
+            with torch.no_grad():
+                logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0], -1)
+            begins = [0, *sequence.byte_ends.tolist()]
+            rows = [row for row in np.flatnonzero(sequence.text_mask).tolist() if row and begins[row] >= start]
+            bits -= sum(float(logprobs[row - 1, ids[row]]) for row in rows) / math.log(2)
+        network = BackboneWithHead(load_causal_lm(folder))
+        scored = evaluate_bits_per_byte(
+            network, tokenizer, documents, by_category=True, compared_with=tokenizers, max_length=None
+        )
+        assert scored.bytes == sum(len(text.encode()) - start for text, start in zip(texts, starts, strict=True))
+        assert scored.num_skipped_bytes == sum(starts)
+        assert scored.bits == pytest.approx(bits, rel=1e-5)
+        assert sum(ratio.counts.sum() for ratio in scored.per_category.values()) == scored.bytes
+        assert sum(ratio.sums.sum() for ratio in scored.per_category.values()) == pytest.approx(scored.bits, rel=1e-5)
+
+
+def test_evaluate_reports_the_bytes_that_all_models_predict(pair, tmp_path, run):
+    data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["Anna has 12 apples.", "Bert has 4."])
+    command = ("evaluate", pair.student, data, "--compare-to", pair.teacher, "--json", "--max-length", 64)
+    result = run(*command)
+    assert [json.loads(line)["skipped_bytes"] for line in result.stdout.splitlines()] == [0, 0]
+    assert "are scored" not in result.stderr
+    result = run(*command, "--start-token", "none")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    scored = lines[0]["bytes"]
+    assert [(line["bytes"], line["skipped_bytes"]) for line in lines] == [(scored, 30 - scored)] * 2
+    assert f"{scored} of 30 bytes are scored, those that all compared models predict" in result.stderr
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
@@ -262,7 +320,8 @@ def test_standard_error_of_a_ratio_is_its_standard_deviation_over_samples():
 
 def save_without_start_token(folder: Path, output: Path) -> Path:
     load_causal_lm(folder).save_pretrained(output)
-    (output / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (output / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}))
     (output / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return output
 

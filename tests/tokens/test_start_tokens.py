@@ -141,6 +141,15 @@ def test_a_start_token_that_the_tokenizer_lacks_is_refused(start_token, families
     assert raised.value.hint == "use --start-token auto, none, eos or a special token's text"
 
 
+def test_a_start_token_outside_of_the_vocabulary_is_refused(families, tmp_path):
+    content = json.loads((families["student"] / "tokenizer.json").read_text())
+    content["post_processor"]["special_tokens"]["<|begin_of_text|>"]["ids"] = [700_000]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(XtkError, match="puts the token id 700000 before a text"):
+        Tokenizer(tmp_path)
+    assert Tokenizer(tmp_path, start_token="none").start_ids == ()
+
+
 def test_files_with_a_chosen_start_token_are_read_so_by_transformers(families, tmp_path):
     for start_token in ("none", "eos", "<|pad|>"):
         chosen = Tokenizer(families["student"], start_token=start_token)

@@ -18,6 +18,7 @@ from xtk.commands.load_models import load_model_and_tokenizer
 from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.errors import XtkError
 from xtk.tokens.normalization_changes import count_normalization_loss
+from xtk.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -87,7 +88,11 @@ def evaluate_bits_per_byte(folders: dict[str, tuple[Path, Path | None]], options
             if options.teacher:
                 place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="xtk-"))) / "cache"
                 cache = _score_with_teacher(options.teacher, corpus, place, options)
-        results = {name: _measured(name, places, documents, cache, options) for name, places in folders.items()}
+        tokenizers = [Tokenizer(place, start_token=options.start_token) for place, _ in folders.values()]
+        results = {
+            name: _measured(name, places, documents, cache, options, tokenizers) for name, places in folders.items()
+        }
+        _note_skipped_bytes(results)
         teacher = "" if cache is None else str(cache.header["teacher"]["name"])
         lines = list(_result_records(results, data, teacher))
     if options.as_json:
@@ -121,8 +126,9 @@ def _measured(
     documents: Iterable[Document],
     cache: TeacherCache | None,
     options: EvaluateOptions,
+    tokenizers: Sequence[Tokenizer],
 ) -> _ModelResult:
-    """Measure one model."""
+    """Measure one model, on the bytes that the models of all tokenizers predict."""
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
     from xtk.evaluation.cached_teacher_comparison import compare_with_teacher
     from xtk.models.backbone_with_head import BackboneWithHead
@@ -131,7 +137,9 @@ def _measured(
     network, tokenizer = load_model_and_tokenizer(name, places, options)
     model = BackboneWithHead(network)
     sizes: dict[str, Any] = {"batch_tokens": options.batch_tokens, "max_length": options.max_length or None}
-    bits = evaluate_bits_per_byte(model, tokenizer, documents, by_category=options.by_category, **sizes)
+    bits = evaluate_bits_per_byte(
+        model, tokenizer, documents, by_category=options.by_category, compared_with=tokenizers, **sizes
+    )
     sample = [one.text for one in islice(documents, SAMPLED_DOCUMENTS) if one.conversation is None]
     if warning := count_normalization_loss(tokenizer, sample).warning():
         terminal.note(
@@ -143,6 +151,17 @@ def _measured(
     teacher = DistillationTeacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)
     matching = teacher.token_matching(()) if teacher.has_exact_top1 else None
     return _ModelResult(bits, compare_with_teacher(model, tokenizer, cache, _objectives(teacher), matching, **sizes))
+
+
+def _note_skipped_bytes(results: dict[str, _ModelResult]) -> None:
+    """Print how many bytes are scored, if that is not the whole text."""
+    bits = next(iter(results.values())).bits
+    if bits.num_skipped_bytes:
+        which = "the model predicts" if len(results) == 1 else "all compared models predict"
+        terminal.note(
+            f"evaluate: {bits.bytes:,} of {bits.bytes + bits.num_skipped_bytes:,} bytes are scored, those that "
+            f"{which}: without a start token, nothing predicts the first token of a text"
+        )
 
 
 def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
@@ -179,6 +198,7 @@ def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teach
         bits = found.bits
         line |= {
             "bytes": bits.bytes,
+            "skipped_bytes": bits.num_skipped_bytes,
             "documents": bits.num_documents,
             "tokens": bits.num_tokens,
             "windows": bits.num_windows,

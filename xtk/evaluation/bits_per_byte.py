@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,6 +35,7 @@ class BitsPerByteResult:
         num_tokens: number of scored tokens.
         num_windows: number of windows into which all documents were split.
         window_tokens: largest number of tokens per window; None: unlimited.
+        num_skipped_bytes: bytes of the trained text before the first byte that all compared models predict.
         per_category: bits and bytes of each document for each text category (a name of `TEXT_CATEGORIES`) that occurs;
             they sum to those of the full text. Empty unless requested.
     """
@@ -43,6 +44,7 @@ class BitsPerByteResult:
     num_tokens: int
     num_windows: int
     window_tokens: int | None
+    num_skipped_bytes: int = 0
     per_category: dict[str, Ratio] = field(default_factory=dict)
 
     @property
@@ -97,12 +99,14 @@ def evaluate_bits_per_byte(
     batch_tokens: int = BATCH_TOKENS,
     max_length: int | None = None,
     by_category: bool = False,
+    compared_with: Sequence[Tokenizer] = (),
 ) -> BitsPerByteResult:
     """Return the bits per byte of a model on a corpus.
 
-    Every token of the text is scored once, after a start token; the end token is not scored. A document longer than
-    the context is split into windows that overlap by half, so that each token after the first window has at least half
-    a context before it. Log-probabilities are summed in float64.
+    Every token of the text is scored once, after the model's start token; the end token is not scored. Without a start
+    token the first token is not scored. A document longer than the context is split into windows that overlap by half,
+    so that each token after the first window has about half a context before it; each window begins with the start
+    token. Log-probabilities are summed in float64.
 
     Args:
         model: the model, on its device.
@@ -111,6 +115,8 @@ def evaluate_bits_per_byte(
         batch_tokens: padded tokens per forward pass.
         max_length: a smaller limit than the model's context, in tokens.
         by_category: also compute the result for each text category.
+        compared_with: tokenizers of models that are compared on the same bytes: each document is scored from the first
+            token boundary of all models on, after which all models predict its text.
 
     Raises:
         XtkError: the length limit is below 2, or no document contains text.
@@ -121,15 +127,17 @@ def evaluate_bits_per_byte(
     bytes_of = TokenByteCosts(tokenizer.vocabulary.bytes_by_id) if by_category else None
     bits, sizes = [np.zeros(0)], [np.zeros(0)]
     categories = [np.zeros((0, 2, len(TEXT_CATEGORIES)))]
-    tokens = windows = 0
+    tokens = windows = skipped = 0
     for documents in _read_batches(corpus):
         read = tokenize_documents(tokenizer, documents)
+        others = [tokenize_documents(other, documents) for other in compared_with]
+        starts = [_shared_start(sequences) for sequences in zip(read, *others, strict=True)]
         pending = [
             replace(window, document_index=number)
-            for number, sequence in enumerate(read)
-            for window in document_windows(sequence, limit)
+            for number, (sequence, start) in enumerate(zip(read, starts, strict=True))
+            for window in document_windows(sequence, limit, tokenizer.start_ids, start)
         ]
-        texts = _CategoryCosts(documents, read) if by_category else None
+        texts = _CategoryCosts(documents, read, starts) if by_category else None
         found = np.zeros(len(documents))
         for batch in _batch_windows(pending, batch_tokens):
             scored = _score_batch(model, batch, bytes_of)
@@ -139,7 +147,9 @@ def evaluate_bits_per_byte(
                 texts.add(batch, scored)
         windows += len(pending)
         bits.append(found)
-        sizes.append(np.array([num_predicted_bytes(*pair) for pair in zip(documents, read, strict=True)], np.float64))
+        counted = [num_predicted_bytes(*parts) for parts in zip(documents, read, starts, strict=True)]
+        skipped += sum(num_predicted_bytes(*parts, 0) for parts in zip(documents, read, strict=True)) - sum(counted)
+        sizes.append(np.array(counted, np.float64))
         if texts is not None:
             categories.append(np.stack([texts.bits, texts.bytes], axis=1))
     model.train(training)
@@ -155,7 +165,7 @@ def evaluate_bits_per_byte(
         TEXT_CATEGORIES[category]: Ratio(by_document[:, 0, category], by_document[:, 1, category])
         for category in present
     }
-    return BitsPerByteResult(whole, tokens, windows, limit, named)
+    return BitsPerByteResult(whole, tokens, windows, limit, skipped, named)
 
 
 def max_input_tokens(model: BackboneWithHead, max_length: int | None) -> int | None:
@@ -187,12 +197,12 @@ class _CategoryCosts:
         bytes: float64 [documents, categories].
     """
 
-    def __init__(self, documents: list[Document], read: list[TokenSequence]) -> None:
+    def __init__(self, documents: list[Document], read: list[TokenSequence], starts: list[int]) -> None:
         self.bits, self.bytes = np.zeros((2, len(documents), len(TEXT_CATEGORIES)))
         self._categories: list[NDArray[np.int8]] = []
         self._edges: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        for number, (document, sequence) in enumerate(zip(documents, read, strict=True)):
-            categories, scored_mask = categorize_bytes(document), _predicted_bytes(document, sequence)
+        for number, (document, sequence, start) in enumerate(zip(documents, read, starts, strict=True)):
+            categories, scored_mask = categorize_bytes(document), _predicted_bytes(document, sequence, start)
             self.bytes[number] = np.bincount(categories[scored_mask], minlength=len(TEXT_CATEGORIES))
             indices = np.flatnonzero(scored_mask)
             # Bits on a byte that is not scored (of a prompt, before a completion) go to the next scored byte.
@@ -261,40 +271,69 @@ def _read_batches(corpus: Iterable[Document]) -> Iterator[list[Document]]:
             progress.advance(len(group))
 
 
-def num_predicted_bytes(document: Document, sequence: TokenSequence) -> int:
-    """Return the number of bytes of the trained text that the model predicts.
+def num_predicted_bytes(document: Document, sequence: TokenSequence, start: int | None = None) -> int:
+    """Return the number of bytes of the trained text that are scored.
 
     Marks of reasoning and tool calls count where the tokenizer has them as text, as their tokens do.
+
+    Args:
+        document: the document.
+        sequence: its tokens.
+        start: the first byte that counts; None: the first one that the model predicts.
     """
-    return count_preserved_bytes(document, sequence, start=_first_predicted_byte(sequence), with_marks=True)
+    first = first_predicted_byte(sequence) if start is None else start
+    return count_preserved_bytes(document, sequence, start=first, with_marks=True)
 
 
-def _predicted_bytes(document: Document, sequence: TokenSequence) -> NDArray[np.bool_]:
-    """Return bool [bytes], the bytes of the text that are trained and predicted."""
+def _predicted_bytes(document: Document, sequence: TokenSequence, first_byte: int) -> NDArray[np.bool_]:
+    """Return bool [bytes], the bytes of the text from `first_byte` on that are trained and scored."""
     trained = [np.full(len(segment.text.encode()), segment.train, np.bool_) for segment in document.segments]
     read = np.zeros(sum(map(len, trained)), np.bool_)
     for start, stop in sequence.byte_ranges().tolist():
         read[start:stop] = True
-    read[: _first_predicted_byte(sequence)] = False
+    read[:first_byte] = False
     read &= np.concatenate([np.zeros(0, np.bool_), *trained])
     return read
 
 
-def _first_predicted_byte(sequence: TokenSequence) -> int:
+def first_predicted_byte(sequence: TokenSequence) -> int:
     """Return the index of the first predicted byte: without a start token nothing predicts the first token."""
     starts_at_once = len(sequence.text_runs) > 0 and sequence.text_runs[0, 0] == 0
     return int(sequence.byte_ends[0]) if starts_at_once else 0
 
 
-def document_windows(sequence: TokenSequence, limit: int | None) -> list[ScoringWindow]:
-    """Return the windows in which the trained text of a document is scored; empty without trained text."""
+def _shared_start(sequences: Sequence[TokenSequence]) -> int:
+    """Return the first byte of a text that all models predict and at which all have a token boundary."""
+    first = max(map(first_predicted_byte, sequences))
+    if not first:
+        return 0
+    boundaries = set.intersection(*(set(sequence.byte_ends.tolist()) for sequence in sequences))
+    last = max(int(sequence.byte_ends.max(initial=0)) for sequence in sequences)
+    return min((byte for byte in boundaries if byte >= first), default=last)
+
+
+def document_windows(
+    sequence: TokenSequence, limit: int | None, start_ids: Sequence[int], first_byte: int = 0
+) -> list[ScoringWindow]:
+    """Return the windows in which the trained text of a document is scored; empty without trained text.
+
+    Args:
+        sequence: the document's tokens.
+        limit: largest number of tokens per window; None: one window.
+        start_ids: the model's start tokens; each window begins with them if the document does.
+        first_byte: tokens before this byte of the text are not scored.
+    """
     scored_mask = sequence.train_mask & sequence.text_mask
+    starts = np.concatenate([np.zeros(1, np.int64), sequence.byte_ends[:-1]])[: len(sequence)]
+    scored_mask &= starts >= first_byte
     stop = int(np.flatnonzero(scored_mask)[-1]) + 1 if scored_mask.any() else 0
-    return list(split_into_windows(sequence.ids[:stop], scored_mask[:stop], limit)) if stop else []
+    ids = sequence.ids[:stop]
+    front = start_ids if tuple(ids[: len(start_ids)].tolist()) == tuple(start_ids) else ()
+    return list(split_into_windows(ids, scored_mask[:stop], limit, front)) if stop else []
 
 
 def split_into_windows(
-    ids: NDArray[np.int32], scored_mask: NDArray[np.bool_], limit: int | None
+    ids: NDArray[np.int32], scored_mask: NDArray[np.bool_], limit: int | None, start_ids: Sequence[int] = ()
 ) -> Iterator[ScoringWindow]:
     """Yield the windows of a document, in order.
 
@@ -302,18 +341,21 @@ def split_into_windows(
         ids: int32 [T], token ids.
         scored_mask: bool [T], the tokens to score; each is scored in one window.
         limit: largest number of tokens per window; None: one window.
+        start_ids: tokens with which the document begins, and each window.
     """
     if limit is None or len(ids) <= limit:
         yield ScoringWindow(ids, scored_mask)
         return
     yield ScoringWindow(ids[:limit], scored_mask[:limit])
+    front = np.array(start_ids, np.int32)
+    content = max(1, limit - len(front))
     done = limit
     while done < len(ids):
-        stop = min(done + window_stride(limit), len(ids))
-        start = stop - limit
-        fresh = scored_mask[start:stop].copy()
-        fresh[: done - start] = False
-        yield ScoringWindow(ids[start:stop], fresh, start)
+        stop = min(done + min(window_stride(limit), content), len(ids))
+        start = stop - content
+        fresh = np.concatenate([np.zeros(len(front), np.bool_), scored_mask[start:stop]])
+        fresh[: len(front) + done - start] = False
+        yield ScoringWindow(np.concatenate([front, ids[start:stop]]), fresh, start - len(front))
         done = stop
 
 

@@ -190,6 +190,13 @@ class Tokenizer:
         self.start_token = start_token
         if start_token in (AUTO_START, NO_START):
             self.start_ids = self._own_start_ids if start_token == AUTO_START else ()
+            if max(self.start_ids, default=0) >= len(self):
+                raise XtkError(
+                    f"the post-processor of this tokenizer puts the token id {max(self.start_ids)} before a text, "
+                    "which is not in its vocabulary",
+                    where=self.name,
+                    hint="download tokenizer.json again, or use --start-token none",
+                )
             return
         ids = self.special_token_ids if start_token in START_ROLES else self.vocabulary.special_tokens
         if start_token not in ids:

@@ -151,7 +151,7 @@ class HeldOutEvaluator:
             documents = [data.source.document(number) for number in own[start : start + DOCUMENTS_PER_READ]]
             for document, sequence in zip(documents, tokenize_documents(tokenizer, documents), strict=True):
                 lengths.append(len(sequence) if context_length is None else min(len(sequence), context_length))
-                overflow += document_windows(sequence, context_length)[1:]
+                overflow += document_windows(sequence, context_length, tokenizer.start_ids)[1:]
                 read += num_predicted_bytes(document, sequence)
         self._groups = [
             [own[at] for at in group] for group in group_by_tokens(lengths, BATCH_TOKENS, padded=not packing_multiple)
