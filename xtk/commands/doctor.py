@@ -84,7 +84,8 @@ class DoctorOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigO
 def doctor(options: DoctorOptions) -> None:
     """Find problems and costs of a planned run.
 
-    Loads no weights. Exits with code 1 if the run would fail.
+    Loads weights only of models below a billion parameters, to compare start tokens on a few texts. Exits with code 1
+    if the run would fail.
 
     Examples:
         xtk doctor ./student ./teacher corpus.jsonl

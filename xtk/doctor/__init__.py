@@ -1,6 +1,6 @@
 """Checks of a student, a teacher, data and machine before a run, and estimates of its memory, disk and time.
 
-`CHECKS` lists the checks: functions that take `DoctorInputs` and yield findings, without loading weights.
+`CHECKS` lists the checks: functions that take `DoctorInputs` and yield findings. Only `start_tokens` loads weights.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ CHECKS = (
     "xtk.doctor.data_checks:document_lengths",
     "xtk.doctor.data_checks:special_tokens_in_text",
     "xtk.doctor.data_checks:compression",
+    "xtk.doctor.start_token_checks:start_tokens",
     "xtk.doctor.data_checks:conversations",
     "xtk.doctor.cache_and_loss_checks:cache_identity",
     "xtk.doctor.cache_and_loss_checks:projection",

@@ -114,8 +114,8 @@ def cache_teacher(
         precision: as `--precision`.
         columns: {field: column} for fields with another column name.
         force: replace a cache of another request.
-        options: fields of `CacheRequest`: `dtype` (of a model that is loaded), `long_documents`, `max_length`,
-            `batch_tokens`, `shard_tokens`.
+        options: fields of `CacheRequest`: `dtype` (of a model that is loaded), `start_token`, `long_documents`,
+            `max_length`, `batch_tokens`, `shard_tokens`.
 
     Raises:
         XtkError: the dataset is empty or not a sequence of rows, a document is too long, the dtype is unknown, or the

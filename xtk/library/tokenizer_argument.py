@@ -63,6 +63,9 @@ def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
     roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in SPECIAL_TOKEN_ROLES}
     if found.special_token_ids != {role: number for role, number in roles.items() if number is not None}:
         return None
+    with_start = [*found.start_ids, *found.encode(["a"])[0].ids.tolist()]
+    if list(tokenizer("a")["input_ids"])[: len(with_start)] != with_start:
+        return None
     expected = [list(tokenizer(probe, add_special_tokens=False)["input_ids"]) for probe in _PROBES]
     same = [encoded.ids.tolist() for encoded in found.encode(list(_PROBES))] == expected
     return found if same and len(found) + found.num_left_out == len(tokenizer) else None

@@ -1,0 +1,123 @@
+"""--start-token reaches every model that reads a text, its identity, and the files of a trained student."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import small_inputs
+from transformers import AutoTokenizer
+
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
+from xtk.doctor.start_token_checks import start_tokens
+from xtk.library.tokenizer_argument import to_tokenizer
+from xtk.tokens.tokenizer import Tokenizer
+
+BOS, EOS = 0, 1
+TEXT = "Anna has 12 apples."
+
+
+@pytest.fixture(scope="module")
+def trained(run, pair, tmp_path_factory):
+    """A student that was trained without its tokenizer's start token, and its data."""
+    folder = tmp_path_factory.mktemp("start")
+    data = small_inputs.write_jsonl(folder / "data.jsonl", small_inputs.sentences(64, seed=11))
+    command = ("distill", pair.student, data, "--loss", "ce", "--max-steps", 60, "--learning-rate", 0.01,
+               "--per-device-train-batch-size", 16, "-o", folder / "run", "--start-token")  # fmt: skip
+    run(*command, "none")
+    return folder / "run", data, command
+
+
+def test_a_student_is_saved_with_the_start_token_that_it_was_trained_with(run, trained, pair):
+    folder, _, command = trained
+    assert Tokenizer(pair.student).start_ids == (BOS,)
+    assert Tokenizer(folder).start_ids == ()
+    assert AutoTokenizer.from_pretrained(folder)(TEXT).input_ids == Tokenizer(folder).encode([TEXT])[0].ids.tolist()
+    assert run(*command, "none").stdout == f"{folder}\n"  # finished already
+    refused = run(*command, "auto", code=1)
+    assert "start_ids" in refused.stderr
+
+
+def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_path):
+    folder, data, _ = trained
+    wrong = shutil.copytree(folder, tmp_path / "student", ignore=shutil.ignore_patterns("checkpoint-*"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # those of the student before training: a bos token
+        shutil.copy(pair.student / name, wrong / name)
+    models = [DoctorModel.read("student", place, place.name) for place in (wrong, folder)]
+    findings = list(start_tokens(DoctorInputs(models[0], models[1], RunPlan(), corpus=Corpus([str(data)]))))
+    assert [finding.level for finding in findings] == ["warning", "ok"]
+    assert findings[0].what.startswith("no start token predicts the texts better than <|begin_of_text|>")
+    assert findings[0].hint == "use --start-token 'none' in every command that reads texts with this model"
+    bits = findings[0].figures["bits_per_byte"]
+    assert bits["no start token"] < 0.98 * bits["<|begin_of_text|>"]
+    assert bits["no start token"] == findings[1].figures["bits_per_byte"]["no start token"]
+
+
+def test_a_cache_records_the_start_of_its_teacher(run, pair, corpus, tmp_path):
+    for start_token, ids in (("none", []), ("<|endoftext|>", [0]), ("auto", [1])):
+        place = tmp_path / start_token.strip("<|>")
+        command = ("cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", place, "--start-token")
+        run(*command, start_token)
+        cache = TeacherCache(place)
+        assert cache.header["teacher"]["start_ids"] == ids
+        assert list(cache.teacher_tokenizer.start_ids) == ids
+        stored = cache.read_document(0)
+        text_ids = Tokenizer(pair.teacher).encode([stored.document.text])[0].ids.tolist()
+        assert stored.tokens.ids.tolist() == [*ids, *text_ids, cache.teacher_tokenizer.end_id]
+        run(*command, "eos" if start_token != "auto" else "none", code=1)
+
+
+def test_a_cache_without_a_recorded_start_has_bos_else_eos(cache, tmp_path):
+    older = shutil.copytree(cache, tmp_path / "cache")
+    opened = TeacherCache(older)
+    del opened.header["teacher"]["start_ids"]
+    assert opened.teacher_tokenizer.start_ids == (EOS,)
+
+
+@pytest.mark.parametrize(("start_token", "ids"), [("none", []), ("eos", [EOS]), ("auto", [BOS])])
+def test_rollouts_begin_with_the_start_token(run, pair, tmp_path, start_token, ids):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": TEXT}) + "\n")
+    run("rollout", pair.student, prompts, "--max-completion-length", 2, "--start-token", start_token,
+        "-o", tmp_path / "out.jsonl")  # fmt: skip
+    line = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    expected = [*ids, *Tokenizer(pair.student).encode([TEXT])[0].ids.tolist()]
+    assert line["student_ids"][: len(expected)] == expected
+
+
+def test_transplant_writes_the_chosen_start_token(run, pair, tmp_path):
+    for start_token, ids in (("none", ()), ("bos", (BOS,)), ("eos", (EOS,))):
+        run("transplant", pair.teacher, pair.student, "--start-token", start_token, "-o", tmp_path / start_token)
+        assert Tokenizer(tmp_path / start_token).start_ids == ids
+
+
+def test_an_online_teacher_has_its_own_start_token(run, pair, corpus, tmp_path):
+    for start_token in ("none", "eos"):
+        run("distill", pair.student, corpus, "--teacher", f"{pair.teacher}:start_token={start_token}", "--max-steps", 2,
+            "-o", tmp_path / start_token)  # fmt: skip
+    losses = [
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])["loss"] for name in ("none", "eos")
+    ]
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("command", ["cache-teacher", "distill", "evaluate", "rollout", "transplant"])
+def test_a_start_token_that_the_tokenizer_lacks_is_refused(run, command, pair, corpus, tmp_path):
+    arguments = {"transplant": [pair.student], "evaluate": [corpus]}.get(command, [corpus])
+    arguments += ["--loss", "ce"] if command == "distill" else []
+    arguments += [] if command == "evaluate" else ["-o", tmp_path / "out.jsonl"]
+    refused = run(command, pair.teacher, *arguments, "--start-token", "<|none|>", code=1)
+    assert "no special token '<|none|>' to start a text with" in refused.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_tokenizer_of_transformers_keeps_the_start_token_that_it_adds(pair):
+    tokenizer = AutoTokenizer.from_pretrained(pair.student)
+    assert to_tokenizer(tokenizer).folder == pair.student
+    for adds, ids in ((False, ()), (True, (BOS,))):
+        tokenizer.add_bos_token = adds
+        assert to_tokenizer(tokenizer).start_ids == ids
+        assert tokenizer(TEXT).input_ids[: len(ids)] == list(ids)
