@@ -197,12 +197,12 @@ class _CategoryCosts:
         bytes: float64 [documents, categories].
     """
 
-    def __init__(self, documents: list[Document], read: list[TokenSequence], starts: list[int]) -> None:
+    def __init__(self, documents: list[Document], read: list[TokenSequence], first_bytes: list[int]) -> None:
         self.bits, self.bytes = np.zeros((2, len(documents), len(TEXT_CATEGORIES)))
         self._categories: list[NDArray[np.int8]] = []
         self._edges: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        for number, (document, sequence, start) in enumerate(zip(documents, read, starts, strict=True)):
-            categories, scored_mask = categorize_bytes(document), _predicted_bytes(document, sequence, start)
+        for number, (document, sequence, first) in enumerate(zip(documents, read, first_bytes, strict=True)):
+            categories, scored_mask = categorize_bytes(document), _predicted_bytes(document, sequence, first)
             self.bytes[number] = np.bincount(categories[scored_mask], minlength=len(TEXT_CATEGORIES))
             indices = np.flatnonzero(scored_mask)
             # Bits on a byte that is not scored (of a prompt, before a completion) go to the next scored byte.

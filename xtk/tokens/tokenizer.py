@@ -169,8 +169,8 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokenizer as its folder; the other process loads it again."""
-        settings = {"name": self.name, "embedding_rows": self.embedding_rows, "start_token": self.start_token}
-        return partial(Tokenizer, self.folder, **settings), ()
+        loading = partial(Tokenizer, self.folder, name=self.name, embedding_rows=self.embedding_rows)
+        return partial(loading, start_token=self.start_token), ()
 
     def __len__(self) -> int:
         return len(self.vocabulary)

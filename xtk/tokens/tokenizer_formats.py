@@ -228,7 +228,7 @@ def set_start_token(content: dict[str, Any], configuration: Mapping[str, Any]) -
     bos = configuration.get("bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
-    if configuration.get("add_bos_token") and bos in ids:
+    if configuration.get("add_bos_token") and isinstance(bos, str) and bos in ids:
         content["post_processor"] = start_post_processor([bos], [ids[bos]])
 
 
