@@ -19,9 +19,14 @@ from xtk.artifacts.text_streams import (
     strip_byte_order_mark,
 )
 from xtk.errors import XtkError
-from xtk.untrusted_json import check_depth, parse_json
+from xtk.untrusted_json import (
+    UNIQUE_KEY_DECODER,
+    DuplicateKeyError,
+    check_depth,
+    duplicate_key_error,
+    parse_json,
+)
 
-_DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -74,9 +79,10 @@ def parse_json_record(line: str, where: str) -> Record:
     """Return the JSON object in a line.
 
     Raises:
-        XtkError: not JSON, nested too deeply, or not an object.
+        XtkError: not JSON, nested too deeply, not an object, or with a duplicate key.
     """
-    return _checked_record(parse_json(line, what="this line of the data", where=where), where)
+    what = "this line of the data"
+    return _checked_record(parse_json(line, what=what, where=where, refuse_duplicate_keys=True), where)
 
 
 def _checked_record(value: Any, where: str) -> Record:
@@ -133,7 +139,9 @@ class _JsonBuffer:
         while True:
             held = len(self._text) - self._at
             try:
-                value, stop = _DECODER.raw_decode(self._text, self._at)
+                value, stop = UNIQUE_KEY_DECODER.raw_decode(self._text, self._at)
+            except DuplicateKeyError as duplicate:
+                raise duplicate_key_error(duplicate, "this document", where) from None
             except RecursionError:
                 return parse_json(self._text[self._at :], what="this document", where=where)  # which refuses it
             except ValueError as wrong:
