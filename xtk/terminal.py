@@ -33,6 +33,7 @@ class _Terminal:
         self.quiet = False
         self.main_process = True
         self.results: TextIO | None = None
+        self.noted: set[str] = set()
 
 
 _terminal = _Terminal()
@@ -148,6 +149,13 @@ def note(message: str) -> None:
     if _terminal.main_process and not _terminal.quiet:
         sys.stderr.write(printable(message) + "\n")
         sys.stderr.flush()
+
+
+def note_once(message: str) -> None:
+    """Print a message as `note` does, unless this process printed it before."""
+    if message not in _terminal.noted:
+        _terminal.noted.add(message)
+        note(message)
 
 
 def error(failure: XtkError) -> None:

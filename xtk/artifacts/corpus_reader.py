@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.data_file_readers import FORMATS, read_records, unsupported_format_error
+from xtk.artifacts.data_file_readers import DATASET_READERS, FORMATS, read_records, unsupported_format_error
 from xtk.artifacts.json_record_reader import first_nonempty_line, is_json_array, parse_json_record, read_json_records
 from xtk.artifacts.model_resolver import check_dataset_reachable, is_run_folder
 from xtk.artifacts.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
@@ -19,7 +19,7 @@ from xtk.artifacts.stdin_buffer import StdinSpool
 from xtk.artifacts.text_streams import RecordReadOptions, file_extension, read_lines, read_text
 from xtk.artifacts.weight_hash import ADAPTER_CONFIG
 from xtk.errors import XtkError, path_exists
-from xtk.name_registry import unknown_name_error
+from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.shared import MAX_DOCUMENT_BYTES
 from xtk.tokens.document import Document
 
@@ -115,7 +115,7 @@ class Corpus:
         if name and path_exists(name) and Path(name).is_dir():
             return [self._file(str(file)) for file in _data_files(Path(name), split)]
         if (dataset := _HUB_DATASET.match(source)) and not Path(dataset["name"]).suffix:
-            return [(source, lambda: _read_hub_dataset(dataset["name"], dataset["split"] or ""))]
+            return [(source, lambda: _read_hub_dataset(dataset["name"], dataset["split"] or "", self._read_options))]
         raise XtkError("this data file, folder or dataset does not exist", where=source, hint=DATA_HINT)
 
     def _file(self, name: str) -> tuple[str, Callable[[], Iterator[Record]]]:
@@ -270,13 +270,16 @@ def _refuse_non_data(folder: Path) -> None:
         raise XtkError("this is a model folder, not data", where=str(folder), hint=DATA_HINT)
 
 
-def _read_hub_dataset(name: str, split: str) -> Iterator[Record]:
+def _read_hub_dataset(name: str, split: str, reading: RecordReadOptions) -> Iterator[Record]:
     check_dataset_reachable(name)
     import datasets
 
+    read_dataset = load_registered(DATASET_READERS, "datasets", "reader")
     try:
-        found = datasets.load_dataset(name, split=split or DEFAULT_SPLIT, streaming=True)
-        yield from found
+        stream = datasets.load_dataset(name, split=split or DEFAULT_SPLIT, streaming=True)
+        yield from read_dataset(stream, name, reading)
+    except XtkError:
+        raise
     except Exception as wrong:  # errors of the hub client, the network, and each format's reader
         reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
         raise XtkError(

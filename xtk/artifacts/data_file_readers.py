@@ -161,7 +161,7 @@ def _parse_csv_field(value: str) -> Any:
     if not value.strip():
         return None
     try:
-        return parse_json(value, what="", where="")
+        return parse_json(value, what="", where="", refuse_duplicate_keys=True)
     except XtkError:
         return value  # the check of the field refuses it
 
@@ -175,3 +175,4 @@ FORMATS = {
     ".arrow": "xtk.artifacts.arrow_record_readers:read_arrow",
     ".txt": "xtk.artifacts.data_file_readers:read_text_record",
 }
+DATASET_READERS = {"datasets": "xtk.artifacts.arrow_record_readers:read_dataset"}  # imported on use, as pyarrow is

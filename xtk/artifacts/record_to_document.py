@@ -229,6 +229,8 @@ def _conversation(parts: list[list[Any]], row: _RecordReader) -> Document:
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _from_json(tools, "tools", row.where) if tools.strip() else None
+    if isinstance(tools, list):  # a list of JSON texts: tables cannot store objects of different shapes
+        tools = [_from_json(tool, "tools", row.where) if _is_object_text(tool) else tool for tool in tools]
     if tools is not None and not isinstance(tools, list):
         raise XtkError(
             f"the column {row.column_name('tools')} must be a list of tool descriptions, not {_json_type(tools)}",
@@ -410,7 +412,11 @@ def _integer_column(row: _RecordReader, field: str, size: int | None = None) -> 
 
 def _from_json(value: str, name: str, where: str) -> Any:
     """Decode a JSON column: Parquet cannot store objects of different shapes, so datasets store them as JSON."""
-    return parse_json(value, what=f"the text in the column {name}", where=where)
+    return parse_json(value, what=f"the text in the column {name}", where=where, refuse_duplicate_keys=True)
+
+
+def _is_object_text(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("{")
 
 
 def _normalized_message(message: Any) -> Any:

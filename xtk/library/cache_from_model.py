@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xtk.artifacts.arrow_record_readers import read_dataset
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
 from xtk.artifacts.record_to_document import Record
@@ -70,7 +71,7 @@ class RecordCorpus(Corpus):
 
     def records(self) -> Iterator[tuple[Record, str]]:
         """Yield the rows, {column: value}, and the number of each."""
-        for number, row in enumerate(self._dataset):
+        for number, row in enumerate(self._rows()):
             where = f"{self.name}, row {number}"
             if not isinstance(row, str | Mapping):
                 raise XtkError(
@@ -79,6 +80,13 @@ class RecordCorpus(Corpus):
                     hint="rows must be texts, or mappings with the columns of xtk cache-teacher, such as 'text'",
                 )
             yield ({"text": row} if isinstance(row, str) else row), where
+
+    def _rows(self) -> Iterator[Any]:
+        """Yield the rows; those of the library `datasets` as from its files, unless they have a format or transform."""
+        is_dataset = hasattr(self._dataset, "with_format") and hasattr(self._dataset, "features")
+        if is_dataset and getattr(self._dataset, "format", {"type": None})["type"] is None:
+            return read_dataset(self._dataset, self.name, self._read_options)
+        return iter(self._dataset)
 
 
 def cache_teacher(

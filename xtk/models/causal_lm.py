@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from xtk import terminal
 from xtk.errors import CorruptError, XtkError
 from xtk.models.safetensors_headers import ADAPTER_FILE, read_weight_headers, weight_files
-from xtk.models.weight_mismatches import WeightMismatches, note_once
+from xtk.models.weight_mismatches import WeightMismatches
 from xtk.models.weight_validation import (
     check_adapter_weights,
     check_weights_finite,
@@ -115,7 +116,7 @@ def _fix_tied_head_flag(model: Any, folder: Path) -> None:
         return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:
-        note_once(
+        terminal.note_once(
             f"warning: {folder}: config.json has tie_word_embeddings true, but the weights contain a separate output "
             "head; xtk uses the head, other programs may use the embedding"
         )

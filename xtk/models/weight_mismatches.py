@@ -12,7 +12,6 @@ from xtk.errors import CorruptError
 from xtk.models.safetensors_headers import format_names
 
 _HINT = "copy or download the model again"
-_printed_lines: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,5 @@ class WeightMismatches:
             what = f"weights do not have the shapes that config.json requires: {len(shapes):,} ({format_names(shapes)})"
             raise CorruptError(what, where=str(folder), hint="use the config.json that belongs to these weights")
         if self.unexpected and not quiet:
-            names = list(self.unexpected)
-            note_once(f"warning: {folder}: the model does not use {len(names):,} weights ({format_names(names)})")
-
-
-def note_once(line: str) -> None:
-    """Print a line, unless this process printed it before."""
-    if line not in _printed_lines:
-        _printed_lines.add(line)
-        terminal.note(line)
+            names = format_names(list(self.unexpected))
+            terminal.note_once(f"warning: {folder}: the model does not use {len(self.unexpected):,} weights ({names})")
