@@ -185,8 +185,8 @@ def test_a_duplicate_start_token_is_a_warning(faulty):
 
 
 def test_chat_templates_that_change_the_content_are_reported(faulty, tmp_path):
-    conversation = {"messages": [{"role": "user", "content": "Two?"},
-                         {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nYes, two."}]}  # fmt: skip
+    answer = {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nYes, two. "}
+    conversation = {"messages": [{"role": "user", "content": "Two?"}, answer]}
     data = tmp_path / "talks.jsonl"
     data.write_text(json.dumps(conversation) + "\n")
     assert {one.level for one in template_content(doctor_inputs(faulty))} == {"ok"}
@@ -205,7 +205,7 @@ def test_chat_templates_that_change_the_content_are_reported(faulty, tmp_path):
     assert found(conversations(without_reasoning), "warning", "are not trained").figures["bytes"] > 20
     adding_think = PLAIN_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>{% endif")
     (faulty.student / "chat_template.jinja").write_text(adding_think)
-    assert found(template_content(doctor_inputs(faulty)), "note", "adds <think> to answers without one")
+    assert found(template_content(doctor_inputs(faulty, data)), "note", "adds <think> to answers without one")
     (faulty.student / "chat_template.jinja").write_text("{{ raise_exception('not so') }}")
     assert "not so" in found(template_content(doctor_inputs(faulty, data)), "error", "refuses").what
 

@@ -1,14 +1,20 @@
 """Doctor checks of the regions of conversations, and of reasoning and tools in chat templates."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
+import tokenizers
 from chat_families import write_family
 from transformers import LlamaConfig
 
 from xtk.artifacts.corpus_reader import Corpus
+from xtk.doctor.chat_template_checks import template_content
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
-from xtk.doctor.region_checks import reasoning_and_tools, regions
+from xtk.doctor.region_checks import TOOL, reasoning_and_tools, regions
+from xtk.tokens.document import Document
+from xtk.tokens.token_sequence import count_lost_bytes, tokenize_documents
 
 TOOL_CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
 TOOL_CONVERSATION = [
@@ -22,15 +28,16 @@ TOOL_CONVERSATION = [
 @pytest.fixture(scope="module")
 def make_inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doctor")
-    (folder / "data.jsonl").write_text(json.dumps({"messages": TOOL_CONVERSATION}) + "\n")
 
-    def get(student: str, teacher: str) -> DoctorInputs:
+    def get(student: str, teacher: str, messages=TOOL_CONVERSATION, **columns) -> DoctorInputs:
+        data = folder / "data.jsonl"
+        data.write_text(json.dumps({"messages": messages, **columns}) + "\n")
         models = []
         for role, name in (("student", student), ("teacher", teacher)):
             model = write_family(name, folder / role)
             LlamaConfig().save_pretrained(model)
             models.append(DoctorModel.read(role, model, name))
-        return DoctorInputs(*models, RunPlan(), None, Corpus([str(folder / "data.jsonl")]))
+        return DoctorInputs(*models, RunPlan(), None, Corpus([str(data)]) if messages else None)
 
     return get
 
@@ -52,18 +59,77 @@ def test_a_template_without_some_end_of_turn_tokens_is_noted(make_inputs):
 
 
 def test_reasoning_and_tools_that_a_template_does_not_support_are_reported(make_inputs):
-    found = [*reasoning_and_tools(make_inputs("phi4", "qwen3_5_think"))]
+    found = [*reasoning_and_tools(make_inputs("phi4", "qwen3_5_think", tools=[TOOL]))]
     levels = {one.what.partition(",")[0]: one.level for one in found}
     assert levels["the teacher always writes reasoning"] == "warning"
     assert any(one.level == "warning" and "writes no tool calls" in one.what for one in found)
     assert any(one.level == "warning" and "does not describe the tools" in one.what for one in found)
     assert all(one.where.startswith("student") for one in found if one.level == "warning")
-    (note,) = [one for one in reasoning_and_tools(make_inputs("qwen3", "qwen3")) if one.where.startswith("student")]
+    several_turns = [*TOOL_CONVERSATION, {"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "."}]
+    inputs = make_inputs("qwen3", "qwen3", several_turns)
+    (note,) = [one for one in reasoning_and_tools(inputs) if one.where.startswith("student")]
     assert "drops the reasoning of earlier turns" in note.what
-    (fine,) = reasoning_and_tools(make_inputs("mistral", "mistral"))
+    (fine,) = reasoning_and_tools(make_inputs("mistral", "mistral", several_turns))
     assert fine.level == "ok"
-    found = [*reasoning_and_tools(make_inputs("llama3_1", "gptoss"))]
+    found = [*reasoning_and_tools(make_inputs("llama3_1", "gptoss", tools=[TOOL]))]
     assert any("describe tools differently" in one.what for one in found)
+
+
+ANSWER = {"role": "assistant", "content": "Sunny."}
+THOUGHT = {**ANSWER, "reasoning_content": "I look."}
+QUESTION = TOOL_CONVERSATION[0]
+
+
+@pytest.mark.parametrize(("messages", "columns", "warned"), [
+    ([QUESTION, ANSWER], {}, []),
+    (None, {}, []),
+    ([QUESTION, THOUGHT], {}, ["always writes reasoning"]),
+    ([QUESTION, ANSWER], {"tools": [TOOL]}, ["describe the tools"]),
+    ([QUESTION, {**ANSWER, "tool_calls": [TOOL_CALL]}], {}, ["no tool calls"]),
+])  # fmt: skip
+def test_reasoning_and_tools_are_checked_only_where_the_data_has_them(make_inputs, messages, columns, warned):
+    findings = [*reasoning_and_tools(make_inputs("phi4", "qwen3_5_think", messages, **columns))]
+    assert [one.what for one in findings if one.level == "ok"] == ([] if warned else [findings[0].what])
+    warnings = [one.what for one in findings if one.level != "ok"]
+    assert len(warnings) == len(warned)
+    assert all(text in what for text, what in zip(warned, warnings, strict=True))
+    assert warned or "how the chat templates write them is not checked" in findings[0].what
+
+
+PADDED, THINKING = {**ANSWER, "content": " Sunny.\n"}, {**ANSWER, "content": "<think>\nI look.\n</think>\n\nSunny."}
+SPACE, THOUGHTS, EARLIER, ADDS = "changes white space", "removes thoughts from answers", "from earlier answers", "adds"
+
+
+@pytest.mark.parametrize(("family", "messages", "noted"), [
+    ("llama3_1", [QUESTION, PADDED], [SPACE]),
+    ("llama3_1", [QUESTION, ANSWER], []),
+    ("llama3_1", [PADDED | {"role": "user"}, ANSWER], []),
+    ("llama3_1", None, []),
+    ("gptoss", [QUESTION, PADDED], []),
+    # A template that does not change white space, whose tokens join it with the end of a turn.
+    ("joined", [QUESTION, PADDED], []),
+    ("qwen3", [QUESTION, THINKING], [ADDS]),  # it removes thoughts of earlier turns only
+    ("qwen3", [QUESTION, THINKING, QUESTION, ANSWER], [ADDS, EARLIER]),
+    ("deepseekv3", [QUESTION, THINKING, QUESTION, ANSWER], [ADDS, THOUGHTS, EARLIER]),
+    ("deepseekv3", [QUESTION, ANSWER], [ADDS]),
+])  # fmt: skip
+def test_changes_of_answers_are_noted_where_the_data_has_such_answers(make_inputs, tmp_path, family, messages, noted):
+    inputs = make_inputs("phi4" if family == "joined" else family, "phi4", messages)
+    if family == "joined":
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content + '\n' }}{% endfor %}"
+        folder = shutil.copytree(inputs.student.folder, tmp_path / "joined")
+        (folder / "chat_template.jinja").write_text(template)
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend.add_tokens(["\n\n\n"])
+        backend.save(str(folder / "tokenizer.json"))
+        inputs = replace(inputs, student=DoctorModel.read("student", folder, "joined"))
+        document = Document.from_messages([QUESTION, {**ANSWER, "content": "  Four.\n\n"}])
+        assert count_lost_bytes(document, tokenize_documents(inputs.student.tokenizer, [document])[0])
+    findings = [one for one in template_content(inputs) if one.where.startswith("student")]
+    notes = [one.what for one in findings if one.level == "note"]
+    assert len(notes) == len(noted)
+    assert all(text in what for text, what in zip(noted, notes, strict=True))
+    assert noted or [one.level for one in findings] == ["ok"]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import tokenizers
 
-from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
+from xtk.doctor.doctor_inputs import ConversationContents, DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import count_lost_bytes, tokenize_documents
@@ -49,11 +49,11 @@ def _adds_start_token(side: DoctorModel) -> bool:
 
 
 def template_content(inputs: DoctorInputs) -> Iterator[Finding]:
-    """Find changes that a chat template makes to answers: removed thoughts or changed white space."""
-    has_conversations = inputs.has_conversations
+    """Find changes that a chat template makes to answers like those of the data: thoughts, white space."""
+    contents = inputs.conversation_contents
     for side in inputs.models:
         if not side.has_chat_template:
-            if not has_conversations:
+            if not contents.conversations:
                 yield Finding("template_content", "ok", "there is no chat template", side.name)
                 continue
             try:  # to report the same error as the commands
@@ -62,20 +62,24 @@ def template_content(inputs: DoctorInputs) -> Iterator[Finding]:
                 yield Finding("template_content", "error", wrong.what, side.name, wrong.hint or "")
             continue
         try:
-            found = list(_try_template(side))
+            findings = list(_try_template(side, contents))
         except XtkError as wrong:
-            yield Finding(
-                "template_content", "error" if has_conversations else "warning", wrong.what, side.name, wrong.hint or ""
-            )
+            level = "error" if contents.conversations else "warning"
+            yield Finding("template_content", level, wrong.what, side.name, wrong.hint or "")
             continue
-        yield from found or [Finding("template_content", "ok", "the chat template does not change answers", side.name)]
+        what = "the chat template does not change answers like those of the data"
+        if not contents.conversations:
+            what = "changes of answers by the chat template are not checked without conversations"
+        yield from findings or [Finding("template_content", "ok", what, side.name)]
 
 
-def _try_template(side: DoctorModel) -> Iterator[Finding]:
+def _try_template(side: DoctorModel, contents: ConversationContents) -> Iterator[Finding]:
+    """Yield notes about the changes that concern the data, after one conversation in any case, which may be refused."""
     answered = [QUESTION, {"role": "assistant", "content": ANSWER}]
     text = side.tokenizer.chat_template.render(answered)
     prompt = side.tokenizer.chat_template.render([QUESTION], add_generation_prompt=True)
-    if "<think>" in text or "<think>" in prompt[len(side.tokenizer.chat_template.render([QUESTION])) :]:
+    adds_thoughts = "<think>" in text or "<think>" in prompt[len(side.tokenizer.chat_template.render([QUESTION])) :]
+    if contents.conversations and adds_thoughts:
         what = "the chat template adds <think> to answers without one, or to the generation prompt"
         yield Finding(
             "template_content",
@@ -84,14 +88,18 @@ def _try_template(side: DoctorModel) -> Iterator[Finding]:
             side.name,
             "use data with thoughts, or --chat-template-kwargs for rollouts",
         )
+    padded = f"  {ANSWER}\n\n"
     tries = {
-        "removes thoughts from answers": ([QUESTION], THOUGHT + ANSWER, []),
-        "removes thoughts from earlier answers": ([QUESTION], THOUGHT + ANSWER, [FOLLOW_UP]),
-        "changes white space at the ends of answers": ([QUESTION], f"  {ANSWER}\n\n", []),
-    }
-    for what, (before, answer, after) in tries.items():
-        document = Document.from_messages([*before, {"role": "assistant", "content": answer}, *after])
-        lost = count_lost_bytes(document, tokenize_documents(side.tokenizer, [document])[0])
-        if lost:
+        "removes thoughts from answers": (contents.thoughts, THOUGHT + ANSWER, [], THOUGHT.split("\n")[1]),
+        "removes thoughts from earlier answers": (
+            contents.earlier_thoughts, THOUGHT + ANSWER, [FOLLOW_UP], THOUGHT.split("\n")[1]
+        ),
+        "changes white space at the ends of answers": (contents.outer_space, padded, [], padded),
+    }  # fmt: skip
+    for what, (is_in_data, answer, after, kept_text) in tries.items():
+        messages = [QUESTION, {"role": "assistant", "content": answer}, *after]
+        if is_in_data and kept_text not in side.tokenizer.chat_template.render(messages):
+            document = Document.from_messages(messages)
+            lost = count_lost_bytes(document, tokenize_documents(side.tokenizer, [document])[0])
             message = f"the chat template {what}: these bytes are not trained"
             yield Finding("template_content", "note", message, side.name, figures={"bytes": lost})

@@ -77,7 +77,7 @@ def compression(inputs: DoctorInputs) -> Iterator[Finding]:
     """Report bytes per token of both tokenizers, and the aligned fraction."""
     reading = inputs.data_sample
     if not reading.num_documents:
-        what = "lengths, alignment and cost are not checked without a cache or data"
+        what = "lengths, alignment, cost, reasoning and tools are not checked without a cache or data"
         yield Finding("compression", "note", what, hint="run xtk doctor STUDENT TEACHER DATA")
         return
     sizes = [reading.num_bytes / max(tokens, 1) for tokens in reading.num_tokens]

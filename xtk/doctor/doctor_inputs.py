@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -17,7 +17,8 @@ from xtk.errors import XtkError, path_exists
 from xtk.models.safetensors_headers import read_weight_headers
 from xtk.models.student_model_setup import ALL_LINEAR
 from xtk.teachers.cache_resource_estimate import EvenSample
-from xtk.tokens.document import Document
+from xtk.tokens.document import Conversation, Document
+from xtk.tokens.message_parts import REASONING_KEY
 from xtk.tokens.model_config_json import read_model_config
 from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
@@ -196,14 +197,59 @@ class DoctorInputs:
         return () if self.cache is None else (stored.document for stored in self.cache)
 
     @cached_property
-    def has_conversations(self) -> bool:
-        """Whether one of the first documents is a conversation."""
-        return any(document.conversation is not None for document in islice(self.documents(), READ_BATCH_SIZE))
+    def conversation_contents(self) -> ConversationContents:
+        """What the conversations contain, of at most `MAX_DOCUMENTS_READ` documents."""
+        return ConversationContents.of(islice(self.documents(), MAX_DOCUMENTS_READ))
 
     @cached_property
     def data_sample(self) -> DataSample:
         """Statistics of the data with both tokenizers."""
         return DataSample.from_inputs(self)
+
+
+@dataclass
+class ConversationContents:
+    """What the conversations of the data contain; false: none of them does.
+
+    Attributes:
+        conversations: whether there are any.
+        reasoning, earlier_reasoning: reasoning of the assistant; with a later user message.
+        thoughts, earlier_thoughts: the text <think> in a trained content; with a later user message.
+        outer_space: a trained content that begins or ends with white space.
+        tools, calls: descriptions of tools; tool calls.
+    """
+
+    conversations: bool = False
+    reasoning: bool = False
+    earlier_reasoning: bool = False
+    thoughts: bool = False
+    earlier_thoughts: bool = False
+    outer_space: bool = False
+    tools: bool = False
+    calls: bool = False
+
+    @classmethod
+    def of(cls, documents: Iterable[Document]) -> ConversationContents:
+        """Return the contents of documents."""
+        contents = cls()
+        for document in documents:
+            if document.conversation is not None:
+                contents._add(document.conversation, document.trained_messages)
+        return contents
+
+    def _add(self, conversation: Conversation, trained_messages: Sequence[bool]) -> None:
+        self.conversations = True
+        self.tools |= bool(conversation.tools)
+        roles = [message["role"] for message in conversation.messages]
+        for number, (message, is_trained) in enumerate(zip(conversation.messages, trained_messages, strict=True)):
+            is_earlier, content = "user" in roles[number:], message["content"]
+            has_reasoning, has_thoughts = REASONING_KEY in message, is_trained and "<think>" in content
+            self.reasoning |= has_reasoning
+            self.earlier_reasoning |= has_reasoning and is_earlier
+            self.thoughts |= has_thoughts
+            self.earlier_thoughts |= has_thoughts and is_earlier
+            self.outer_space |= is_trained and content != content.strip()
+            self.calls |= bool(message.get("tool_calls"))
 
 
 @dataclass

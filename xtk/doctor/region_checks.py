@@ -60,21 +60,26 @@ def regions(inputs: DoctorInputs) -> Iterator[Finding]:
 
 
 def reasoning_and_tools(inputs: DoctorInputs) -> Iterator[Finding]:
-    """Compare how both chat templates write reasoning, tools and tool calls."""
+    """Compare how both chat templates write the reasoning, tools and tool calls that the data has."""
     if not all(side.has_chat_template for side in inputs.models):
         return
+    contents = inputs.conversation_contents
+    if not (contents.reasoning or contents.tools or contents.calls):
+        what = "the data has no reasoning, tools or tool calls: how the chat templates write them is not checked"
+        yield Finding("reasoning_and_tools", "ok", what)
+        return
     abilities = [_Abilities(side.tokenizer) for side in inputs.models]
-    found = list(_compare(inputs, *abilities))
-    sides = zip(inputs.models, abilities, strict=True)
-    for side, one in sides:
-        if one.reasoning and not one.earlier_reasoning:
+    findings = [*_compare_reasoning(inputs, *abilities)] if contents.reasoning else []
+    findings += _compare_tools(inputs, *abilities)
+    for side, ability in zip(inputs.models, abilities, strict=True):
+        if contents.earlier_reasoning and ability.reasoning and not ability.earlier_reasoning:
             what = "the chat template drops the reasoning of earlier turns: it is not trained in these turns"
             hint = "split the data after each answer with reasoning, so that it is the last turn"
-            found.append(Finding("reasoning_and_tools", "note", what, side.name, hint))
-    yield from found or [Finding("reasoning_and_tools", "ok", "both chat templates write the same parts")]
+            findings.append(Finding("reasoning_and_tools", "note", what, side.name, hint))
+    yield from findings or [Finding("reasoning_and_tools", "ok", "both chat templates write the same parts")]
 
 
-def _compare(inputs: DoctorInputs, student: _Abilities, teacher: _Abilities) -> Iterator[Finding]:
+def _compare_reasoning(inputs: DoctorInputs, student: _Abilities, teacher: _Abilities) -> Iterator[Finding]:
     name, check = inputs.student.name, "reasoning_and_tools"
     if teacher.always_thinks and not student.reasoning:
         what = "the teacher always writes reasoning, and the student's chat template has no place for it"
@@ -83,12 +88,19 @@ def _compare(inputs: DoctorInputs, student: _Abilities, teacher: _Abilities) -> 
     elif teacher.reasoning and not student.reasoning:
         what = "the student's chat template writes no reasoning; the teacher's does"
         yield Finding(check, "note", what, name, GUIDE)
-    if teacher.calls and not student.calls:
+
+
+def _compare_tools(inputs: DoctorInputs, student: _Abilities, teacher: _Abilities) -> Iterator[Finding]:
+    check, contents = "reasoning_and_tools", inputs.conversation_contents
+    if contents.calls and teacher.calls and not student.calls:
         what = "the student's chat template writes no tool calls: they are not trained"
-        yield Finding(check, "warning", what, name, "give the student a chat template that writes tool calls")
-    elif student.calls and not teacher.calls:
+        hint = "give the student a chat template that writes tool calls"
+        yield Finding(check, "warning", what, inputs.student.name, hint)
+    elif contents.calls and student.calls and not teacher.calls:
         what = "the teacher's chat template writes no tool calls: they are trained without the teacher only"
         yield Finding(check, "warning", what, inputs.teacher.name, GUIDE)
+    if not contents.tools:
+        return
     if bool(student.schema) != bool(teacher.schema):
         side = inputs.student if not student.schema else inputs.teacher
         what = "the chat template does not describe the tools of the data; that of the other model does"
