@@ -18,6 +18,7 @@ from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.chat_template import ChatTemplate, RenderedConversation
 from xtk.tokens.document import Conversation, Document
+from xtk.tokens.jinja_subprocess import PROMPT_TEMPLATE, SandboxedTemplate, _render_process
 from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -663,3 +664,20 @@ def test_interrupted_rendering_does_not_answer_the_next_request():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert [fast.render([{"role": "user", "content": name}]) for name in "ab"] == ["fast a", "fast b"]
+
+
+def test_random_choices_of_a_template_are_the_same_for_all_conversations_and_are_noted(families, tmp_path, capsys):
+    template = (
+        "{{ range(10000) | random }} {{ lipsum(n=1) }}{% for message in messages %}{{ message.content }}|{% endfor %}"
+    )
+    tokenizer = with_template(families, tmp_path, "teacher", template)
+    one, other = (Document.from_messages([{"role": "user", "content": text}]).conversation for text in ("one", "other"))
+    first = [part.text for part in tokenizer.chat_template.render_batch_with_positions([one, one])]
+    _render_process().close()  # the next process has another random state
+    again = tokenizer.chat_template.render_batch_with_positions([other])
+    assert first == [again[0].text.replace("other|", "one|")] * 2
+    assert written_contents(again[0]) == ["other"]
+    assert Tokenizer(tokenizer.folder).chat_template
+    assert capsys.readouterr().err.count("makes random choices") == 1
+    prompts = SandboxedTemplate("{{ range(10000) | random }}", PROMPT_TEMPLATE, "here")
+    assert len(set(prompts.render_batch([{"number": number} for number in range(8)]))) > 1  # rows may differ

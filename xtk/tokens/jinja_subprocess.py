@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import signal
 import struct
 import subprocess
@@ -291,6 +292,9 @@ def _render_one(template: Any, values: dict[str, Any], kind: str, limit: int) ->
     parts, size = [], 0
     try:
         with _cpu_time_limit():
+            # For Jinja's filter `random` and function `lipsum`. A chat template is rendered again with other contents,
+            # and must then make the same choices; prompts of different rows may differ.
+            random.seed(0 if kind == CHAT_TEMPLATE else json.dumps(values))
             for part in template.generate(values):
                 parts.append(part)
                 size += len(part)

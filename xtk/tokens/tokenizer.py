@@ -35,6 +35,7 @@ from xtk.tokens.vocabulary import (
 )
 
 _dropout_warned: set[str] = set()  # fingerprints of tokenizers
+_RANDOM_CHOICE = re.compile(r"\|\s*random\b|\blipsum\b")  # in chat templates: Jinja's filter and function
 
 # End-of-turn tokens, as the publishers of the chat formats document them.
 END_OF_TURN_TOKENS = (
@@ -383,6 +384,11 @@ class Tokenizer:
                 "this tokenizer has no chat template, but the data has conversations",
                 where=self.name,
                 hint="copy chat_template.jinja into its folder, for example from the model's chat version",
+            )
+        if _RANDOM_CHOICE.search(self._template):
+            terminal.note_once(
+                f"{self.name}: the chat template makes random choices; all conversations get the same ones, so that "
+                "the same inputs give the same tokens"
             )
         tokens = {f"{role}_token": content for role, content in self._role_contents.items()}
         return ChatTemplate(self._template, tokens, self.name)
