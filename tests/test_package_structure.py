@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,10 @@ def test_sessions_and_ci_name_tests_that_exist():
     assert selected
     for name in selected:
         assert list((root / "tests").rglob(f"{name}.py")), f"-k {name}: no module of this name"
+
+
+def test_distribution_does_not_have_the_name_of_another_project():
+    content = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    assert content["project"]["name"] == "xtk-distill"  # `xtk` on PyPI is another project
+    assert list(content["project"]["scripts"]) == ["xtk"]
+    assert content["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["xtk"]
