@@ -92,6 +92,39 @@ def test_all_texts_of_the_counted_corpus_keep_their_tokens(tmp_path):
     assert len(kept) < len(old)
 
 
+PLACEHOLDERS = ["<unused{}>", "<|reserved_special_token_{}|>", "[control_{}]", "<|dummy_{}|>", "<｜place▁holder▁no▁{}｜>"]
+
+
+@pytest.mark.parametrize("pattern", PLACEHOLDERS)
+def test_reserved_tokens_are_kept_only_where_they_are_used(pattern, tmp_path):
+    """Gemma has 6,242 `<unusedN>`, more rows than most pruned vocabularies have."""
+    from xtk.artifacts.corpus_reader import Corpus
+
+    folder = small_inputs.make_student_tokenizer(tmp_path / "t")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    used = {"role": pattern.format(30), "data": pattern.format(31), "template": pattern.format(32)}
+    placeholders = {pattern.format(number) for number in range(40)}
+    tokenizer.add_tokens([used["data"]])  # xtk does not read special tokens in text
+    tokenizer.add_special_tokens([*sorted(placeholders - {used["data"]}), "<|fim_prefix|>", "<tool_call>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"pad_token": used["role"], "chat_template": "{{ messages[0].content }}" + used["template"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    old = Tokenizer(folder)
+    texts = [*TEXTS[:20], f"a {used['data']} b"]
+    vocabulary = BpeVocabulary(old)
+    corpus = Corpus([str(small_inputs.write_jsonl(tmp_path / "c.jsonl", texts))])
+    files, kept = vocabulary.pruned(choose_tokens(vocabulary, count_tokens(old, corpus), None))
+    with pruned_tokenizer(files, "pruned") as new:
+        names = {token["content"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}
+        removed = placeholders - set(used.values())
+        assert {"<|fim_prefix|>", "<tool_call>", *used.values()} <= names
+        assert not removed & {*names, *new.vocabulary.special_tokens}
+        assert names | removed == {token["content"] for token in vocabulary.content["added_tokens"]}
+        assert len(new) == len(kept)
+    assert count_exact_texts(old, files, kept, texts) == len(texts)
+
+
 def test_vocabulary_word_without_merges_is_kept_with_ignore_merges(tmp_path):
     tokenizer = tokenizers.Tokenizer.from_file(
         str(small_inputs.make_student_tokenizer(tmp_path / "t") / "tokenizer.json")

@@ -10,7 +10,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,10 @@ from xtk.tokens.vocabulary import BYTE_LEVEL, BYTE_LEVEL_ENCODER
 from xtk.transplant.tokenizer_folder import tokenizer_settings
 
 _HINT = "use xtk transplant with another tokenizer instead"
+# Reserved tokens that training did not use: <unused12>, <|reserved_special_token_3|>, [control_8], <|dummy_85|>.
+_PLACEHOLDER = re.compile(
+    r"\W*(unused|reserved|control|special|dummy|place_?holder(_no)?|extra)(_special)?(_token)?_?\d+\W*", re.IGNORECASE
+)
 
 
 class BpeVocabulary:
@@ -55,11 +61,17 @@ class BpeVocabulary:
         self._added_ids = set(self._added.values())
         self._names = {number: name for name, number in self._ids.items()}
 
-    @property
+    @cached_property
     def smallest(self) -> set[int]:
-        """The tokens that every pruned vocabulary has: single bytes, added tokens and roles."""
+        """The tokens that every pruned vocabulary has: single bytes, roles, and added tokens but unused placeholders."""
+        template = self.tokenizer.to_files().get("chat_template.jinja", b"").decode()
+        added = {
+            number
+            for name, number in self._added.items()
+            if name in template or not _PLACEHOLDER.fullmatch(name.replace("\u2581", "_"))
+        }
         roles = set(self.tokenizer.special_token_ids.values())
-        return self._base | self._added_ids | roles | set(_ids_in(self.content.get("post_processor")))
+        return self._base | added | roles | set(_ids_in(self.content.get("post_processor")))
 
     def closure(self, token: int) -> set[int]:
         """Return a token and those that its merges make; only itself if no merges make it."""
@@ -89,7 +101,7 @@ class BpeVocabulary:
         model["vocab"] = {self._names[number]: new_id[number] for number in inside}
         model["merges"] = [list(pair) for pair in self._ranks
                            if pair[0] in names and pair[1] in names and pair[0] + pair[1] in names]  # fmt: skip
-        added = [token for token in content.get("added_tokens") or [] if token["content"] in self._added]
+        added = [token for token in content.get("added_tokens") or [] if self._added.get(token["content"]) in new_id]
         for token in added:
             token["id"] = new_id[self._added[token["content"]]]
         content["added_tokens"] = sorted(added, key=lambda token: int(token["id"]))
@@ -129,7 +141,7 @@ def choose_tokens(vocabulary: BpeVocabulary, counts: NDArray[np.int64] | None, s
     Raises:
         XtkError: the size is smaller than the smallest vocabulary, or not smaller than the present one.
     """
-    kept = vocabulary.smallest
+    kept = set(vocabulary.smallest)
     total = len(vocabulary.tokenizer)
     if size is not None and not len(kept) <= size < total:
         raise XtkError(
