@@ -19,7 +19,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from xtk.artifacts.gguf_models import GGUF_RECORD, gguf_name
+from xtk.artifacts.gguf_models import GGUF_RECORD, find_gguf, gguf_name
 from xtk.artifacts.model_resolver import resolve_model_folder, weights_fingerprint
 from xtk.errors import CorruptError, XtkError
 from xtk.models.causal_lm import load_causal_lm
@@ -87,6 +87,17 @@ def test_conversion_is_reused_by_checksum_and_named_after_the_file(original, ggu
     assert (restored / "tokenizer.json").is_file()
     assert weights_fingerprint(restored) == checksum
     assert gguf_name(restored) == "renamed"
+
+
+@pytest.mark.parametrize("names", [(".hidden.gguf", "b.gguf", ".hidden.gguf"), ("ä.gguf", "..x.gguf", "a b")])
+def test_a_file_under_any_name_is_converted_once(original, gguf_cache, tmp_path, names, capsys):
+    file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
+    for name in names:
+        file = file.rename(tmp_path / name)
+        folder = resolve_model_folder(str(file), with_weights=True)
+        assert gguf_name(folder)
+        assert (folder / "model.safetensors").is_file()
+    assert capsys.readouterr().err.count("converting") == 1
 
 
 def test_changed_weights_have_another_fingerprint(original, gguf_cache, tmp_path):
@@ -172,6 +183,8 @@ def test_invalid_files_are_refused_with_a_clear_message(tmp_path, gguf_cache, mo
         (folder / name).write_bytes(unknown.read_bytes())
     with pytest.raises(XtkError, match=r"contains 2 GGUF models: a\.gguf, b\.gguf"):
         resolve_model_folder(str(folder), with_weights=True)
+    (folder / "b.gguf").rename(folder / "mmproj-b.gguf")  # of images: not a model for text
+    assert find_gguf(folder) == folder / "a.gguf"
     noise = tmp_path / "noise.gguf"
     noise.write_bytes(b"not a model " * 100)
     with pytest.raises(CorruptError, match="does not begin with GGUF"):
@@ -204,6 +217,9 @@ def test_commands_accept_a_gguf_file(run, corpus, tmp_path, pair):
     run("distill", file, tmp_path / "cache", "--max-steps", 1, "-o", tmp_path / "same")
     assert not (tmp_path / "same" / GGUF_RECORD).exists()
     assert (tmp_path / "same" / "model.safetensors").is_file()
+    card = (tmp_path / "same" / "README.md").read_text()
+    assert "# tiny, distilled" in card
+    assert "| Base model | `tiny` (weights " in card
 
 
 def llama_with_rope(folder: Path, scaling: dict[str, object]) -> Path:

@@ -36,6 +36,8 @@ _KEY_LENGTH = 24
 def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file that a model argument means: a file, or the only one in a folder without other weights.
 
+    Files with `mmproj` in their name are encoders of images or sound, which xtk does not use.
+
     Raises:
         XtkError: a folder has several.
     """
@@ -43,13 +45,13 @@ def find_gguf(path: Path) -> Path | None:
         return path if path.is_file() and is_gguf_file(path) else None
     if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
-    found = sorted(file for file in path.glob("*.gguf") if file.is_file())
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:5])
+    models = sorted(file for file in path.glob("*.gguf") if file.is_file() and "mmproj" not in file.name.lower())
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models[:5])
         raise XtkError(
-            f"this folder contains {len(found)} GGUF models: {names}", where=str(path), hint=f"use one: {found[0]}"
+            f"this folder contains {len(models)} GGUF models: {names}", where=str(path), hint=f"use one: {models[0]}"
         )
-    return found[0] if found else None
+    return models[0] if models else None
 
 
 def gguf_model_folder(path: Path) -> Path:
@@ -73,7 +75,8 @@ def gguf_model_folder(path: Path) -> Path:
             f"the cache folder for converted GGUF models cannot be found: {wrong}", hint="set XTK_CACHE=FOLDER"
         ) from None
     short = f"{key.removeprefix('sha256:')[:_KEY_LENGTH]}-{CONVERSION_VERSION}"
-    folder = cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', path.stem)[:80]}-{short}"
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-.")[:80] or "model"  # hidden folders are not searched
+    folder = cache / f"{name}-{short}"
     found = _find_converted(cache, short, folder.name)
     if found is not None and found.name == folder.name:
         return found

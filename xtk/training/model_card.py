@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from xtk import __version__
-from xtk.artifacts.model_resolver import hub_id
+from xtk.artifacts.model_resolver import hub_id, model_name
 from xtk.evaluation.evaluation_result_files import EvaluationResult, format_result, result_rows, shorten_names
 
 # Parts of the recipe that the first table of the card shows.
@@ -33,8 +33,8 @@ class Provenance:
 
 
 def public_model_name(folder: Path) -> str:
-    """Return the Hub id of a model in the Hugging Face cache, else the name of its folder."""
-    return hub_id(folder) or folder.resolve().name
+    """Return the Hub id of a model in the Hugging Face cache, else the name of its GGUF file or folder."""
+    return hub_id(folder) or model_name(folder)
 
 
 def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metrics: Mapping[str, Any]) -> str:
