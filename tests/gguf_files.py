@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,7 @@ def write_gguf(
     pre: str = "smollm",
     fields: dict[str, float | str] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
+    alignment: int = 0,
 ) -> Path:
     """Write the model of `make_llama` as a GGUF file with float32 weights and additional `fields` and `tensors`."""
     from safetensors.numpy import load_file
@@ -76,6 +78,8 @@ def write_gguf(
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = GGUFWriter(path, architecture)
     writer.add_name("Tiny")
+    if alignment:
+        writer.add_custom_alignment(alignment)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -108,6 +112,32 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def set_field(path: Path, name: str, value: bytes) -> None:
+    """Replace the bytes of a field's value of fixed size in a GGUF file."""
+    at, content = _end_of_name(path, name) + 4, path.read_bytes()  # after the type of the value
+    path.write_bytes(content[:at] + value + content[at + len(value) :])
+
+
+def set_tensor(
+    path: Path, name: str, *, shape: tuple[int, ...] | None = None, kind: int | None = None, offset: int | None = None
+) -> None:
+    """Replace the shape, type or offset of a tensor in the header of a GGUF file."""
+    at, content = _end_of_name(path, name), bytearray(path.read_bytes())
+    (dimensions,) = struct.unpack_from("<I", content, at)
+    for number, size in enumerate(shape or ()):
+        struct.pack_into("<Q", content, at + 4 + 8 * number, size)
+    if kind is not None:
+        struct.pack_into("<I", content, at + 4 + 8 * dimensions, kind)
+    if offset is not None:
+        struct.pack_into("<Q", content, at + 8 + 8 * dimensions, offset)
+    path.write_bytes(content)
+
+
+def _end_of_name(path: Path, name: str) -> int:
+    key = struct.pack("<Q", len(name)) + name.encode()
+    return path.read_bytes().index(key) + len(key)
 
 
 def _gguf_name(name: str) -> str:

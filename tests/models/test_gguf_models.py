@@ -138,14 +138,81 @@ def test_truncated_files_are_refused(tmp_path, gguf_cache):
     assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
 
 
-def test_invalid_header_values_are_refused(original, gguf_cache, tmp_path):
-    content = gguf_files.write_gguf(original, tmp_path / "tiny.gguf").read_bytes()
-    name = b"general.architecture"
-    file = tmp_path / "wrong.gguf"
-    changed = content.replace(struct.pack("<Q", len(name)) + name, struct.pack("<Q", 17) + b"general.alignment")
-    file.write_bytes(changed)
-    with pytest.raises(CorruptError, match="cannot be read"):
+def floats(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def integer(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+# Fields of a real file, each with a value that llama.cpp refuses, or that gives NaN, or that would be allocated.
+WRONG_FIELDS = [
+    *(("llama.attention.layer_norm_rms_epsilon", floats(value), what) for value, what in
+      [(np.nan, "must be finite"), (-1.0, "between 0 and 1"), (0.0, "between 0 and 1"), (np.inf, "must be finite")]),
+    *(("llama.rope.freq_base", floats(value), what) for value, what in
+      [(np.nan, "finite"), (-np.inf, "finite"), (0.0, "positive"), (-10000.0, "positive")]),
+    ("llama.block_count", integer(1_000_000), "1,000,000, but the file has the tensors of 2 blocks"),
+    ("llama.block_count", integer(3), "3, but the file has the tensors of 2 blocks"),
+    *((f"llama.{name}", integer(2**31), r"2,147,483,648, but the largest dimension of a tensor is 480") for name in
+      ["embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv", "vocab_size"]),
+    ("llama.embedding_length", integer(480), "header describes a model of .* weights, but it contains"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "what"), WRONG_FIELDS)
+def test_invalid_header_values_are_refused(original, gguf_cache, tmp_path, name, value, what):
+    file = gguf_files.write_gguf(original, tmp_path / "x.gguf")
+    gguf_files.set_field(file, name, value)
+    with pytest.raises(CorruptError, match=what) as raised:
         resolve_model_folder(str(file), with_weights=True)
+    assert raised.value.where == str(file)
+    assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"offset": 0}, "is at offset 0, but the one before it ends at"),  # two names for the same weights
+        ({"offset": 4}, "is at offset 4, but"),  # the weights of another tensor, not aligned
+        ({"offset": 2**63}, "is at offset 9,2"),
+        ({"shape": (32, 2**40)}, "ends at"),
+        ({"shape": (2**63, 2**63)}, "ends at"),
+        ({"shape": (0, 32)}, "cannot be read"),
+        ({"shape": (16, 64)}, "do not have the shapes"),  # as many values: another model, which transformers refuses
+        ({"kind": 2, "shape": (33, 32)}, "cannot be read"),  # blocks of 32 weights
+        ({"kind": 1000}, "weights of type 1000"),
+    ],
+)
+def test_invalid_tensor_layouts_are_refused(original, gguf_cache, tmp_path, change, what):
+    file = gguf_files.write_gguf(original, tmp_path / "x.gguf")
+    gguf_files.set_tensor(file, "blk.1.attn_q.weight", **change)
+    with pytest.raises(XtkError, match=what) as raised:
+        resolve_model_folder(str(file), with_weights=True)
+    assert raised.value.where == str(file)
+    assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("alignment", [0, 3, 48])
+def test_invalid_alignments_are_refused(original, gguf_cache, tmp_path, alignment):
+    file = gguf_files.write_gguf(original, tmp_path / "x.gguf", alignment=64)
+    resolve_model_folder(str(file), with_weights=True)
+    gguf_files.set_field(file, "general.alignment", integer(alignment))
+    with pytest.raises(CorruptError, match=f"alignment is {alignment}, not a power of 2"):
+        resolve_model_folder(str(file), with_weights=True)
+
+
+def test_headers_that_libraries_read_differently_are_refused(original, gguf_cache, tmp_path):
+    content = gguf_files.write_gguf(original, tmp_path / "x.gguf").read_bytes()
+    contents = [content.replace(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight")]
+    num_fields = struct.pack("<Q", struct.unpack_from("<Q", content, 16)[0] + 1)
+    nested_arrays = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
+    for key, value in ((b"general.name", struct.pack("<IQ", 8, 1) + b"x"), (b"other", nested_arrays)):
+        contents.append(content[:16] + num_fields + struct.pack("<Q", len(key)) + key + value + content[24:])
+    for number, changed in enumerate(contents):
+        (tmp_path / f"{number}.gguf").write_bytes(changed)
+        with pytest.raises(CorruptError, match="cannot be read"):
+            resolve_model_folder(str(tmp_path / f"{number}.gguf"), with_weights=True)
 
 
 def test_file_with_missing_weights_is_refused(original, gguf_cache, tmp_path):

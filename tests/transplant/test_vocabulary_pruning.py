@@ -92,7 +92,8 @@ def test_all_texts_of_the_counted_corpus_keep_their_tokens(tmp_path):
     assert len(kept) < len(old)
 
 
-PLACEHOLDERS = ["<unused{}>", "<|reserved_special_token_{}|>", "[control_{}]", "<|dummy_{}|>", "<｜place▁holder▁no▁{}｜>"]
+PLACEHOLDERS = ["<unused{}>", "<|reserved_special_token_{}|>", "[control_{}]", "<|dummy_{}|>",
+                "<｜place▁holder▁no▁{}｜>"]  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", PLACEHOLDERS)

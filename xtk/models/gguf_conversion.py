@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.errors import XtkError
+from xtk.errors import CorruptError, XtkError
 from xtk.models.gguf_header import GgufHeader, read_gguf_header
 from xtk.models.gguf_rope_scaling import rope_scaling
 from xtk.models.weight_mismatches import WeightMismatches
@@ -89,10 +89,15 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
     import torch
     import transformers
 
+    for holder in (config, config.get_text_config()):
+        holder.__dict__.pop("quantization_config", None)
+    hint = "download the file again; or use the model's original folder or hub id"
+    with _loader_errors(path, f"this GGUF model ({header.architecture})", hint), torch.device("meta"):
+        described = transformers.AutoModelForCausalLM.from_config(config)
+    _check_size(path, header, described)
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # without it, newer loaders keep the weights quantized
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    hint = "download the file again; or use the model's original folder or hub id"
     with _loader_errors(path, f"this GGUF model ({header.architecture})", hint):
         loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -100,13 +105,12 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
             **options,
         )
     _check_all_weights_are_read(path, header, loaded)
     state = loaded.state_dict()
     dtype = _narrowest_dtype(state)
-    for holder in (config, config.get_text_config()):
-        holder.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         plain = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     plain.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, strict=False, assign=True)
@@ -115,6 +119,14 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
     not_loaded = {name for name, weights in plain.named_parameters() if weights.is_meta}
     missing = {*loading_info["missing_keys"], *not_loaded}
     return plain, WeightMismatches.from_loading_info({**loading_info, "missing_keys": missing})
+
+
+def _check_size(path: Path, header: GgufHeader, model: Any) -> None:
+    """Refuse a header that describes a much larger model than the file contains, before memory for it is allocated."""
+    stated, in_file = (sum(sizes) for sizes in ((p.numel() for p in model.parameters()), header.tensor_sizes.values()))
+    if stated > 2 * in_file:  # a few missing weights are reported by name
+        what = f"its header describes a model of {stated:,} weights, but it contains {in_file:,}"
+        raise CorruptError(f"this GGUF file is corrupt: {what}", where=str(path), hint="download or copy it again")
 
 
 def _check_all_weights_are_read(path: Path, header: GgufHeader, model: Any) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from xtk.errors import CorruptError, XtkError
+from xtk.models.gguf_header_checks import DEFAULT_ALIGNMENT, MAX_DIMENSIONS, GgufTensor, header_faults
 
 GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 # struct formats of the value types of the GGUF specification (ggml/docs/gguf.md); 8 is a string, 9 an array.
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_DEFAULT_ALIGNMENT = 32
 _HINT = "download or copy the file again"
 
 
@@ -48,10 +48,10 @@ def is_gguf_file(path: Path) -> bool:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Return the header of a GGUF file after checking that all tensors are inside of the file.
+    """Return the header of a GGUF file after checking its values, and that all tensors are inside of the file.
 
     Raises:
-        CorruptError: not a GGUF file, or the file is truncated or corrupt.
+        CorruptError: not a GGUF file, or the file is truncated or corrupt; see `header_faults`.
         XtkError: another version, or one part of a split model.
     """
     size = path.stat().st_size
@@ -59,12 +59,18 @@ def read_gguf_header(path: Path) -> GgufHeader:
         raise CorruptError(f"this GGUF file is truncated: it has {size:,} bytes", where=str(path), hint=_HINT)
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
-            fields, tensor_sizes, end = _parse(content, path)
+            fields, tensors, end_of_header = _parse(content, path)
             num_parts = int(fields.get("split.count", 1))
         except (struct.error, ValueError, TypeError, KeyError, OverflowError, IndexError):
             raise CorruptError(
                 "this GGUF file is truncated or corrupt: its header cannot be read", where=str(path), hint=_HINT
             ) from None
+    fault = next(header_faults(fields, tensors), None)
+    if fault is not None:
+        raise CorruptError(f"this GGUF file is corrupt: {fault}", where=str(path), hint=_HINT)
+    alignment = fields.get("general.alignment", DEFAULT_ALIGNMENT)
+    start = -(-end_of_header // alignment) * alignment
+    end = start + max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
     if end > size:
         what = f"this GGUF file is truncated: it has {size:,} bytes, but its tensors need {end:,}"
         raise CorruptError(what, where=str(path), hint=_HINT)
@@ -80,11 +86,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
     scaling = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
     if f"{texts[0]}.rope.scale_linear" in fields:  # in old files
         scaling = {"type": "linear", "factor": fields[f"{texts[0]}.rope.scale_linear"], **scaling}
+    tensor_sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     return GgufHeader(texts[0], texts[1], texts[2], scaling, tensor_sizes)
 
 
-def _parse(content: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, int], int]:
-    """Return the fields of the header without arrays, {tensor: values}, and the offset where the last tensor ends."""
+def _parse(content: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
+    """Return the fields of the header without arrays, {name: tensor} in the order of the file, and where it ends."""
     if content[:4] != GGUF_MAGIC:
         raise CorruptError("this is not a GGUF file: it does not begin with GGUF", where=str(path), hint=_HINT)
     version, num_tensors, num_fields = struct.unpack_from("<IQQ", content, 4)
@@ -94,25 +101,26 @@ def _parse(content: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, in
             where=str(path),
             hint="convert the model again with a current llama.cpp",
         )
-    at, fields = 24, dict[str, Any]()
+    at, fields, tensors = 24, dict[str, Any](), dict[str, GgufTensor]()
     for _ in range(num_fields):
         name, at = _read_string(content, at)
         (kind,) = struct.unpack_from("<I", content, at)
+        if name in fields:  # libraries differ in the one they take
+            raise ValueError(name)
         fields[name], at = _read_value(content, at + 4, kind)
-    ends, tensor_sizes = [0], dict[str, int]()
     for _ in range(num_tensors):
         name, at = _read_string(content, at)
-        (num_sizes,) = struct.unpack_from("<I", content, at)
-        sizes = struct.unpack_from(f"<{num_sizes}Q", content, at + 4)
-        kind, offset = struct.unpack_from("<IQ", content, at + 4 + 8 * num_sizes)
-        at += 16 + 8 * num_sizes
-        tensor_sizes[name] = math.prod(sizes)
-        ends.append(offset + _tensor_bytes(kind, math.prod(sizes), path))
-    alignment = int(fields.get("general.alignment", _DEFAULT_ALIGNMENT)) or _DEFAULT_ALIGNMENT
-    return fields, tensor_sizes, -(-at // alignment) * alignment + max(ends)
+        (num_dimensions,) = struct.unpack_from("<I", content, at)
+        if name in tensors or num_dimensions > MAX_DIMENSIONS:
+            raise ValueError(name)
+        shape = struct.unpack_from(f"<{num_dimensions}Q", content, at + 4)
+        kind, offset = struct.unpack_from("<IQ", content, at + 4 + 8 * num_dimensions)
+        at += 16 + 8 * num_dimensions
+        tensors[name] = GgufTensor(shape, _tensor_bytes(kind, shape, path), offset)
+    return fields, tensors, at
 
 
-def _tensor_bytes(kind: int, num_values: int, path: Path) -> int:
+def _tensor_bytes(kind: int, shape: tuple[int, ...], path: Path) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -123,7 +131,9 @@ def _tensor_bytes(kind: int, num_values: int, path: Path) -> int:
             where=str(path),
             hint="upgrade the package gguf, or use a GGUF of another type, such as Q8_0; or download the file again",
         ) from None
-    return num_values // int(block) * int(block_bytes)
+    if 0 in shape or (shape and shape[0] % int(block)):  # blocks of quantized weights do not cross rows
+        raise ValueError(shape)
+    return math.prod(shape) // int(block) * int(block_bytes)
 
 
 def _read_string(content: mmap.mmap, at: int) -> tuple[str, int]:
@@ -144,11 +154,8 @@ def _read_value(content: mmap.mmap, at: int, kind: int) -> tuple[Any, int]:
     at += 12
     if of in _FORMATS:
         return None, at + count * struct.calcsize(f"<{_FORMATS[of]}")
-    if count > len(content):
-        raise IndexError(at)
+    if of != _STRING or count > len(content):  # no writer makes arrays of arrays
+        raise ValueError(of)
     for _ in range(count):
-        if of == _STRING:
-            at += 8 + int(struct.unpack_from("<Q", content, at)[0])
-        else:
-            _, at = _read_value(content, at, of)
+        at += 8 + int(struct.unpack_from("<Q", content, at)[0])
     return None, at

@@ -41,7 +41,7 @@ def rope_scaling(path: Path, header: GgufHeader, *, theta: float) -> dict[str, A
             if kind != "none":
                 raise _unknown(path, f"{kind} with a factor for each frequency")
             return _llama3(path, factors, theta)
-    if kind == "none" or factor == 1.0:
+    if kind == "none" or factor in (0.0, 1.0):  # 0: not scaled, as in llama.cpp
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}

@@ -63,7 +63,7 @@ class BpeVocabulary:
 
     @cached_property
     def smallest(self) -> set[int]:
-        """The tokens that every pruned vocabulary has: single bytes, roles, and added tokens but unused placeholders."""
+        """The tokens that every pruned vocabulary has: single bytes, roles, and added tokens without placeholders."""
         template = self.tokenizer.to_files().get("chat_template.jinja", b"").decode()
         added = {
             number
