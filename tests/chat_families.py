@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,11 +124,27 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def write_family(name: str, folder: Path, *, vocabulary_size: int = 400) -> Path:
-    """Write a byte-level BPE tokenizer with the chat template and special tokens of a family; return its folder."""
+def write_family(
+    name: str,
+    folder: Path,
+    *,
+    vocabulary_size: int = 400,
+    merged_texts: Sequence[str] = (),
+    without_added: bool = False,
+) -> Path:
+    """Write a byte-level BPE tokenizer with the chat template and special tokens of a family; return its folder.
+
+    Args:
+        name: of the family.
+        folder: the tokenizer is written into a folder in it.
+        vocabulary_size: tokens without special and added ones.
+        merged_texts: texts to train it on without splitting them, so that tokens reach over words, marks and lines.
+        without_added: whether the tokens of the family that are not special are plain text.
+    """
     family = FAMILIES[name]
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    word_split = pre_tokenizers.Split(tokenizers.Regex(r"[^\w\s]|\s?\w+|\s+"), "isolated")
+    pattern = r"[\s\S]+" if merged_texts else r"[^\w\s]|\s?\w+|\s+"
+    word_split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([word_split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -135,9 +152,10 @@ def write_family(name: str, folder: Path, *, vocabulary_size: int = 400) -> Path
     # Each family has another vocabulary size, so that their tokens differ.
     family_vocabulary_size = vocabulary_size - 8 * list(FAMILIES).index(name)
     trainer = trainers.BpeTrainer(vocab_size=family_vocabulary_size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([WORDS] * 30, trainer)
+    tokenizer.train_from_iterator(merged_texts or [WORDS] * 30, trainer)
     tokenizer.add_special_tokens(family.special)
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.added])
+    added = [] if without_added else family.added
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=family.bos, eos_token=family.eos)
     templates = importlib.resources.files("trl") / "chat_templates"
     fast_tokenizer.chat_template = family.template or (templates / f"{name}.jinja").read_text()

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,21 @@ class CacheShard:
         path: local path.
         name: name in error messages; default: the path.
         load_order: loads the vocabulary order that the header names; default: from the folder of the shard.
+        load_bytes_of: loads the function that returns the bytes of the teacher's tokens, if they are known; called for
+            documents in which a token ends in text of the chat template.
 
     Raises:
         CorruptError: not a shard, or truncated.
     """
 
-    def __init__(self, path: Path, name: str = "", load_order: VocabularyOrderLoader | None = None) -> None:
-        self.name, self._path = name or str(path), path
+    def __init__(
+        self,
+        path: Path,
+        name: str = "",
+        load_order: VocabularyOrderLoader | None = None,
+        load_bytes_of: Callable[[], Callable[[int], bytes] | None] = lambda: None,
+    ) -> None:
+        self.name, self._path, self.load_bytes_of = name or str(path), path, load_bytes_of
         self._load_vocabulary_order = load_order or (
             lambda file: read_vocabulary_order(LocalFolder(path.parent), file, str(path))
         )
@@ -353,7 +361,10 @@ class StoredDocument:
         no_bytes = ids[pieces[ends[pieces[:, 0]] == pieces[:, 2], 0]]
         space_ids = self.header.get("teacher", {}).get("space_ids", no_bytes)  # absent in older caches
         exact = not len(no_bytes) or bool(np.isin(no_bytes, space_ids).all())
-        return TokenSequence(ids, ends, trained, pieces, closers, exact=exact)
+        sequence = TokenSequence(ids, ends, trained, pieces, closers, exact=exact)
+        if sequence.border_mask.any():
+            sequence.bytes_of = self._shard.load_bytes_of()
+        return sequence
 
     @cached_property
     def teacher_logprobs(self) -> TeacherLogprobs:

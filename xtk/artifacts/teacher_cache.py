@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,12 @@ from xtk.errors import CorruptError, XtkError
 from xtk.tokens.start_tokens import START_ROLES
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.tokens.vocabulary import ByteVocabulary
 
 MAX_OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
 PREFETCHED_SHARDS = 64  # shards downloaded at once when all are read in order
 _TOKENIZER_FILE_NAMES = re.compile(r".*\.(json|jinja|model|tiktoken)")  # names of files that a tokenizer may read
+_vocabularies: dict[str, ByteVocabulary] = {}  # of teachers, by the fingerprint of the tokenizer
 
 
 def open_verified_shard(path: Path, name: str) -> CacheShard:
@@ -216,6 +218,16 @@ class TeacherCache:
             )
         return tokenizer
 
+    def _load_bytes_of(self) -> Callable[[int], bytes] | None:
+        """Return the function that returns the bytes of the teacher's tokens; None without the teacher's tokenizer."""
+        fingerprint = str(self.header["teacher"]["tokenizer"])
+        if fingerprint not in _vocabularies:
+            try:
+                _vocabularies[fingerprint] = self.teacher_tokenizer.vocabulary
+            except XtkError:  # reported where the tokenizer is needed
+                return None
+        return _vocabularies[fingerprint].bytes_of
+
     def text_sizes(self) -> NDArray[np.int64]:
         """Return int64 [documents], the UTF-8 bytes of each text; opens every shard."""
         return np.concatenate([shard.columns.text_sizes for shard in self.shards()])
@@ -307,7 +319,8 @@ class TeacherCache:
             raise self._damaged_error(
                 "this shard does not match its checksum in the manifest of the cache", entry["file"]
             )
-        shard = CacheShard(path, self.folder.path_of(entry["file"]), self._load_vocabulary_order)
+        name = self.folder.path_of(entry["file"])
+        shard = CacheShard(path, name, self._load_vocabulary_order, self._load_bytes_of)
         if number not in self._verified and header_identity(shard.header) != self._identity_of(entry):
             raise self._damaged_error(
                 "this shard is from another cache: its header differs from that in the manifest", entry["file"]

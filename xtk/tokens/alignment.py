@@ -29,14 +29,16 @@ def align_sequences(student: TokenSequence, teacher: TokenSequence) -> NDArray[n
 
     Sampled tokens without text (invalid UTF-8, and tokens after it) exist only in sequences of the tokenizer that
     sampled them; two such sequences are aligned token by token there. Tokens that only one side has (template text,
-    text that the other's template omits) are in no span.
+    text that the other's template omits) are in no span. A token that begins in a part and ends in the template's text
+    is in a span only if that text has the same bytes on both sides.
 
     Returns:
         int32 [C, 4], indices of the sequences' tokens, ascending.
     """
     spans: NDArray[np.int32] = minimal_spans_with_gaps(
-        student.byte_ends, teacher.byte_ends, student.text_runs, teacher.text_runs
+        student.byte_ends, teacher.byte_ends, student.runs_with_borders(), teacher.runs_with_borders()
     )
+    spans = spans[_have_equal_bytes_after_parts(spans, student, teacher)]
     both = (student.segment_end_tokens >= 0) & (teacher.segment_end_tokens >= 0)
     own, other = _match_undecodable_tokens(student, teacher)
     own, other = np.append(student.segment_end_tokens[both], own), np.append(teacher.segment_end_tokens[both], other)
@@ -44,6 +46,18 @@ def align_sequences(student: TokenSequence, teacher: TokenSequence) -> NDArray[n
         return spans
     spans = np.concatenate([spans, np.column_stack([own, own + 1, other, other + 1]).astype(np.int32)])
     return spans[np.argsort(spans[:, 0])]
+
+
+def _have_equal_bytes_after_parts(
+    spans: NDArray[np.int32], student: TokenSequence, teacher: TokenSequence
+) -> NDArray[np.bool_]:
+    """Return bool [C], whether the tokens of each span reach equally far over the end of a part on both sides."""
+    own, other = student.border_mask[spans[:, 1] - 1], teacher.border_mask[spans[:, 3] - 1]
+    equal: NDArray[np.bool_] = np.equal(own, other)
+    for at in np.flatnonzero(own & other).tolist():
+        after = student.bytes_after_part(int(spans[at, 1]) - 1)
+        equal[at] = after is not None and after == teacher.bytes_after_part(int(spans[at, 3]) - 1)
+    return equal
 
 
 def separate_added_spaces(

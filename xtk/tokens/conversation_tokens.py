@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from xtk.tokens.vocabulary import METASPACE
 # Kinds of trained tokens; a number in masks.
 ANSWER, END_OF_TURN, MARKUP = "answer", "end-of-turn", "markup"
 REGIONS = (ANSWER, REASONING, REASONING_END, "tool-call", END_OF_TURN, MARKUP)
-NO_REGION = 255
+MARKUP_REGION, NO_REGION = REGIONS.index(MARKUP), 255
 _TOOL_CALL = REGIONS.index("tool-call")
 _REGION_OF_KIND = {
     CONTENT: REGIONS.index(ANSWER),
@@ -29,11 +28,34 @@ _REGION_OF_KIND = {
     **dict.fromkeys(TOOL_PARTS, _TOOL_CALL),
 }
 _MARK_TOKENS = {REASONING_END: REASONING_END_TOKENS, TOOL_START: TOOL_CALL_START_TOKENS}
+_REASONING_END_TEXT = re.compile("|".join(re.escape(name) for name in REASONING_END_TOKENS).encode())
 
 
 def region_of_role(role: str) -> int:
     """Return the number of the region of a segment's text, from its role."""
     return _REGION_OF_KIND.get(role, _REGION_OF_KIND[CONTENT])
+
+
+def first_regions(regions: NDArray[np.uint8], starts: NDArray[np.int32], stops: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Return the region in which each token begins, uint8 [n].
+
+    A token that begins in markup, or in no region, and reaches into another one counts as that one.
+
+    Args:
+        regions: uint8 [bytes], at least one.
+        starts: int32 [n], the first byte of each token.
+        stops: int32 [n], the byte after each token. A token without bytes has the region before it, or, if there is
+            none, after it.
+    """
+    size = len(regions)
+    is_plain = np.isin(regions, (MARKUP_REGION, NO_REGION))
+    following = np.minimum.accumulate(np.where(is_plain, size, np.arange(size))[::-1])[::-1]
+    first = following[np.clip(starts, 0, size - 1)]
+    is_inside = (first < stops) & (starts < size)
+    last = np.clip(stops - 1, 0, size - 1)
+    last = np.where(regions[last] == NO_REGION, np.clip(starts, 0, size - 1), last)
+    found: NDArray[np.uint8] = regions[np.where(is_inside, np.minimum(first, size - 1), last)]
+    return found
 
 
 def sequence_fields_from_rendering(
@@ -65,6 +87,7 @@ class _ConversationTokens:
         self._starts = np.concatenate([np.zeros(1, np.int32), self.tokens.byte_ends])[:-1]
         self._ends, self._trained = np.zeros(size, np.int32), np.zeros(size, np.bool_)
         self._runs: list[tuple[int, int, int]] = []
+        self._tails: dict[int, tuple[int, int]] = {}
         self._end_tokens = np.full(count, -1, np.int32)
 
     def fields(self) -> dict[str, Any]:
@@ -82,10 +105,7 @@ class _ConversationTokens:
                 is_cut = number + 1 == len(self._end_tokens) and not self.document.is_complete
                 self._trained[end] = segment.train and not is_cut
             first_byte += len(segment.text.encode())
-        regions = np.full(len(self._trained), NO_REGION, np.uint8)
-        for start, stop, region in self._template_ranges():
-            regions[start:stop] = region
-        regions[self._trained | self._run_mask()] = NO_REGION
+        regions = self._train_generated_tokens()
         self._trained[:1], regions[:1] = False, NO_REGION  # the first token has no prediction
         ends = self._ends
         return {
@@ -128,6 +148,9 @@ class _ConversationTokens:
                 runs.append((low, high, begin))
                 self._ends[low:high] = self.tokens.byte_ends[low:high] + shift
                 self._trained[low:high] = train
+            if high < len(self._starts) and start <= self._starts[high] < stop < self.tokens.byte_ends[high]:
+                shift = first_byte + int(own_byte_of[at]) - start
+                self._tails[high] = int(self._starts[high]) + shift, stop + shift
 
     def _tokens_within(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of tokens in bytes `[start, stop)` of the rendered conversation.
@@ -228,28 +251,127 @@ class _ConversationTokens:
         is_only_one = stop == message + 1 and all(places[at] is not None for parts in ranges for at in parts)
         return int(found[0]) if len(found) == 1 and is_only_one else -1
 
-    # Text that the template writes into trained turns.
+    # Tokens that the assistant generates.
 
-    def _template_ranges(self) -> Iterator[tuple[int, int, int]]:
-        """Yield ranges of tokens that the template writes into trained turns, with their region, in any order."""
-        parts, places = self.conversation.parts, self.rendering.positions
-        for message, start in self.rendering.reply_starts.items():
-            numbers = [at for at in self.conversation.part_ranges[message] if places[at] is not None]
+    def _train_generated_tokens(self) -> NDArray[np.uint8]:
+        """Train the tokens that begin in a part and end in the template's text, and return `template_regions`.
+
+        They are all other tokens that the assistant generates in trained turns.
+        """
+        regions = np.full(len(self._trained), NO_REGION, np.uint8)
+        is_text = self._run_mask()
+        for message in self.rendering.reply_starts:
+            numbers = [at for at in self._part_numbers(message) if self.rendering.positions[at] is not None]
             if not numbers or not self.document.segments[numbers[0]].train:
                 continue
-            if start is not None:
-                yield (
-                    self._token_at(start),
-                    self._first_token(numbers[0]),
-                    self._region_between(None, parts[numbers[0]]),
-                )
-            for at, following in itertools.pairwise(numbers):
-                region = self._region_between(parts[at], parts[following])
-                yield self._token_after(places[at]), self._first_token(following), region
-            end = int(self._end_tokens[self.conversation.part_ranges[message].stop - 1])
-            is_cut = not self.document.is_complete and message == len(self.conversation.messages) - 1
-            if end >= 0 and not is_cut:
-                yield self._token_after(places[numbers[-1]]), end, self._region_between(parts[numbers[-1]], None)
+            low, high = self._generated_range(message, numbers)
+            for at in np.flatnonzero(~self._trained[low:high]) + low:
+                if at in self._tails:
+                    self._trained[at] = self._set_byte_ends(int(at), is_text)
+            others = np.flatnonzero(~(self._trained | is_text)[low:high]) + low
+            if len(others):
+                first, of_bytes = self._byte_regions(message, low, high)
+                starts, stops = self._starts[others], self.tokens.byte_ends[others]
+                regions[others] = first_regions(of_bytes, starts - first, stops - first)
+        return regions
+
+    def _part_numbers(self, message: int) -> range:
+        return self.conversation.part_ranges[message]
+
+    def _set_byte_ends(self, at: int, is_text: NDArray[np.bool_]) -> bool:
+        """Set the byte ends of a token that begins in a part; False if text is missing between it and the text before.
+
+        Its end is that of the part.
+        """
+        begin, end = self._tails[at]
+        if at and not (is_text[at - 1] or at - 1 in self._tails):
+            self._ends[at - 1] = begin
+        if at and self._ends[at - 1] != begin:
+            return False
+        self._ends[at] = end
+        return True
+
+    def _generated_range(self, message: int, numbers: list[int]) -> tuple[int, int]:
+        """Return the range of tokens that the assistant generates in a message.
+
+        Args:
+            message: its index.
+            numbers: the parts of it that have a position.
+        """
+        first, last = (self.rendering.positions[numbers[at]] for at in (0, -1))
+        assert first is not None
+        assert last is not None
+        start = self.rendering.reply_starts[message]
+        low = self._token_at(first.start if start is None else start)
+        end = int(self._end_tokens[self._part_numbers(message).stop - 1])
+        is_last = message == len(self.conversation.messages) - 1
+        if is_last and not self.document.is_complete:
+            stop = int(self._byte_of[last.stop])
+            return low, int(np.searchsorted(self.tokens.byte_ends, stop, side="right"))
+        if end >= 0:
+            return low, end + 1
+        after = self._token_after(last)
+        is_end = np.isin(self.tokens.ids[after:], list(self.tokenizer.turn_end_ids))
+        return low, len(self._starts) if is_last and not is_end.any() else after
+
+    def _byte_regions(self, message: int, low: int, high: int) -> tuple[int, NDArray[np.uint8]]:
+        """Return the first byte of tokens `[low, high)` of a message, and the region of each of their bytes."""
+        first, stop = int(self._starts[low]), int(self.tokens.byte_ends[high - 1])
+        regions = np.full(max(stop - first, 1), MARKUP_REGION, np.uint8)
+        at, before = first, None
+        for number in self._part_numbers(message):
+            if (place := self._byte_range(number)) is None:
+                continue
+            part = self.conversation.parts[number]
+            self._fill_between(regions, first, (at, place[0]), (before, part))
+            regions[max(place[0] - first, 0) : max(place[1] - first, 0)] = region_of_role(part.kind)
+            at, before = place[1], part
+        self._fill_between(regions, first, (at, stop), (before, None))
+        return first, regions
+
+    def _byte_range(self, number: int) -> tuple[int, int] | None:
+        """Return the bytes of a part, or of the special token that is its mark; None if it is omitted."""
+        token, place = int(self._end_tokens[number]), self.rendering.positions[number]
+        if place is not None:
+            return int(self._byte_of[place.start]), int(self._byte_of[place.stop])
+        if token >= 0 and self.conversation.parts[number].kind in MARKS:
+            return int(self._starts[token]), int(self.tokens.byte_ends[token])
+        return None
+
+    def _fill_between(
+        self,
+        regions: NDArray[np.uint8],
+        first: int,
+        between: tuple[int, int],
+        parts: tuple[MessagePart | None, MessagePart | None],
+    ) -> None:
+        """Set the regions of the template's text between two parts.
+
+        Args:
+            regions: uint8, from byte `first` on.
+            first: a byte of the rendered text.
+            between: the range of bytes.
+            parts: the part before it and the part after it; None: there is none.
+        """
+        start, stop = between
+        before, following = parts
+        if following is not None and following.kind in TOOL_PARTS and (before is None or before.kind == REASONING):
+            reasoning_stop = self._reasoning_stop(start, stop)
+            regions[max(start - first, 0) : max(reasoning_stop - first, 0)] = REGIONS.index(REASONING_END)
+            start = reasoning_stop
+        regions[max(start - first, 0) : max(stop - first, 0)] = self._region_between(before, following)
+
+    def _reasoning_stop(self, start: int, stop: int) -> int:
+        """Return the byte where the end of reasoning stops in template text `[start, stop)`; `start` without one.
+
+        It is a mark that `MARKS` does not have, or that follows no reasoning, or a special token that ends a message.
+        """
+        marks = list(_REASONING_END_TEXT.finditer(self._text, start, stop))
+        if marks:
+            return marks[-1].end()
+        at = int(np.searchsorted(self._starts, start))
+        is_end = at < len(self._starts) and int(self.tokens.ids[at]) in self.tokenizer.turn_end_ids
+        return int(self.tokens.byte_ends[at]) if is_end else start
 
     def _first_token(self, number: int) -> int:
         place = self.rendering.positions[number]
@@ -267,7 +389,7 @@ class _ConversationTokens:
             return _TOOL_CALL
         if kinds[0] in (REASONING, REASONING_END):
             return REGIONS.index(REASONING_END)
-        return REGIONS.index(REASONING if kinds[1] == REASONING else MARKUP)
+        return REGIONS.index(REASONING) if kinds[1] == REASONING else MARKUP_REGION
 
 
 def _byte_offsets(text: str) -> NDArray[np.int64]:

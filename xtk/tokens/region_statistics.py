@@ -38,7 +38,7 @@ class RegionStatistics:
         """
         of_bytes, is_trained = byte_regions(document), _trained_bytes(document)
         self.in_data += np.bincount(of_bytes[is_trained], minlength=len(REGIONS))
-        covered = _covered_bytes(document, sequence.byte_ranges()) & is_trained
+        covered = _covered_bytes(document, sequence.byte_ranges(with_borders=True)) & is_trained
         self.trained += np.bincount(of_bytes[covered], minlength=len(REGIONS))
         ends = document.trained_messages
         if not document.is_complete and ends:

@@ -68,7 +68,8 @@ def _with_sampled_tokens(tokenizer: Tokenizer, document: Document, sequence: Tok
     parts = {
         name: getattr(sequence, name) for name in ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens")
     }
-    return TokenSequence(**splice_sampled_tokens(tokenizer, document, sampled, parts), exact=sequence.exact)
+    spliced = splice_sampled_tokens(tokenizer, document, sampled, parts)
+    return TokenSequence(**spliced, exact=sequence.exact, bytes_of=sequence.bytes_of)
 
 
 def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: TokenSequence) -> None:
@@ -188,6 +189,10 @@ def _map_to_document(document: Document, view: _TeacherDocument, sequence: Token
             ends[low - 1] = first
         ends[low:stop] = sequence.byte_ends[low:stop] - shift
         aligned[low:stop] = True
+    for at in np.flatnonzero(sequence.border_mask).tolist():
+        if at and not aligned[at - 1]:
+            ends[at - 1] = sequence.byte_ends[at - 1] - shift
+        ends[at], aligned[at] = sequence.byte_ends[at] - shift, True
     end_tokens = np.full(len(document.segments), -1, np.int32)
     end_tokens[len(end_tokens) - view.num_shared_segments :] = sequence.segment_end_tokens[
         len(sequence.segment_end_tokens) - view.num_shared_segments :
@@ -200,6 +205,7 @@ def _map_to_document(document: Document, view: _TeacherDocument, sequence: Token
         text_runs=np.array(runs, np.int32).reshape(-1, 3),
         segment_end_tokens=end_tokens,
         exact=sequence.exact,
+        bytes_of=sequence.bytes_of,
     )
 
 

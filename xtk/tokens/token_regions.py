@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
-from xtk.tokens.conversation_tokens import END_OF_TURN, MARKUP, NO_REGION, REGIONS, region_of_role
+from xtk.tokens.conversation_tokens import (
+    END_OF_TURN,
+    MARKUP,
+    NO_REGION,
+    REGIONS,
+    first_regions,
+    region_of_role,
+)
 from xtk.tokens.document import Document
 from xtk.tokens.message_parts import CONTENT, REASONING, REASONING_END, TOOL_START
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
@@ -27,8 +34,8 @@ _MARKS = ("</think>", "[/THINK]", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>
 def token_regions(document: Document, sequence: TokenSequence) -> NDArray[np.uint8]:
     """Return the region of each token on which a loss is computed, uint8 [T], indices of `REGIONS`.
 
-    It is the region of the token's last byte. All other tokens have `NO_REGION`. Contents are answers, except for
-    reasoning and tool calls between the marks that models write, such as `</think>` and `<tool_call>`.
+    It is the region in which the token begins, see `first_regions`. All other tokens have `NO_REGION`. Contents are
+    answers, except for reasoning and tool calls between the marks that models write, such as `</think>`.
 
     Args:
         document: the document.
@@ -37,10 +44,8 @@ def token_regions(document: Document, sequence: TokenSequence) -> NDArray[np.uin
     regions, trained = sequence.template_regions.copy(), sequence.train_mask
     of_bytes = byte_regions(document)
     if len(of_bytes):
-        last_bytes = np.clip(sequence.byte_ends - 1, 0, len(of_bytes) - 1)
-        regions[trained] = of_bytes[last_bytes[trained]]
-    elif trained.any():
-        regions[trained] = region_of_role(CONTENT)
+        regions[trained] = first_regions(of_bytes, sequence.byte_starts[trained], sequence.byte_ends[trained])
+    regions[trained & (regions == NO_REGION)] = region_of_role(CONTENT)  # tokens without text
     for end, segment in zip(sequence.segment_end_tokens.tolist(), document.segments, strict=False):
         if end >= 0 and trained[end]:
             is_mark = segment.role in (REASONING_END, TOOL_START)
@@ -49,12 +54,16 @@ def token_regions(document: Document, sequence: TokenSequence) -> NDArray[np.uin
 
 
 def byte_regions(document: Document) -> NDArray[np.uint8]:
-    """Return the region of each byte of a document's text, uint8 [bytes]."""
+    """Return the region of each byte of a document's text, uint8 [bytes]; `NO_REGION` in parts that are not trained."""
     parts = []
     for segment in document.segments:
         size = len(segment.text.encode())
-        regions = np.full(size, region_of_role(segment.role), np.uint8)
-        if segment.role in ("assistant", "completion") and any(mark in segment.text for mark in _MARKS):
+        regions = np.full(size, region_of_role(segment.role) if segment.train else NO_REGION, np.uint8)
+        if (
+            segment.train
+            and segment.role in ("assistant", "completion")
+            and any(mark in segment.text for mark in _MARKS)
+        ):
             for start, stop, role in _parts_of_content(segment.text):
                 first = len(segment.text[:start].encode())
                 regions[first : first + len(segment.text[start:stop].encode())] = region_of_role(role)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -26,7 +27,7 @@ class TokenSequence:
         byte_ends: int32 [T], never decreasing: the byte of the document's text where each token ends. Tokens without
             bytes in it (a start token, template text) have the end of the text before them, except for the last of them
             before a run: its end is the run's start, so that each token starts where the previous one ends (except
-            where a template removed text between two tokens of a content).
+            where a template removed text between two tokens of a content). A token of `border_mask` ends with the part.
         train_mask: bool [T], whether the token is predicted and trained: never the first token, and only tokens of
             trained segments.
         text_runs: int32 [P, 3], ascending: tokens `[start, stop)` cover the text from byte `first` on, without a gap.
@@ -36,6 +37,7 @@ class TokenSequence:
             `NO_REGION` for all others. They have no counterpart in another model, so only losses without a teacher can
             be computed for them, and `train_mask` does not have them.
         exact: whether the tokens' bytes equal the model's input text; False if a normalizer changed it.
+        bytes_of: returns the bytes of a token id; None: they are not known.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class TokenSequence:
         *,
         template_regions: NDArray[np.uint8] | None = None,
         exact: bool = True,
+        bytes_of: Callable[[int], bytes] | None = None,
     ) -> None:
         self.ids, self.byte_ends, self.train_mask, self.text_runs, self.segment_end_tokens = (
             ids,
@@ -57,7 +60,7 @@ class TokenSequence:
             segment_end_tokens,
         )
         self.template_regions = np.full(len(ids), NO_REGION, np.uint8) if template_regions is None else template_regions
-        self.exact = exact
+        self.exact, self.bytes_of = exact, bytes_of
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -65,9 +68,10 @@ class TokenSequence:
     @property
     def text_mask(self) -> NDArray[np.bool_]:
         """The tokens with bytes of the document's text, bool [T]."""
-        mask = np.zeros(len(self.ids), np.bool_)
-        for start, stop, _ in self.text_runs.tolist():
-            mask[start:stop] = True
+        changes = np.zeros(len(self.ids) + 1, np.int32)
+        np.add.at(changes, self.text_runs[:, 0], 1)
+        np.subtract.at(changes, self.text_runs[:, 1], 1)
+        mask: NDArray[np.bool_] = np.cumsum(changes)[:-1] > 0
         return mask
 
     @property
@@ -86,14 +90,54 @@ class TokenSequence:
             self.segment_end_tokens,
             template_regions=template_regions,
             exact=self.exact,
+            bytes_of=self.bytes_of,
         )
+
+    @property
+    def byte_starts(self) -> NDArray[np.int32]:
+        """The byte of the document's text where each token starts, int32 [T]."""
+        starts: NDArray[np.int32] = np.append(np.int32(0), self.byte_ends)[:-1]
+        starts[self.text_runs[:, 0]] = self.text_runs[:, 2]
+        return starts
+
+    @property
+    def border_mask(self) -> NDArray[np.bool_]:
+        """The trained tokens that begin in the text of a part and end in the template's text after it, bool [T]."""
+        mask: NDArray[np.bool_] = self._trained_without_text & (np.diff(self.byte_ends, prepend=0) > 0)
+        return mask
 
     @property
     def undecodable_mask(self) -> NDArray[np.bool_]:
         """The trained tokens without text, bool [T]: sampled tokens from the first invalid UTF-8 byte on."""
+        mask: NDArray[np.bool_] = self._trained_without_text & (np.diff(self.byte_ends, prepend=0) == 0)
+        return mask
+
+    @property
+    def _trained_without_text(self) -> NDArray[np.bool_]:
         mask: NDArray[np.bool_] = self.train_mask & ~self.text_mask & (self.template_regions == NO_REGION)
         mask[self.segment_end_tokens[self.segment_end_tokens >= 0]] = False
         return mask
+
+    def runs_with_borders(self) -> NDArray[np.int32]:
+        """Return `text_runs` in which the tokens of `border_mask` are the last ones of runs; they end with the part."""
+        borders = np.flatnonzero(self.border_mask)
+        if not len(borders):
+            return self.text_runs
+        runs = self.text_runs.copy()
+        at = np.searchsorted(runs[:, 1], borders)
+        follows = np.append(runs[:, 1], -1)[at] == borders
+        runs[at[follows], 1] += 1
+        alone = borders[~follows]
+        added = np.column_stack([alone, alone + 1, np.append(np.int32(0), self.byte_ends)[alone]])
+        runs = np.concatenate([runs, added.astype(np.int32)])
+        return runs[np.argsort(runs[:, 0])]
+
+    def bytes_after_part(self, token: int) -> bytes | None:
+        """Return the bytes of a token of `border_mask` that are the template's; None if they are not known."""
+        if self.bytes_of is None or not self.exact:
+            return None
+        size = int(self.byte_ends[token]) - int(self.byte_ends[token - 1] if token else 0)
+        return self.bytes_of(int(self.ids[token]))[size:]
 
     def whitespace_mask(self, text: str) -> NDArray[np.bool_]:
         """Return bool [T], the tokens whose bytes in the document's text are all spaces, tabs or newlines.
@@ -102,16 +146,20 @@ class TokenSequence:
             text: the document's text.
         """
         others = np.append(0, np.cumsum(~_IS_WHITESPACE[np.frombuffer(text.encode(), np.uint8)]))
-        starts = np.append(0, self.byte_ends)[:-1].astype(np.int64)
-        starts[self.text_runs[:, 0]] = self.text_runs[:, 2]
+        starts = self.byte_starts
         stops = np.maximum(self.byte_ends, starts)
         mask: NDArray[np.bool_] = self.text_mask & (stops > starts) & (others[stops] == others[starts])
         return mask
 
-    def byte_ranges(self) -> NDArray[np.int32]:
-        """Return int32 [P, 2], the bytes `[start, stop)` of the text that each run covers."""
-        starts = self.text_runs[:, 2]
-        return np.column_stack([starts, np.maximum(self.byte_ends[self.text_runs[:, 1] - 1], starts)])
+    def byte_ranges(self, *, with_borders: bool = False) -> NDArray[np.int32]:
+        """Return int32 [P, 2], the bytes `[start, stop)` of the text that each run covers.
+
+        Args:
+            with_borders: whether the tokens of `border_mask` belong to the runs.
+        """
+        runs = self.runs_with_borders() if with_borders else self.text_runs
+        starts = runs[:, 2]
+        return np.column_stack([starts, np.maximum(self.byte_ends[runs[:, 1] - 1], starts)])
 
     def encoded_run(self, number: int) -> EncodedText:
         """Return the tokens of one run, with ends in bytes of the document's text."""
@@ -133,6 +181,7 @@ class TokenSequence:
             end_tokens,
             template_regions=self.template_regions[:length],
             exact=self.exact,
+            bytes_of=self.bytes_of,
         )
 
 
@@ -160,7 +209,10 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
         if sampled is not None
         else _sequence_from_text(tokenizer, document, next(encoded))
         if document.conversation is None
-        else TokenSequence(**sequence_fields_from_rendering(tokenizer, document, *next(rendered)))
+        else TokenSequence(
+            **sequence_fields_from_rendering(tokenizer, document, *next(rendered)),
+            bytes_of=tokenizer.vocabulary.bytes_of,
+        )
         for document, sampled in zip(documents, own, strict=True)
     ]
 
@@ -192,7 +244,12 @@ def _sequence_from_text(tokenizer: Tokenizer, document: Document, tokens: Encode
 
 
 def count_preserved_bytes(
-    document: Document, sequence: TokenSequence, *, start: int = 0, with_marks: bool = False
+    document: Document,
+    sequence: TokenSequence,
+    *,
+    start: int = 0,
+    with_marks: bool = False,
+    with_borders: bool = False,
 ) -> int:
     """Return the number of bytes of a document's trained text, from `start` on, that are unchanged in the sequence.
 
@@ -201,8 +258,9 @@ def count_preserved_bytes(
         sequence: its tokens.
         start: first byte to count.
         with_marks: count also marks of reasoning and tool calls that are text in this tokenizer.
+        with_borders: count also bytes of tokens that end in the template's text.
     """
-    ranges = sequence.byte_ranges()
+    ranges = sequence.byte_ranges(with_borders=with_borders)
     total = first = 0
     for segment in document.segments:
         stop = first + len(segment.text.encode())
@@ -216,13 +274,12 @@ def count_preserved_bytes(
 def count_lost_bytes(document: Document, sequence: TokenSequence) -> int:
     """Return the number of bytes of a document's trained text that are not unchanged in the sequence.
 
-    A chat template may drop or change contents (reasoning blocks, white space at their ends), and a token may contain
-    both the end of a content and the start of the template's text after it.
+    A chat template may drop or change contents (reasoning blocks, white space at their ends).
     """
     trained = sum(
         len(segment.text.encode()) for segment in document.segments if segment.train and segment.role not in MARKS
     )
-    return trained - count_preserved_bytes(document, sequence)
+    return trained - count_preserved_bytes(document, sequence, with_borders=True)
 
 
 def format_lost_bytes(counts: SequenceOf[int]) -> str:
@@ -230,6 +287,5 @@ def format_lost_bytes(counts: SequenceOf[int]) -> str:
     rewritten = [count for count in counts if count]
     return (
         f"{sum(rewritten):,} bytes of trained text in {len(rewritten):,} of {len(counts):,} checked conversations are "
-        "not trained: the chat template drops or changes them (reasoning, white space), or they share a token with "
-        "the template's text"
+        "not trained: the chat template drops or changes them (reasoning, white space)"
     )
