@@ -24,6 +24,7 @@ from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences, separate_added_spaces
 from xtk.tokens.conversation_tokens import MARKUP, REGIONS
 from xtk.tokens.document import Document
+from xtk.tokens.teacher_tokenization import teacher_views
 from xtk.tokens.token_regions import RegionWeights, token_regions
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
@@ -260,6 +261,20 @@ def test_distillation_takes_tokens_at_the_end_of_a_part_only_if_all_of_their_byt
             assert set(np.flatnonzero(own.border_mask)) <= set(spans[:, 1] - 1)
     assert (borders > 0) == (student_name not in WITHOUT_BORDERS)
     assert compared <= borders
+
+
+def test_teacher_with_another_prompt_scores_tokens_at_the_end_of_a_part(families):
+    family = families("qwen2_5", "merging")
+    document = Document.from_messages(CASES["call that ends with a number"])
+    prompted = document.with_teacher_prompt([{"role": "user", "content": "Weather in Paris? It needs a tool."}])
+    (own,), ((_, other),) = tokenize_documents(family.xtk, [document]), teacher_views(family.xtk, [prompted])
+    spans = align_sequences(own, other)
+    borders = np.flatnonzero(own.border_mask).tolist()
+    assert borders
+    for border in borders:
+        ((start, stop),) = spans[spans[:, 1] - 1 == border, 2:].tolist()
+        assert token_bytes(family, other, start, stop).endswith(token_bytes(family, own, border, border + 1))
+        assert other.train_mask[start:stop].all()
 
 
 def write_model(tokenizer: Path, folder: Path) -> Path:
