@@ -105,7 +105,7 @@ class _DeviceNames(TorchFunctionMode):
             return args[0].inner.tolist()
         if func in (torch.tensor, torch.as_tensor) and _is_cuda(kwargs.get("device")):
             self._owner.count(UPLOAD, str(func))
-            return to_device(func(*args, **{name: one for name, one in kwargs.items() if name != "device"}))
+            return _wrapped(func(*args, **{name: one for name, one in kwargs.items() if name != "device"}))
         args, kwargs = tree_map(lambda one: META if _is_cuda(one) else one, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -113,14 +113,20 @@ class _DeviceNames(TorchFunctionMode):
 class SimulatedCuda(TorchDispatchMode):
     """Context in which `torch.device("cuda")` is simulated.
 
+    Args:
+        only_as_on_a_gpu: tensors reach the device by torch's own calls; `to_device`, which a GPU does not have, fails.
+
     Attributes:
         waits: number of times the host waited, by kind.
         wait_locations: the same by line of code.
         pinned: pinned tensors by the address of their memory.
     """
 
-    def __init__(self) -> None:
+    forbids_to_device = False  # that of the context that is entered
+
+    def __init__(self, *, only_as_on_a_gpu: bool = False) -> None:
         super().__init__()
+        self._only_as_on_a_gpu = only_as_on_a_gpu
         self.waits: collections.Counter[str] = collections.Counter()
         self.wait_locations: collections.Counter[str] = collections.Counter()
         self.pinned: dict[int, Tensor] = {}
@@ -131,6 +137,7 @@ class SimulatedCuda(TorchDispatchMode):
         # On a real GPU, too, the state of the random generator is on the host.
         self._patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(0, dtype=torch.uint8))
         self._patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
+        self._patch.setattr(SimulatedCuda, "forbids_to_device", self._only_as_on_a_gpu)
         super().__enter__()
         self._names.__enter__()
         return self
@@ -167,7 +174,7 @@ class SimulatedCuda(TorchDispatchMode):
             return output.clone() if output is plain_args[0] else output
         if func is aten.copy_.default and not isinstance(args[0], SimulatedTensor):
             return args[0]
-        output = tree_map(lambda one: to_device(one) if isinstance(one, Tensor) else one, output)
+        output = tree_map(lambda one: _wrapped(one) if isinstance(one, Tensor) else one, output)
         return return_and_correct_aliasing(func, args, kwargs, output) if device_tensors else output
 
     def _check(self, func: Any, leaves: list[Any], device_tensors: list[Tensor], args: Any, kwargs: Any) -> None:
@@ -204,8 +211,9 @@ class SimulatedCuda(TorchDispatchMode):
 
 
 def to_device(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor on the simulated device."""
-    return tensor if isinstance(tensor, SimulatedTensor) else SimulatedTensor(tensor)
+    """Return a CPU tensor on the simulated device, without counting a copy."""
+    assert not SimulatedCuda.forbids_to_device, "a test that also runs on a GPU cannot use `to_device`"
+    return _wrapped(tensor)
 
 
 def move_to_device(model: nn.Module) -> nn.Module:
@@ -227,6 +235,10 @@ def move_to_device(model: nn.Module) -> nn.Module:
 def to_host(tensor: Tensor) -> Tensor:
     """Return the CPU tensor inside of a tensor on the simulated device."""
     return tensor.inner if isinstance(tensor, SimulatedTensor) else tensor
+
+
+def _wrapped(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, SimulatedTensor) else SimulatedTensor(tensor)
 
 
 def _is_cuda(value: Any) -> bool:

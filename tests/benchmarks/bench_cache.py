@@ -1,14 +1,17 @@
 """`cache-teacher` compared with the bare forward passes of the same batches.
 
 The teacher: a Qwen3 of 12 layers, H = 1,024, U = 151,936, fp32 (on a GPU 28 layers, bf16), with random weights, which
-do not affect the time.
-Forward passes alone return logits [B, S, U]; the cache adds the top 64, remainder, observed token and entropy of every
-position, and writes the shard. Runs alternate, median of 3.
+do not affect the time. Forward passes alone return logits [B, S, U]; the cache is that of `cache-teacher` with its
+default options, without the plan that comes first: documents are read and tokenized, 16 tokens and 16 samples per
+position are scored, and the shards are quantized and written. Runs alternate, median of 3.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -18,26 +21,47 @@ import torch
 from measurement import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.storage_folders import LocalFolder
+from xtk.artifacts.cache_writer import mark_cache_unfinished
+from xtk.artifacts.corpus_reader import Corpus
+from xtk.artifacts.storage_folders import open_folder
 from xtk.models.causal_lm import silence_transformers
-from xtk.teachers.backend_interface import TeacherConfig
-from xtk.teachers.transformers import TransformersTeacher, batches_by_length
+from xtk.teachers.cache_build_config import (
+    CacheRequest,
+    make_cache_header,
+    make_vocabulary_order,
+    open_teacher,
+    sharding_options,
+)
+from xtk.teachers.cache_shard_planning import make_shard_plan
+from xtk.teachers.cache_shard_writing import CacheJob, write_shards
+from xtk.teachers.transformers import batches_by_length
 from xtk.tokens.document import Document
-from xtk.tokens.teacher_logprobs import Support
+from xtk.tokens.teacher_logprobs import make_support
 from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
-TOP_K, REPEATS = 64, 3
+REPEATS = 3
 CUDA = torch.cuda.is_available()
+
+
+def make_job(folder: Path, texts: list[str], dtype: str, batch_tokens: int) -> CacheJob:
+    """Return the job of a cache with the default support and precision."""
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = Corpus((str(folder / "data.jsonl"),))
+    teacher = folder / "teacher"
+    request = CacheRequest(teacher, "teacher", make_support(""), dtype=dtype, batch_tokens=batch_tokens)
+    tokenizer, sharding = Tokenizer(teacher), sharding_options(request)
+    plan = make_shard_plan(sharding, corpus, tokenizer)
+    order = make_vocabulary_order(request, tokenizer, plan)
+    header = make_cache_header(request, tokenizer, plan, order)
+    return CacheJob(request, corpus, folder / "cache", sharding, plan, header, order)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=256 if CUDA else 8)
-    parser.add_argument("--batch-tokens", type=int, default=16384 if CUDA else 1024)
+    parser.add_argument("--documents", type=int, default=768 if CUDA else 8)
+    parser.add_argument("--batch-tokens", type=int, default=8192 if CUDA else 1024)
     parser.add_argument("--dtype", default="bfloat16" if CUDA else "float32")
     parser.add_argument("--layers", type=int, default=28 if CUDA else 12)
     args = parser.parse_args()
@@ -48,13 +72,11 @@ def main() -> None:
     model_config = Qwen3Config(**shape, vocab_size=151936, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True)
     with tempfile.TemporaryDirectory() as name:
         folder = model_folder(Path(name) / "teacher", "qwen", Qwen3ForCausalLM(model_config))
-        documents = [Document.from_text(text) for text in gsm8k(args.documents)]
-        tokens = tokenize_documents(Tokenizer(folder), documents)
-        support = Support("top-k", top_k=TOP_K)
-        teacher_config = TeacherConfig(folder, name, Tokenizer(folder), args.dtype, args.batch_tokens, support=support)
-        teacher = TransformersTeacher(teacher_config)
-        header = {"codec": {"name": "raw", "num_samples": 0, "num_sample_sets": 0}}
-        writer = ShardedCacheWriter(LocalFolder(Path(name) / "cache"), header, [len(documents)])
+        texts, numbers = gsm8k(args.documents), itertools.count()
+        job = make_job(Path(name), texts, args.dtype, args.batch_tokens)
+        tokenizer = Tokenizer(folder)
+        teacher = open_teacher(job.request, tokenizer)
+        tokens = tokenize_documents(tokenizer, [Document.from_text(text) for text in texts])
         batches = []
         for batch in batches_by_length([len(document) for document in tokens], args.batch_tokens):
             ids = torch.zeros(len(batch), max(len(tokens[at]) for at in batch), dtype=torch.int64)
@@ -70,8 +92,10 @@ def main() -> None:
                 torch.cuda.synchronize()
 
         def cache() -> None:
-            scores = teacher.score(tokens)
-            writer.write_shard(0, [ScoredDocument(*row) for row in zip(documents, tokens, scores, strict=True)])
+            output = Path(name) / f"cache-{next(numbers)}"
+            mark_cache_unfinished(open_folder(output))
+            shards = list(range(len(job.plan.shards)))
+            assert len(list(write_shards(dataclasses.replace(job, location=output), teacher, tokenizer, shards))) > 0
 
         seconds: dict[str, list[float]] = {"bare": [], "cache": []}
         for _ in range(REPEATS + 1):

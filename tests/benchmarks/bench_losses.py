@@ -1,16 +1,18 @@
 """Cost of the losses: data loader, memory of the fused head, time relative to cross-entropy, a dense W, and TRL.
 
     python tests/benchmarks/bench_losses.py [cells] [memory] [time] [dense] [trl] [--rows N] [--hidden H] [--rounds R]
-        [--losses NAME ...] [--memory-rows N ...] [--dtype float32|bfloat16]
+        [--losses NAME ...] [--memory-rows N ...] [--dtype float32|bfloat16|mixed]
 
 GSM8K, tokenized by the real tokenizers of Llama 3 (student, V = 128,256) and Qwen (teacher); supports of 64 tokens and
 a remainder, half of them tokens with the same first bytes as the observed one. On CUDA if it is available: then
-N = 8,192, bf16, Liger's cross-entropy and `max_memory_allocated`. On a CPU N = 256 and fp32: few CPUs multiply bf16 in
-hardware. Times are medians, and ratios are of one repetition each, since all functions alternate. On a CPU they are CPU
-seconds of one thread, which other load on the machine hardly affects.
+N = 8,192, `--dtype mixed` (fp32 weights and gradients, products in bf16, as with `distill --mixed-precision bf16`),
+Liger's cross-entropy and `max_memory_allocated`. On a CPU N = 256 and fp32: few CPUs multiply bf16 in hardware. Times
+are medians, and ratios are of one repetition each, since all functions alternate. On a CPU they are CPU seconds of one
+thread, which other load on the machine hardly affects.
 
-Memory on a CPU is the allocator's trace (every block that torch allocates or frees), of a bf16 head, beyond inputs and
-their gradients. Arithmetic on whole chunks is skipped during the trace: it does not change which blocks are allocated.
+Memory is that of a bf16 head, or with `--dtype mixed` of an fp32 head, beyond inputs and their gradients. On a CPU it
+is the allocator's trace (every block that torch allocates or frees). Arithmetic on whole chunks is skipped during the
+trace: it does not change which blocks are allocated.
 """
 
 from __future__ import annotations
@@ -141,48 +143,61 @@ class LossBenchmark:
         return term.to(DEVICE, 1 / max(1, term.num_items))
 
 
-def random_head(rows: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return hidden states and the matrix of an output head, both trainable."""
+def random_head(rows: int, hidden: int, width: int, dtype_name: str) -> tuple[Tensor, Tensor]:
+    """Return hidden states and the matrix of an output head, both trainable; "mixed": both fp32."""
     torch.manual_seed(0)
+    dtype = torch.float32 if dtype_name == "mixed" else getattr(torch, dtype_name)
     states = torch.randn(rows, hidden, dtype=dtype, device=DEVICE)
     weight = torch.randn(width, hidden, dtype=dtype, device=DEVICE).mul_(hidden**-0.5)
     return states.requires_grad_(), weight.requires_grad_()
 
 
-def step_of(term: LossCells, states: Tensor, weight: Tensor) -> Callable[[], None]:
+def autocast(dtype_name: str) -> torch.autocast:
+    """Return the context in which a step of this dtype runs."""
+    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype_name == "mixed")
+
+
+def step_of(term: LossCells, states: Tensor, weight: Tensor, dtype_name: str = "") -> Callable[[], None]:
     """Return a function that runs one forward and backward pass of a loss."""
 
     def step() -> None:
         states.grad = weight.grad = None
-        fused_loss(states, OutputHead(weight), [term], chunk_rows(len(weight)))[0].backward()
+        with autocast(dtype_name):
+            total, _ = fused_loss(states, OutputHead(weight), [term], chunk_rows(len(weight)))
+        total.backward()
 
     return step
 
 
-def chunked_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], None]:
+def chunked_ce(targets: Tensor, states: Tensor, weight: Tensor, dtype_name: str) -> Callable[[], None]:
     """Return a minimal cross-entropy step: three matrix products per chunk and a softmax in place."""
     chunk = chunk_rows(len(weight))
-    memory = torch.empty(min(chunk, len(states)), len(weight), dtype=states.dtype, device=DEVICE)
+    compute = torch.bfloat16 if dtype_name == "mixed" else states.dtype
+    memory = torch.empty(min(chunk, len(states)), len(weight), dtype=compute, device=DEVICE)
 
     @torch.no_grad()
     def step() -> None:
         states.grad, weight.grad = torch.empty_like(states), torch.zeros_like(weight)
-        total = torch.zeros((), device=DEVICE)
+        total, matrix = torch.zeros((), device=DEVICE), weight.to(compute)
         for start in range(0, len(states), chunk):
-            rows, chunk_targets = states[start : start + chunk], targets[start : start + chunk, None]
-            logits = torch.mm(rows, weight.T, out=memory[: len(rows)])
+            rows, chunk_targets = states[start : start + chunk].to(compute), targets[start : start + chunk, None]
+            logits = torch.mm(rows, matrix.T, out=memory[: len(rows)])
             target_logits = logits.gather(1, chunk_targets)
             maxima = logits.amax(1, keepdim=True)
             sums = logits.sub_(maxima).exp_().sum(1, keepdim=True)
             total += (sums.log() + maxima - target_logits).sum()
             logits.div_(sums).scatter_add_(1, chunk_targets, torch.full_like(target_logits, -1))
-            torch.mm(logits, weight, out=states.grad[start : start + chunk])
-            weight.grad.addmm_(logits.T, rows)
+            if compute == states.dtype:
+                torch.mm(logits, matrix, out=states.grad[start : start + chunk])
+                weight.grad.addmm_(logits.T, rows)
+            else:
+                states.grad[start : start + chunk] = logits @ matrix
+                weight.grad.add_(logits.T @ rows)
 
     return step
 
 
-def liger_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], None] | None:
+def liger_ce(targets: Tensor, states: Tensor, weight: Tensor, dtype_name: str) -> Callable[[], None] | None:
     """Return a step of Liger's fused linear cross-entropy, or None if it is not installed."""
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -192,7 +207,9 @@ def liger_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], No
 
     def step() -> None:
         states.grad = weight.grad = None
-        loss(weight, states, targets).backward()
+        with autocast(dtype_name):
+            total = loss(weight, states, targets)
+        total.backward()
 
     return step
 
@@ -274,8 +291,9 @@ def measure_memory(options: argparse.Namespace) -> Iterator[Row]:
     for count in options.memory_rows:
         bench = LossBenchmark(count)
         for name in options.losses:
-            states, weight = random_head(bench.rows, options.hidden, bench.width, torch.bfloat16)
-            step = step_of(bench.term(name), states, weight)
+            dtype_name = "mixed" if options.dtype == "mixed" else "bfloat16"
+            states, weight = random_head(bench.rows, options.hidden, bench.width, dtype_name)
+            step = step_of(bench.term(name), states, weight, dtype_name)
             if DEVICE.type == "cuda":
                 peak = peak_bytes(step)
             else:
@@ -289,15 +307,15 @@ def measure_time(options: argparse.Namespace) -> list[Row]:
     """Return rows with the time of forward and backward of each loss, relative to cross-entropy."""
     torch.set_num_threads(1)
     bench = LossBenchmark(options.rows)
-    states, weight = random_head(bench.rows, options.hidden, bench.width, getattr(torch, options.dtype))
+    states, weight = random_head(bench.rows, options.hidden, bench.width, options.dtype)
     targets = torch.from_numpy(bench.cross_tokenizer.student_ids[bench.cross_tokenizer.positions + 1].astype(np.int64))
     targets = targets.to(DEVICE)
-    functions = {"own chunked cross-entropy": chunked_ce(targets, states, weight)}
-    liger = liger_ce(targets, states, weight) if DEVICE.type == "cuda" else None
+    functions = {"own chunked cross-entropy": chunked_ce(targets, states, weight, options.dtype)}
+    liger = liger_ce(targets, states, weight, options.dtype) if DEVICE.type == "cuda" else None
     if liger is not None:
         functions = {"Liger's cross-entropy": liger}
     (baseline,) = functions
-    functions |= {name: step_of(bench.term(name), states, weight) for name in options.losses}
+    functions |= {name: step_of(bench.term(name), states, weight, options.dtype) for name in options.losses}
     seconds = in_turns(functions, options.rounds)
     shape = f"N = {bench.rows:,}, H = {options.hidden:,}, {options.dtype}"
     kilo = 1e3 / bench.rows
@@ -342,7 +360,7 @@ def measure_dense(options: argparse.Namespace) -> list[Row]:
     tokens = np.zeros(count + 1, np.int32)
     example = LossInputs(tokens, np.arange(count), spans, tokens, teacher_logprobs)
     cells = load_registered(LOSSES, "p-kl", "loss")().build_cells(example, projection.columns)
-    states, weight = random_head(count, hidden, width, torch.float32)
+    states, weight = random_head(count, hidden, width, "float32")
     sparse = step_of(cells.to(DEVICE, 1.0), states, weight)
     targets, columns = torch.from_numpy(probs).to(DEVICE), torch.from_numpy(ids.astype(np.int64)).to(DEVICE)
     matrix = torch.zeros(width, width, device=DEVICE)
@@ -397,7 +415,7 @@ def measure_trl(options: argparse.Namespace) -> list[Row]:
     torch.set_num_threads(1)
     bench = LossBenchmark(options.rows)
     count = bench.rows
-    states, weight = random_head(count, options.hidden, bench.width, getattr(torch, options.dtype))
+    states, weight = random_head(count, options.hidden, bench.width, options.dtype)
     teacher = torch.randn(1, count, bench.width, dtype=states.dtype, device=DEVICE)
     ids = torch.from_numpy(bench.cross_tokenizer.student_ids[bench.cross_tokenizer.positions].astype(np.int64))[
         None
@@ -418,18 +436,20 @@ def measure_trl(options: argparse.Namespace) -> list[Row]:
     def step_with(loss: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         def step() -> None:
             states.grad = weight.grad = None
-            loss((states @ weight.T)[None]).sum().backward()
+            with autocast(options.dtype):
+                total = loss((states @ weight.T)[None]).sum()
+            total.backward()
 
         return step
 
     functions = {
-        "jsd": step_of(bench.term("jsd"), states, weight),
-        "byte-kl": step_of(bench.term("byte-kl"), states, weight),
+        "jsd": step_of(bench.term("jsd"), states, weight, options.dtype),
+        "byte-kl": step_of(bench.term("byte-kl"), states, weight, options.dtype),
         "TRL's JSD": step_with(lambda logits: GOLDTrainer.generalized_jsd_loss(logits, teacher)),
         "TRL's GOLD": step_with(lambda logits: gold(logits, teacher, ids, ids, ids, ids)),
     }
     if "gold" in LOSSES:
-        functions["gold"] = step_of(bench.term("gold"), states, weight)
+        functions["gold"] = step_of(bench.term("gold"), states, weight, options.dtype)
     seconds, rows = in_turns(functions, options.rounds), list[Row]()
     for name, function in functions.items():
         states.grad = weight.grad = None
@@ -457,7 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory-rows", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "mixed"), default="mixed" if cuda else "float32")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES))
     options = parser.parse_args(arguments)
     rows: list[Row] = []

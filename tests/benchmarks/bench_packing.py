@@ -5,7 +5,8 @@
 A Llama of 8 layers, H = 512, V = 4,096, trained with cross-entropy; Llama 3's tokens, modulo V. Padded: batches of
 documents in their original order, as a collator pads them; and the same documents sorted by length, split into passes
 of 8, as with `distill --no-packing`. Runs alternate; medians of the ratios of single repetitions; on a CPU, CPU time
-with one thread. Also one layer's attention, forward and backward, with documents as splits and as slices of the row.
+with one thread; on a GPU in bf16 (`--mixed-precision bf16`). Also one layer's attention, forward and backward, with
+documents as splits and as slices of the row.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.data_sources import TextSource
 from xtk.training.micro_batches import BatchBuilder, MicroBatch
+from xtk.training.student_generator import autocast
 from xtk.training.student_with_losses import StudentWithLoss
 
 V = 4096
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MIXED_PRECISION = "bf16" if DEVICE.type == "cuda" else "no"
 
 
 def clock() -> float:
@@ -57,14 +60,18 @@ def step_of(student: StudentWithLoss, batches: list[MicroBatch]) -> Callable[[],
             ]
             packed = None if batch.document_lengths is None else PackedSequence(batch.document_lengths)
             ids = torch.from_numpy(batch.input_ids % V).to(DEVICE)
-            student(ids, batch.loss_positions, terms, packed)[0].backward()
+            with autocast(MIXED_PRECISION, DEVICE):
+                total, _ = student(ids, batch.loss_positions, terms, packed)
+            total.backward()
 
     return step
 
 
 def split_over_slices(count: int, length: int) -> float:
     """Return the ratio of the time of a layer's attention with documents as slices of the row to that with splits."""
-    query, key, value = (torch.randn(1, 9, count * length, 64, device=DEVICE, requires_grad=True) for _ in range(3))
+    dtype = torch.bfloat16 if MIXED_PRECISION == "bf16" else torch.float32
+    shape, options = (1, 9, count * length, 64), {"device": DEVICE, "dtype": dtype, "requires_grad": True}
+    query, key, value = (torch.randn(*shape, **options) for _ in range(3))
     row = PackedSequence((length,) * count)
     layer = torch.nn.Module()
     layer.is_causal = True  # type: ignore[assignment]

@@ -4,8 +4,9 @@
 
 A step is a process with a time limit. After each step, JSON lines are added to the output: one for each number that
 it printed, and one with its status; an interrupted session keeps the results so far. `--dry-run` runs all steps on the
-CPU at toy size, with six times the limits. This file needs only Python; if a step needs a package that is not
-installed, that is recorded, and the step is skipped.
+CPU at toy size, with six times the limits. This file needs only Python, and a session only the checkout and the
+packages below: its data are made from Python's standard library. If a step needs a package that is not installed, that
+is recorded, and the step is skipped.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 BENCHMARKS = "tests/benchmarks"
+DATA = ROOT / "build" / "gpu-data"
 PART_SECONDS = 540.0
 DRY_RUN_FACTOR = 6.0  # the time limits are for a GPU
 MIN_STEP_SECONDS = 10.0  # with less time left in a part, a step is not started
 TAIL_LINES = 20  # last lines of a step that did not pass
 REQUIRED_PACKAGES = (
-    "torch", "transformers", "accelerate", "pyarrow", "numba", "safetensors", "tokenizers", "datasets", "xxhash",
+    "torch", "transformers", "accelerate", "pyarrow", "numba", "safetensors", "tokenizers", "xxhash",
     "typer", "rich", "yaml", "httpx", "jinja2", "fsspec", "pytest", "hypothesis",
 )  # fmt: skip
 
@@ -45,7 +47,7 @@ class Step:
     Attributes:
         name: its name in the results.
         part: 1, 2 or 3; the most important steps come first.
-        seconds: time limit.
+        seconds: time limit; also, a step ends with its part.
         command: arguments of Python.
         dry_command: the same at toy size; (): `command`.
         needs: modules, or paths below the repository, without which the step is skipped.
@@ -72,16 +74,17 @@ def _bench(name: str, *options: str) -> tuple[str, ...]:
 _TOY_LOSSES = ("--rows", "64", "--hidden", "32", "--rounds", "1", "--losses", "ce", "byte-kl")
 _SPARSE = ("--losses", "ce", "p-kl", "boundary-kl", "byte-kl", "alm")
 
+DATA_STEP = Step("data", 0, 120, ("tests/gpu/standard_library_data.py", str(DATA)))  # before the benchmarks of a part
 STEPS = (
     # Correctness.
-    Step("losses against fp64", 1, 120, _tests("losses")),
-    Step("gradients of passes", 1, 90, _tests("gradients")),
-    Step("host waits of a step", 1, 50, _tests("waits")),
-    Step("teacher's log-probabilities", 1, 50, _tests("teacher")),
-    Step("bf16", 1, 50, _tests("bf16")),
-    Step("exact resume", 1, 90, _tests("resume")),
-    Step("offloading", 1, 50, _tests("offload")),
-    Step("Triton kernels", 1, 40,
+    Step("losses against fp64", 1, 240, _tests("losses")),
+    Step("gradients of passes", 1, 180, _tests("gradients")),
+    Step("host waits of a step", 1, 100, _tests("waits")),
+    Step("teacher's log-probabilities", 1, 100, _tests("teacher")),
+    Step("bf16", 1, 100, _tests("bf16")),
+    Step("exact resume", 1, 180, _tests("resume")),
+    Step("offloading", 1, 100, _tests("offload")),
+    Step("Triton kernels", 1, 80,
          ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/losses/test_triton_kernels.py"),
          needs=("triton",)),
     # Time and memory.
@@ -96,7 +99,7 @@ STEPS = (
     Step("the same with Triton kernels", 3, 50,
          _bench("losses", "time", "--hidden", "2048", "--rounds", "3", "--losses", "ce", "p-kl", "byte-kl"),
          _bench("losses", "time", *_TOY_LOSSES), needs=("triton",), variables=(("XTK_TRITON", "1"),)),
-    Step("cache-teacher over the forward pass", 3, 70, _bench("cache"),
+    Step("cache-teacher over the forward pass", 3, 120, _bench("cache"),
          _bench("cache", "--documents", "2", "--layers", "1")),
     Step("distill over a bare loop, idle time", 3, 100, _bench("training_loop", "--only", "large", "--steps", "12"),
          _bench("training_loop", "--only", "small", "--steps", "3")),
@@ -156,7 +159,8 @@ def take_step(step: Step, seconds: float, results: Results, *, dry_run: bool) ->
         return "skipped"
     command = [sys.executable, *((step.dry_command or step.command) if dry_run else step.command)]
     path = os.pathsep.join([str(ROOT), str(ROOT / BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **dict(step.variables)}
+    env = {**os.environ, "PYTHONPATH": path, "XTK_DATA": str(DATA), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    env |= dict(step.variables)
     if dry_run:
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     results.add(step=step.name, part=step.part, status="started", command=" ".join(command[1:]))
@@ -211,15 +215,20 @@ def device() -> dict[str, str]:
     )
 
 
+def steps_of(part: int, steps: Sequence[Step]) -> list[Step]:
+    """Return the steps of a part; if there are benchmarks, after the step that writes their data."""
+    chosen = [step for step in steps if step.part == part]
+    uses_data = any(step.command[0].startswith(BENCHMARKS) for step in chosen)
+    return [replace(DATA_STEP, part=part), *chosen] if uses_data else chosen
+
+
 def run_parts(parts: Sequence[int], steps: Sequence[Step], results: Results, *, dry_run: bool) -> int:
     """Run the steps of some parts; return the number of steps that did not pass, or had no time left."""
     not_passed = 0
     factor = DRY_RUN_FACTOR if dry_run else 1.0
     for part in parts:
         deadline = time.monotonic() + factor * PART_SECONDS
-        for step in steps:
-            if step.part != part:
-                continue
+        for step in steps_of(part, steps):
             remaining = deadline - time.monotonic()
             if remaining < MIN_STEP_SECONDS:
                 results.add(step=step.name, part=part, status="skipped", reason="no time is left in this part")
@@ -251,8 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if packages or (not args.dry_run and device_info["device"] in ("", "cpu")):
         sys.stderr.write(
             f"{'Python packages are missing: ' + ', '.join(packages) if packages else 'torch finds no CUDA device'}\n"
-            "  needed: a GPU, a CUDA build of torch (pip installs it on a machine with a GPU), xtk's dependencies and\n"
-            "  pytest and hypothesis; XTK_DATA for the benchmarks with real tokenizers; vllm is optional\n"
+            "  needed: a GPU, a CUDA build of torch (pip installs it on a machine with a GPU), xtk's dependencies but\n"
+            "  datasets, and pytest and hypothesis; vllm is optional\n"
             "  try: pip install '.[dev]', or --dry-run for the CPU\n"
         )
         return 2

@@ -1,4 +1,4 @@
-"""Losses, gradients, host waits, teacher, bf16, resume and offload on a GPU; without one, on the CPU.
+"""Losses, gradients, host waits, teacher, bf16, resume and offload on a GPU; without one, losses on a simulated GPU.
 
 `tests/gpu/gpu_session.py` runs these tests on a GPU, group by group: -k losses, gradients, waits, teacher, bf16,
 resume, offload. Reductions on a GPU add in a different order each time, so runs are not compared bit for bit there.
@@ -6,6 +6,7 @@ resume, offload. Reductions on a GPU add in a different order each time, so runs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -28,13 +29,18 @@ from xtk.training import student_with_losses
 sys.path.insert(0, str(Path(__file__).parent.parent / "losses"))
 
 from recorded_training_steps import make_train_config, open_run_inputs, record_steps
+from simulated_cuda import CUDA, SimulatedCuda
 from test_losses_on_a_device import loss_and_gradients
 
 pytestmark = pytest.mark.gpu
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CPU = torch.device("cpu")
 CROSS_TOKENIZER_LOSSES = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
+
+
+def on_a_device() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which `CUDA` is a GPU, or simulated so that a test takes the same branches."""
+    return contextlib.nullcontext() if ON_GPU else SimulatedCuda(only_as_on_a_gpu=True)
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
@@ -42,7 +48,8 @@ def test_losses_and_gradients_match_fp64_on_the_cpu(name):
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         for chunk in (64, 1):
             expected = loss_and_gradients(name, chunk, CPU)
-            found = loss_and_gradients(name, chunk, DEVICE, dtype=dtype)
+            with on_a_device():
+                found = loss_and_gradients(name, chunk, CUDA, dtype=dtype)
             for one, other in zip(found, expected, strict=True):
                 scale = max(1.0, float(other.abs().max()))
                 torch.testing.assert_close(one.cpu().double(), other, rtol=tolerance, atol=tolerance * scale)

@@ -41,10 +41,40 @@ def processes_of_group(group: int) -> list[int]:
     return pids
 
 
-def test_each_part_fits_its_time_limit_and_step_names_are_unique():
-    for part in (1, 2, 3):
-        assert 0 < sum(step.seconds for step in STEPS if step.part == part) <= PART_SECONDS
+def test_parts_have_steps_shorter_than_a_part_and_step_names_are_unique():
+    assert {step.part for step in STEPS} == {1, 2, 3}
+    assert max(step.seconds for step in STEPS) < PART_SECONDS
     assert len({step.name for step in STEPS}) == len(STEPS)
+
+
+def test_a_part_ends_in_time_whatever_its_steps_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_session, "PART_SECONDS", 3.0)
+    monkeypatch.setattr(gpu_session, "MIN_STEP_SECONDS", 0.5)
+    sleeping = [Step(str(number), 1, 2, ("-c", "import time; time.sleep(60)")) for number in range(3)]
+    started = time.monotonic()
+    assert run_parts([1], sleeping, Results(tmp_path / "r"), dry_run=False) == 3
+    assert time.monotonic() - started < 10
+    ended = [line["status"] for line in lines(tmp_path / "r") if line["status"] != "started"]
+    assert ended == ["cut", "cut", "skipped"]
+
+
+WITHOUT_DATASETS = """
+import runpy, sys
+sys.modules["datasets"] = None
+sys.path[:0] = ["tests", "tests/benchmarks"]
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="imported")
+"""
+
+
+def test_steps_import_no_package_beyond_those_that_the_session_needs():
+    assert "datasets" not in gpu_session.REQUIRED_PACKAGES
+    files = {word for step in [*STEPS, gpu_session.DATA_STEP] for word in step.command if word.endswith(".py")}
+    files -= {word for step in STEPS if "vllm" in step.needs or "triton" in step.needs for word in step.command}
+    command = [sys.executable, "-c", WITHOUT_DATASETS, *sorted(files)]
+    env = {**os.environ, "PYTHONPATH": str(gpu_session.ROOT)}
+    completed = subprocess.run(command, cwd=gpu_session.ROOT, env=env, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_printed_numbers_of_a_step_are_recorded(tmp_path):

@@ -1,16 +1,20 @@
-"""Losses on a simulated GPU: the values and gradients of the CPU, and no synchronization with the device."""
+"""Losses on a simulated GPU: the values and gradients of the CPU, and no synchronization with the device.
+
+`tests/gpu/test_device.py` uses `loss_and_gradients` on a GPU.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from reference_losses import random_case
-from simulated_cuda import CUDA, SimulatedCuda, to_device, to_host
+from simulated_cuda import CUDA, SimulatedCuda, to_host
 from test_loss_contract import DISTRIBUTIONS, LOSS_INSTANCES, cells_of
 from torch import Tensor
 
 from xtk.losses import LOSSES
 from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.models.host_to_device import to_device
 from xtk.models.output_head import HeadAdapter, OutputHead
 
 CPU = torch.device("cpu")
@@ -25,8 +29,8 @@ def loss_and_gradients(
     generator = torch.Generator().manual_seed(0)
     lora = [torch.randn(shape, generator=generator) for shape in ((2, case.weight.shape[1]), (len(case.weight), 2))]
     leaves = [
-        (one if device == CPU else to_device(one)).detach().requires_grad_()
-        for one in (tensor.to(dtype) for tensor in (case.states, case.weight, case.bias, *lora))
+        to_device(tensor.to(dtype), device).detach().requires_grad_()
+        for tensor in (case.states, case.weight, case.bias, *lora)
     ]
     states, weight, bias, *lora_leaves = leaves
     head = OutputHead(weight, bias, softcap=3.0, adapters=[HeadAdapter(*lora_leaves, 0.5)])
