@@ -53,6 +53,16 @@ def test_program_output_and_exit_code_are_returned(sandbox):
     assert (second_result.code, second_result.output) == (1, "[]\nZeroDivisionError: division by zero\n")
 
 
+@pytest.mark.parametrize("umask", [0o077, 0o777])
+def test_code_runs_whatever_umask_the_caller_has(umask):
+    before = os.umask(umask)
+    try:
+        with start_sandbox(seconds=20) as opened_sandbox:
+            assert opened_sandbox.run("print(open('own', 'w').write('x'))").output == "1\n"
+    finally:
+        os.umask(before)
+
+
 def test_endless_loop_is_killed(two_second_sandbox):
     started = time.monotonic()
     assert two_second_sandbox.run("while True: pass").end == "time"

@@ -29,6 +29,7 @@ _LINK, _VERDICTS = 3, 4
 def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
     """Isolate this process, report ready, and start a process for each job until the socket closes."""
     channel = socket.socket(fileno=control_descriptor)
+    os.umask(0o022)  # another user reads the folders of the new root, whatever umask the caller has
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     try:
         if setup["walled"]:
