@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,14 @@ os.environ["XTK_CACHE"] = tempfile.mkdtemp(prefix="xtk-cache-")  # never the cac
 for name in ("HF_MODULES_CACHE", "HF_DATASETS_CACHE"):
     os.environ[name] = str(Path(os.environ["XTK_CACHE"], name.lower()))
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+# A shell starts a command in the background with SIGINT ignored, as `nohup` does with SIGHUP, and processes that tests
+# start would inherit that. Python's handler is reset to the default action when a process is started.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 xtk_processes.start_fork_server()
 

@@ -15,8 +15,10 @@ from xtk.artifacts.run_folders import read_recipe
 from xtk.training.metrics_file import read_metrics
 
 
-def start_run(arguments: Sequence[object], launcher: Sequence[object] = ()) -> subprocess.Popen[str]:
-    """Start a run as a separate process, `python LAUNCHER... -m xtk ARGUMENTS...`."""
+def start_run(
+    arguments: Sequence[object], launcher: Sequence[object] = (), ignored_signals: Sequence[int] = ()
+) -> subprocess.Popen[str]:
+    """Start a run as a separate process, `python LAUNCHER... -m xtk ARGUMENTS...`, with some signals ignored."""
     return subprocess.Popen(
         [sys.executable, *map(str, [*launcher, "-m", "xtk", *arguments])],
         stdin=subprocess.DEVNULL,
@@ -25,8 +27,7 @@ def start_run(arguments: Sequence[object], launcher: Sequence[object] = ()) -> s
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
-        # A shell starts background processes with SIGINT ignored, and child processes inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored_signals],
     )
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -75,8 +75,13 @@ def cuda_visible_devices(devices: Sequence[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
+def without_ignored(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals that the caller of this process does not ignore, as `nohup` ignores SIGHUP and `&` SIGINT."""
+    return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 class SignalForwarder:
-    """Context manager that forwards stop signals of this process to the running child.
+    """Context manager that forwards stop signals of this process, unless they are ignored, to the running child.
 
     Attributes:
         received_signal: number of the first signal received; 0: none.
@@ -90,7 +95,7 @@ class SignalForwarder:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
-        self._before = {number: signal.signal(number, self._forward) for number in self.SIGNALS}
+        self._before = {number: signal.signal(number, self._forward) for number in without_ignored(self.SIGNALS)}
         return self
 
     def __exit__(

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import small_inputs
 
+from xtk.subprocesses import SignalForwarder
+
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     """Assert that a command failed with exit code 1 and with these words on stderr."""
@@ -427,6 +429,18 @@ def work(arguments):
 xtk.__main__.run_command = work
 xtk.__main__.main()
 """
+
+
+def test_a_sweep_ignores_a_signal_that_its_caller_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with SignalForwarder() as forwarder:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert forwarder.received_signal == signal.SIGUSR1
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

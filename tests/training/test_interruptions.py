@@ -119,6 +119,17 @@ def test_two_processes_stop_together_end_if_one_is_killed_and_resume(arguments, 
     assert_equal_runs(output, uninterrupted_two_processes)
 
 
+def test_a_run_of_two_processes_that_was_started_with_nohup_survives_a_hangup(arguments, tmp_path):
+    output, ignored = tmp_path / "out", (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    process = start_run([*arguments, output, *TWO_PROCESSES], ignored_signals=ignored)
+    wait_for_path(output / "checkpoint-4", process)
+    for number in ignored:
+        os.kill(process.pid, number)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert stdout == f"{output}\n"
+
+
 @pytest.mark.long
 def test_a_hanging_process_ends_the_run_after_the_timeout(arguments, tmp_path):
     output = tmp_path / "out"

@@ -13,7 +13,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.subprocesses import REPORTED_ERRORS_VARIABLE, children_with_variable
+from xtk.subprocesses import REPORTED_ERRORS_VARIABLE, children_with_variable, without_ignored
 
 # For the other workers after one has failed. After a stop signal from the user or a scheduler there is no limit.
 SHUTDOWN_SECONDS = 10
@@ -91,7 +91,8 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     command = ["--nproc-per-node", str(processes), *machines.arguments()]
     command += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if sys.platform == "linux":
-        command += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
+        handled = without_ignored((signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+        command += ["--signals-to-handle", ",".join(one.name for one in handled)]
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _forward_signal)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported here
