@@ -116,6 +116,7 @@ def attack(connection: Connection) -> None:
             self.respond(200, b"\0" * 1000)
 
         def html(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
             self.respond(200, b"<html>gateway</html>", {"Content-Type": "text/html"})
 
         def latin(self) -> None:
@@ -128,6 +129,12 @@ def attack(connection: Connection) -> None:
 
         def error(self) -> None:
             self.respond(500, b"x" * (1 << 24))
+
+        def fails(self) -> None:
+            """Respond with the status in the path, and the number of requests."""
+            self.rfile.read(int(self.headers["Content-Length"]))
+            Handler.answers += 1
+            self.respond(int(self.path.split("/")[2]), f"request {Handler.answers}".encode())
 
         def key(self) -> None:
             header = self.headers["Authorization"]
@@ -217,6 +224,27 @@ def test_hostile_response_ends_in_a_short_error(server, kind, message):
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize(("status", "attempts"), [(500, 5), (501, 5), (502, 12), (503, 12), (529, 12)])
+def test_internal_errors_are_retried_less_often_than_those_of_busy_servers(status, attempts):
+    policy = RetryPolicy(max_attempts=12, initial_backoff=0.001, max_backoff=0.01)
+    with run_server(attack) as running:
+        endpoint = Endpoint.parse(f"{running.host}/fails/{status}/v1")
+        pool = EndpointPool([endpoint], concurrency=1, max_weight=1, retry_policy=policy)
+
+        async def send_request() -> object:
+            async with pool.connected():
+                return await pool.request("/x", lambda _: {}, str, what="a document", weight=1, max_bytes=1000)
+
+        with pytest.raises(XtkError, match=f"in {attempts} attempts; last error: .*: HTTP {status} request {attempts}"):
+            asyncio.run(send_request())
+
+
+def test_hints_for_a_service_do_not_name_vllm(query_teacher):
+    stderr = query_teacher("m", kind="html", code=1).stderr
+    assert "check that a service with the OpenAI interface answers at this URL" in " ".join(stderr.split())
+    assert "vllm" not in stderr.lower()
+
+
 def test_request_without_a_body_has_the_shorter_status_timeout(server, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "HASTY", RetryPolicy(attempt_seconds=600, status_seconds=1))
     with pytest.raises(NoResponseError, match="within 1 seconds"):
@@ -237,9 +265,9 @@ def test_server_that_changes_its_model_is_refused(server):
 
 
 def test_redirects_are_not_followed(server):
-    with pytest.raises(PermanentError, match=r"redirect to http://127\.0\.0\.1:9/v1/models, which xtk does not follow"):
+    with pytest.raises(PermanentError, match=r"xtk does not follow the redirect to http://127\.0\.0\.1:9/v1/models"):
         request_models(server, "redirect")
-    with pytest.raises(PermanentError, match="redirect to an unknown address, which xtk does not follow"):
+    with pytest.raises(PermanentError, match="xtk does not follow the redirect to an unknown address"):
         request_models(server, "nowhere")
 
 

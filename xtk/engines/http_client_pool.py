@@ -15,13 +15,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
 
 from xtk import terminal
+from xtk.engines.secret_filter import SecretFilter
 from xtk.engines.server_responses import (
     MAX_ERROR_BYTES,
+    MAX_MESSAGE_LENGTH,
     RESPONSE_OVERHEAD_BYTES,
     VLLM_SERVER_HINT,
     PermanentError,
@@ -33,8 +35,8 @@ from xtk.engines.server_responses import (
 from xtk.errors import XtkError
 
 API_KEY_VARIABLES = ("XTK_API_KEY", "OPENAI_API_KEY")  # the environment variables that may hold a key
-MIN_SECRET_LENGTH = 16
-BUSY_STATUS_CODES = frozenset({408, 425, 429})
+# A server or a gateway before it is busy or being restarted (520 to 530: gateways of Cloudflare and others).
+BUSY_STATUS_CODES = frozenset({408, 425, 429, 502, 503, 504, *range(520, 531)})
 REPORT_INTERVAL_SECONDS = 30.0
 T = TypeVar("T")
 
@@ -44,11 +46,11 @@ class NoResponseError(XtkError):
 
 
 class _NoResponse(Exception):
-    """The server is unreachable or busy. `pause`: its Retry-After, in seconds."""
+    """The server is unreachable or busy. `pause`: its Retry-After, in seconds; `failed`: it has an internal error."""
 
-    def __init__(self, why: str, pause: float = 0.0) -> None:
+    def __init__(self, why: str, pause: float = 0.0, *, failed: bool = False) -> None:
         super().__init__(why)
-        self.retry_after = pause
+        self.retry_after, self.failed = pause, failed
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class RetryPolicy:
     Attributes:
         max_attempts: attempts per request, over all servers.
         max_bad_responses: invalid responses per request.
+        max_internal_errors: HTTP 500 and similar errors per request, which often do not go away.
         total_seconds: seconds per request, including all attempts and pauses.
         attempt_seconds: seconds per attempt, from the connection to the last byte.
         status_seconds: the same for a request without a body (list of models, version of weights), which is cheap.
@@ -69,6 +72,7 @@ class RetryPolicy:
 
     max_attempts: int = 20
     max_bad_responses: int = 3
+    max_internal_errors: int = 5
     total_seconds: float = 1200.0
     attempt_seconds: float = 600.0
     status_seconds: float = 60.0
@@ -135,6 +139,11 @@ class Endpoint:
         return cls(urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.fragment)
 
     @property
+    def password(self) -> str:
+        """The password in the address; "": none."""
+        return unquote(urlsplit(self.url).password or "")
+
+    @property
     def root_url(self) -> str:
         """The address without `/v1`."""
         return self.url.removesuffix("/v1")
@@ -154,6 +163,7 @@ class EndpointPool:
         max_weight: largest total weight of requests in flight; a heavier request is sent alone.
         retry_policy: limits of retries.
         api_key_variable: environment variable with the key; "": the first of `API_KEY_VARIABLES` that is set.
+        response_hint: the next step if responses are not valid.
         on_recovered: awaited before the first request to a server that had failed and may have been restarted;
             NoResponseError: it failed again.
     """
@@ -167,9 +177,10 @@ class EndpointPool:
         retry_policy: RetryPolicy,
         on_recovered: Callable[[Endpoint], Awaitable[None]] | None = None,
         api_key_variable: str = "",
+        response_hint: str = VLLM_SERVER_HINT,
     ) -> None:
         self.endpoints = list(endpoints)
-        self._key = ""
+        self._response_hint = response_hint
         self._key_variables = (api_key_variable,) if api_key_variable else API_KEY_VARIABLES
         self._concurrency, self._max_weight, self._retry_policy, self._on_recovered = (
             concurrency,
@@ -180,8 +191,13 @@ class EndpointPool:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Keep HTTP connections open within the context."""
-        self._key = key = next((os.environ[name] for name in self._key_variables if os.environ.get(name)), "")
+        """Keep HTTP connections open within the context.
+
+        Raises:
+            XtkError: the key cannot be sent.
+        """
+        key = _read_key(self._key_variables)
+        self._secrets = SecretFilter([key, *(endpoint.password for endpoint in self.endpoints)])
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         # The timeout of an attempt is measured around it: a server that sends a byte now and then hangs as well.
         timeout = httpx.Timeout(None, connect=self._retry_policy.connect_seconds)
@@ -253,8 +269,7 @@ class EndpointPool:
                     raise NoResponseError(
                         f"no valid response from the server: {wrong}",
                         where=str(endpoint),
-                        hint=getattr(wrong, "hint", None)
-                        or "check the address and that a vLLM server is running there",
+                        hint=getattr(wrong, "hint", None) or self._response_hint,
                     ) from None
                 await asyncio.sleep(self._retry_policy.backoff(attempt))
         raise AssertionError("max_attempts must be at least 1")
@@ -288,11 +303,12 @@ class EndpointPool:
         async with self._inflight_limit.acquired(weight):
             loop = asyncio.get_running_loop()
             end = loop.time() + self._retry_policy.total_seconds
-            last, hint, attempts, bad = "", None, 0, 0
+            last, hint, attempts, bad, internal = "", None, 0, 0, 0
             failed: Endpoint | None = None
             while (
                 attempts < self._retry_policy.max_attempts
                 and bad < self._retry_policy.max_bad_responses
+                and internal < self._retry_policy.max_internal_errors
                 and loop.time() < end
             ):
                 endpoint = self._freest(failed)
@@ -311,10 +327,11 @@ class EndpointPool:
                     )
                     hint = getattr(wrong, "hint", None)
                     bad += isinstance(wrong, RetryableError)
+                    internal += getattr(wrong, "failed", False)
             raise XtkError(
                 f"no server gave a valid response in {attempts} attempts; last error: {last}",
                 where=what,
-                hint=hint or "check the server's log, then run the same command again; finished parts are kept",
+                hint=hint or "check the server or service, then run the same command again; finished parts are kept",
             )
 
     def _freest(self, failed: Endpoint | None) -> Endpoint:
@@ -347,13 +364,9 @@ class EndpointPool:
             endpoint.waiting_since = now()
         try:
             async with asyncio.timeout(timeout):
-                raw = await self._once(url, body, most)
+                answer = await self._exchange(url, body, most)
         except TimeoutError:
             why = f"no response within {timeout:g} seconds"
-            self._back_off(endpoint, 0.0, why)
-            raise _NoResponse(why) from None
-        except (httpx.HTTPError, httpx.InvalidURL) as wrong:
-            why = f"{type(wrong).__name__} {wrong}".strip()
             self._back_off(endpoint, 0.0, why)
             raise _NoResponse(why) from None
         except _NoResponse as wrong:
@@ -370,7 +383,6 @@ class EndpointPool:
         endpoint.consecutive_failures, endpoint.has_reported = 0, False
         endpoint.waiting_since = now() if endpoint.num_inflight else None
         try:
-            answer = parse_response(raw)
             if body is not None:
                 _check_model(endpoint, answer)
             return parse(answer)
@@ -378,7 +390,30 @@ class EndpointPool:
             self._report(endpoint, f"{wrong}; retrying")
             raise
 
-    async def _once(self, url: str, body: dict[str, Any] | None, most: int) -> bytes:
+    async def _exchange(self, url: str, body: dict[str, Any] | None, most: int) -> Any:
+        """Return the JSON value of a response. All texts of servers pass here, and have no key afterwards.
+
+        Raises:
+            RetryableError: the response is not valid.
+            PermanentError: the server refuses the request.
+            _NoResponse: the server is unreachable or busy.
+        """
+        try:
+            raw = await self._response_body(url, body, most)
+            return self._secrets.answer(parse_response(raw), raw.decode("utf-8", "replace"))
+        except RetryableError as wrong:
+            raise RetryableError(self._without_key(wrong), wrong.hint or self._response_hint) from None
+        except PermanentError as wrong:
+            raise PermanentError(wrong.status, self._without_key(wrong)) from None
+        except _NoResponse as wrong:
+            raise _NoResponse(self._without_key(wrong), wrong.retry_after, failed=wrong.failed) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as wrong:
+            raise _NoResponse(f"{type(wrong).__name__} {self._without_key(wrong)}".strip()) from None
+
+    def _without_key(self, error: Exception) -> str:
+        return self._secrets.message(str(error))[:MAX_MESSAGE_LENGTH]
+
+    async def _response_body(self, url: str, body: dict[str, Any] | None, most: int) -> bytes:
         method = "GET" if body is None else "POST"
         async with self._client.stream(method, url, json=body) as answer:
             if answer.status_code == 200:
@@ -391,20 +426,15 @@ class EndpointPool:
                 raw, is_whole = await read_body(answer, most)
                 if not is_whole:
                     raise RetryableError(
-                        f"the server's response is larger than {most:,} bytes, the limit for this request",
-                        hint=VLLM_SERVER_HINT,
+                        f"the server's response is larger than {most:,} bytes, the limit for this request"
                     )
-                # A short key may be a word of an answer.
-                return self._without_key(raw) if len(self._key) >= MIN_SECRET_LENGTH else raw
-            message = error_message(answer, self._without_key((await read_body(answer, MAX_ERROR_BYTES))[0]))
+                return raw
+            message = error_message(answer, (await read_body(answer, MAX_ERROR_BYTES))[0])
             if answer.status_code >= 500 or answer.status_code in BUSY_STATUS_CODES:
                 pause = _retry_after(answer.headers.get("retry-after", ""))
-                raise _NoResponse(f"HTTP {answer.status_code} {message}", pause)
+                failed = answer.status_code not in BUSY_STATUS_CODES
+                raise _NoResponse(f"HTTP {answer.status_code} {message}", pause, failed=failed)
             raise PermanentError(answer.status_code, message)
-
-    def _without_key(self, raw: bytes) -> bytes:
-        """Return a response without the API key: a service or a proxy may repeat the header of a request."""
-        return raw.replace(self._key.encode(), b"***") if self._key else raw
 
     def _back_off(self, endpoint: Endpoint, retry_after: float, why: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -414,6 +444,22 @@ class EndpointPool:
             endpoint.consecutive_failures += 1
             endpoint.backoff_until = now + self._retry_policy.backoff(endpoint.consecutive_failures)
         endpoint.backoff_until = max(endpoint.backoff_until, now + min(retry_after, self._retry_policy.max_retry_after))
+
+
+def _read_key(variables: Sequence[str]) -> str:
+    """Return the API key in the first of these environment variables that is set; "": none.
+
+    Raises:
+        XtkError: it has characters that a header cannot have.
+    """
+    variable = next((name for name in variables if os.environ.get(name)), "")
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise XtkError(
+            f"the API key in the environment variable {variable} has characters that are not printable ASCII",
+            hint=f"copy the key again: export {variable}=...",
+        )
+    return key
 
 
 def _retry_after(header: str) -> float:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 RESPONSE_OVERHEAD_BYTES = 1 << 20  # bytes of a response in addition to its entries: JSON frame, list of models
 MAX_ERROR_BYTES = 1 << 16  # bytes of an error's text that are read
+MAX_MESSAGE_LENGTH = 500  # characters of an error message
 BYTES_PER_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":1,"decoded_token":" word"},
 RESPONSE_SIZE_MARGIN = 4  # factor on the expected size: tokens differ in length
 VLLM_SERVER_HINT = "check that a vLLM server with the model of this command answers at the address"
@@ -60,9 +61,10 @@ def parse_response(raw: bytes) -> Any:
         RetryableError: not valid JSON, a duplicate key, or a number that JSON does not have (NaN, Infinity).
     """
     try:
-        return json.loads(raw, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
+        text = raw.decode("utf-8-sig", "surrogatepass")  # JSON between programs is UTF-8 (RFC 8259)
+        return json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as wrong:
-        raise RetryableError(f"the server's response is not valid JSON: {wrong}"[:500], VLLM_SERVER_HINT) from None
+        raise RetryableError(f"the server's response is not valid JSON: {wrong}") from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -88,17 +90,17 @@ async def read_body(answer: httpx.Response, most: int) -> tuple[bytes, bool]:
 
 
 def error_message(answer: httpx.Response, raw: bytes) -> str:
-    """Return a server's error message as one line."""
+    """Return a server's error message as one line of any length; a key in it is still there."""
     if answer.is_redirect:
-        location = answer.headers.get("location", "an unknown address")[:200]
-        return f"{answer.reason_phrase}: redirect to {location}, which xtk does not follow"
+        location = answer.headers.get("location", "an unknown address")
+        return f"{answer.reason_phrase}: xtk does not follow the redirect to {location}"
     try:
         content = parse_response(raw)
         error = content.get("error", content)
         text = error.get("message") if isinstance(error, dict) else str(error)
     except (RetryableError, AttributeError):
         text = raw.decode(errors="replace")
-    return " ".join(str(text or answer.reason_phrase).split())[:500]
+    return " ".join(str(text or answer.reason_phrase).split())
 
 
 def parse_token_ids(names: Sequence[str]) -> NDArray[np.int32]:

@@ -26,6 +26,7 @@ _PATHS = {CHAT: "/chat/completions", TEXT: "/completions", ECHO: "/completions"}
 USUAL_LIMITS = {CHAT: 20, TEXT: 5, ECHO: 5}
 BYTES_PER_TOKEN = 3.5  # for estimates before the first answer
 _MAX_TOKENS = 1e12  # of an answer
+_SERVICE_HINT = "check that a service with the OpenAI interface answers at this URL"
 _BYTES_PER_ENTRY = 160  # of JSON: {"token": ..., "logprob": ..., "bytes": [...]}
 
 
@@ -335,7 +336,7 @@ class ServiceClient:
             )
         self._pool = EndpointPool(
             [self._endpoint], concurrency=options.concurrency, max_weight=float("inf"), retry_policy=RetryPolicy(),
-            api_key_variable=options.api_key_env,
+            api_key_variable=options.api_key_env, response_hint=_SERVICE_HINT,
         )  # fmt: skip
         self._usage = _Usage(options)
         self._next_request = 0.0
@@ -461,12 +462,12 @@ def _checked_response(response: Any) -> dict[str, Any]:
     choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
     message = choice.get("message", choice) if isinstance(choice, dict) else None
     if not isinstance(choice, dict) or not isinstance(message, dict):
-        raise RetryableError("the service's response has no choice", "check that it has the OpenAI interface")
+        raise RetryableError("the service's response has no choice", _SERVICE_HINT)
     found = choice.get("logprobs") or {}
     is_object = isinstance(found, dict)
     lists = [found.get(key) for key in ("content", "tokens", "top_logprobs")] if is_object else []
     if not is_object or not all(one is None or isinstance(one, list) for one in lists):
-        raise RetryableError("the service's log-probabilities are not lists", "check that it has the OpenAI interface")
+        raise RetryableError("the service's log-probabilities are not lists", _SERVICE_HINT)
     return answer
 
 
