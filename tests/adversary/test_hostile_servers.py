@@ -16,6 +16,7 @@ import pytest
 from http_server_processes import JsonHandler, ServerProcess, run_server, serve_handler
 from xtk_processes import run_xtk
 
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.engines import http_client_pool
 from xtk.engines.http_client_pool import Endpoint, EndpointPool, NoResponseError, RetryPolicy
 from xtk.engines.server_responses import (
@@ -156,6 +157,17 @@ def attack(connection: Connection) -> None:
             else:
                 time.sleep(1)
                 self.respond(200, {"model": "m", "choices": [_CHOICE]})
+
+        def invalid(self) -> None:
+            """Answer prompts with an even number, and others as the model's name says."""
+            request = self.read_json()
+            model, is_even = request["model"], request["messages"][0]["content"][0] in "02468"
+            entry = {**_TOKEN_ENTRY, "logprob": 0.5} if model == "positive" else _TOKEN_ENTRY
+            entries = [entry] * (2 if model == "count" else 1)
+            choice = {**_CHOICE, "logprobs": {"content": entries}}
+            if model == "filtered":
+                choice = choice if is_even else {**_CHOICE, "finish_reason": "content_filter"}
+            self.respond(200, {"model": model, "choices": [choice]})
 
         def busy(self) -> None:
             """Refuse the first request until a date, and answer later ones."""
@@ -345,6 +357,27 @@ def test_resumed_output_file_refuses_answers_of_another_model(query_teacher, tmp
     assert (tmp_path / "answers.jsonl").read_bytes() == kept
     query_teacher("m", num_prompts=3)
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [("positive", "a log-probability is 0.5"), ("count", "are of another text than the answer")]
+)
+def test_service_whose_first_answers_cannot_be_used_is_paid_for_three(query_teacher, tmp_path, model, why):
+    result = query_teacher(model, "--concurrency", 1, num_prompts=9, kind="invalid", code=1)
+    assert "import-cache can use none of the first 3 answers" in " ".join(result.stderr.split())
+    assert why in " ".join(result.stderr.split())
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 3
+
+
+def test_answers_that_a_filter_has_cut_do_not_become_training_text(query_teacher, run, tmp_path):
+    result = query_teacher("filtered", "--concurrency", 1, num_prompts=5, kind="invalid")
+    assert "import-cache cannot use 2 of 5 new answers; the first: document 1: a filter of the service" in result.stderr
+    refused = run("import-cache", tmp_path / "answers.jsonl", "-o", tmp_path / "cache", code=1)
+    assert "finish_reason content_filter" in " ".join(refused.stderr.split())
+    assert not (tmp_path / "cache").exists()
+    run("import-cache", tmp_path / "answers.jsonl", "--skip-invalid", "-o", tmp_path / "cache")
+    assert run("inspect", tmp_path / "cache", "--json").stdout.count("content_filter") == 0
+    assert [one.document.text for one in TeacherCache(tmp_path / "cache")] == ["0 + 5?17", "2 + 5?17", "4 + 5?17"]
 
 
 def test_answers_in_flight_are_kept_when_one_has_no_log_probabilities(query_teacher, tmp_path):

@@ -41,6 +41,7 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     from xtk.artifacts.output_claims import claim_output
     from xtk.artifacts.record_to_document import record_to_prompt
     from xtk.artifacts.write_locks import only_writer_of_path
+    from xtk.library.completion_logprobs import read_answer
     from xtk.teachers.service_answers import (
         ANSWERS,
         AnswerFile,
@@ -67,7 +68,7 @@ def query_teacher(options: QueryTeacherOptions) -> None:
             for name, value in figures.items():
                 terminal.result_line(f"{name:24} {value:,}")
         return
-    client, path = ServiceClient(options.server, service), Path(options.output)
+    client, path = ServiceClient(options.server, service, read_answer), Path(options.output)
     claim_output(path, ANSWERS, inputs=options.data)
     with only_writer_of_path(path, "file of answers"):
         client.request_answers(requests, AnswerFile(path, requests))

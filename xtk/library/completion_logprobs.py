@@ -22,6 +22,7 @@ _SPECIAL = re.compile(
 )
 _LEGACY_BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
 COMPLETE = (None, "stop", "eos", "eos_token", "end_turn")  # finish reasons of an answer that was not truncated
+FILTERED = "content_filter"  # finish reason of an answer that a filter of the service has cut or replaced
 _UNKNOWN = "\ufffd".encode()
 _LOWEST = -sys.float_info.max
 MAX_LOGPROB = 1e-3  # rounding of services
@@ -126,6 +127,9 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
     if len(choices) != 1:
         raise XtkError(f"the answer has {len(choices)} choices, but must have one", where=where, hint=_ROW_HINT)
     choice = _mapping(choices[0], "choice", where)
+    if choice.get("finish_reason") == FILTERED:
+        what = f"a filter of the service has cut or replaced the answer (finish_reason {FILTERED})"
+        raise XtkError(what, where=where, hint=_ROW_HINT)
     is_chat = "message" in choice
     message = _mapping(choice["message"], "message", where) if is_chat else choice
     content = str(message.get("content" if is_chat else "text") or "")

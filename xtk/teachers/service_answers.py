@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ _PATHS = {CHAT: "/chat/completions", TEXT: "/completions", ECHO: "/completions"}
 USUAL_LIMITS = {CHAT: 20, TEXT: 5, ECHO: 5}
 BYTES_PER_TOKEN = 3.5  # for estimates before the first answer
 _MAX_TOKENS = 1e12  # of an answer
+NUM_CHECKED_ANSWERS = 3  # the command stops if none of these can be used
 _SERVICE_HINT = "check that a service with the OpenAI interface answers at this URL"
 _BYTES_PER_ENTRY = 160  # of JSON: {"token": ..., "logprob": ..., "bytes": [...]}
 
@@ -322,12 +323,15 @@ class ServiceClient:
     Args:
         server: its URL.
         options: how requests are sent.
+        check: raises XtkError if import-cache cannot use an answer. Arguments: a row of the file, its name in errors.
 
     Raises:
         XtkError: it is not a URL, or the key's variable is not set.
     """
 
-    def __init__(self, server: str, options: ServiceOptions) -> None:
+    def __init__(self, server: str, options: ServiceOptions, check: Callable[[dict[str, Any], str], object]) -> None:
+        self._check, self._num_usable = check, 0
+        self._unusable: list[XtkError] = []
         self._options, self._endpoint = options, Endpoint.parse(server)
         if options.api_key_env and not os.environ.get(options.api_key_env):
             raise XtkError(
@@ -355,7 +359,7 @@ class ServiceClient:
 
         Raises:
             ResumableStop: the limit of the cost is reached.
-            XtkError: the service refuses a request, or does not respond.
+            XtkError: the service refuses a request, does not respond, or its first answers cannot be used.
         """
         unique = {one.key: one for one in requests}
         for key, stored in file.answers.items():
@@ -365,6 +369,7 @@ class ServiceClient:
         left = {key: one for key, one in unique.items() if key not in file.answers}
         with terminal.Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
             gather_responses(self._pool, [self._request_answer(one, file, progress) for one in left.values()])
+        self._note_unusable()
         if self._error is not None:
             raise self._error
         if self._stopped:
@@ -389,6 +394,7 @@ class ServiceClient:
                 self._usage.add(*used, request)
                 _refuse_without_logprobs(response)
                 file.add(request, response)
+                self._check_answer(request, response)
                 progress.advance(1, f"cost {self.cost:.4f}" if self.cost else "")
             except XtkError as wrong:  # answers in flight are paid for: they are awaited and kept
                 self._error = self._error or wrong
@@ -398,6 +404,33 @@ class ServiceClient:
                     self._usage.reserved -= self._max_cost_of(request)
                     self._usage.num_inflight -= 1
                     self._turn.notify_all()
+
+    def _check_answer(self, request: ServiceRequest, response: dict[str, Any]) -> None:
+        """Count whether import-cache can use a stored answer.
+
+        Raises:
+            XtkError: it cannot use any of the first answers.
+        """
+        try:
+            self._check({"request": request.body, "response": response}, f"document {request.index}")
+            self._num_usable += 1
+        except XtkError as wrong:
+            self._unusable.append(wrong)
+            if not self._num_usable and len(self._unusable) == NUM_CHECKED_ANSWERS:
+                raise XtkError(
+                    f"import-cache can use none of the first {NUM_CHECKED_ANSWERS} answers: {self._unusable[0].what}",
+                    where=f"{self._unusable[0].where}, {self._endpoint}",
+                    hint="use another service, model or --mode; the same command requests further answers",
+                ) from None
+
+    def _note_unusable(self) -> None:
+        if self._unusable:
+            first = self._unusable[0]
+            terminal.note(
+                f"query-teacher: import-cache cannot use {len(self._unusable):,} of "
+                f"{self._num_usable + len(self._unusable):,} new answers; the first: {first.where}: {first.what}. "
+                "import-cache --skip-invalid leaves them out"
+            )
 
     async def _send(self, request: ServiceRequest) -> dict[str, Any]:
         entries = (request.answer_tokens + request.prompt_tokens) * (self._options.top_logprobs + 1)
