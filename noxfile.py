@@ -138,6 +138,19 @@ def slow_tests(session: nox.Session) -> None:
     run(session, "python", "-m", "pytest", *wanted, *ON_ALL_CORES, *session.posargs)
 
 
+# Tests whose numbers depend on the instructions that torch and oneDNN choose.
+NUMERICS = ("tests/losses/test_loss_contract.py", "tests/losses/test_losses_on_a_device.py",
+            "tests/training/test_device_reads.py", "tests/models/test_attention.py",
+            "tests/models/test_backbone_with_head.py", "tests/teachers/test_transformers_teacher.py")  # fmt: skip
+
+
+@nox.session(venv_backend="none")
+def processors(session: nox.Session) -> None:
+    """Repeat tests of numbers as on processors without vector instructions in torch, and without bf16 in oneDNN."""
+    older = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
+    run(session, "python", "-m", "pytest", *(session.posargs or NUMERICS), **older)
+
+
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Manual: the reference equals the code, links are valid, the site in build/site builds."""
