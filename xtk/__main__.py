@@ -18,6 +18,8 @@ from xtk.errors import XtkError
 from xtk.writable_cache_folders import use_writable_cache_folders
 
 SECONDS_UNTIL_REPEATED_SIGNAL = 0.01
+# How OpenMP's threads wait for work; OpenMP reads them when torch is loaded.
+OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def main() -> None:
@@ -25,6 +27,9 @@ def main() -> None:
     sys.unraisablehook = _repeat_signal
     # Set before transformers is imported, which prints advice about hub kernels.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # By default OpenMP's threads wait actively, and take the cores that another process needs.
+    if not any(name in os.environ for name in OPENMP_WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     # Not in functions that the Python API uses: with it, tokenizers stops responding in forked DataLoader workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
