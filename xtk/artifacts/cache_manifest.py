@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -134,6 +135,8 @@ _SHARD_SCHEMA = json_object(
         "source_header": integer(0, MAX_TOKEN_ID),
         "entropy": number(),
         "quantization_kl": number(),
+        "text_bits": optional(number()),
+        "text_bytes": integer(),
     },
     any_json(2),
 )
@@ -266,6 +269,26 @@ def cache_totals(manifest: dict[str, Any]) -> dict[str, int]:
     """Return documents, positions, tokens and bytes of a cache."""
     names = ("documents", "positions", "tokens", "bytes")
     return {name: sum(int(shard[name]) for shard in manifest["shards"]) for name in names}
+
+
+def teacher_bits_per_byte(manifest: dict[str, Any]) -> float | None:
+    """Return the bits per byte of the teacher, over the text of all scored tokens.
+
+    Infinite if the probability of one of them is 0; None if no token has text, or an older xtk wrote a shard.
+    """
+    shards = manifest["shards"]
+    num_bytes = sum(int(shard.get("text_bytes", 0)) for shard in shards)
+    if not num_bytes or any("text_bytes" not in shard for shard in shards):
+        return None
+    bits = [shard.get("text_bits") for shard in shards]
+    return math.inf if None in bits else sum(bits) / num_bytes
+
+
+def cache_figures(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the totals of a cache, and the teacher's bits per byte, for JSON."""
+    bits = teacher_bits_per_byte(manifest)
+    shown = None if bits is None or math.isinf(bits) else round(bits, 6)
+    return {**cache_totals(manifest), "teacher_bits_per_byte": shown}
 
 
 def manifest_checksum(manifest: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from xtk.artifacts.cache_manifest import (
     CODEC_FILE_KEYS,
     SHARD_NAME,
     TOKENIZER_FILES,
-    cache_totals,
+    cache_figures,
     codec_files,
     header_identity,
     shard_file_name,
@@ -59,7 +59,7 @@ class ShardSlice:
         return self.stop - self.start == int(self.manifest_entry["documents"])
 
 
-def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force: bool = False) -> dict[str, int]:
+def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force: bool = False) -> dict[str, Any]:
     """Write the concatenation of several caches, or a range of its documents, as one cache; nothing is encoded again.
 
     Args:
@@ -69,7 +69,7 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
         force: replace an existing cache at `output`.
 
     Returns:
-        The totals `documents`, `positions`, `tokens`, `bytes`.
+        The totals `documents`, `positions`, `tokens`, `bytes`, and `teacher_bits_per_byte`.
 
     Raises:
         CorruptError: a file of a cache that is not a shard does not match its checksum.
@@ -89,14 +89,14 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
     if force:
         remove_cache(folder)
     if finished := CACHE.find_finished(folder, header):
-        return cache_totals(finished)
+        return cache_figures(finished)
     _refuse_other_unfinished_cache(folder, taken, parts)
     start_cache(folder, header)
     _report_duplicates(header["data"]["sources"])
     entries = _write_slices(folder, taken)
     files = _copy_shared_files(folder, sources, parts)
     content = {"header": header, "source_headers": parts, "files": files, "shards": entries}
-    return cache_totals(write_cache_manifest(folder, content, exclusive=True))
+    return cache_figures(write_cache_manifest(folder, content, exclusive=True))
 
 
 def _open_caches(places: Sequence[str]) -> list[TeacherCache]:

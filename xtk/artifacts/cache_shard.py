@@ -21,7 +21,13 @@ from xtk.artifacts.cache_manifest import VERSION, VOCABULARY_ORDER_NAME
 from xtk.artifacts.safe_artifact_files import check_file_name
 from xtk.artifacts.shard_codec_registry import CODECS, Codec
 from xtk.artifacts.shard_columns import BLOB_COLUMNS, ShardColumns, shard_schema
-from xtk.artifacts.shard_writing import ShardPosition, shard_version_error, write_sealed
+from xtk.artifacts.shard_writing import (
+    TEXT_KEYS,
+    ShardPosition,
+    count_text_bits,
+    shard_version_error,
+    write_sealed,
+)
 from xtk.artifacts.storage_folders import LocalFolder, StorageFolder
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, VocabularyOrderLoader
 from xtk.errors import CorruptError, XtkError
@@ -79,6 +85,7 @@ class CacheShard:
             if version != VERSION:
                 raise shard_version_error(version, self.name)
             self.position = ShardPosition(*(int(stated[name]) for name in ("shard", "first_document", "documents")))
+            self._text = _text_bits(stated)
             schema = shard_schema(self.header)
         check_columns(self._batch, schema, self.name, frozenset({"conversation"}))
         with self._corruption_as_error("the offsets of a column are invalid"):
@@ -165,6 +172,7 @@ class CacheShard:
             "file": file,
             **self.counts(),
             **self.entropy_sums(),
+            **self._text,
             "bytes": self.num_bytes,
             "payload_ranges": [list(stretch) for stretch in self.payload_ranges()],
             "checksum": self.frame_checksum(),
@@ -218,11 +226,10 @@ class CacheShard:
         Raises:
             CorruptError: a checksum does not match; names shard and row.
         """
-        for number in range(start, stop):
-            if not self.is_intact(number):
-                raise corrupt_document_error(self.name, number)
+        documents = map(self.read_document, range(start, stop))
+        text = count_text_bits((one.tokens, one.stored_logprobs) for one in documents)
         place = ShardPosition(self.position.shard, self.position.first_document + start, stop - start)
-        write_sealed(path, self._batch.slice(start, stop - start), place)
+        write_sealed(path, self._batch.slice(start, stop - start), place, text)
 
     def damaged_documents(self) -> Iterator[int]:
         """Yield the numbers of the documents that do not match their checksums."""
@@ -232,6 +239,14 @@ class CacheShard:
         """Return bool [documents], whether each is a conversation."""
         found: NDArray[np.bool_] = self._batch.column("conversation").is_valid().to_numpy(zero_copy_only=False)
         return found
+
+
+def _text_bits(stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `count_text_bits` in the custom metadata; none in shards of an older xtk."""
+    if not stated.keys() >= set(TEXT_KEYS):
+        return {}
+    bits, size = (stated[name] for name in TEXT_KEYS)
+    return dict(zip(TEXT_KEYS, (None if bits is None else float(bits), int(size)), strict=True))
 
 
 def corrupt_document_error(name: str, row: int) -> CorruptError:

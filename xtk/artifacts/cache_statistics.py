@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.cache_manifest import cache_totals, source_headers
+from xtk.artifacts.cache_manifest import cache_figures, source_headers
 from xtk.artifacts.cache_shard import PAYLOAD_PARTS
 from xtk.artifacts.shard_codec_registry import CODECS, Codec
 from xtk.artifacts.teacher_cache import TeacherCache
@@ -134,7 +134,7 @@ def summarize_cache(cache: TeacherCache, positions: PositionStatistics, document
         positions: returned by `sample_positions`.
         documents: number of documents that `positions` was computed from.
     """
-    figures = cache_totals(cache.manifest)
+    figures = cache_figures(cache.manifest)
     by_section = bytes_by_section(cache.manifest)
     per = max(figures["positions"], 1)
     entropy, quantization_kl = (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from xtk.tokens.token_sequence import TokenSequence
 CHECKSUM_PREFIX = b'{"checksum":"xxh3_128:'
 CHECKSUM_DIGITS = 32
 OLD_KL_COLUMN, NEW_KL_COLUMN = b"codec_kl", b"quantization_kl"  # of versions up to 4, and of later ones
+TEXT_KEYS = ("text_bits", "text_bytes")
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,35 @@ def write_shard(
         {"xtk": canonical_json(header), "codec_tables": base64.b64encode(tables).decode()}
     )
     batch = pa.RecordBatch.from_arrays([*columns.values(), pa.array(checksums, pa.uint64())], schema=schema)
-    write_sealed(path, batch, position)
+    write_sealed(path, batch, position, count_text_bits((row.tokens, row.stored_logprobs) for row in documents))
 
 
-def write_sealed(path: Path, batch: pa.RecordBatch, place: ShardPosition) -> None:
-    """Write an Arrow file, then its checksum into the custom metadata of its record batch."""
-    seal = canonical_json({"checksum": "xxh3_128:" + "0" * CHECKSUM_DIGITS, "version": VERSION, **asdict(place)})
+def count_text_bits(documents: Iterable[tuple[TokenSequence, StoredLogprobs]]) -> dict[str, Any]:
+    """Return what the teacher's bits per byte of some documents follow from.
+
+    Returns:
+        `text_bits`: the sum of -log2 of the probabilities of the scored tokens with text; None if one of them is 0.
+        `text_bytes`: the bytes of the text in these tokens.
+    """
+    nats, size = 0.0, 0
+    for tokens, logprobs in documents:
+        nats -= float(logprobs.observed_logprobs[tokens.text_mask[logprobs.positions]].sum(dtype=np.float64))
+        size += int(tokens.text_sizes[logprobs.positions].sum())
+    bits = float(f"{nats / math.log(2):.8g}") if math.isfinite(nats) else None
+    return dict(zip(TEXT_KEYS, (bits, size), strict=True))
+
+
+def write_sealed(path: Path, batch: pa.RecordBatch, place: ShardPosition, text: dict[str, Any]) -> None:
+    """Write an Arrow file, then its checksum into the custom metadata of its record batch.
+
+    Args:
+        path: a new file.
+        batch: the documents.
+        place: position of the shard in the cache.
+        text: from `count_text_bits`.
+    """
+    position = {"version": VERSION, **asdict(place)}
+    seal = canonical_json({"checksum": "xxh3_128:" + "0" * CHECKSUM_DIGITS, **position, **text})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch, custom_metadata={"xtk": seal})
     with path.open("r+b") as stream:

@@ -214,7 +214,15 @@ def cache_teacher(options: CacheTeacherOptions) -> None:
         partition=CachePartition(options.num_processes, options.machine_rank, options.num_machines),
     )
     if figures is not None:  # None: other machines have not finished yet
-        terminal.result_artifact({"path": options.output, "kind": "teacher-cache", **figures}, as_json=options.as_json)
+        _print_cache(options, figures)
+
+
+def _print_cache(options: CacheTeacherOptions, figures: dict[str, Any]) -> None:
+    """Print the path of a finished cache, and the teacher's bits per byte."""
+    bits = figures["teacher_bits_per_byte"]
+    if bits is not None:
+        terminal.note(f"cache-teacher: the teacher has {bits:.4f} bits per byte on the text that it scored")
+    terminal.result_artifact({"path": options.output, "kind": "teacher-cache", **figures}, as_json=options.as_json)
 
 
 def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | None) -> CacheRequest:
@@ -312,4 +320,4 @@ def _merge(options: CacheTeacherOptions) -> None:
         )
     ]
     figures = merge_caches(places, options.output, rows=options.rows, force=options.force)
-    terminal.result_artifact({"path": options.output, "kind": "teacher-cache", **figures}, as_json=options.as_json)
+    _print_cache(options, figures)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from xtk.evaluation.evaluation_result_files import EvaluationResult
 
 CLOCK_METRICS = ("step", "training_seconds", "tokens")  # not drawn as curves
+# Teacher and student on the text of the first step: one value each, in the table of runs.
+FIRST_STEP_METRICS = ("teacher_bits_per_byte", "student_bits_per_byte")
 GENERATION_METRICS = ("reward", "is_on_policy_step", "staleness_steps", "rollout_")
 TRAINING_METRICS = (
     "learning_rate", "gradient_norm", "tokens_per_second", "peak_memory_gib", "data_wait_fraction",
@@ -84,6 +86,10 @@ class ReportedRun:
             for name, value in one.items()
             if finite_number(value) is not None
         }
+
+    def first_step_values(self) -> dict[str, float]:
+        """Return the values of `FIRST_STEP_METRICS`, by name; with several teachers the names end in `/TEACHER`."""
+        return {name: value for name, value in self.last_values().items() if name.startswith(FIRST_STEP_METRICS)}
 
     def initial_value(self, metric: str) -> float | None:
         """Return a held-out metric before the first step; None if it was not evaluated."""
@@ -157,12 +163,16 @@ def _swatch(number: int) -> str:
 
 def _runs_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
     yield '<div class="scroll"><table>\n<tr>' + "".join(
-        f'<th scope="col">{head}</th>' for head in ("run", "state", "losses", "recipe")
+        f'<th scope="col">{head}</th>' for head in ("run", "state", "losses", "bits per byte, first step", "recipe")
     )
     yield "</tr>\n"
     for at, run in enumerate(runs):
         losses = ", ".join(map(str, run.recipe["losses"]))
-        cells = (escape(run.state), escape(losses), f"<code>{run.fingerprint[:23]}</code>")
+        levels = "<br>".join(
+            f"{escape(name.replace('_bits_per_byte', ''))} {svg_curves.format_number(value)}"
+            for name, value in run.first_step_values().items()
+        )
+        cells = (escape(run.state), escape(losses), levels, f"<code>{run.fingerprint[:23]}</code>")
         yield (
             f'<tr><th scope="row" title="{escape(run.path)}">{_swatch(at)}{escape(run.name)}</th>'
             + "".join(f"<td>{cell}</td>" for cell in cells)
@@ -182,7 +192,8 @@ def _metric_section(metric: str) -> str:
 def curve_metrics(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the names of all plotted metrics, in the order in which runs log them."""
     names = dict.fromkeys(name for run in runs for one in run.metrics for name in one
-                          if name not in CLOCK_METRICS and not name.endswith("_error"))  # fmt: skip
+                          if name not in CLOCK_METRICS and not name.endswith("_error")
+                          and not name.startswith(FIRST_STEP_METRICS))  # fmt: skip
     found = {name: [value for run in runs for _, value in run.points(name)] for name in names}
     return [name for name, values in found.items() if values and (name != "skipped_steps" or any(values))]
 
@@ -205,7 +216,8 @@ def _curves(runs: Sequence[ReportedRun]) -> Iterator[str]:
 def _last_metrics_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
     """Yield a table of the last values, with differences to the first run and to the untrained student."""
     last = [run.last_values() for run in runs]
-    names = [name for name in dict.fromkeys(name for values in last for name in values) if name != "step"]
+    every = dict.fromkeys(name for values in last for name in values)
+    names = [name for name in every if name != "step" and not name.startswith(FIRST_STEP_METRICS)]
     if not names:
         return
     rows = []

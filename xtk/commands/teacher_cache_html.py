@@ -102,6 +102,7 @@ def _facts(record: dict[str, Any]) -> Iterator[str]:
 _SUPPORT = ("support", "top_k", "top_p", "num_samples", "num_sample_sets")
 _TOTALS = ("documents", "positions", "tokens", "shards", "bytes", "shared_file_bytes")
 _FIGURES = (
+    "teacher_bits_per_byte",
     "bytes_per_position",
     "teacher_logprobs_bytes_per_position",
     "mean_entropy_nats",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from xtk.artifacts.cache_manifest import teacher_bits_per_byte
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.artifacts.projection_disk_cache import cached_projection
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
@@ -29,6 +30,8 @@ def cache_identity(inputs: DoctorInputs) -> Iterator[Finding]:
         )
         return
     summary = f"{len(inputs.cache):,} documents, support {support}"
+    if (bits := teacher_bits_per_byte(inputs.cache.manifest)) is not None:
+        summary += f", teacher {bits:.3f} bits per byte"
     # A cache from a server has only the configuration's fingerprint.
     cached = [part for part in str(identity.get("weights")).split() if part.startswith("sha256:")]
     own = _weights_fingerprints(inputs.teacher)

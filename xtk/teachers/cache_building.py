@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.cache_manifest import cache_totals
+from xtk.artifacts.cache_manifest import cache_figures
 from xtk.artifacts.cache_output import CACHE, remove_cache
 from xtk.artifacts.cache_writer import ShardedCacheWriter, mark_cache_unfinished
 from xtk.artifacts.corpus_reader import Corpus
@@ -79,7 +79,7 @@ def cache_teacher(
     force: bool = False,
     partition: CachePartition | None = None,
 ) -> dict[str, Any] | None:
-    """Score a corpus with a teacher into a cache, and return the totals; finished shards of a killed run are kept.
+    """Score a corpus with a teacher into a cache, and return its figures; finished shards of a killed run are kept.
 
     Args:
         request: teacher and options.
@@ -89,8 +89,8 @@ def cache_teacher(
         partition: the part that this run writes, and the number of processes; None: everything, in this process.
 
     Returns:
-        `documents`, `positions`, `tokens`, `bytes` of the finished cache; None while shards of other machines are
-        missing.
+        `documents`, `positions`, `tokens`, `bytes` and `teacher_bits_per_byte` of the finished cache; None while shards
+        of other machines are missing.
 
     Raises:
         XtkError: the data is empty or too long for the teacher, the folder contains another cache or has another
@@ -115,7 +115,7 @@ def cache_teacher(
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
     job = CacheJob(opening, corpus, location, sharding, plan, make_cache_header(request, tokenizer, plan, ranks), ranks)
     if not force and (finished := CACHE.find_finished(folder, job.header)):
-        return cache_totals(finished)
+        return cache_figures(finished)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.lock("cache", partition.machine_rank))
         write: WriteShards | None = None
@@ -124,7 +124,7 @@ def cache_teacher(
             write = stack.enter_context(_open_shard_writer(job, tokenizer, partition, len(plan.shards)))
             remove_cache(folder)
         elif finished := CACHE.find_finished(folder, job.header):
-            return cache_totals(finished)
+            return cache_figures(finished)
         else:
             mark_cache_unfinished(folder)
         mine = partition.own_shards(list(range(len(plan.shards))))
@@ -144,7 +144,7 @@ def cache_teacher(
                 "manifest; if there is none at the end, run one of the commands again"
             )
             return None
-        return cache_totals(writer.finish())
+        return cache_figures(writer.finish())
 
 
 @contextlib.contextmanager

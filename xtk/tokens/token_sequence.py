@@ -151,6 +151,12 @@ class TokenSequence:
         mask: NDArray[np.bool_] = self.text_mask & (stops > starts) & (others[stops] == others[starts])
         return mask
 
+    @property
+    def text_sizes(self) -> NDArray[np.int32]:
+        """The bytes of the document's text in each token, int32 [T]; 0 for tokens that are not in `text_mask`."""
+        sizes: NDArray[np.int32] = np.maximum(self.byte_ends - self.byte_starts, 0) * self.text_mask
+        return sizes
+
     def byte_ranges(self, *, with_borders: bool = False) -> NDArray[np.int32]:
         """Return int32 [P, 2], the bytes `[start, stop)` of the text that each run covers.
 

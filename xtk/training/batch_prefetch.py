@@ -52,14 +52,14 @@ class StepBatchBuilder:
         return [pinned(batch) for batch in micro_batches] if self.pins else micro_batches
 
     def _build(self, step: int) -> list[MicroBatch]:
-        epoch = self.sampler.epoch_of_step(step)
+        epoch, builder, is_first = self.sampler.epoch_of_step(step), self.batch_builder, step == 0
         if self.max_tokens:
             numbers = self.sampler.documents_of_rank(step, self.rank, self.num_ranks)
-            return self.batch_builder.build_within_tokens(numbers, self.max_tokens, epoch) or [
-                self.batch_builder.build([], epoch)
+            return builder.build_within_tokens(numbers, self.max_tokens, epoch, with_compared_text=is_first) or [
+                builder.build([], epoch, with_compared_text=is_first)
             ]
         micro_batches = self.sampler.micro_batches_of_rank(step, self.rank, self.num_ranks, self.documents_per_batch)
-        return [self.batch_builder.build(numbers, epoch) for numbers in micro_batches]
+        return [builder.build(numbers, epoch, with_compared_text=is_first) for numbers in micro_batches]
 
 
 def prefetch(build_step: StepBatchBuilder, steps: range, num_workers: int) -> Iterator[list[MicroBatch]]:

@@ -31,7 +31,7 @@ from xtk.training.data_sources import DocumentSource, TextSource
 from xtk.training.metrics_file import metric_name
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, group_by_tokens, pad_or_pack, prefetch_in_thread
 from xtk.training.parallel_config import ParallelConfig
-from xtk.training.student_with_losses import forward_student, reshard_weights
+from xtk.training.student_with_losses import forward_student, predicted_tokens, reshard_weights
 
 CE_METRIC = "ce"
 DOCUMENTS_PER_READ = 256
@@ -208,7 +208,7 @@ class HeldOutEvaluator:
         num_passes, num_overflow_passes = self._passes
         groups = [*self._groups, *([[]] * (num_passes - len(self._groups)))]
         for batch in prefetch_in_thread(lambda number: self._batch_builder.build(groups[number]), range(num_passes)):
-            hook = _LogprobHook(_targets(batch.input_ids, batch.loss_positions), with_top1=bool(batch.teacher_top1))
+            hook = _LogprobHook(predicted_tokens(batch), with_top1=bool(batch.teacher_top1))
             terms = [term.to(self._device, 1.0) for term in batch.terms]
             _, parts = forward_student(self._model, batch, terms, self._layout, self._device, hook)
             sums += parts.double().cpu().numpy()
@@ -219,13 +219,7 @@ class HeldOutEvaluator:
                     agreed[number] += theirs.count_agreements(hook.top1_ids[theirs.student_rows], matching)
         for at in range(num_overflow_passes):
             batch_of_windows = self._overflow[at] if at < len(self._overflow) else self._overflow_batch([])
-            hook = _LogprobHook(_targets(batch_of_windows.input_ids, batch_of_windows.loss_positions), with_top1=False)
+            hook = _LogprobHook(predicted_tokens(batch_of_windows), with_top1=False)
             forward_student(self._model, batch_of_windows, (), self._layout, self._device, hook)
             nats += float(hook.nats.sum())
         return nats, sums, agreed, counts
-
-
-def _targets(input_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the token after each position, which the position predicts."""
-    targets: NDArray[np.int64] = input_ids.reshape(-1)[positions + 1]
-    return targets

@@ -24,6 +24,7 @@ from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.combine_teachers import ScoreWeighting, score_tallies
 from xtk.training.data_sources import DocumentSource
+from xtk.training.first_step_comparison import ComparedText
 
 _NO_IDS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 EMPTY_LOGPROBS = TeacherLogprobs(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_NUMBERS,) * 4)
@@ -50,6 +51,7 @@ class MicroBatch:
             tokens; the items of each term; the sum of each term's advantages. All are weighted.
         is_text: bool [N], whether the token that each position predicts is text (not a special token).
         teacher_top1: top-1 tokens of each teacher, if requested.
+        compared_text: text that the student and each teacher predict, if requested.
     """
 
     input_ids: NDArray[np.int64]
@@ -65,6 +67,7 @@ class MicroBatch:
     region_counts: NDArray[np.float64]
     is_text: NDArray[np.bool_]
     teacher_top1: tuple[TeacherTopTokens, ...] = ()
+    compared_text: tuple[ComparedText, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -154,16 +157,19 @@ class BatchBuilder:
             {objective.accepts_samples for objective in objectives if objective.uses_teacher}, reverse=True
         )
 
-    def build(self, numbers: Sequence[int], sample_set: int = 0) -> MicroBatch:
+    def build(self, numbers: Sequence[int], sample_set: int = 0, *, with_compared_text: bool = False) -> MicroBatch:
         """Return the micro-batch of some documents; without any, one of a single token and no loss.
 
         Args:
             numbers: indices of the documents.
             sample_set: index of the set of sampled tokens, modulo the number of sets in the cache.
+            with_compared_text: whether to return `compared_text` too.
         """
-        return self._build(numbers, self._tokenize(numbers), sample_set)
+        return self._build(numbers, self._tokenize(numbers), sample_set, with_compared_text=with_compared_text)
 
-    def build_within_tokens(self, numbers: Sequence[int], max_tokens: int, sample_set: int = 0) -> list[MicroBatch]:
+    def build_within_tokens(
+        self, numbers: Sequence[int], max_tokens: int, sample_set: int = 0, *, with_compared_text: bool = False
+    ) -> list[MicroBatch]:
         """Return micro-batches of at most `max_tokens` tokens, padding included, longest documents first.
 
         A document longer than `max_tokens` is a separate micro-batch.
@@ -172,10 +178,19 @@ class BatchBuilder:
             numbers: indices of the documents.
             max_tokens: maximum number of tokens in a micro-batch.
             sample_set: as in `build`.
+            with_compared_text: as in `build`.
         """
         read = self._tokenize(numbers)
         groups = group_by_tokens([len(one.student) for one in read], max_tokens, padded=not self._packing)
-        return [self._build([numbers[at] for at in group], [read[at] for at in group], sample_set) for group in groups]
+        return [
+            self._build(
+                [numbers[at] for at in group],
+                [read[at] for at in group],
+                sample_set,
+                with_compared_text=with_compared_text,
+            )
+            for group in groups
+        ]
 
     def _tokenize(self, numbers: Sequence[int]) -> list[_StudentDocument]:
         documents = [self._source.document(number) for number in numbers]
@@ -193,7 +208,14 @@ class BatchBuilder:
         bounds = self._region_weights.advantage_bounds
         return make_loss_inputs(read.student, read.document, output, read.whitespace_mask, regions, bounds)
 
-    def _build(self, numbers: Sequence[int], own_tokens: list[_StudentDocument], sample_set: int) -> MicroBatch:
+    def _build(
+        self,
+        numbers: Sequence[int],
+        own_tokens: list[_StudentDocument],
+        sample_set: int,
+        *,
+        with_compared_text: bool = False,
+    ) -> MicroBatch:
         documents, students = [one.document for one in own_tokens], [one.student for one in own_tokens]
         without_teacher = [self._loss_inputs(one, None) for one in own_tokens]
         read = {
@@ -257,6 +279,11 @@ class BatchBuilder:
             ),
             teacher_top1=tuple(map(TeacherTopTokens.from_example, joined[self._sampling_modes[0]]))
             if self._with_top1 and self._sampling_modes
+            else (),
+            compared_text=tuple(
+                ComparedText.of_documents(of_teacher, students, documents, weights) for of_teacher in inputs_of_teachers
+            )
+            if with_compared_text
             else (),
         )
 

@@ -144,7 +144,12 @@ def _quality_metrics(after: Mapping[str, Any]) -> list[str]:
     """Return the names of metrics of quality: without times, counts and rates."""
     others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "training_seconds",
               "skipped_steps", "data_wait_fraction", "peak_memory_gib")  # fmt: skip
-    return [name for name, value in after.items() if name not in others and isinstance(value, int | float)]
+    first_step = ("teacher_bits_per_byte", "student_bits_per_byte")
+    return [
+        name
+        for name, value in after.items()
+        if name not in others and not name.startswith(first_step) and isinstance(value, int | float)
+    ]
 
 
 def _short_fingerprint(fingerprint: str) -> str:

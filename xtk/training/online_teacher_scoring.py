@@ -190,6 +190,11 @@ class TeacherBlocks:
             yield range(start, stop)
             start = stop
 
+    @property
+    def lends_student(self) -> bool:
+        """Whether a teacher is the student itself (`--teacher self`)."""
+        return any(teacher.student_weights for teacher in self._source.teachers)
+
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of scoring so far.
 
@@ -210,9 +215,7 @@ class TeacherBlocks:
         if devices:
             torch.cuda.empty_cache()  # give memory of training steps to the teachers
         # --teacher self needs the student on its device.
-        offload = (
-            contextlib.nullcontext if any(teacher.student_weights for teacher in source.teachers) else self.offload
-        )
+        offload = contextlib.nullcontext if self.lends_student else self.offload
         with offload(), torch.random.fork_rng(devices):  # dropout stays the same as without a teacher
             for teacher, job in zip(source.teachers, jobs, strict=True):
                 if job is not None and not self._write_cache(teacher, job, stop):

@@ -130,6 +130,12 @@ class TokenBatch(Protocol):
         """[N], indices into the flattened hidden states at which losses are computed."""
 
 
+def predicted_tokens(batch: TokenBatch) -> NDArray[np.int64]:
+    """Return the token that each loss position predicts, int64 [N]."""
+    following: NDArray[np.int64] = batch.input_ids.reshape(-1)[batch.loss_positions + 1]
+    return following
+
+
 def parallelize(
     student_model: BackboneWithHead, accelerator: Any, parallel: ParallelConfig, *, packing: bool, offload: bool = False
 ) -> tuple[nn.Module, list[nn.Parameter]]:

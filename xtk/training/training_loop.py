@@ -28,6 +28,13 @@ from xtk.training.batch_copies import copied_ahead
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
 from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints
 from xtk.training.cross_process_reduction import REGION_METRICS, StepReduction
+from xtk.training.first_step_comparison import (
+    STUDENT_METRIC,
+    TEACHER_METRIC,
+    TextScorer,
+    comparison_metrics,
+    report_weak_teachers,
+)
 from xtk.training.graceful_stop import StopListener
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.metrics_file import MetricsFile, first_values, last_values
@@ -37,7 +44,7 @@ from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.resume_point import ResumePoint
 from xtk.training.student_offload import offload_student
-from xtk.training.student_with_losses import GradientClipping, forward_student, reshard_weights
+from xtk.training.student_with_losses import GradientClipping, forward_student, predicted_tokens, reshard_weights
 from xtk.training.task_evaluation import TaskEvaluator
 from xtk.training.throughput_meter import ThroughputMeter
 from xtk.training.train_config import LoggingConfig, TrainConfig
@@ -172,8 +179,9 @@ class _TrainingLoop:
                 if (_saves_at(run, steps) or stopped) and not is_last:
                     with self.meter.exclude_from_rate():
                         self._save(steps)
+                hidden = (REGION_METRICS, TEACHER_METRIC, STUDENT_METRIC)
                 shown = "  ".join(
-                    f"{name} {value:.4f}" for name, value in losses.items() if not name.startswith(REGION_METRICS)
+                    f"{name} {value:.4f}" for name, value in losses.items() if not name.startswith(hidden)
                 )
                 progress.advance(1, f"{shown}  {self.meter.summary}")
                 if stopped and not is_last:
@@ -194,6 +202,8 @@ class _TrainingLoop:
             group["lr"] = learning_rate
         losses, norm = _step(run, self.optimizer, micro_batches)
         self._count_step(step, losses, norm)
+        if step == 0 and not (run.teacher_blocks is not None and run.teacher_blocks.lends_student):
+            report_weak_teachers(losses, run.batch_builder.teachers)
         self.meter.count(micro_batches)
         is_last = step + 1 == run.steps
         record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
@@ -346,43 +356,53 @@ def _step(
     micro_batches = [*micro_batches, *(builder.build([]) for _ in range(reduction.num_passes - len(micro_batches)))]
     kd_scale = 1.0
     if recipe.scale_kd_to == "ce":
-        totals = _pass(run, micro_batches, reduction.term_scales(), backward=False)
+        totals, _ = _pass(run, micro_batches, reduction.term_scales(), backward=False)
         kd_scale = reduction.kd_scale(totals[:, 0].tolist())
-    totals = _pass(run, micro_batches, reduction.term_scales(kd_scale), backward=True)
+    totals, text_sums = _pass(run, micro_batches, reduction.term_scales(kd_scale), backward=True)
     clipping = GradientClipping(run.parameters)
     # All that the host needs of a step is read at once: on a GPU it waits here until the step is computed.
-    flat_totals, *norms = read_together([totals, *clipping.norms])
+    flat_totals, text_sums_read, *norms = read_together([totals, text_sums, *clipping.norms])
     norm = clipping.clip([value for (value,) in norms], recipe.max_grad_norm)
     of_terms = np.array(flat_totals).reshape(len(builder.objectives), -1)
     losses = reduction.loss_metrics(of_terms[:, 0].tolist(), kd_scale) | reduction.surrogate_metrics(
         of_terms[:, 1:4].tolist()
     )
     losses |= reduction.region_metrics(of_terms[:, 4:], kd_scale)
+    losses |= comparison_metrics(text_sums_read, builder.teachers)
     if step_is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and EMA would turn -0.0 into 0.0
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return losses | ({"kd_scale": kd_scale} if recipe.scale_kd_to == "ce" else {}), norm
 
 
-def _pass(run: TrainingRun, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool) -> Tensor:
+def _pass(
+    run: TrainingRun, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool
+) -> tuple[Tensor, Tensor]:
     """Run forward (and backward) passes; return sums over all processes, float64 [terms, 5 + regions], on the device.
 
     The first is the loss summed over tokens or spans, the next three are the ratio statistics of policy-gradient losses
     (zeros for others), and the others are sums of the loss by region, with `backward` only. Without `backward`,
     gradients and random states stay unchanged, so that the next pass has the same dropout.
+
+    Also return the sums of `TextScorer.sums`, float64 [teachers, 3]: zeros after the first step.
     """
     accelerator, layout, device = run.accelerator, run.parallel, run.accelerator.device
     totals = torch.zeros(len(scales), 5 + len(REGIONS), device=device, dtype=torch.float64)
+    text_sums = torch.zeros(len(run.batch_builder.teachers), 3, device=device, dtype=torch.float64)
     devices = [device] if device.type == "cuda" else []
     with contextlib.nullcontext() if backward else torch.random.fork_rng(devices), torch.set_grad_enabled(backward):
         for number, (batch, terms) in enumerate(copied_ahead(micro_batches, scales, device)):
             last = number + 1 == len(micro_batches)
+            texts = batch.compared_text if backward else ()
+            hook = TextScorer(texts, predicted_tokens(batch), layout.cp) if texts else None
             # Sharded weights are gathered, and gradients reduced, in every pass.
             with contextlib.nullcontext() if last or layout.is_sharded else accelerator.no_sync(run.wrapped_student):
-                total, parts = forward_student(run.wrapped_student, batch, terms, layout, device)
+                total, parts = forward_student(run.wrapped_student, batch, terms, layout, device, hook)
                 if backward:
                     # Gradients are averaged over replicas, but the scales are already those of the whole step.
                     torch.autograd.backward(total * layout.num_gradient_replicas)
+            if hook is not None:
+                text_sums += hook.sums
             totals[:, 0] += parts.double()
             for term_totals, term in zip(totals, terms, strict=True):
                 term_totals[4:] += term.region_sums
@@ -390,7 +410,9 @@ def _pass(run: TrainingRun, micro_batches: list[MicroBatch], scales: list[float]
                     term_totals[1:4] += term.ratio_statistics
     if not backward:
         reshard_weights(run.wrapped_student)
-    return layout.all_reduce_sum(totals, "copies")
+    if micro_batches[0].compared_text:  # of the first step, in all processes
+        layout.all_reduce_sum(text_sums, "copies")
+    return layout.all_reduce_sum(totals, "copies"), text_sums
 
 
 def _optimizer(student: BackboneWithHead, recipe: TrainConfig) -> torch.optim.Optimizer:
