@@ -22,7 +22,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("is_student", [True, False], ids=["student", "teacher"])
 def test_untrained_teacher_of_a_pretrained_student_is_reported(run, pair, data, tmp_path, is_student):
-    """Measured: SmolLM2 0.90 bits per byte on this text, the untrained Qwen3 4.27 (2026-11-28)."""
+    """Measured on the first 150 characters of 4 pages: SmolLM2 1.70 bits per byte, the untrained Qwen3 7.91."""
     pretrained, toy = str(find_pretrained_teacher()), pair.teacher
     student, teacher = (pretrained, toy) if is_student else (toy, pretrained)
     made = run("cache-teacher", teacher, data, "-o", tmp_path / "cache")
@@ -33,5 +33,5 @@ def test_untrained_teacher_of_a_pretrained_student_is_reported(run, pair, data, 
     first = read_metrics(tmp_path / "out" / "metrics.jsonl")[0]
     levels = [first["student_bits_per_byte"], first["teacher_bits_per_byte"]]
     of_pretrained, of_toy = levels if is_student else levels[::-1]
-    assert of_pretrained < 1.3
+    assert of_pretrained < 2
     assert of_toy > 3
