@@ -51,7 +51,9 @@ class WeightMismatches:
         if self.reshaped:
             shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
             what = f"weights do not have the shapes that the configuration requires: {len(shapes):,} ({format_names(shapes)})"
-            raise CorruptError(what, where=str(folder), hint="use the config.json of these weights, or download the model again")
+            raise CorruptError(
+                what, where=str(folder), hint="use the config.json of these weights, or download the model again"
+            )
         if self.unexpected and not quiet:
             names = format_names(list(self.unexpected))
             terminal.note_once(f"warning: {folder}: the model does not use {len(self.unexpected):,} weights ({names})")
