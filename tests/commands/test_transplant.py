@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import gguf_files
@@ -14,6 +15,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from xtk.artifacts.projection_disk_cache import cached_projection
+from xtk.artifacts.projection_file import write_projection
 from xtk.models.causal_lm import load_causal_lm
 from xtk.projection.build import build_projection
 from xtk.tokens.tokenizer import Tokenizer
@@ -156,6 +159,27 @@ def test_a_projection_file_is_used_and_checked(run, pair, tmp_path):
     assert done.returncode == 1
     assert "built for other tokenizers" in done.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_tokens_with_an_empty_row_of_the_projection_are_counted_as_unknown(run, pair, tmp_path):
+    projection = cached_projection(Tokenizer(pair.student), Tokenizer(pair.teacher))
+    emptied = TokenSources(Tokenizer(pair.student), Tokenizer(pair.teacher)).spellings.token_ids[:7]
+    kept = ~np.isin(projection.entry_rows, emptied)
+    counts = np.bincount(projection.entry_rows[kept], minlength=projection.student_width)
+    changed = replace(projection, row_offsets=np.concatenate([[0], np.cumsum(counts)]),
+                      teacher_ids=projection.teacher_ids[kept], weights=projection.weights[kept])  # fmt: skip
+    figures = []
+    for name, one in (("all", projection), ("some", changed)):
+        write_projection(one, tmp_path / f"{name}.p")
+        done = run("transplant", pair.teacher, pair.student, "--method", "projection", "--projection",
+                   tmp_path / f"{name}.p", "-o", tmp_path / name, "--json")  # fmt: skip
+        figures.append(json.loads(done.stdout))
+    assert figures[1]["composed"] == figures[0]["composed"] - 7
+    assert figures[1]["unknown"] == figures[0]["unknown"] + 7
+    rows = embedding_matrix(tmp_path / "some")[emptied]
+    np.testing.assert_array_equal(rows, np.repeat(rows[:1], 7, axis=0))  # the mean of the old rows
+    for one in figures:
+        assert sum(one[kind] for kind in ("exact", "special", "composed", "unknown")) >= one["tokens"]
 
 
 def test_random_rows_have_the_distribution_of_the_old_rows(pair):

@@ -32,6 +32,7 @@ from xtk.models.saved_model import save_model
 from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
+from xtk.projection.vocabulary_pair import SparseEntries
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.transplant.new_rows import new_rows
 from xtk.transplant.row_methods import METHODS, MeanRow, RowMethod
@@ -98,9 +99,10 @@ def transplant_model(
         if found is not None:
             return found
         model = _load_model(config, trust_remote_code)
-        method = None if config.kept is not None else _make_method(config)
+        method = MeanRow() if config.kept is not None else _make_method(config)
+        weights = method.weights(sources)
         with replacing_folder(output, TRANSPLANT_FOLDER) as folder:
-            figures = _replace_vocabulary(model, sources, method, config)
+            figures = _replace_vocabulary(model, sources, weights, config.seed if method.samples_rows else None)
             eos = set_token_ids(model, sources)
             save_model(model, folder)
             set_default_permissions(*folder.glob("*.safetensors"))
@@ -109,7 +111,7 @@ def transplant_model(
                 "kind": TRANSPLANT_KIND,
                 "request": request,
                 "method": KEPT if config.kept is not None else config.method,
-                **sources.report(),
+                **sources.report(weights.rows),
                 **figures,
                 "eos_token_ids": eos,
             }
@@ -332,13 +334,11 @@ def _is_tied(model: Any) -> bool:
 
 @torch.no_grad()
 def _replace_vocabulary(
-    model: Any, sources: TokenSources, method: RowMethod | None, config: TransplantConfig
+    model: Any, sources: TokenSources, weights: SparseEntries, sampling_seed: int | None
 ) -> dict[str, Any]:
     """Replace embedding, head and bias of a model by those for the new tokens; return figures for the manifest."""
     is_tied = _is_tied(model)
     num_rows = -(-len(sources.new) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    weights = (method or MeanRow()).weights(sources)
-    seed = config.seed if method is not None and method.samples_rows else None
     head = model.get_output_embeddings()
     # The norm of a row in a head is its tokens' probability, so norms are matched in a separate embedding only.
     tables = [(model.get_input_embeddings().weight, sources.copied, not is_tied)]
@@ -348,7 +348,7 @@ def _replace_vocabulary(
     for table, copied, match_norms in tables:
         new = torch.empty(num_rows, table.shape[1], dtype=table.dtype)
         for start, rows in new_rows(
-            table, sources, weights, num_rows, copied=copied, sampling_seed=seed, match_norms=match_norms
+            table, sources, weights, num_rows, copied=copied, sampling_seed=sampling_seed, match_norms=match_norms
         ):
             new[start : start + len(rows)] = rows
         made.append(new)

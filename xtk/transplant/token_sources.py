@@ -75,10 +75,15 @@ class TokenSources:
         """The old tokens with bytes, ascending."""
         return np.flatnonzero(self.old.vocabulary.byte_lengths > 0)
 
-    def report(self) -> dict[str, object]:
-        """Return numbers of tokens: copied (equal bytes or role), composed (from several), unknown; by category."""
+    def report(self, combined: NDArray[np.int32]) -> dict[str, object]:
+        """Return numbers of tokens: copied (equal bytes or role), composed (from several), unknown; by category.
+
+        Args:
+            combined: tokens whose rows are combined from old rows; others that are not copied are unknown.
+        """
         composed = np.zeros(len(self.new), np.bool_)
-        composed[self.spellings.token_ids] = True
+        composed[combined] = True
+        composed &= self.copied < 0
         special = np.zeros(len(self.new), np.bool_)
         special[self._special_ids] = True
         kinds = {
