@@ -67,6 +67,9 @@ def test_a_recipe_reproduces_its_run_bit_for_bit_from_any_folder(two_teacher_run
     assert str(two_teacher_run) not in json.dumps(recipe["identity"])
     assert yaml.safe_load((two_teacher_run / "run" / "recipe.json").read_text())["learning_rate"] in (0.001, "0.001")
     assert_reproduced(two_teacher_run / "run", tmp_path / "again", cwd=tmp_path)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    run_xtk("distill", "--config", tmp_path / "recipe.yaml", "-o", tmp_path / "from-yaml")
+    assert output_files(tmp_path / "from-yaml") == output_files(two_teacher_run / "run")
 
 
 @pytest.mark.slow

@@ -120,25 +120,34 @@ def read_recipe(path: Path) -> dict[str, Any]:
             where=str(path),
             hint="use the output folder of xtk distill",
         )
-    content = _read_json_object(file)
+    return identity_in_recipe(_read_json_object(file), str(file))
+
+
+def identity_in_recipe(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the run identity in the content of a recipe, also if it was written as YAML.
+
+    Raises:
+        XtkError: it has another version.
+        CorruptError: it is not valid.
+    """
     version = recipe_version(content)
     if version is None:
         raise XtkError(
             "this recipe.json was not written by xtk distill",
-            where=str(file),
+            where=where,
             hint="use the recipe.json of a run folder",
         )
     if version != RECIPE_VERSION:
         raise XtkError(
             f"this recipe of xtk distill has version {version}; this xtk reads version {RECIPE_VERSION}",
-            where=str(file),
+            where=where,
             hint="train it again: xtk distill ... -o FOLDER --force; or use the xtk version that started the run",
         )
     identity = content.get("identity")
     if not isinstance(identity, dict) or not _is_identity(identity):
         raise CorruptError(
             "this recipe of xtk distill does not contain a valid run identity",
-            where=str(file),
+            where=where,
             hint="restore the original file, or train again into another folder",
         )
     return {key: value for key, value in identity.items() if key != EVALUATION_KEY}

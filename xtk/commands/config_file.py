@@ -100,7 +100,8 @@ class ConfigFileCommand(TyperCommand):
         options = {config_name(parameter): parameter for parameter in self.params}
         options = {name: option for name, option in options.items() if name not in ("config", "help")}
         values: dict[str, Any] = {}
-        of_a_recipe = _check_recipe(root, path) if "cache" in options and "student" in options else ()
+        is_of_distill = "cache" in options and "student" in options
+        of_a_recipe = _check_recipe(yaml.safe_load(content.decode()), path) if is_of_distill else ()
         for key, value in root.value:
             name = str(key.value).replace("_", "-")
             if name in of_a_recipe:
@@ -118,18 +119,17 @@ class ConfigFileCommand(TyperCommand):
         return values
 
 
-def _check_recipe(root: Any, path: Path) -> tuple[str, ...]:
+def _check_recipe(content: dict[Any, Any], path: Path) -> tuple[str, ...]:
     """Return the keys of a recipe that are not options; none if the file is not the recipe of a run.
 
     Raises:
         XtkError: it is a recipe of another version.
     """
-    from xtk.artifacts.run_folders import RECIPE_KEYS, read_recipe, recipe_version
+    from xtk.artifacts.run_folders import RECIPE_KEYS, identity_in_recipe, recipe_version
 
-    content = {str(key.value): value.value for key, value in root.value}
     if recipe_version(content) is None:
         return ()
-    read_recipe(path)
+    identity_in_recipe(content, str(path))
     return RECIPE_KEYS
 
 
