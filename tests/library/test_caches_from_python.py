@@ -65,6 +65,13 @@ def test_cache_of_a_loaded_model_equals_that_of_the_command(run, pair, tokenizer
     assert [row.document.text for row in cache] == TEXTS
 
 
+def test_refused_support_leaves_nothing_at_the_output(teacher, tokenizer, tmp_path):
+    for data in (TEXTS, [{"text": text} for text in TEXTS]):
+        with pytest.raises(xtk.XtkError, match="needs the column candidate_ids"):
+            xtk.cache_teacher(teacher, data, tmp_path / "c", tokenizer=tokenizer, support="candidates")
+        assert not (tmp_path / "c").exists()
+
+
 def test_finished_cache_is_reused_and_other_weights_are_refused(pair, tokenizer, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(pair.teacher, dtype=torch.float32)
     xtk.cache_teacher(model, TEXTS, tmp_path / "c", tokenizer=tokenizer, top_k=4)

@@ -115,6 +115,22 @@ def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
     assert written_cache.routes() == ["", "", "other"]
 
 
+def test_export_of_another_version_is_refused(run, pair, tmp_path):
+    xtk.cache_teacher(str(pair.teacher), [{"text": "Anna has 12"}], tmp_path / "cache")
+    export_cache(TeacherCache(tmp_path / "cache"), tmp_path / "file.jsonl", "jsonl")
+    row = json.loads((tmp_path / "file.jsonl").read_text())
+    (tmp_path / "file.jsonl").write_text(json.dumps({**row, "xtk_export": 99}) + "\n")
+    done = run("import-cache", tmp_path / "file.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "again", code=1)
+    assert "has version 99 of exported caches; this xtk reads version 1" in " ".join(done.stderr.split())
+
+
+def test_refusal_to_export_samples_names_the_cache(run, pair, tmp_path):
+    xtk.cache_teacher(str(pair.teacher), [{"text": "Anna has 12"}], tmp_path / "cache", support="sample")
+    done = run("export-cache", tmp_path / "cache", "-o", tmp_path / "file.jsonl", code=1)
+    assert f"where: {tmp_path / 'cache'}\n" in done.stderr
+    assert "object at" not in done.stderr
+
+
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
 @pytest.mark.parametrize("support", ["candidates", "none", "top-p"])
 def test_support_is_kept_by_export_and_import(run, pair, tmp_path, support, file_format):

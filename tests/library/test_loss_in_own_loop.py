@@ -135,10 +135,19 @@ def test_num_items_of_anything_but_batches_is_refused(pair, cache):
     for invalid in ([], [{"input_ids": batch["input_ids"]}]):
         with pytest.raises(xtk.XtkError, match="num_items needs the batches"):
             loss.num_items(invalid)
-    with pytest.raises(xtk.XtkError, match="num_items_in_batch has the shape"):
-        loss(
-            torch.zeros(*batch["input_ids"].shape, 8), torch.nn.Linear(8, 5000), batch, num_items_in_batch=torch.ones(3)
-        )
+    states = torch.zeros(*batch["input_ids"].shape, 8)
+    for number in (torch.ones(3), torch.tensor(17), 17):
+        with pytest.raises(xtk.XtkError, match="num_items_in_batch has the shape"):
+            loss(states, torch.nn.Linear(8, 5000), batch, num_items_in_batch=number)
+
+
+@pytest.mark.parametrize("number", [1.7, 1.0, True, "2", None, -100, 10**6, np.float32(1)])
+def test_what_is_not_the_number_of_a_document_is_refused(pair, cache, number):
+    collator = xtk.DistillationCollator(pair.student, cache, xtk.DistillationLoss("ce"))
+    with pytest.raises(xtk.XtkError, match="is not the index of a document in this cache"):
+        collator([0, {"document": number}])
+    for valid in (1, np.int64(1), np.uint8(1), torch.tensor(1)):
+        assert torch.equal(collator([valid])["input_ids"], collator([1])["input_ids"])
 
 
 @pytest.mark.parametrize("packing", [False, True])

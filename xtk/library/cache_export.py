@@ -23,6 +23,7 @@ from xtk.tokens.teacher_tokenization import teacher_views
 
 CONTENT_COLUMNS = ("messages", "tools", "segments", "prompt", "completion")
 _ROWS_PER_GROUP, _MARK = 256, b"xtk-export"
+VERSION_KEY, VERSION = "xtk_export", 1
 _JSON_START = b'{"xtk_export": 1, '  # of each line: only such files are replaced
 
 
@@ -67,7 +68,7 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
     if cache.header["options"].get("support") == "sample":
         raise XtkError(
             "this cache has only sampled tokens, whose probabilities are estimates",
-            where=str(cache.folder),
+            where=cache.folder.name,
             hint="run cache-teacher with --support top-k or top-k+sample",
         )
     has_other_tokens: list[bool] = []  # of `teacher_prompt`, and of given or sampled tokens
@@ -76,7 +77,7 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
         if file_format == "jsonl":
             with temporary.open("w", encoding="utf-8") as stream:
                 for row in rows:
-                    stream.write(json.dumps({"xtk_export": 1, **row}, ensure_ascii=False) + "\n")
+                    stream.write(json.dumps({VERSION_KEY: VERSION, **row}, ensure_ascii=False) + "\n")
         else:
             _write_parquet(rows, temporary, _optional_fields(cache))
     if any(has_other_tokens):

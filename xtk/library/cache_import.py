@@ -18,6 +18,7 @@ from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.library.byte_tokenizer import write_byte_tokenizer
+from xtk.library.cache_export import VERSION, VERSION_KEY
 from xtk.library.cache_from_arrays import EXACT_SUPPORTS, CacheWriter, to_array
 from xtk.library.completion_logprobs import (
     MIN_REMAINDER,
@@ -230,6 +231,12 @@ class _Rows:
                     hint="import the answers of each model into a separate cache",
                 )
             return answer
+        if record.get(VERSION_KEY, VERSION) != VERSION:
+            raise XtkError(
+                f"the row has version {record[VERSION_KEY]!r:.20} of exported caches; this xtk reads version {VERSION}",
+                where=self._where,
+                hint="export the cache again with this version of xtk",
+            )
         missing = [column for column in ID_COLUMNS if record.get(column) is None]
         if missing:
             if (row := listed_row(record, self._codec, self._where)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,9 @@ class DistillationCollator:
                 )
             feature, text = feature[DOCUMENT_KEY], feature.get(TEXT_KEY)
         try:
-            stored = self.cache.read_document(int(feature))
+            if isinstance(feature, bool):
+                raise TypeError
+            stored = self.cache.read_document(operator.index(feature))
         except (IndexError, TypeError, ValueError):
             raise XtkError(
                 f"{feature!r} is not the index of a document in this cache",

@@ -153,7 +153,8 @@ class DistillationLoss(nn.Module):
         Raises:
             XtkError: `num_items_in_batch` is not from `num_items`.
         """
-        counts = teacher.counts if num_items_in_batch is None else num_items_in_batch.double().cpu().numpy()
+        given = teacher.counts if num_items_in_batch is None else num_items_in_batch
+        counts = given.double().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given, np.float64)
         if counts.shape != teacher.counts.shape:
             raise XtkError(
                 f"num_items_in_batch has the shape {list(counts.shape)}, but must be {list(teacher.counts.shape)}",

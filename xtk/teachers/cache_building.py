@@ -25,7 +25,7 @@ from xtk.teachers.cache_build_config import (
     sharding_options,
 )
 from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
-from xtk.teachers.cache_shard_writing import CacheJob, write_shards
+from xtk.teachers.cache_shard_writing import CacheJob, candidate_ids_of, write_shards
 from xtk.teachers.worker_pool import WorkerPool
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ def cache_teacher(
     if force and partition.num_machines > 1:
         raise XtkError(
             "--force cannot be combined with --num-machines: it would remove shards of other machines",
-            hint="remove the folder, then start all machines without --force",
+            hint="move the folder away, then start all machines without --force",
         )
     if partition.num_processes > 1 and request.backend_options.get("engine", {}).get("tp_size", 1) != 1:
         raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of these options")
@@ -110,7 +110,13 @@ def cache_teacher(
     claim_output(folder, CACHE, force=force, inputs=(request.teacher_folder, *corpus.sources))
     tokenizer = request.teacher_tokenizer()
     sharding = sharding_options(request)
-    plan = make_shard_plan(sharding, corpus, tokenizer)
+    # Data without candidate ids is refused before anything is written.
+    plan = make_shard_plan(
+        sharding,
+        corpus,
+        tokenizer,
+        lambda document, piece: candidate_ids_of([(document, piece)], request.support, corpus.name),
+    )
     ranks = make_vocabulary_order(request, tokenizer, plan)
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
     job = CacheJob(opening, corpus, location, sharding, plan, make_cache_header(request, tokenizer, plan, ranks), ranks)

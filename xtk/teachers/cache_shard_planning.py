@@ -121,7 +121,7 @@ def make_shard_plan(
     sharding: ShardingOptions,
     corpus: Corpus,
     tokenizer: Tokenizer,
-    on_document: Callable[[Document, TokenSequence], None] | None = None,
+    on_document: Callable[[Document, TokenSequence], object] | None = None,
     log_prefix: str = "cache-teacher",
 ) -> ShardPlan:
     """Read the data once, and return the assignment of its documents to shards; print notes on unusual data.
