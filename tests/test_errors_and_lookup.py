@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import re
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +96,17 @@ def test_launcher_workers_print_the_same_error_once(run, tmp_path):
     assert "nothing" in stderr_of_workers[0]
     other_error = run("inspect", tmp_path / "else", code=1, env={"XTK_REPORTED_ERRORS": str(tmp_path / "reported")})
     assert "else" in other_error.stderr
+
+
+def test_no_message_suggests_deleting_a_file():
+    """A file that a message is about may be intact, and the only copy: users move it away instead."""
+    suggestion = re.compile(
+        r"\bdelete (it|them)|\b(delete|remove|erase) (this|these|the|its) (\w+ )?(file|folder|shard|cache)s?\b"
+    )
+    suggesting = []
+    for path in sorted((Path(__file__).parent.parent / "xtk").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if "\n" not in text and not text.endswith(".") and suggestion.search(text):
+                suggesting.append(f"{path.name}:{node.lineno}: {text}")
+    assert suggesting == []

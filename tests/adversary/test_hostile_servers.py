@@ -159,7 +159,7 @@ def attack(connection: Connection) -> None:
                 self.respond(200, {"model": "m", "choices": [_CHOICE]})
 
         def invalid(self) -> None:
-            """Answer prompts with an even number, and others as the model's name says."""
+            """Answer prompts with an even number, and others with the fault that the model's name states."""
             request = self.read_json()
             model, is_even = request["model"], request["messages"][0]["content"][0] in "02468"
             entry = {**_TOKEN_ENTRY, "logprob": 0.5} if model == "positive" else _TOKEN_ENTRY

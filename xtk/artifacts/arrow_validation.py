@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from xtk.errors import CorruptError
 
-RESTORE_HINT = "copy the file again, or delete it and run the same xtk cache-teacher command again"
+RESTORE_HINT = "copy the file again, or move it away and run the same xtk cache-teacher command again"
 
 
 def corrupt_shard_error(why: str) -> CorruptError:

@@ -67,7 +67,7 @@ def atomic_write(
         raise XtkError(
             "the output must be a file, but this path is a folder",
             where=str(path),
-            hint="use another output path, or remove the folder",
+            hint="use another output path, or move the folder away",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     if clean:

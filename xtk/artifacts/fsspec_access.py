@@ -81,7 +81,7 @@ def listed_name(path: object, root: str) -> str:
             f"this remote folder contains a file named {name!r}; names must not be empty, '.' or '..', or contain "
             "backslashes or zero bytes",
             where=root,
-            hint="rename or remove this file, or use a folder with only the files of the cache",
+            hint="move this file away, or use a folder with only the files of the cache",
         )
     return name
 

@@ -102,7 +102,7 @@ class FileKind(Generic[Found]):
             raise XtkError(
                 f"the output path is an existing file, which is not one of xtk's {self.plural}",
                 where=str(place),
-                hint="use another output path (-o), or remove this file; --force does not replace it",
+                hint="use another output path (-o), or move this file away; --force does not replace it",
             )
         return None if force or request is None else self.finished(place, request)
 

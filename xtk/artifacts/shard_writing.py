@@ -177,6 +177,12 @@ def _checksum_around(content: mmap.mmap, at: int) -> str:
     return hashed.hexdigest()
 
 
+def has_shard_checksum(path: Path) -> bool:
+    """Return whether a file contains the place of a shard's checksum; other Arrow files do not."""
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(CHECKSUM_PREFIX) >= 0
+
+
 def check_file_checksum(path: Path, where: str) -> None:
     """Check every byte of a shard against the checksum in the file, before anything in it is parsed.
 

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from xtk import terminal
+from xtk.errors import XtkError
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
 from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption, TrustRemoteCodeOption
 
@@ -65,7 +66,7 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
         XtkError: there is no artifact, or it is corrupt.
     """
     from xtk.artifacts.storage_folders import is_remote
-    from xtk.errors import XtkError, path_exists
+    from xtk.errors import path_exists
 
     if is_remote(place):
         return _describe_cache(place, options)
@@ -84,11 +85,7 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
             hint="remove --teacher and --html, or give the folder of a teacher cache",
         )
     if path.is_file():
-        with path.open("rb") as stream:
-            is_arrow = stream.read(6) == b"ARROW1"
-        if path.suffix == ".jsonl":
-            return _describe_rollouts(path)
-        return _describe_shard(path) if is_arrow else _describe_projection(path)
+        return _describe_file(path)
     if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
         return _describe_run(path, verify=options.verify)
     if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
@@ -98,6 +95,71 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
         where=str(path),
         hint="give a teacher cache, projection, rollout file, run, model or tokenizer",
     )
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    """Return the description of a file, which its name and its first bytes identify.
+
+    Raises:
+        XtkError: it is not an artifact, but for example data or a part of a model; or it is corrupt.
+    """
+    from xtk.artifacts.cache_manifest import SHARD_NAME, VOCABULARY_ORDER_NAME
+    from xtk.artifacts.projection_file import HEADER_PREFIX
+    from xtk.artifacts.shard_writing import has_shard_checksum
+    from xtk.rollouts.rollout_jsonl import read_request_fingerprint
+
+    with path.open("rb") as stream:
+        start = stream.read(8 + len(HEADER_PREFIX))
+    if VOCABULARY_ORDER_NAME.fullmatch(path.name):
+        return _describe_vocabulary_order(path)
+    if SHARD_NAME.fullmatch(path.name) or (start.startswith(b"ARROW1") and has_shard_checksum(path)):
+        return _describe_shard(path)
+    if path.suffix == ".jsonl" and read_request_fingerprint(path) is not None:
+        return _describe_rollouts(path)
+    if len(start) > 8 and HEADER_PREFIX.startswith(start[8:]):  # also of a truncated one
+        return _describe_projection(path)
+    raise _other_file_error(path, start)
+
+
+# Files of folders that are described as a whole.
+_FOLDER_FILES = ("manifest.json", "recipe.json", "xtk.json", "metrics.jsonl", "config.json", "generation_config.json",
+                 "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "chat_template.jinja",
+                 "special_tokens_map.json", "added_tokens.json")  # fmt: skip
+
+
+def _other_file_error(path: Path, start: bytes) -> XtkError:
+    """Return the error for a file that is not an artifact: what it is, and what can be done with it."""
+    from xtk.artifacts.data_file_readers import FORMATS
+    from xtk.artifacts.text_streams import file_extension
+    from xtk.library.cache_export import EXPORT
+    from xtk.teachers.service_answers import ANSWERS
+
+    import_hint = f"make a teacher cache of it: xtk import-cache {path} -o CACHE"
+    folder_hint = f"inspect the folder: xtk inspect {path.parent}"
+    if start.startswith(b"GGUF"):
+        what, hint = "a model (GGUF)", f"use it as a model, for example: xtk evaluate {path} DATA"
+    elif path.name in _FOLDER_FILES:
+        what, hint = "one file of a teacher cache, a run, a model or a tokenizer", folder_hint
+    elif path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        what, hint = "a file of weights, without a projection of xtk", folder_hint
+    elif path.suffix == ".jsonl" and ANSWERS.is_own(path):
+        what, hint = "a file of answers of query-teacher", import_hint
+    elif file_extension(str(path)) in FORMATS and EXPORT.is_own(path):
+        what, hint = "an exported teacher cache", import_hint
+    elif file_extension(str(path)) in FORMATS:
+        what, hint = "data, if xtk did not write it", f"check it with two models: xtk doctor STUDENT TEACHER {path}"
+    else:
+        what, hint = "not of a kind that xtk knows", "give a teacher cache, projection, rollout file, run or model"
+    return XtkError(f"this file is not an artifact that inspect describes; it is {what}", where=str(path), hint=hint)
+
+
+def _describe_vocabulary_order(path: Path) -> dict[str, Any]:
+    from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+
+    content = path.read_bytes()
+    order = VocabularyOrder.from_file_content(path.name, content, str(path))
+    statistics = {"tokens": len(order.ids_by_frequency), "bytes": len(content), "verified": True}
+    return {"path": str(path), "kind": "teacher-cache-vocabulary-order", "header": {}, "statistics": statistics}
 
 
 def _describe_projection(path: Path) -> dict[str, Any]:
@@ -164,16 +226,9 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
 
 def _describe_rollouts(path: Path) -> dict[str, Any]:
     """Return the description of a file of rollouts, after verifying the checksum of every line."""
-    from xtk.errors import XtkError
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
 
     request = read_request_fingerprint(path)
-    if request is None:
-        raise XtkError(
-            "the .jsonl file was not written by xtk rollout",
-            where=str(path),
-            hint="give a file that xtk rollout -o FILE.jsonl wrote",
-        )
     found = read_statistics(path)
     statistics = {**found.summary(), "bytes": path.stat().st_size, "verified": True}
     statistics["has_all_lines"] = found.has_all_lines
@@ -190,7 +245,6 @@ def _describe_shard(path: Path) -> dict[str, Any]:
 def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
     from xtk.artifacts.run_folders import RECIPE_FILE, RUN_MANIFEST, read_recipe, read_run_manifest
     from xtk.artifacts.run_folders import verify_files as compare
-    from xtk.errors import XtkError
 
     finished = (path / RUN_MANIFEST).is_file()
     content: dict[str, Any] = read_run_manifest(path) if finished else {"kind": "unfinished student"}

@@ -285,5 +285,5 @@ def _check_metrics(output: Path, folder: Path) -> None:
         raise CorruptError(
             f"the metrics file has changed since {folder.name} was written",
             where=str(output / METRICS_FILE),
-            hint="restore the file from a backup, or remove it to resume without the earlier metrics",
+            hint="restore the file from a backup, or move it away to resume without the earlier metrics",
         )
