@@ -221,6 +221,15 @@ def vllm_tests(session: nox.Session) -> None:
     session.run(*command, *folders, *session.posargs, env=env, external=True)
 
 
+@nox.session(venv_backend="none")
+def compatibility(session: nox.Session) -> None:
+    """Read what xtk writes with transformers 4, in a separate environment: the same logits and tokens."""
+    wanted = [["torch==2.13.0"], ["transformers>=4.57,<5"]]
+    python = environment_apart(session, ROOT / ".nox" / "transformers-4", wanted) / "python"
+    command = ("python", "-m", "pytest", "-m", "compatibility", "tests/models/test_transformers_4.py")
+    run(session, *command, *session.posargs, XTK_TRANSFORMERS_4=str(python))
+
+
 @nox.session(name="gpu", venv_backend="none")
 def gpu_session(session: nox.Session) -> None:
     """Test and measure on a GPU: `nox -s gpu -- --part 1`; `--dry-run` takes all steps on the CPU at toy size."""

@@ -29,7 +29,7 @@ from xtk.models.gguf_header import is_gguf_file
 from xtk.writable_cache_folders import user_cache_folder
 
 GGUF_RECORD = "gguf.json"
-CONVERSION_VERSION = 2  # increased when the conversion gives other files
+CONVERSION_VERSION = 3  # increased when the conversion gives other files
 _KEY_LENGTH = 24
 
 

@@ -16,6 +16,7 @@ from xtk import terminal
 from xtk.errors import CorruptError, XtkError
 from xtk.models.gguf_header import GgufHeader, read_gguf_header
 from xtk.models.gguf_rope_scaling import rope_scaling
+from xtk.models.transformers_4_keys import add_transformers_4_keys
 from xtk.models.weight_mismatches import WeightMismatches
 from xtk.untrusted_json import parse_json
 
@@ -58,6 +59,7 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any] | None:
     mismatches.check(path)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    add_transformers_4_keys(folder)
     if header.tokenizer == "gpt2":
         _set_pre_tokenizer(folder / "tokenizer.json", header, path)
     return scaling
@@ -90,7 +92,8 @@ def _read_model(path: Path, header: GgufHeader, config: Any) -> tuple[Any, Weigh
     import transformers
 
     for holder in (config, config.get_text_config()):
-        holder.__dict__.pop("quantization_config", None)
+        for name in ("quantization_config", "_model_name_or_path"):
+            holder.__dict__.pop(name, None)
     hint = "download the file again; or use the model's original folder or hub id"
     with _loader_errors(path, f"this GGUF model ({header.architecture})", hint), torch.device("meta"):
         described = transformers.AutoModelForCausalLM.from_config(config)

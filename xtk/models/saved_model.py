@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from xtk.models.transformers_4_keys import add_transformers_4_keys
+
 GENERATION_CONFIG = "generation_config.json"
 
 
 def save_model(model: Any, folder: Path, **options: Any) -> None:
-    """Write a model as `save_pretrained` does, with its generation configuration as it is.
+    """Write a model as `save_pretrained` does, with its generation configuration as it is, and keys of transformers 4.
 
     `save_pretrained` refuses a changed configuration with a sampling setting but without `do_sample`, as published
     models have it.
@@ -22,15 +24,13 @@ def save_model(model: Any, folder: Path, **options: Any) -> None:
     from transformers import GenerationConfig
 
     settings = model.generation_config
-    if settings is None:
-        model.save_pretrained(folder, **options)
-        return
-    model.generation_config = GenerationConfig()
+    model.generation_config = None if settings is None else GenerationConfig()
     try:
         model.save_pretrained(folder, **options)
     finally:
         model.generation_config = settings
-    if (folder / GENERATION_CONFIG).is_file():
+    add_transformers_4_keys(folder)
+    if settings is not None and (folder / GENERATION_CONFIG).is_file():
         settings.to_json_file(folder / GENERATION_CONFIG, use_diff=True, keys_to_pop=["compile_config"])
 
 

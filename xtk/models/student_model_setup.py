@@ -16,6 +16,7 @@ from torch import Tensor
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, check_adapter, check_embedding_rows, load_causal_lm, loading_error
+from xtk.models.transformers_4_keys import add_transformers_4_keys
 from xtk.models.weight_validation import check_adapter_weights
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import SPEED, check_options, declared_options
@@ -375,6 +376,7 @@ def save_trainable(model: Any, folder: Path, state_dict: Mapping[str, Tensor] | 
     given = {} if state_dict is None else {"state_dict": dict(state_dict)}  # transformers empties this dict
     if not is_peft_model(model):
         model.save_pretrained(folder, safe_serialization=True, **given)
+        add_transformers_4_keys(folder)
         return
     for configuration in model.peft_config.values():
         if isinstance(configuration.target_modules, set):  # in an order that differs between processes

@@ -50,9 +50,11 @@ class WeightMismatches:
             raise CorruptError(what, where=str(folder), hint=_HINT)
         if self.reshaped:
             shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
-            what = f"weights do not have the shapes that the configuration requires: {len(shapes):,} ({format_names(shapes)})"
+            names = f"{len(shapes):,} ({format_names(shapes)})"
             raise CorruptError(
-                what, where=str(folder), hint="use the config.json of these weights, or download the model again"
+                f"weights do not have the shapes that the configuration requires: {names}",
+                where=str(folder),
+                hint="use the config.json that belongs to these weights, or download the model again",
             )
         if self.unexpected and not quiet:
             names = format_names(list(self.unexpected))

@@ -46,6 +46,7 @@ from xtk.artifacts.run_folders import (
 )
 from xtk.errors import CorruptError, XtkError
 from xtk.models.student_model_setup import is_peft_model, save_trainable
+from xtk.models.transformers_4_keys import add_transformers_4_keys
 from xtk.tokens.start_tokens import AUTO_START
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.tokens.tokenizer_files import TOOL_USE_TEMPLATE, combined_template_files
@@ -71,13 +72,14 @@ TOKENIZER_FILES = (
 
 
 def copy_tokenizer_files(source: Path, folder: Path, start_token: str = AUTO_START) -> None:
-    """Copy the tokenizer's files of a model folder, unchanged; two chat templates in files become one.
+    """Copy the tokenizer's files of a model folder; transformers 4 can read them. Two chat templates become one.
 
     Another start token than the tokenizer's own becomes its own: transformers and vLLM put it before a text too.
     """
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             shutil.copyfile(path, folder / path.name)
+    add_transformers_4_keys(folder)
     template = combined_template_files(source) if (source / TOOL_USE_TEMPLATE).is_file() else None
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

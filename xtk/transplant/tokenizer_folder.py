@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from xtk.models.transformers_4_keys import TOKENIZER_CLASS
 from xtk.tokens.tokenizer import Tokenizer
 
 # Settings of tokenizer_config.json that tokenizer.json does not contain.
 _KEPT_SETTINGS = ("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "padding_side", "truncation_side")
-# Reads tokenizer.json as it is. Without it, transformers uses the class of the model, which may tokenize differently.
-_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, template_of: Tokenizer) -> None:
@@ -27,7 +26,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, template_of: Tokenizer) 
     template = template_of.to_files().get("chat_template.jinja")
     if template is not None:
         files["chat_template.jinja"] = template
-    configuration = {**tokenizer_settings(tokenizer), "tokenizer_class": _TOKENIZER_CLASS}
+    # Without it, transformers uses the class of the model, which may tokenize differently.
+    configuration = {**tokenizer_settings(tokenizer), "tokenizer_class": TOKENIZER_CLASS}
     files["tokenizer_config.json"] = json.dumps(configuration, indent=1, sort_keys=True, ensure_ascii=False).encode()
     for name, content in files.items():
         (folder / name).write_bytes(content)
