@@ -179,7 +179,10 @@ def test_invalid_header_values_are_refused(original, gguf_cache, tmp_path, name,
         ({"shape": (32, 2**40)}, "ends at"),
         ({"shape": (2**63, 2**63)}, "ends at"),
         ({"shape": (0, 32)}, "cannot be read"),
-        ({"shape": (16, 64)}, "do not have the shapes"),  # as many values: another model, which transformers refuses
+        (
+            {"shape": (16, 64)},
+            "weights do not have the shapes of the configuration",
+        ),  # as many values: another model, which transformers refuses
         ({"kind": 2, "shape": (33, 32)}, "cannot be read"),  # blocks of 32 weights
         ({"kind": 1000}, "weights of type 1000"),
     ],

@@ -21,10 +21,15 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.causal_lm import load_causal_lm
 from xtk.models.student_model_setup import (
     StudentModelConfig,
     StudentSource,
@@ -325,17 +330,44 @@ def test_identity_options_contain_only_what_changes_the_student():
     assert json.loads(json.dumps(options)) == options
 
 
+def gemma_3_with_images(text: dict[str, Any]) -> Any:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+
+
+def qwen_3_5_with_images(text: dict[str, Any]) -> Any:
+    """Return a small Qwen 3.5; AutoModelForCausalLM of transformers drops its weights of images."""
+    linear = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+              "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+              "num_position_embeddings": 16, "patch_size": 4}  # fmt: skip
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config={**text, **linear}, vision_config=vision))
+
+
+def test_a_model_without_a_causal_class_is_refused_in_one_sentence(tmp_path):
+    text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(XtkError, match=r"^transformers has no causal language model for .* \(Qwen2_5_VL\)") as raised:
+        load_causal_lm(tmp_path)
+    assert len(str(raised.value.what)) < 120
+
+
+@pytest.mark.parametrize("make", [gemma_3_with_images, qwen_3_5_with_images])
 @pytest.mark.parametrize("lora_r", [0, 2])
-def test_image_parts_of_a_multimodal_student_are_frozen(tmp_path, lora_r):
-    """All trainable parameters of Gemma 3 with images get a gradient from text, as data parallelism requires."""
+def test_image_parts_of_a_multimodal_student_are_frozen_and_kept(tmp_path, lora_r, make):
+    """All trainable parameters get a gradient from text, as data parallelism requires; the others stay as they are."""
     tokenizer = Tokenizer(small_inputs.make_student_tokenizer(tmp_path))
     text = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
             "max_position_embeddings": 64}  # fmt: skip
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    configuration = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    Gemma3ForConditionalGeneration(configuration).save_pretrained(tmp_path)
+    original = make(text)
+    original.save_pretrained(tmp_path)
     model = load_student(
         StudentSource(tmp_path), StudentModelConfig(lora_r=lora_r), tokenizer, device=torch.device("cpu")
     )
@@ -344,3 +376,9 @@ def test_image_parts_of_a_multimodal_student_are_frozen(tmp_path, lora_r):
     unused = [name for name, parameter in trained if parameter.grad is None and "lm_head" not in name]
     assert trained
     assert unused == []
+    save_final_student(model, tmp_path / "student")
+    weights, saved = original.state_dict(), type(original).from_pretrained(tmp_path / "student").state_dict()
+    assert saved.keys() == weights.keys()
+    image_weights = [name for name in weights if "vis" in name]
+    assert image_weights
+    assert all(torch.equal(saved[name], weights[name]) for name in image_weights)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from xtk.errors import XtkError
 from xtk.models import packed_attention
-from xtk.models.causal_lm import DTYPES, load_model_config
+from xtk.models.causal_lm import DTYPES, auto_model_class, load_model_config
 from xtk.models.student_model_setup import ALL_LINEAR, StudentModelConfig, StudentSource, attach_trainable_adapter
 
 
@@ -126,7 +126,6 @@ def measure_footprint(
         UnsupportedModel: transformers does not support the model, or it fails on fake tensors.
         XtkError: the model has none of the modules, or not this attention.
     """
-    import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     packed_attention.register_attention()
@@ -142,7 +141,7 @@ def measure_footprint(
             with warnings.catch_warnings(), torch.device("meta"), torch.set_grad_enabled(train):
                 warnings.simplefilter("ignore")
                 configuration = load_model_config(folder)
-                model = transformers.AutoModelForCausalLM.from_config(
+                model = auto_model_class(configuration).from_config(
                     configuration, dtype=DTYPES[dtype], attn_implementation=implementation
                 )
                 if lora_r:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,16 +71,14 @@ def load_causal_lm(
         XtkError: there is no model, its files are corrupt, weights are missing, of another shape or not finite, or it
             needs its own Python code.
     """
-    import transformers
-
     options = dict(options or {})
-    load_model_config(folder, trust_remote_code=trust_remote_code)
+    configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
     _check_weight_files(folder)
     _reject_hub_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", trust_remote_code)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
+            model, loading_info = auto_model_class(configuration).from_pretrained(
                 folder,
                 dtype=dtype,
                 local_files_only=True,
@@ -103,6 +102,22 @@ def load_causal_lm(
     if device is not None and not placed:
         model = model.to(device)
     return model if adapter is None else _load_adapter(model, adapter)
+
+
+def auto_model_class(configuration: Any) -> Any:
+    """Return transformers' loader that keeps all weights of a model.
+
+    For some models with images, such as Qwen 3.5, that of causal language models takes a class for text alone, which
+    drops the weights of images without a message.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    kind = getattr(configuration, "model_type", "")
+    text_class = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    full_class = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    drops_weights = text_class not in (None, full_class) and full_class in (configuration.architectures or ())
+    return transformers.AutoModelForImageTextToText if drops_weights else transformers.AutoModelForCausalLM
 
 
 def _fix_tied_head_flag(model: Any, folder: Path) -> None:
@@ -291,6 +306,12 @@ def loading_error(folder: Path, wrong: Exception) -> XtkError:
             "the model needs Python code from its own folder",
             where=str(folder),
             hint="use --trust-remote-code if you trust the code",
+        )
+    if unsupported := re.search(r"Unrecognized configuration class <class '[\w.]+?(\w+)Config'>", text):
+        return XtkError(
+            f"transformers has no causal language model for the configuration of this model ({unsupported[1]})",
+            where=str(folder),
+            hint="use a model for text alone, such as the language model from which this one was made",
         )
     if type(wrong).__name__ == "SafetensorError" or "safetensors" in text.lower():
         return CorruptError(

@@ -50,9 +50,8 @@ class WeightMismatches:
             raise CorruptError(what, where=str(folder), hint=_HINT)
         if self.reshaped:
             shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
-            names = f"{len(shapes):,} ({format_names(shapes)})"
             raise CorruptError(
-                f"weights do not have the shapes that the configuration requires: {names}",
+                f"{len(shapes):,} weights do not have the shapes of the configuration: {format_names(shapes)}",
                 where=str(folder),
                 hint="use the config.json that belongs to these weights, or download the model again",
             )
