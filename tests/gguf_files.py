@@ -97,6 +97,7 @@ def write_gguf(
     writer.add_token_types([TokenType.CONTROL if token in SPECIALS else TokenType.NORMAL for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
     writer.add_bos_token_id(1)
+    writer.add_add_bos_token(content["post_processor"] is not None)  # `save_tokenizer` puts bos before each text
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
