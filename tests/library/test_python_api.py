@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from small_inputs import ODD_TEXTS, sentences
+from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 import xtk
+from xtk.library.tokenizer_argument import to_tokenizer
 
 HEAVY = {"torch", "transformers", "pyarrow", "numba", "accelerate", "datasets", "numpy", "safetensors"}
 MAX_IMPORT_SECONDS = 0.05
@@ -72,6 +75,33 @@ def test_tokenizer_changed_in_memory_is_used_as_it_is(pair):
     changed.add_tokens(["<|new|>"])
     found = xtk.align(changed, pair.teacher, "a <|new|> b")
     assert found.student_ids.tolist() == changed("a <|new|> b", add_special_tokens=False)["input_ids"]
+
+
+def test_tokenizers_are_read_once_until_they_change(pair, tmp_path):
+    loaded = AutoTokenizer.from_pretrained(pair.student)
+    first = to_tokenizer(loaded)
+    assert to_tokenizer(loaded) is first
+    assert to_tokenizer(AutoTokenizer.from_pretrained(pair.student)) is first
+    for change in (
+        lambda: loaded.add_tokens(["<|new|>"]),
+        lambda: setattr(loaded, "chat_template", "{{ messages }}"),
+        lambda: setattr(loaded.backend_tokenizer, "normalizer", normalizers.Lowercase()),
+        lambda: setattr(loaded, "eos_token", "<|new|>"),
+    ):
+        before = to_tokenizer(loaded)
+        change()
+        assert to_tokenizer(loaded) is not before
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(pair.student, folder)
+    of_folder = to_tokenizer(folder)
+    assert to_tokenizer(str(folder)) is of_folder
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages }}"}))
+    assert to_tokenizer(folder) is not of_folder
+    for number in range(6):  # few are kept
+        shutil.copytree(pair.teacher, tmp_path / str(number))
+        to_tokenizer(tmp_path / str(number))
+    assert to_tokenizer(folder) is not of_folder
 
 
 @pytest.mark.parametrize("method", ["multitoken", "exact", "first-token", "partition"])

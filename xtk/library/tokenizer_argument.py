@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ _PROBES = (
 )
 
 
+_MAX_RECENT = 4
+_recent: dict[str, Tokenizer] = {}  # by content: reading a tokenizer of 150,000 tokens takes two seconds
+
+
 def to_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Return xtk's tokenizer for a tokenizer argument.
+    """Return xtk's tokenizer for a tokenizer argument; the last ones are kept until their content changes.
 
     Args:
         tokenizer: a folder, a hub id, a fast tokenizer of transformers, or a `Tokenizer` of xtk.
@@ -35,7 +40,8 @@ def to_tokenizer(tokenizer: Any) -> Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str | Path):
-        return Tokenizer(resolve_model_folder(str(tokenizer), with_weights=False), name=str(tokenizer))
+        folder, name = resolve_model_folder(str(tokenizer), with_weights=False), str(tokenizer)
+        return _remembered([name, _file_states(folder)], lambda: Tokenizer(folder, name=name))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise XtkError(
@@ -44,7 +50,33 @@ def to_tokenizer(tokenizer: Any) -> Tokenizer:
             hint="use a folder, a hub id, or a tokenizer of transformers.AutoTokenizer with a backend_tokenizer",
         )
     name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-    return _loaded_from_folder(tokenizer, name) or _stored_copy(tokenizer, name)
+    with_start = list(tokenizer("a")["input_ids"])
+    content = [backend.to_str(), getattr(tokenizer, "chat_template", None), _role_ids(tokenizer), with_start]
+    states = _file_states(Path(name)) if Path(name).is_dir() else []
+    return _remembered(
+        [name, states, content], lambda: _loaded_from_folder(tokenizer, name) or _stored_copy(tokenizer, name)
+    )
+
+
+def _remembered(content: list[Any], load: Callable[[], Tokenizer]) -> Tokenizer:
+    """Return the tokenizer that was loaded for equal content, or load it."""
+    key = sha256(json.dumps(content, default=str))
+    loaded = _recent.pop(key, None) or load()
+    _recent[key] = loaded
+    for oldest in list(_recent)[:-_MAX_RECENT]:
+        _recent.pop(oldest, None)
+    return loaded
+
+
+def _file_states(folder: Path) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of change of the files in a folder."""
+    states = [(path, path.stat()) for path in sorted(folder.resolve().iterdir()) if path.is_file()]
+    return [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
+
+
+def _role_ids(tokenizer: Any) -> dict[str, int | None]:
+    """Return the ids of the special tokens of a tokenizer of transformers, by role."""
+    return {role: getattr(tokenizer, f"{role}_token_id", None) for role in SPECIAL_TOKEN_ROLES}
 
 
 def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
@@ -60,8 +92,7 @@ def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
     template = getattr(tokenizer, "chat_template", None)
     if found.template_fingerprint != _template_fingerprint(template):
         return None
-    roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in SPECIAL_TOKEN_ROLES}
-    if found.special_token_ids != {role: number for role, number in roles.items() if number is not None}:
+    if found.special_token_ids != {role: number for role, number in _role_ids(tokenizer).items() if number is not None}:
         return None
     with_start = [*found.start_ids, *found.encode(["a"])[0].ids.tolist()]
     if list(tokenizer("a")["input_ids"])[: len(with_start)] != with_start:
