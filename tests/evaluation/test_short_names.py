@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from xtk.errors import XtkError
-from xtk.evaluation.evaluation_result_files import EvaluationResult, read_results, result_rows, shorten_names
-from xtk.training.model_card import add_evaluation_table
+from xtk.evaluation.evaluation_result_files import (
+    EvaluationResult,
+    add_evaluation_table,
+    read_results,
+    result_rows,
+    shorten_names,
+)
 
 
 def test_absolute_paths_are_shortened_to_their_shortest_unique_suffix():

@@ -246,3 +246,24 @@ def shorten_names(names: Iterable[str]) -> dict[str, str]:
         if len(set(ends)) == len(known):
             return dict(zip(known, ends, strict=True))
     return dict(zip(known, known, strict=True))
+
+
+def add_evaluation_table(card: str, results: Sequence[EvaluationResult]) -> str:
+    """Return a model card with an evaluation table before its recipe; one column per model.
+
+    Raises:
+        XtkError: two results with the same name differ.
+    """
+    if not results:
+        return card
+    models = list(dict.fromkeys(one.model for one in results))
+    short_names = shorten_names(models)  # without local paths
+    rows = [
+        f"| {row.data} | {row.metric} | "
+        f"{' | '.join(format_result(row.by_model[model]) if model in row.by_model else '' for model in models)} |"
+        for row in result_rows(results)
+    ]
+    heads = " | ".join(["data", "metric", *(["value"] if len(models) == 1 else short_names.values())])
+    table = "\n".join(["## Evaluation", "", f"| {heads} |", "| --- " * (2 + len(models)) + "|", *rows, "", ""])
+    head, recipe, rest = card.partition("## Recipe\n")
+    return head + table + recipe + rest

@@ -11,7 +11,6 @@ import yaml
 
 from xtk import __version__
 from xtk.artifacts.model_resolver import hub_id, model_name
-from xtk.evaluation.evaluation_result_files import EvaluationResult, format_result, result_rows, shorten_names
 
 # Parts of the recipe that the first table of the card shows.
 _IN_FIRST_TABLE = ("losses", "inputs")
@@ -101,27 +100,6 @@ def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metric
             "",
         ]
     )
-
-
-def add_evaluation_table(card: str, results: Sequence[EvaluationResult]) -> str:
-    """Return a card with an evaluation table before its recipe; one column per model.
-
-    Raises:
-        XtkError: two results with the same name differ.
-    """
-    if not results:
-        return card
-    models = list(dict.fromkeys(one.model for one in results))
-    short_names = shorten_names(models)  # without local paths
-    rows = [
-        f"| {row.data} | {row.metric} | "
-        f"{' | '.join(format_result(row.by_model[model]) if model in row.by_model else '' for model in models)} |"
-        for row in result_rows(results)
-    ]
-    heads = " | ".join(["data", "metric", *(["value"] if len(models) == 1 else short_names.values())])
-    table = "\n".join(["## Evaluation", "", f"| {heads} |", "| --- " * (2 + len(models)) + "|", *rows, "", ""])
-    head, recipe, rest = card.partition("## Recipe\n")
-    return head + table + recipe + rest
 
 
 def _by_fingerprint(inputs: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ from xtk.artifacts.run_folders import (
 )
 from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import CorruptError, MismatchError, XtkError
-from xtk.evaluation.evaluation_result_files import EvaluationResult, read_results
+from xtk.evaluation.evaluation_result_files import EvaluationResult, add_evaluation_table, read_results
 from xtk.models.causal_lm import DTYPES, load_causal_lm
 from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import (
@@ -57,7 +57,7 @@ from xtk.name_registry import unknown_name_error
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.checkpoint import EMA, STUDENT, copy_tokenizer_files, rank_files
 from xtk.training.metrics_file import read_metrics
-from xtk.training.model_card import Provenance, add_evaluation_table, model_card
+from xtk.training.model_card import Provenance, model_card
 from xtk.training.sharded_state import ShardedStateReader
 
 EXPORT_KIND = "exported-student"
