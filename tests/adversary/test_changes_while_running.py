@@ -13,8 +13,9 @@ import pytest
 import small_inputs
 from xtk_processes import run_xtk
 
+from xtk.artifacts.run_folder_names import list_checkpoints
 from xtk.artifacts.run_folder_removal import keep_manifest_of_user
-from xtk.artifacts.run_folders import list_checkpoints, read_recipe
+from xtk.artifacts.run_folders import read_recipe
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.loss_spec import parse_losses
 from xtk.models.student_model_setup import StudentModelConfig

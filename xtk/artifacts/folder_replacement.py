@@ -5,14 +5,12 @@ from __future__ import annotations
 import glob
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, fsync, is_stale_temporary_file, temporary_name
 from xtk.artifacts.output_claims import FolderKind
-from xtk.artifacts.run_folders import file_entries, listed_file_names
 
 
 @contextmanager
@@ -49,14 +47,6 @@ def replacing_folder(output: Path, kind: FolderKind[Any] | None) -> Iterator[Pat
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def fsync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
-    """Fsync a folder; return size and checksum of its files, which are hashed while the disk writes."""
-    with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(file_entries, folder, listed_file_names(folder))
-        fsync_folder(folder)
-        return found.result()
 
 
 def fsync_folder(folder: Path) -> None:

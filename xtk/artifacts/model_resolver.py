@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 
 from xtk.artifacts.atomic_files import read_json
 from xtk.artifacts.gguf_models import find_gguf, gguf_fingerprint, gguf_model_folder, gguf_name
-from xtk.artifacts.run_folders import RECIPE_FILE, list_checkpoints
-from xtk.artifacts.weight_hash import ADAPTER_CONFIG, hash_weights
+from xtk.artifacts.hub_access import hub_error
+from xtk.artifacts.run_folder_names import is_run_folder, list_checkpoints
+from xtk.artifacts.weight_hash import hash_weights
 from xtk.errors import XtkError, path_exists
+from xtk.tokens.model_config_json import ADAPTER_CONFIG
 
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 _HUB_CACHE_FOLDER = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
@@ -18,7 +19,6 @@ _TOKENIZER_FILES = ["tokenizer*.json", "added_tokens.json", "special_tokens_map.
                     "additional_chat_templates/*", "*.model", "vocab.*", "tekken.json", "*.tiktoken"]  # fmt: skip
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py",
                 ADAPTER_CONFIG]  # fmt: skip
-HUB_TIMEOUT_SECONDS = 8.0
 
 
 def hub_id(folder: Path) -> str:
@@ -68,7 +68,7 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
 
     name, _, revision = source.removeprefix("hf://").partition("@")
     patterns = _MODEL_FILES if with_weights else _TOKENIZER_FILES
-    unreachable = _hub_error(name, "model")
+    unreachable = hub_error(name, "model")
     try:
         # Without network, use an earlier download.
         local = unreachable is not None
@@ -80,50 +80,6 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
             where=source,
             hint="check the spelling and the network; for a gated or private model, run hf auth login",
         ) from None
-
-
-def check_dataset_reachable(dataset: str) -> None:
-    """Refuse a hub dataset (`owner/name`) that cannot be reached, after at most HUB_TIMEOUT_SECONDS.
-
-    Raises:
-        XtkError: the hub does not respond, or does not have this dataset for this user.
-    """
-    reason = _hub_error(dataset, "dataset")
-    if reason is not None:
-        raise XtkError(
-            f"this data is not a local file or folder, and loading it from the Hugging Face hub failed: {reason}",
-            where=dataset,
-            hint="check the spelling, the network and HF_ENDPOINT; for a gated or private dataset, run hf auth login",
-        )
-
-
-def _hub_error(name: str, kind: str) -> str | None:
-    """Return the reason why a hub repository cannot be reached; None if it can, or if HF_HUB_OFFLINE is set.
-
-    The request runs in a thread, since resolving the address can take minutes, which no client timeout limits.
-    """
-    from huggingface_hub import HfApi, constants
-
-    if constants.HF_HUB_OFFLINE:
-        return None
-    found: list[str | None] = []
-
-    def request_repo_info() -> None:
-        try:
-            HfApi().repo_info(name, repo_type=kind, timeout=HUB_TIMEOUT_SECONDS / 2)
-            found.append(None)
-        except Exception as wrong:  # the hub client has dozens of error types
-            found.append(next(iter(str(wrong).splitlines()), "") or type(wrong).__name__)
-
-    thread = threading.Thread(target=request_repo_info, daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT_SECONDS)
-    return found[0] if found else f"{constants.ENDPOINT} did not respond within {HUB_TIMEOUT_SECONDS:.0f} seconds"
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Return whether a folder is a run of `xtk distill`, finished or not."""
-    return (folder / RECIPE_FILE).is_file()
 
 
 def _check_run_finished(folder: Path) -> None:

@@ -12,7 +12,8 @@ from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, has_same_content, next_free_path, read_json
 from xtk.artifacts.cache_output import is_cache_file
 from xtk.artifacts.output_claims import foreign_files_error
-from xtk.artifacts.run_folders import CARD_FILE, RECIPE_FILE, ROLLOUTS_FILE, RUN_MANIFEST
+from xtk.artifacts.run_folder_names import RECIPE_FILE
+from xtk.artifacts.run_folders import CARD_FILE, ROLLOUTS_FILE, RUN_MANIFEST
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError
 

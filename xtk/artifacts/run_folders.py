@@ -13,18 +13,13 @@ from typing import Any
 import xxhash
 
 from xtk.artifacts.atomic_files import canonical_json, sha256, write_json
+from xtk.artifacts.folder_replacement import fsync_folder
+from xtk.artifacts.run_folder_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.artifacts.safe_artifact_files import check_file_name, open_regular_file, read_regular_file
 from xtk.errors import CorruptError, XtkError
 
-RECIPE_FILE, RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = (
-    "recipe.json",
-    "xtk.json",
-    "metrics.jsonl",
-    "README.md",
-    "rollouts.jsonl",
-)
+RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = "xtk.json", "metrics.jsonl", "README.md", "rollouts.jsonl"
 TRAINER_FOLDER, ADAPTER_FOLDER = "trainer", "adapter"
-CHECKPOINT, BEST = "checkpoint", "best"
 VERSION, RECIPE_KIND, RECIPE_VERSION = 4, "recipe", 3
 RECIPE_KEYS = ("kind", "version", "identity")  # the rest of a recipe is options
 EVALUATION_KEY = "evaluation"  # of the identity in a recipe: what the run is evaluated on, not a part of what it is
@@ -36,27 +31,9 @@ MODEL_FILE_NAMES = re.compile(
 _LISTED_FILE_NAMES = re.compile(r".+\.(safetensors|json|jsonl|jinja|model|tiktoken|txt|py|md|gguf)")
 _TRAINER_FILE_NAMES = re.compile(r"rank-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _SUBFOLDER_FILE_NAMES = {TRAINER_FOLDER: _TRAINER_FILE_NAMES, ADAPTER_FOLDER: _LISTED_FILE_NAMES}
-_NUMBERS = {CHECKPOINT: re.compile(r"[1-9][0-9]*"), BEST: re.compile(r"0|[1-9][0-9]*")}
 _MAX_JSON_BYTES = 64 << 20  # bytes of a JSON file
 _BLOCK_BYTES, _HASH_THREADS = 1 << 18, 4
 _CHANGED_FILE_HINT = "restore the original file from a copy; to edit a student, first copy it with xtk export"
-
-
-def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the checkpoints of a run, oldest first.
-
-    Only real folders named `checkpoint-N` count: no links, no files, no other names.
-
-    Args:
-        folder: of the run; it does not have to exist.
-        kind: CHECKPOINT, or BEST for the weights that early stopping keeps.
-    """
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        name, _, number = path.name.partition("-")
-        if name == kind and _NUMBERS[kind].fullmatch(number) and path.is_dir() and not path.is_symlink():
-            found.append((int(number), path))
-    return sorted(found)
 
 
 def run_and_step_of_checkpoint(folder: Path) -> tuple[Path, int] | None:
@@ -203,6 +180,14 @@ def listed_file_names(folder: Path, kind: re.Pattern[str] = _LISTED_FILE_NAMES) 
             except CorruptError:
                 continue
     return found
+
+
+def fsync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
+    """Fsync a folder; return size and checksum of its files, which are hashed while the disk writes."""
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(file_entries, folder, listed_file_names(folder))
+        fsync_folder(folder)
+        return found.result()
 
 
 def prefix_entry(folder: Path, name: str, size: int | None = None) -> dict[str, Any] | None:

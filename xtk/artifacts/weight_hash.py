@@ -13,10 +13,9 @@ from pathlib import Path
 
 from xtk.artifacts.atomic_files import atomic_write, read_json
 from xtk.errors import CorruptError
-from xtk.tokens.model_config_json import read_model_config
+from xtk.tokens.model_config_json import ADAPTER_CONFIG, read_model_config
 from xtk.writable_cache_folders import user_cache_folder
 
-ADAPTER_CONFIG = "adapter_config.json"
 CHUNK_BYTES, _THREADS = 1 << 25, 8
 MIN_REMEMBERED_BYTES = 1 << 28  # hashed in less than a second
 

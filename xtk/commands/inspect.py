@@ -243,7 +243,8 @@ def _describe_shard(path: Path) -> dict[str, Any]:
 
 
 def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
-    from xtk.artifacts.run_folders import RECIPE_FILE, RUN_MANIFEST, read_recipe, read_run_manifest
+    from xtk.artifacts.run_folder_names import RECIPE_FILE
+    from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest
     from xtk.artifacts.run_folders import verify_files as compare
 
     finished = (path / RUN_MANIFEST).is_file()

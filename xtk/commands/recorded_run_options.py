@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.run_folders import RECIPE_FILE, RECIPE_KEYS, read_recipe, recipe_version
+from xtk.artifacts.run_folder_names import RECIPE_FILE
+from xtk.artifacts.run_folders import RECIPE_KEYS, read_recipe, recipe_version
 from xtk.artifacts.storage_folders import is_remote
 from xtk.commands.distill_options import DistillOptions
 from xtk.errors import MismatchError, path_exists

@@ -267,7 +267,7 @@ def _run_tokenizer(run: Path) -> Tokenizer | None:
     """Return the tokenizer of a run or of its last checkpoint; None if it has none yet."""
     from contextlib import suppress
 
-    from xtk.artifacts.run_folders import list_checkpoints
+    from xtk.artifacts.run_folder_names import list_checkpoints
     from xtk.errors import XtkError
     from xtk.tokens.tokenizer import Tokenizer
 

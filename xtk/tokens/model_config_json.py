@@ -12,7 +12,7 @@ from xtk.errors import XtkError
 from xtk.tokens.tokenizer_validation import MAX_TOKENS
 from xtk.untrusted_json import parse_json
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
 # Maximum values, by the end of the key. The largest models of 2026 have some 130 layers and 262,144 tokens.
 MAX_VALUES = (

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissions
-from xtk.artifacts.folder_replacement import fsync_and_hash
+from xtk.artifacts.run_folder_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.artifacts.run_folder_removal import (
     keep_file_of_user,
     keep_manifest_of_user,
@@ -29,16 +29,13 @@ from xtk.artifacts.run_folder_removal import (
 )
 from xtk.artifacts.run_folders import (
     ADAPTER_FOLDER,
-    BEST,
     CARD_FILE,
-    CHECKPOINT,
     METRICS_FILE,
-    RECIPE_FILE,
     ROLLOUTS_FILE,
     RUN_MANIFEST,
     TRAINER_FOLDER,
     file_entries,
-    list_checkpoints,
+    fsync_and_hash,
     prefix_entry,
     read_run_manifest,
     verify_files,

@@ -12,16 +12,13 @@ from typing import Any
 from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json
 from xtk.artifacts.output_claims import FolderKind
+from xtk.artifacts.run_folder_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run, remove_run
 from xtk.artifacts.run_folders import (
-    BEST,
-    CHECKPOINT,
     METRICS_FILE,
-    RECIPE_FILE,
     RUN_MANIFEST,
     add_evaluation,
     check_listed_files,
-    list_checkpoints,
     prefix_entry,
     read_evaluation,
     read_recipe,

@@ -21,20 +21,19 @@ from xtk.artifacts.atomic_files import (
     set_default_permissions,
     sha256,
 )
-from xtk.artifacts.folder_replacement import fsync_and_hash, replacing_folder
+from xtk.artifacts.folder_replacement import replacing_folder
 from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
 from xtk.artifacts.output_claims import FolderKind
+from xtk.artifacts.run_folder_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
 from xtk.artifacts.run_folders import (
     CARD_FILE,
-    CHECKPOINT,
     METRICS_FILE,
-    RECIPE_FILE,
     ROLLOUTS_FILE,
     RUN_MANIFEST,
     TRAINER_FOLDER,
     check_listed_files,
-    list_checkpoints,
+    fsync_and_hash,
     read_recipe,
     read_run_manifest,
     run_fingerprint,
