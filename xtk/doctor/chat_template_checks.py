@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import tokenizers
-
 from xtk.doctor.doctor_inputs import ConversationContents, DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
@@ -42,10 +40,8 @@ def duplicate_start_token(inputs: DoctorInputs) -> Iterator[Finding]:
 
 
 def _adds_start_token(side: DoctorModel) -> bool:
-    """Return whether the tokenizer adds its start token to texts."""
-    backend = tokenizers.Tokenizer.from_buffer(side.tokenizer.to_files()["tokenizer.json"])
-    bos = side.tokenizer.special_token_ids["bos"]
-    return backend.encode("a", add_special_tokens=True).ids[:1] == [bos]
+    """Return whether the tokenizer adds its bos token to texts."""
+    return side.tokenizer.start_ids[:1] == (side.tokenizer.special_token_ids["bos"],)
 
 
 def template_content(inputs: DoctorInputs) -> Iterator[Finding]:

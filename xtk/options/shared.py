@@ -71,8 +71,8 @@ class StartTokenOption:
 
     start_token: str = option(
         "auto",
-        "Token before each text, also before each window of a long one; auto: as the model's own tokenizer in "
-        "transformers. Conversations follow their template.",
+        "Token before each text; auto: as the model's own tokenizer in transformers. Conversations follow their "
+        "chat template.",
         metavar="[auto|none|bos|eos|TOKEN]",
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 # Values of --start-token; any other one names a special token.
 AUTO_START, NO_START = "auto", "none"
 START_ROLES = ("bos", "eos")
-# Transformers 5 builds this class's post-processor anew, without a start token, whatever tokenizer.json has.
+# Transformers 5 replaces this class's post-processor by one without a start token, whatever tokenizer.json has.
 _WITHOUT_POST_PROCESSOR = "GPTNeoXTokenizer"
 
 
