@@ -16,6 +16,7 @@ import pytest
 import small_caches
 from forged_arrow_process import buffer_ranges_of
 
+from xtk.artifacts import shard_writing
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.storage_folders import LocalFolder
@@ -94,7 +95,9 @@ def with_changed_tokens(row: ScoredDocument, **changed: object) -> ScoredDocumen
         ("positions", "trained tokens lie outside of the document"),
     ],
 )
-def test_out_of_range_values_in_a_shard_with_matching_checksums_are_refused(caches, tmp_path, field, message):
+def test_out_of_range_values_in_a_shard_with_matching_checksums_are_refused(
+    caches, tmp_path, monkeypatch, field, message
+):
     cache = TeacherCache(caches["raw"])
     row = cache.read_document(0)
     row = ScoredDocument(row.document, row.tokens, row.stored_logprobs)
@@ -120,6 +123,8 @@ def test_out_of_range_values_in_a_shard_with_matching_checksums_are_refused(cach
     writer = ShardedCacheWriter(
         LocalFolder(tmp_path / "forged"), {**cache.header, "data": {**cache.header["data"], "documents": 1}}, [1]
     )
+    # The counts of a forged shard: the writer itself would fail on such a row.
+    monkeypatch.setattr(shard_writing, "count_text_bits", lambda _: {"text_bits": 1.0, "text_bytes": 1})
     writer.write_shard(0, [row])
     writer.finish()
     with pytest.raises(CorruptError, match=message) as raised:

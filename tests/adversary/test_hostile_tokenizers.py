@@ -39,7 +39,7 @@ def empty_added_token(content):
 
 def missing_unknown_token(content):
     content["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
-    content["added_tokens"], content["pre_tokenizer"] = [], None
+    content["added_tokens"], content["pre_tokenizer"], content["post_processor"] = [], None, None
 
 
 def megabyte_per_letter(content):

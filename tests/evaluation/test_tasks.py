@@ -45,7 +45,7 @@ def reference_correct(model: Path) -> list[bool]:
     for row in lm_eval_tasks.make_problems():
         sums = []
         for choice in row["choices"]:
-            prompt_ids, full_ids = (one.ids.astype(np.int64) for one in tokenizer.encode(
+            prompt_ids, full_ids = (np.array([*tokenizer.start_ids, *one.ids.tolist()]) for one in tokenizer.encode(
                 [str(row["question"]), f"{row['question']} {choice}"]))  # fmt: skip
             with torch.no_grad():
                 logprobs = network(input_ids=torch.from_numpy(full_ids)[None]).logits[0].log_softmax(-1)

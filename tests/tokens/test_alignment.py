@@ -209,7 +209,7 @@ def test_first_token_is_not_trained_without_a_start_token(families, tmp_path):
     folder = tmp_path / "bare"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((families["teacher"] / "tokenizer.json").read_bytes())
-    (sequence,) = tokenize_documents(Tokenizer(folder), [Document.from_text("Anna has")])
+    (sequence,) = tokenize_documents(Tokenizer(folder, start_token="none"), [Document.from_text("Anna has")])
     assert (sequence.text_runs.tolist(), sequence.segment_end_tokens.tolist()) == ([[0, len(sequence), 0]], [-1])
     assert sequence.train_mask.tolist() == [False] + [True] * (len(sequence) - 1)
 

@@ -87,6 +87,14 @@ def _looks_like_projection(path: Path) -> bool:
     return not start or start[8:] == HEADER_PREFIX
 
 
+def has_projection_metadata(path: Path) -> bool:
+    """Return whether a file is a safetensors file with xtk's metadata, in any order and perhaps corrupt."""
+    with path.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = stream.read(min(size, 1 << 20))
+    return header.startswith(b"{") and b'"__metadata__"' in header and b'"xtk"' in header
+
+
 def read_projection_header(path: Path) -> dict[str, Any]:
     """Return the header of a projection file; needs only the standard library.
 

@@ -104,7 +104,7 @@ def _describe_file(path: Path) -> dict[str, Any]:
         XtkError: it is not an artifact, but for example data or a part of a model; or it is corrupt.
     """
     from xtk.artifacts.cache_manifest import SHARD_NAME, VOCABULARY_ORDER_NAME
-    from xtk.artifacts.projection_file import HEADER_PREFIX
+    from xtk.artifacts.projection_file import HEADER_PREFIX, has_projection_metadata
     from xtk.artifacts.shard_writing import has_shard_checksum
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint
 
@@ -116,7 +116,8 @@ def _describe_file(path: Path) -> dict[str, Any]:
         return _describe_shard(path)
     if path.suffix == ".jsonl" and read_request_fingerprint(path) is not None:
         return _describe_rollouts(path)
-    if len(start) > 8 and HEADER_PREFIX.startswith(start[8:]):  # also of a truncated one
+    is_truncated = len(start) > 8 and HEADER_PREFIX.startswith(start[8:])
+    if is_truncated or has_projection_metadata(path):
         return _describe_projection(path)
     raise _other_file_error(path, start)
 
