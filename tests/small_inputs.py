@@ -96,6 +96,16 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, **special_tokens: str | N
     return folder
 
 
+def write_sentencepiece_model(folder: Path) -> None:
+    """Train a SentencePiece BPE model with byte fallback, and write it as `tokenizer.model`."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences(800)), model_prefix=str(folder / "tokenizer"), vocab_size=420,
+        model_type="bpe", byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+
+
 def make_student_tokenizer(folder: Path, vocabulary: int = 640) -> Path:
     """Write a tokenizer like Llama 3's: numbers in groups of three digits, a bos token."""
     special_tokens = ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"]

@@ -5,6 +5,7 @@ Output of libraries to stdout is redirected to stderr, also at the level of file
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -66,6 +68,16 @@ def restore_stdout() -> None:
 def set_quiet(quiet: bool) -> None:
     """Suppress progress and notes; errors and results are still printed."""
     _terminal.quiet = quiet
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress progress and notes of a part of a command."""
+    before, _terminal.quiet = _terminal.quiet, True
+    try:
+        yield
+    finally:
+        _terminal.quiet = before
 
 
 def is_quiet() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 
 import pytest
@@ -41,7 +42,7 @@ def test_a_student_is_saved_with_the_start_token_that_it_was_trained_with(run, t
     assert "start_ids" in refused.stderr
 
 
-def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_path):
+def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_path, capfd):
     folder, data, _ = trained
     wrong = shutil.copytree(folder, tmp_path / "student", ignore=shutil.ignore_patterns("checkpoint-*"))
     for name in ("tokenizer.json", "tokenizer_config.json"):  # those of the student before training: a bos token
@@ -49,6 +50,7 @@ def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_
     models = [DoctorModel.read("student", place, place.name) for place in (wrong, folder)]
     findings = list(start_tokens(DoctorInputs(models[0], models[1], RunPlan(), corpus=Corpus([str(data)]))))
     assert [finding.level for finding in findings] == ["warning", "ok"]
+    assert "evaluate:" not in capfd.readouterr().err
     assert findings[0].what.startswith("no start token predicts the texts better than <|begin_of_text|>")
     assert findings[0].hint == "use --start-token 'none' in every command that reads texts with this model"
     bits = findings[0].figures["bits_per_byte"]
@@ -64,6 +66,7 @@ def test_a_cache_records_the_start_of_its_teacher(run, pair, corpus, tmp_path):
         cache = TeacherCache(place)
         assert cache.header["teacher"]["start_ids"] == ids
         assert list(cache.teacher_tokenizer.start_ids) == ids
+        assert list(pickle.loads(pickle.dumps(cache.teacher_tokenizer)).start_ids) == ids
         stored = cache.read_document(0)
         text_ids = Tokenizer(pair.teacher).encode([stored.document.text])[0].ids.tolist()
         assert stored.tokens.ids.tolist() == [*ids, *text_ids, cache.teacher_tokenizer.end_id]

@@ -12,7 +12,6 @@ from pathlib import Path
 import lm_eval_tasks
 import numpy as np
 import pytest
-import sentencepiece
 import small_inputs
 import torch
 from answer_lookup_model import make_oracle
@@ -245,11 +244,7 @@ def test_text_after_the_end_token_is_ignored_in_a_batch(run, tmp_path):
 
 @pytest.mark.parametrize("add_bos_token", [None, True, False])
 def test_sentencepiece_models_get_a_start_token_in_tasks(tmp_path, add_bos_token):
-    (tmp_path / "text").write_text("\n".join(small_inputs.sentences(800)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=420, model_type="bpe",
-        byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+    small_inputs.write_sentencepiece_model(tmp_path)
     if add_bos_token is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": add_bos_token}))
     tokenizer = Tokenizer(tmp_path)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 import small_inputs
 import tokenizers
 from chat_families import FAMILIES, write_family
@@ -107,11 +106,7 @@ def test_ids_of_a_text_equal_those_of_transformers_for_real_tokenizers(folder):
 
 @pytest.mark.parametrize("flag", [None, True, False])
 def test_ids_of_a_text_equal_those_of_transformers_for_a_sentencepiece_file(flag, tmp_path):
-    (tmp_path / "text").write_text("\n".join(small_inputs.sentences(800)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=420, model_type="bpe",
-        byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+    small_inputs.write_sentencepiece_model(tmp_path)
     settings = {"tokenizer_class": "LlamaTokenizer", **({} if flag is None else {"add_bos_token": flag})}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     start = own_ids(tmp_path)[:1]
@@ -150,12 +145,17 @@ def test_a_start_token_outside_of_the_vocabulary_is_refused(families, tmp_path):
     assert Tokenizer(tmp_path, start_token="none").start_ids == ()
 
 
+def test_a_tokenizer_that_cannot_encode_every_letter_is_loaded(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"b": 0}, "[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).start_ids == ()
+
+
 def test_files_with_a_chosen_start_token_are_read_so_by_transformers(families, tmp_path):
     for start_token in ("none", "eos", "<|pad|>"):
         chosen = Tokenizer(families["student"], start_token=start_token)
         place = tmp_path / start_token.strip("<|>")
         place.mkdir()
-        for name, content in (chosen.to_files() | {"tokenizer.json": chosen.json_with_start()}).items():
+        for name, content in chosen.to_files(with_start=True).items():
             (place / name).write_bytes(content)
         assert own_ids(place) == text_ids(place) == text_ids(families["student"], start_token)
 

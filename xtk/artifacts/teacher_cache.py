@@ -200,7 +200,7 @@ class TeacherCache:
             tokenizer = Tokenizer(place, name=str(identity["name"]), embedding_rows=int(identity["embedding_rows"]))
             roles = tokenizer.special_token_ids  # older caches always have a start token: bos, else eos
             older = [roles[role] for role in START_ROLES if role in roles][:1]
-            tokenizer.start_ids = tuple(identity.get("start_ids", older))
+            tokenizer = tokenizer.with_start_token(tuple(identity.get("start_ids", older)))
         except CorruptError:
             raise
         except XtkError as wrong:

@@ -88,10 +88,12 @@ def evaluate_bits_per_byte(folders: dict[str, tuple[Path, Path | None]], options
             if options.teacher:
                 place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="xtk-"))) / "cache"
                 cache = _score_with_teacher(options.teacher, corpus, place, options)
-        tokenizers = [Tokenizer(place, start_token=options.start_token) for place, _ in folders.values()]
-        results = {
-            name: _measured(name, places, documents, cache, options, tokenizers) for name, places in folders.items()
-        }
+        several = folders if len(folders) > 1 else {}
+        tokenizers = {name: Tokenizer(place, start_token=options.start_token) for name, (place, _) in several.items()}
+        results = {}
+        for name, places in folders.items():
+            others = [tokenizer for other, tokenizer in tokenizers.items() if other != name]
+            results[name] = _measured(name, places, documents, cache, options, others)
         _note_skipped_bytes(results)
         teacher = "" if cache is None else str(cache.header["teacher"]["name"])
         lines = list(_result_records(results, data, teacher))
@@ -126,9 +128,9 @@ def _measured(
     documents: Iterable[Document],
     cache: TeacherCache | None,
     options: EvaluateOptions,
-    tokenizers: Sequence[Tokenizer],
+    others: Sequence[Tokenizer],
 ) -> _ModelResult:
-    """Measure one model, on the bytes that the models of all tokenizers predict."""
+    """Measure one model, on the bytes that it and the models of other tokenizers predict."""
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
     from xtk.evaluation.cached_teacher_comparison import compare_with_teacher
     from xtk.models.backbone_with_head import BackboneWithHead
@@ -138,7 +140,7 @@ def _measured(
     model = BackboneWithHead(network)
     sizes: dict[str, Any] = {"batch_tokens": options.batch_tokens, "max_length": options.max_length or None}
     bits = evaluate_bits_per_byte(
-        model, tokenizer, documents, by_category=options.by_category, compared_with=tokenizers, **sizes
+        model, tokenizer, documents, by_category=options.by_category, compared_with=others, **sizes
     )
     sample = [one.text for one in islice(documents, SAMPLED_DOCUMENTS) if one.conversation is None]
     if warning := count_normalization_loss(tokenizer, sample).warning():

@@ -6,13 +6,14 @@ import contextlib
 import math
 from collections.abc import Iterator
 
+from xtk import terminal
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import default_device, load_causal_lm
 from xtk.tokens.document import Document
-from xtk.tokens.start_tokens import AUTO_START, NO_START, START_ROLES
+from xtk.tokens.start_tokens import NO_START, START_ROLES
 from xtk.tokens.tokenizer import Tokenizer
 
 MAX_PARAMETERS = 1_000_000_000  # weights of larger models are not loaded
@@ -23,28 +24,29 @@ SIGNIFICANT_FRACTION = 0.02
 def start_tokens(inputs: DoctorInputs) -> Iterator[Finding]:
     """Check that no other start token predicts the user's texts better; loads the weights of small models."""
     texts = [document.text for document, _ in inputs.data_sample.documents if document.conversation is None]
-    chosen = [text for text in texts if len(text) > 1][:: max(1, len(texts) // NUM_DOCUMENTS)][:NUM_DOCUMENTS]
+    texts = [text for text in texts if len(text) > 1]
+    chosen = texts[:: max(1, len(texts) // NUM_DOCUMENTS)][:NUM_DOCUMENTS]
     documents = [Document.from_text(text[:DOCUMENT_CHARACTERS]) for text in chosen]
     if not documents:
         return
+    findings = []
     for side in inputs.models:
         parameters = sum(math.prod(shape) for _, shape in side.tensor_headers.values())
         if side.config and 0 < parameters <= MAX_PARAMETERS and not side.config.get("auto_map"):
-            with contextlib.suppress(XtkError):  # other checks report a model that cannot be loaded
-                yield _compare_start_tokens(side, documents)
+            with contextlib.suppress(XtkError), terminal.quiet():  # other checks report a model that cannot be loaded
+                findings.append(_compare_start_tokens(side, documents))
+    yield from findings
 
 
 def _compare_start_tokens(side: DoctorModel, documents: list[Document]) -> Finding:
-    own = side.tokenizer
+    own, without = side.tokenizer, side.tokenizer.with_start_token(NO_START)
     roles = [role for role in START_ROLES if role in own.special_token_ids]
-    candidates = {one.start_ids: one for one in map(own.with_start_token, (AUTO_START, NO_START, *roles))}
-    candidates = {own.start_ids: own, **candidates}
     model = BackboneWithHead(load_causal_lm(side.folder, device=default_device(), adapter=side.adapter))
-    without = own.with_start_token(NO_START)
-    bits = {
-        _name(one): evaluate_bits_per_byte(model, one, documents, compared_with=[without]).bits_per_byte
-        for one in candidates.values()
-    }
+    bits: dict[str, float] = {}
+    for tokenizer in (own, without, *map(own.with_start_token, roles)):
+        if (name := _name(tokenizer)) not in bits:
+            result = evaluate_bits_per_byte(model, tokenizer, documents, compared_with=[without])
+            bits[name] = result.bits_per_byte
     current, best = _name(own), min(bits, key=bits.__getitem__)
     figures = {"bits_per_byte": bits, "documents": len(documents)}
     measured = ", ".join(f"{value:.3f} after {name}" for name, value in bits.items())

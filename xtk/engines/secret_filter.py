@@ -46,9 +46,9 @@ class SecretFilter:
         if isinstance(value, str):
             return _replace(self._answer_patterns, value)
         if isinstance(value, list):
-            return [self._replaced(one) for one in value]
+            return [self._replaced(element) for element in value]
         if isinstance(value, dict):
-            return {self._replaced(name): self._replaced(one) for name, one in value.items()}
+            return {self._replaced(name): self._replaced(content) for name, content in value.items()}
         return value
 
 

@@ -115,8 +115,8 @@ def evaluate_bits_per_byte(
         batch_tokens: padded tokens per forward pass.
         max_length: a smaller limit than the model's context, in tokens.
         by_category: also compute the result for each text category.
-        compared_with: tokenizers of models that are compared on the same bytes: each document is scored from the first
-            token boundary of all models on, after which all models predict its text.
+        compared_with: tokenizers of other models that are compared on the same bytes: each document is scored from the
+            first token boundary of all models on, after which all models predict its text.
 
     Raises:
         XtkError: the length limit is below 2, or no document contains text.
@@ -210,9 +210,7 @@ class _CategoryCosts:
             self._categories.append(
                 categories[indices[nearest]] if len(indices) else np.full(len(nearest), WHITE_SPACE, np.int8)
             )
-            starts = np.concatenate([np.zeros(1, np.int64), sequence.byte_ends[:-1]])[: len(sequence)]
-            starts[sequence.text_runs[:, 0]] = sequence.text_runs[:, 2]
-            self._edges.append((starts, sequence.byte_ends.astype(np.int64)))
+            self._edges.append((sequence.byte_starts.astype(np.int64), sequence.byte_ends.astype(np.int64)))
 
     def add(self, batch: list[ScoringWindow], tokens: _ScoredTokens) -> None:
         """Add the bits of the scored tokens of a batch."""
@@ -323,9 +321,7 @@ def document_windows(
         start_ids: the model's start tokens; each window begins with them if the document does.
         first_byte: tokens before this byte of the text are not scored.
     """
-    scored_mask = sequence.train_mask & sequence.text_mask
-    starts = np.concatenate([np.zeros(1, np.int64), sequence.byte_ends[:-1]])[: len(sequence)]
-    scored_mask &= starts >= first_byte
+    scored_mask = sequence.train_mask & sequence.text_mask & (sequence.byte_starts >= first_byte)
     stop = int(np.flatnonzero(scored_mask)[-1]) + 1 if scored_mask.any() else 0
     ids = sequence.ids[:stop]
     front = start_ids if tuple(ids[: len(start_ids)].tolist()) == tuple(start_ids) else ()

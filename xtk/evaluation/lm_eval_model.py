@@ -130,7 +130,7 @@ def harness_tokenizer(tokenizer: Tokenizer) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in (tokenizer.to_files() | {"tokenizer.json": tokenizer.json_with_start()}).items():
+        for name, content in tokenizer.to_files(with_start=True).items():
             Path(folder, name).write_bytes(content)
         return PreTrainedTokenizerFast.from_pretrained(folder)
 

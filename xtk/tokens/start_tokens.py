@@ -21,7 +21,8 @@ def own_start_ids(backend: Any, configuration: Mapping[str, Any]) -> tuple[int, 
         backend: the tokenizer of the library `tokenizers`, with its post-processor, without padding and truncation.
         configuration: content of tokenizer_config.json.
     """
-    if str(configuration.get("tokenizer_class", "")).startswith(_WITHOUT_POST_PROCESSOR):
+    is_replaced = str(configuration.get("tokenizer_class", "")).startswith(_WITHOUT_POST_PROCESSOR)
+    if is_replaced or backend.post_processor is None:
         return ()
     encoding = backend.encode("a")
     mask = encoding.special_tokens_mask

@@ -195,8 +195,8 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
     """Return the token sequences of documents for one model; its own rollouts keep their sampled tokens.
 
     A text follows `Tokenizer.start_ids`; the end token is eos. Without a start token the first token of a text has no
-    prediction and is not trained. A conversation is rendered with the tokenizer's chat
-    template, which adds such tokens itself.
+    prediction and is not trained. A conversation is rendered with the tokenizer's chat template, which adds such tokens
+    itself.
 
     Raises:
         XtkError: for a conversation, the tokenizer has no chat template, or it refuses the messages.

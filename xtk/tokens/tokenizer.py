@@ -101,7 +101,7 @@ class Tokenizer:
             mistral-common or SentencePiece.
         name: name in messages; the folder by default.
         embedding_rows: rows of the model's embedding, for a folder without a model configuration.
-        start_token: what precedes a text: `auto`, `none`, `bos`, `eos` or a special token; see `start_token_ids`.
+        start_token: what precedes a text: `auto` (as in transformers), `none`, `bos`, `eos`, a special token, or ids.
 
     Attributes:
         vocabulary: the bytes of each token.
@@ -123,7 +123,7 @@ class Tokenizer:
         *,
         name: str | None = None,
         embedding_rows: int | None = None,
-        start_token: str = AUTO_START,
+        start_token: str | tuple[int, ...] = AUTO_START,
     ) -> None:
         self.folder = Path(folder)
         self.name = name or str(folder)
@@ -160,7 +160,8 @@ class Tokenizer:
         self.special_token_ids = {role: int(number) for role, number in numbers.items() if number is not None}
         self.embedding_rows = max(len(self.vocabulary), num_rows)
         self._raw = files.raw
-        self.start_token, self.start_ids = AUTO_START, self._own_start_ids
+        self.start_token: str | tuple[int, ...]
+        self.start_ids: tuple[int, ...]
         self._set_start(start_token)
 
     @property
@@ -176,7 +177,7 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self.vocabulary)
 
-    def with_start_token(self, start_token: str) -> Tokenizer:
+    def with_start_token(self, start_token: str | tuple[int, ...]) -> Tokenizer:
         """Return the same tokenizer with another start token.
 
         Raises:
@@ -187,10 +188,11 @@ class Tokenizer:
         other._set_start(start_token)
         return other
 
-    def _set_start(self, start_token: str) -> None:
+    def _set_start(self, start_token: str | tuple[int, ...]) -> None:
         self.start_token = start_token
-        if start_token in (AUTO_START, NO_START):
-            self.start_ids = self._own_start_ids if start_token == AUTO_START else ()
+        if isinstance(start_token, tuple) or start_token in (AUTO_START, NO_START):
+            own = self._own_start_ids if start_token == AUTO_START else ()
+            self.start_ids = start_token if isinstance(start_token, tuple) else own
             if max(self.start_ids, default=0) >= len(self):
                 raise XtkError(
                     f"the post-processor of this tokenizer puts the token id {max(self.start_ids)} before a text, "
@@ -542,17 +544,21 @@ class Tokenizer:
         """{id: text} of the special tokens, which have no bytes in a document."""
         return {token: content for content, token in self.vocabulary.special_tokens.items()}
 
-    def to_files(self) -> dict[str, bytes]:
-        """Return {file name: content} of the files that are needed to load this tokenizer again."""
+    def to_files(self, *, with_start: bool = False) -> dict[str, bytes]:
+        """Return {file name: content} of the files that are needed to load this tokenizer again.
+
+        Args:
+            with_start: let the post-processor put `start_ids` before a text, for other libraries; its fingerprint is
+                that of another tokenizer.
+        """
         roles = {f"{role}_token": content for role, content in self._role_contents.items()}
         files = {
-            "tokenizer.json": self._raw,
+            "tokenizer.json": self._json_with_start() if with_start else self._raw,
             "tokenizer_config.json": json.dumps(roles, sort_keys=True, ensure_ascii=False).encode(),
         }
         return files if self._template is None else {**files, "chat_template.jinja": self._template.encode()}
 
-    def json_with_start(self) -> bytes:
-        """Return tokenizer.json with a post-processor that puts `start_ids` before a text, for other libraries."""
+    def _json_with_start(self) -> bytes:
         if self.start_ids == self._own_start_ids:
             return self._raw
         names = [self.special_token_names[number] for number in self.start_ids]

@@ -82,7 +82,7 @@ def copy_tokenizer_files(source: Path, folder: Path, start_token: str = AUTO_STA
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if start_token != AUTO_START:
         tokenizer = Tokenizer(source, start_token=start_token)
-        (folder / "tokenizer.json").write_bytes(tokenizer.json_with_start())
+        (folder / "tokenizer.json").write_bytes(tokenizer.to_files(with_start=True)["tokenizer.json"])
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         settings["add_bos_token"] = tokenizer.start_ids == (tokenizer.special_token_ids.get("bos"),)

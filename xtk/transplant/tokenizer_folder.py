@@ -21,7 +21,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, template_of: Tokenizer) 
         tokenizer: the tokenizer.
         template_of: the tokenizer whose chat template is written, if it has one.
     """
-    files = {**tokenizer.to_files(), "tokenizer.json": tokenizer.json_with_start()}
+    files = tokenizer.to_files(with_start=True)
     files.pop("chat_template.jinja", None)
     template = template_of.to_files().get("chat_template.jinja")
     if template is not None:
