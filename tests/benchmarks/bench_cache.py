@@ -34,7 +34,7 @@ from xtk.teachers.cache_build_config import (
 )
 from xtk.teachers.cache_shard_planning import make_shard_plan
 from xtk.teachers.cache_shard_writing import CacheJob, write_shards
-from xtk.teachers.transformers import batches_by_length
+from xtk.teachers.transformers import TransformersTeacher, batches_by_length
 from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import make_support
 from xtk.tokens.token_sequence import tokenize_documents
@@ -76,6 +76,7 @@ def main() -> None:
         job = make_job(Path(name), texts, args.dtype, args.batch_tokens)
         tokenizer = Tokenizer(folder)
         teacher = open_teacher(job.request, tokenizer)
+        assert isinstance(teacher, TransformersTeacher)
         tokens = tokenize_documents(tokenizer, [Document.from_text(text) for text in texts])
         batches = []
         for batch in batches_by_length([len(document) for document in tokens], args.batch_tokens):

@@ -70,8 +70,8 @@ def step_of(student: StudentWithLoss, batches: list[MicroBatch]) -> Callable[[],
 def split_over_slices(count: int, length: int) -> float:
     """Return the ratio of the time of a layer's attention with documents as slices of the row to that with splits."""
     dtype = torch.bfloat16 if MIXED_PRECISION == "bf16" else torch.float32
-    shape, options = (1, 9, count * length, 64), {"device": DEVICE, "dtype": dtype, "requires_grad": True}
-    query, key, value = (torch.randn(*shape, **options) for _ in range(3))
+    shape = (1, 9, count * length, 64)
+    query, key, value = (torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(3))
     row = PackedSequence((length,) * count)
     layer = torch.nn.Module()
     layer.is_causal = True  # type: ignore[assignment]
