@@ -29,7 +29,8 @@ from xtk.quickstart.tiny_models import make_student
 WAYS = {
     "active for 3 ms (libgomp's default)": {"GOMP_SPINCOUNT": "300000"},
     "active for 0.1 ms": {"GOMP_SPINCOUNT": "10000"},
-    "active for 0.01 ms": {"GOMP_SPINCOUNT": "1000"},
+    "active for 0.01 ms (xtk's default)": {"GOMP_SPINCOUNT": "1000"},
+    "active for 0.003 ms": {"GOMP_SPINCOUNT": "300"},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }

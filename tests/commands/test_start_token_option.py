@@ -47,15 +47,27 @@ def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_
     wrong = shutil.copytree(folder, tmp_path / "student", ignore=shutil.ignore_patterns("checkpoint-*"))
     for name in ("tokenizer.json", "tokenizer_config.json"):  # those of the student before training: a bos token
         shutil.copy(pair.student / name, wrong / name)
-    models = [DoctorModel.read("student", place, place.name) for place in (wrong, folder)]
+    models = [DoctorModel.read(role, place, role) for role, place in (("student", wrong), ("teacher", folder))]
     findings = list(start_tokens(DoctorInputs(models[0], models[1], RunPlan(), corpus=Corpus([str(data)]))))
-    assert [finding.level for finding in findings] == ["warning", "ok"]
+    assert [finding.level for finding in findings][:2] == ["warning", "ok"]
     assert "evaluate:" not in capfd.readouterr().err
     assert findings[0].what.startswith("no start token predicts the texts better than <|begin_of_text|>")
     assert findings[0].hint == "use --start-token 'none' in every command that reads texts with this model"
     bits = findings[0].figures["bits_per_byte"]
     assert bits["no start token"] < 0.98 * bits["<|begin_of_text|>"]
     assert bits["no start token"] == findings[1].figures["bits_per_byte"]["no start token"]
+    level = findings[2].figures["all"]
+    assert level == {"student": bits["<|begin_of_text|>"], "teacher": bits["no start token"]}
+
+
+def test_doctor_reports_a_teacher_that_is_not_better_than_the_student(trained, pair):
+    folder, data, _ = trained
+    models = [DoctorModel.read(*side) for side in (("student", folder, "s"), ("teacher", pair.teacher, "t"))]
+    *_, level = start_tokens(DoctorInputs(models[0], models[1], RunPlan(), corpus=Corpus([str(data)])))
+    assert (level.check, level.level, level.where) == ("teacher_level", "warning", "teacher t")
+    assert {"all", "Latin"} <= level.figures.keys()
+    assert level.figures["all"]["teacher"] > level.figures["all"]["student"]
+    assert f"the teacher is not better than the student by 5%: all {level.figures['all']['teacher']:.3f}" in level.what
 
 
 def test_a_cache_records_the_start_of_its_teacher(run, pair, corpus, tmp_path):

@@ -119,8 +119,9 @@ def test_doctor_compares_the_start_tokens_of_pretrained_models(tmp_path):
         DoctorModel.read(role, resolve_model_folder(str(FOLDER / name), with_weights=True), name)
         for role, name in (("student", SMOLLM2), ("teacher", GEMMA))
     ]
-    first, second = start_tokens(DoctorInputs(models[0], models[1], RunPlan(), corpus=Corpus([str(data)])))
+    first, second, level = start_tokens(DoctorInputs(models[0], models[1], RunPlan(), corpus=Corpus([str(data)])))
     assert min(first.figures["bits_per_byte"].values()) <= first.figures["bits_per_byte"]["no start token"]
     assert second.level == "ok"
     assert np.isfinite(list(second.figures["bits_per_byte"].values())).all()
     assert second.figures["bits_per_byte"]["no start token"] > 1.2 * second.figures["bits_per_byte"]["<bos>"]
+    assert level.figures["all"]["teacher"] < level.figures["all"]["student"]

@@ -172,10 +172,12 @@ def assert_exactly_the_generated_tokens_have_a_loss(family: Family, messages: li
         {index: texts[index] for index in sorted(expected - found)},
         {index: texts[index] for index in sorted(found - expected)},
     )
-    # By default tokens are left out that are only markup.
     regions = token_regions(document, sequence)
     default = RegionWeights().select(sequence, regions, with_template=True)
-    assert set(default.loss_mask.nonzero()[0].tolist()) == {
+    assert set(default.loss_mask.nonzero()[0].tolist()) == expected
+    chosen = [name for name in REGIONS if name != MARKUP]
+    without_markup = RegionWeights(chosen).select(sequence, regions, with_template=True)
+    assert set(without_markup.loss_mask.nonzero()[0].tolist()) == {
         index for index in expected if regions[index] != REGIONS.index(MARKUP)
     }
 

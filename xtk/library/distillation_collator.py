@@ -18,8 +18,9 @@ from xtk.library.distillation_loss import DistillationLoss
 from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.losses.loss_term import TeacherOutput
 from xtk.projection.projection import SparseProjection
+from xtk.tokens.conversation_tokens import REGIONS
 from xtk.tokens.document import Document
-from xtk.tokens.token_regions import DEFAULT_REGIONS, RegionWeights
+from xtk.tokens.token_regions import RegionWeights
 from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.losses_per_teacher import as_cache, assign_losses, open_teachers
 from xtk.training.micro_batches import BatchBuilder
@@ -61,7 +62,7 @@ class DistillationCollator:
         max_length: int | None = None,
         packing: bool = False,
         sample_set: int = 0,
-        train_on: Sequence[str] = DEFAULT_REGIONS,
+        train_on: Sequence[str] = REGIONS,
         region_weights: Mapping[str, float] | None = None,
     ) -> None:
         if max_length is not None and max_length < 2:  # the first token is not trained

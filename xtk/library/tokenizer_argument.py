@@ -51,7 +51,7 @@ def to_tokenizer(tokenizer: Any) -> Tokenizer:
         )
     name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
     with_start = list(tokenizer("a")["input_ids"])
-    content = [backend.to_str(), getattr(tokenizer, "chat_template", None), _role_ids(tokenizer), with_start]
+    content = [sha256(backend.to_str()), getattr(tokenizer, "chat_template", None), _role_ids(tokenizer), with_start]
     states = _file_states(Path(name)) if Path(name).is_dir() else []
     return _remembered(
         [name, states, content], lambda: _loaded_from_folder(tokenizer, name) or _stored_copy(tokenizer, name)

@@ -36,9 +36,9 @@ class RegionOptions:
     """Which parts of conversations are trained."""
 
     train_on: tuple[str, ...] = option(
-        ("answer", "reasoning", "reasoning-end", "tool-call", "end-of-turn"),
+        ("answer", "reasoning", "reasoning-end", "tool-call", "end-of-turn", "markup"),
         "Parts of assistant messages that are trained, separated by commas. markup (other text of the chat template) "
-        "is trained by --loss ce only.",
+        "is trained by losses without a teacher, such as ce, only.",
         metavar="REGION,...",
         comma_separated=True,
         identity_if_set=True,

@@ -12,7 +12,6 @@ from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
 from xtk.tokens.conversation_tokens import (
     END_OF_TURN,
-    MARKUP,
     NO_REGION,
     REGIONS,
     first_regions,
@@ -22,7 +21,6 @@ from xtk.tokens.document import Document
 from xtk.tokens.message_parts import CONTENT, REASONING, REASONING_END, TOOL_START
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
-DEFAULT_REGIONS = tuple(region for region in REGIONS if region != MARKUP)
 _END = REGIONS.index(END_OF_TURN)
 
 # What models write into a completion for which no parts are known: rollouts, and data with the marks in contents.
@@ -98,7 +96,7 @@ class RegionWeights:
 
     def __init__(
         self,
-        train_on: Sequence[str] = DEFAULT_REGIONS,
+        train_on: Sequence[str] = REGIONS,
         weights: Mapping[str, float] | None = None,
         advantage_bounds: Mapping[str, float] | None = None,
     ) -> None:

@@ -26,7 +26,7 @@ from xtk.options.training_options import (
     TeacherUseOptions,
 )
 from xtk.teachers.online_teacher import OnlineTeacher
-from xtk.tokens.conversation_tokens import MARKUP
+from xtk.tokens.conversation_tokens import MARKUP, REGIONS
 from xtk.tokens.document import Document
 from xtk.tokens.token_regions import RegionWeights
 from xtk.training.lr_schedules import SCHEDULES, lr_factor
@@ -72,7 +72,8 @@ class TrainConfig(
                 hint="use it with --loss policy-gradient, or --region-weights",
             )
         _ = self.regions  # refuses invalid values
-        if MARKUP in self.train_on and not any(loss.name in ("ce", AUTO_LOSS) for loss in self.losses):
+        is_chosen = MARKUP in self.train_on and set(self.train_on) != set(REGIONS)
+        if is_chosen and not any(loss.name in ("ce", AUTO_LOSS) for loss in self.losses):
             raise XtkError(
                 "--train-on markup has no effect without --loss ce: a teacher has other text there",
                 hint="add --loss ce, or remove markup",
