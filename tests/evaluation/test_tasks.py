@@ -17,7 +17,7 @@ import torch
 from answer_lookup_model import make_oracle
 from safetensors.torch import load_file, save_file
 
-from xtk.commands.evaluate import EvaluateOptions
+from xtk.commands.evaluate_options import EvaluateOptions
 from xtk.commands.evaluate_tasks import _print_task_results
 from xtk.errors import XtkError
 from xtk.evaluation.evaluation_result_files import read_results

@@ -23,7 +23,7 @@ from xtk.tokens.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from xtk.commands.evaluate import EvaluateOptions
+    from xtk.commands.evaluate_options import EvaluateOptions
     from xtk.evaluation.bits_per_byte import BitsPerByteResult
     from xtk.evaluation.standard_errors import Ratio
     from xtk.losses.loss_term import LossTerm

@@ -14,7 +14,7 @@ from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.errors import XtkError
 
 if TYPE_CHECKING:
-    from xtk.commands.evaluate import EvaluateOptions
+    from xtk.commands.evaluate_options import EvaluateOptions
 
 
 def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: EvaluateOptions) -> None:

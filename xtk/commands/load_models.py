@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xtk.commands.evaluate import EvaluateOptions
+    from xtk.commands.evaluate_options import EvaluateOptions
     from xtk.tokens.tokenizer import Tokenizer
 
 
