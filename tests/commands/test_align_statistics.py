@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from test_bad_input import assert_refused
 
-from xtk.commands.terminal_tables import print_wide
+from xtk.terminal_tables import print_wide
 from xtk.tokens.tokenizer import Tokenizer
 
 SPECIAL_TEXTS = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xtk import terminal
-from xtk.commands.terminal_tables import print_wide
+from xtk.terminal_tables import print_wide
 
 # Symbols shown in place of invisible characters.
 VISIBLE_SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"} | {

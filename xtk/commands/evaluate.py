@@ -9,11 +9,11 @@ import typer
 
 from xtk import terminal
 from xtk.commands.evaluate_options import BITS_MODE, OPTIONS_BY_MODE, REWARD_MODE, TASKS_MODE, EvaluateOptions
-from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.options.declaration import (
     flags_of_set_options,
     options_of,
 )
+from xtk.terminal_tables import format_with_error, print_table
 
 if TYPE_CHECKING:
     from pathlib import Path

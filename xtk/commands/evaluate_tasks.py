@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from xtk import terminal
 from xtk.artifacts.output_claims import check_output_path
 from xtk.commands.load_models import load_model_and_tokenizer
-from xtk.commands.terminal_tables import format_with_error, print_table
 from xtk.errors import XtkError
+from xtk.terminal_tables import format_with_error, print_table
 
 if TYPE_CHECKING:
     from xtk.commands.evaluate_options import EvaluateOptions

@@ -77,8 +77,8 @@ def sweep(options: SweepOptions) -> None:
     from xtk.artifacts.write_locks import exclusive_write_lock
     from xtk.commands.sweep_plan import plan_runs, replace_piped_arguments, varying_options
     from xtk.commands.sweep_table import add_seed_means, run_record, sweep_table
-    from xtk.commands.terminal_tables import print_table
     from xtk.errors import XtkError
+    from xtk.terminal_tables import print_table
 
     terminal.set_quiet(options.quiet)
     folder, common = Path(options.output), list(options.arguments)
