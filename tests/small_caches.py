@@ -10,8 +10,8 @@ import numpy as np
 import small_inputs
 
 from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.files.storage_folders import LocalFolder
 
 KINDS = {
     "packed": ("--num-samples", 4),

@@ -7,9 +7,9 @@ from typing import Any
 
 from bit_flips import Tally, flip_randomly
 
-from xtk.artifacts.atomic_files import read_json
 from xtk.artifacts.run_folders import read_recipe, read_run_manifest, verify_files
 from xtk.errors import CorruptError
+from xtk.files.atomic_files import read_json
 from xtk.training.resume_point import find_checkpoint
 
 

@@ -28,9 +28,9 @@ from xtk.artifacts.cache_shard import CacheShard, frame_checksum
 from xtk.artifacts.cache_writer import write_cache_manifest
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.shard_writing import CHECKSUM_PREFIX
-from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.files.storage_folders import LocalFolder
 
 FORGED_INTEGERS = (-1, -(1 << 31), (1 << 31) - 1, 1 << 30, 1 << 20, 7)
 Content = bytearray

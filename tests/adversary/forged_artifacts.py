@@ -10,8 +10,8 @@ from typing import Any
 
 from json_mutations import to_json
 
-from xtk.artifacts.atomic_files import canonical_json, sha256
 from xtk.artifacts.cache_manifest import manifest_bytes, manifest_checksum
+from xtk.files.atomic_files import canonical_json, sha256
 
 MANIFEST = "manifest.json"
 

@@ -13,10 +13,10 @@ import pytest
 import small_inputs
 from xtk_processes import run_xtk
 
-from xtk.artifacts.run_folder_names import list_checkpoints
 from xtk.artifacts.run_folder_removal import keep_manifest_of_user
 from xtk.artifacts.run_folders import read_recipe
 from xtk.errors import MismatchError, XtkError
+from xtk.files.run_names import list_checkpoints
 from xtk.losses.loss_spec import parse_losses
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher

@@ -15,10 +15,10 @@ import interrupted_runs
 import pytest
 from xtk_processes import run_xtk
 
-from xtk.artifacts.atomic_files import atomic_write
-from xtk.artifacts.storage_folders import LocalFolder
-from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import XtkError
+from xtk.files.atomic_files import atomic_write
+from xtk.files.storage_folders import LocalFolder
+from xtk.files.write_locks import only_writer_of_path
 
 TRAINING = ["--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-limit", 1, "--logging-steps", 1,
             "--per-device-train-batch-size", 4]  # fmt: skip
@@ -202,7 +202,7 @@ def test_two_commands_do_not_write_the_same_output_at_once(run, pair, corpus, tm
 def test_temporary_files_of_a_killed_process_are_removed_but_not_those_in_use(tmp_path):
     program = """if True:
         import pathlib, sys
-        from xtk.artifacts.atomic_files import temporary_name
+        from xtk.files.atomic_files import temporary_name
         name = temporary_name("out")
         pathlib.Path(sys.argv[1], name).write_text("written")
         print(name, flush=True)

@@ -19,10 +19,10 @@ from forged_arrow_process import buffer_ranges_of
 from xtk.artifacts import shard_writing
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, vocabulary_order_file_name
 from xtk.errors import CorruptError
+from xtk.files.storage_folders import LocalFolder
 from xtk.tokens.token_sequence import TokenSequence
 
 WORKER = Path(__file__).parent / "forged_arrow_process.py"

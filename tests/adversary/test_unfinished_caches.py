@@ -16,9 +16,9 @@ from xtk.artifacts.cache_manifest import shard_file_name
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.shard_writing import ShardPosition, check_file_checksum
-from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.teacher_cache import TeacherCache, open_verified_shard
 from xtk.errors import CorruptError
+from xtk.files.storage_folders import open_folder
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher
 from xtk.tokens.teacher_logprobs import Support

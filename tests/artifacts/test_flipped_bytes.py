@@ -9,9 +9,9 @@ import pytest
 from test_teacher_cache import random_row
 
 from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
+from xtk.files.storage_folders import LocalFolder
 from xtk.tokens.document import Document
 
 HEADER = {

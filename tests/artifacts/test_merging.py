@@ -17,9 +17,9 @@ from xtk.artifacts.cache_manifest import cache_totals
 from xtk.artifacts.cache_merging import merge_caches
 from xtk.artifacts.cache_output import CACHE
 from xtk.artifacts.cache_writer import ShardedCacheWriter, write_cache_manifest
-from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
+from xtk.files.storage_folders import open_folder
 
 SHARD_SIZES = {"a": [3, 1], "b": [4], "c": [1, 1]}  # documents per shard of each cache
 

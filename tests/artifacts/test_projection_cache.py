@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from xtk.artifacts import projection_disk_cache
-from xtk.artifacts.atomic_files import atomic_write
 from xtk.artifacts.projection_disk_cache import cached_next_bytes, cached_projection
+from xtk.files.atomic_files import atomic_write
 from xtk.projection.build import build_projection
 from xtk.projection.prune import prune_projection
 from xtk.projection.vocabulary_byte_partition import build_byte_partition

@@ -16,9 +16,9 @@ from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of,
 from xtk.artifacts.cache_output import CACHE, remove_cache
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.storage_folders import LocalFolder, RemoteFolder, StorageFolder, open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
+from xtk.files.storage_folders import LocalFolder, RemoteFolder, StorageFolder, open_folder
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_remove_cache_deletes_a_cache_and_refuses_foreign_files(url, rows):
 
 WRITER_SCRIPT = """
 import sys
-from xtk.artifacts.storage_folders import RemoteFolder
+from xtk.files.storage_folders import RemoteFolder
 folder = RemoteFolder(sys.argv[1])
 with folder.write("shard-00000.arrow", exclusive=True) as temporary:
     temporary.write_bytes(b"x" * 30_000_000)

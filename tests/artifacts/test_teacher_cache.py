@@ -17,9 +17,9 @@ from xtk.artifacts.cache_output import CACHE, remove_cache
 from xtk.artifacts.cache_shard import CacheShard, StoredDocument
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
+from xtk.files.storage_folders import LocalFolder
 from xtk.tokens.document import Document, Segment
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 from xtk.tokens.token_sequence import TokenSequence

@@ -25,9 +25,9 @@ from measurement import report
 from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
 from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
 from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.files.storage_folders import LocalFolder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher

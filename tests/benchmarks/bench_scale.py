@@ -30,8 +30,8 @@ from xtk.artifacts.cache_merging import merge_caches
 from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.cache_writer import ShardedCacheWriter, write_cache_manifest
 from xtk.artifacts.shard_writing import ShardPosition, write_shard
-from xtk.artifacts.storage_folders import LocalFolder, open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.files.storage_folders import LocalFolder, open_folder
 from xtk.tokens.document import Document
 
 POSITIONS = 1e12

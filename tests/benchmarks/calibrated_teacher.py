@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.artifacts.atomic_files import canonical_json, sha256
+from xtk.files.atomic_files import canonical_json, sha256
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm, silence_transformers
 from xtk.tokens.document import Document

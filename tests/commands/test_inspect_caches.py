@@ -13,8 +13,8 @@ import pytest
 from xtk.artifacts.cache_statistics import bytes_by_section
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.storage_folders import LocalFolder
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.files.storage_folders import LocalFolder
 
 
 @pytest.fixture(scope="module")

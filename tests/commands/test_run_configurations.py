@@ -14,7 +14,7 @@ from interrupted_runs import deterministic_metrics
 from small_inputs import write_jsonl
 from xtk_processes import run_xtk
 
-from xtk.artifacts.atomic_files import write_json
+from xtk.files.atomic_files import write_json
 
 STEPS = ["--max-steps", 3, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4]
 

@@ -22,9 +22,9 @@ from recorded_training_steps import make_train_config, open_run_inputs
 from safetensors.torch import load_file
 from xtk_processes import run_xtk
 
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import MismatchError, XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.losses.loss_term import TeacherOutput
 from xtk.teachers.cache_building import cache_teacher
 from xtk.teachers.online_teacher import OnlineTeacher, parse_online_teacher

@@ -6,8 +6,10 @@ import math
 import re
 from typing import Any
 
-from xtk.artifacts.atomic_files import canonical_json, parse_json_object, sha256
-from xtk.artifacts.json_validation import (
+from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
+from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import canonical_json, parse_json_object, sha256
+from xtk.files.json_validation import (
     CheckedObject,
     SchemaViolation,
     any_json,
@@ -21,10 +23,8 @@ from xtk.artifacts.json_validation import (
     optional,
     text,
 )
-from xtk.artifacts.safe_artifact_files import check_file_name
-from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
-from xtk.artifacts.storage_folders import StorageFolder
-from xtk.errors import CorruptError, XtkError
+from xtk.files.safe_artifact_files import check_file_name
+from xtk.files.storage_folders import StorageFolder
 from xtk.tokens.tokenizer_validation import MAX_TOKENS
 
 FORMAT, VERSION = "xtk-teacher-cache", 6

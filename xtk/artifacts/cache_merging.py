@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.cache_manifest import (
     CODEC_FILE_KEYS,
     SHARD_NAME,
@@ -25,10 +24,11 @@ from xtk.artifacts.cache_manifest import (
 from xtk.artifacts.cache_output import CACHE, refuse_foreign_cache_folder, remove_cache
 from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.cache_writer import start_cache, write_cache_manifest, write_file
-from xtk.artifacts.output_claims import claim_output
-from xtk.artifacts.storage_folders import StorageFolder, absolute_location, open_folder
 from xtk.artifacts.teacher_cache import TeacherCache, open_verified_shard
 from xtk.errors import CorruptError, MismatchError, XtkError
+from xtk.files.atomic_files import canonical_json
+from xtk.files.output_claims import claim_output
+from xtk.files.storage_folders import StorageFolder, absolute_location, open_folder
 
 # These options select the text, batches and files; the log-probabilities of a document do not depend on them.
 OPTIONS_THAT_MAY_DIFFER = frozenset({"shard_tokens", "batch_tokens", "long_documents", "max_length"})

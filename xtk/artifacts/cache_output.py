@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, parse_json_object
 from xtk.artifacts.cache_manifest import (
     FORMAT,
     MANIFEST,
@@ -21,10 +20,11 @@ from xtk.artifacts.cache_manifest import (
     header_section,
     read_cache_manifest,
 )
-from xtk.artifacts.output_claims import foreign_files_error
-from xtk.artifacts.storage_folders import StorageFolder, open_folder
-from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX, parse_json_object
+from xtk.files.output_claims import foreign_files_error
+from xtk.files.storage_folders import StorageFolder, open_folder
+from xtk.files.write_locks import LOCK_PREFIX
 
 # Written first and removed last: marks a folder as an unfinished cache of xtk, even without shards.
 UNFINISHED_MARKER = ".xtk-unfinished"

@@ -16,9 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import RESTORE_HINT, check_columns, read_single_batch
 from xtk.artifacts.cache_manifest import VERSION, VOCABULARY_ORDER_NAME
-from xtk.artifacts.safe_artifact_files import check_file_name
 from xtk.artifacts.shard_codec_registry import CODECS, Codec
 from xtk.artifacts.shard_columns import BLOB_COLUMNS, ShardColumns, shard_schema
 from xtk.artifacts.shard_writing import (
@@ -28,9 +26,11 @@ from xtk.artifacts.shard_writing import (
     shard_version_error,
     write_sealed,
 )
-from xtk.artifacts.storage_folders import LocalFolder, StorageFolder
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, VocabularyOrderLoader
 from xtk.errors import CorruptError, XtkError
+from xtk.files.arrow_validation import RESTORE_HINT, check_columns, read_single_batch
+from xtk.files.safe_artifact_files import check_file_name
+from xtk.files.storage_folders import LocalFolder, StorageFolder
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Conversation, Document, Segment
 from xtk.tokens.message_parts import CONTENT, REASONING_KEY, TOOL_PARTS

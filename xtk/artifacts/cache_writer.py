@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import canonical_json, parse_json_object, sha256
 from xtk.artifacts.cache_manifest import (
     FORMAT,
     MANIFEST,
@@ -29,10 +28,11 @@ from xtk.artifacts.cache_output import (
 )
 from xtk.artifacts.cache_shard import UNNUMBERED_VERSION, CacheShard
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
-from xtk.artifacts.storage_folders import StorageFolder
 from xtk.artifacts.teacher_cache import PREFETCHED_SHARDS, open_verified_shard
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError
+from xtk.files.atomic_files import canonical_json, parse_json_object, sha256
+from xtk.files.storage_folders import StorageFolder
 
 
 class ShardedCacheWriter:

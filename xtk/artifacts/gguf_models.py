@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import (
+from xtk.artifacts.weight_hash import hash_weights
+from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import (
     canonical_json,
     read_json,
     set_default_permissions,
@@ -21,9 +23,7 @@ from xtk.artifacts.atomic_files import (
     sha256_of_file,
     write_json,
 )
-from xtk.artifacts.folder_replacement import fsync_folder, replacing_folder
-from xtk.artifacts.weight_hash import hash_weights
-from xtk.errors import CorruptError, XtkError
+from xtk.files.folder_replacement import fsync_folder, replacing_folder
 from xtk.models.gguf_conversion import convert_gguf
 from xtk.models.gguf_header import is_gguf_file
 from xtk.writable_cache_folders import user_cache_folder

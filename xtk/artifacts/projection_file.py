@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
-from xtk.artifacts.json_validation import any_json, check_schema, integer, json_object, list_of, map_of, number, text
-from xtk.artifacts.output_claims import FileKind
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import atomic_write, canonical_json, sha256
+from xtk.files.json_validation import any_json, check_schema, integer, json_object, list_of, map_of, number, text
+from xtk.files.output_claims import FileKind
 from xtk.projection.coverage_audit import VOCABULARY_KEYS
 from xtk.projection.projection import SparseProjection
 

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from xtk.artifacts.atomic_files import canonical_json
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import canonical_json
 from xtk.name_registry import nearest_name
 from xtk.tokens.document import TRAIN_FLAG_KEYS, Conversation, Document, Segment
 from xtk.tokens.document_token_ids import SampledTokens

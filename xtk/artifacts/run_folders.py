@@ -12,11 +12,11 @@ from typing import Any
 
 import xxhash
 
-from xtk.artifacts.atomic_files import canonical_json, sha256, write_json
-from xtk.artifacts.folder_replacement import fsync_folder
-from xtk.artifacts.run_folder_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
-from xtk.artifacts.safe_artifact_files import check_file_name, open_regular_file, read_regular_file
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import canonical_json, sha256, write_json
+from xtk.files.folder_replacement import fsync_folder
+from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
+from xtk.files.safe_artifact_files import check_file_name, open_regular_file, read_regular_file
 
 RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = "xtk.json", "metrics.jsonl", "README.md", "rollouts.jsonl"
 TRAINER_FOLDER, ADAPTER_FOLDER = "trainer", "adapter"

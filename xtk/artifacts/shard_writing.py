@@ -17,13 +17,13 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import RESTORE_HINT
-from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.cache_manifest import VERSION
 from xtk.artifacts.shard_codec_registry import CODECS, Codec
 from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS, SHARD_SCHEMA, ShardColumns, optional_columns, shard_schema
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError, XtkError
+from xtk.files.arrow_validation import RESTORE_HINT
+from xtk.files.atomic_files import canonical_json
 from xtk.name_registry import load_registered
 from xtk.tokens.document import Document
 from xtk.tokens.message_parts import CONTENT, REASONING_KEY

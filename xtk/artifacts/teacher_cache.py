@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.atomic_files import sha256
 from xtk.artifacts.cache_manifest import (
     MANIFEST,
     SHARD_NAME,
@@ -35,8 +34,9 @@ from xtk.artifacts.cache_shard import (
     read_vocabulary_order,
 )
 from xtk.artifacts.shard_writing import check_file_checksum
-from xtk.artifacts.storage_folders import StorageFolder, open_folder
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import sha256
+from xtk.files.storage_folders import StorageFolder, open_folder
 from xtk.tokens.start_tokens import START_ROLES
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.tokens.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import check_columns, read_single_batch
 from xtk.errors import CorruptError
+from xtk.files.arrow_validation import check_columns, read_single_batch
 
 VOCABULARY_ORDER_SCHEMA = pa.schema([("id", pa.int32()), ("num_bytes", pa.int32())])
 

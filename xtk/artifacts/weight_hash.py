@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from xtk.artifacts.atomic_files import atomic_write, read_json
 from xtk.errors import CorruptError
+from xtk.files.atomic_files import atomic_write, read_json
 from xtk.tokens.model_config_json import ADAPTER_CONFIG, read_model_config
 from xtk.writable_cache_folders import user_cache_folder
 

@@ -89,9 +89,9 @@ def build_projection(options: BuildProjectionOptions) -> None:
     from pathlib import Path
 
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.artifacts.output_claims import claim_output
     from xtk.artifacts.projection_file import PROJECTION, write_projection
     from xtk.errors import XtkError
+    from xtk.files.output_claims import claim_output
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import check_method_options, projection_header
     from xtk.projection.coverage_audit import audit_warning

@@ -146,11 +146,11 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
     """
     from itertools import islice
 
-    from xtk.artifacts.atomic_files import canonical_json, sha256
     from xtk.artifacts.corpus_reader import CorpusFingerprint
-    from xtk.artifacts.output_claims import claim_output
     from xtk.commands.html_page import PAGE, write_page
     from xtk.commands.regions_html import SHOWN_DOCUMENTS, regions_page
+    from xtk.files.atomic_files import canonical_json, sha256
+    from xtk.files.output_claims import claim_output
 
     documents = list(islice(inputs.documents(), SHOWN_DOCUMENTS))
     if not documents:

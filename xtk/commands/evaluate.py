@@ -98,12 +98,12 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
     import contextlib
     import json
 
-    from xtk.artifacts.atomic_files import atomic_write
-    from xtk.artifacts.write_locks import only_writer_of_path
     from xtk.commands.evaluate_tasks import answers_path
     from xtk.engines.backend import BackendConfig, backend_options
     from xtk.errors import XtkError
     from xtk.evaluation.generated_answers import evaluate_answers
+    from xtk.files.atomic_files import atomic_write
+    from xtk.files.write_locks import only_writer_of_path
     from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts import GENERATORS

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
-from xtk.artifacts.output_claims import check_output_path
 from xtk.commands.load_models import load_model_and_tokenizer
 from xtk.errors import XtkError
+from xtk.files.output_claims import check_output_path
 from xtk.terminal_tables import format_with_error, print_table
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: Evalua
         folders: {name: (model, adapter)}.
         options: of the command.
     """
-    from xtk.artifacts.atomic_files import atomic_write
-    from xtk.artifacts.write_locks import only_writer_of_path
     from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
     from xtk.evaluation.local_task_data import parse_tasks
+    from xtk.files.atomic_files import atomic_write
+    from xtk.files.write_locks import only_writer_of_path
     from xtk.models.causal_lm import max_context_length
     from xtk.rollouts.prompts import read_template_arguments
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from xtk.artifacts.output_claims import FileKind
 from xtk.errors import XtkError
+from xtk.files.output_claims import FileKind
 
 HEAD_BYTES = 4096
 PAGE_END = "</main>\n</body>\n</html>\n"
@@ -95,7 +95,7 @@ PAGE = FileKind[None]("pages", _is_page, _check_request)
 
 def write_page(path: Path, page: str) -> None:
     """Write a page, unless the file has the same content."""
-    from xtk.artifacts.atomic_files import atomic_write
+    from xtk.files.atomic_files import atomic_write
 
     content = page.encode("utf-8", "replace")  # a name may be invalid UTF-8
     if path.is_file() and path.read_bytes() == content:

@@ -65,8 +65,8 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
     Raises:
         XtkError: there is no artifact, or it is corrupt.
     """
-    from xtk.artifacts.storage_folders import is_remote
     from xtk.errors import path_exists
+    from xtk.files.storage_folders import is_remote
 
     if is_remote(place):
         return _describe_cache(place, options)
@@ -181,17 +181,17 @@ def _describe_projection(path: Path) -> dict[str, Any]:
 
 def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     from xtk.artifacts import cache_statistics
-    from xtk.artifacts.storage_folders import open_folder
     from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished_cache
+    from xtk.files.storage_folders import open_folder
 
     if options.verify:
         check_unfinished_cache(open_folder(place))
     cache = TeacherCache(place)
     page_request = ""
     if options.html:
-        from xtk.artifacts.atomic_files import canonical_json, sha256
-        from xtk.artifacts.output_claims import claim_output
         from xtk.commands.html_page import PAGE
+        from xtk.files.atomic_files import canonical_json, sha256
+        from xtk.files.output_claims import claim_output
 
         page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
         claim_output(Path(options.html), PAGE, page_request, force=options.force)
@@ -244,9 +244,9 @@ def _describe_shard(path: Path) -> dict[str, Any]:
 
 
 def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
-    from xtk.artifacts.run_folder_names import RECIPE_FILE
     from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest
     from xtk.artifacts.run_folders import verify_files as compare
+    from xtk.files.run_names import RECIPE_FILE
 
     finished = (path / RUN_MANIFEST).is_file()
     content: dict[str, Any] = read_run_manifest(path) if finished else {"kind": "unfinished student"}

@@ -38,9 +38,9 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     from pathlib import Path
 
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
-    from xtk.artifacts.output_claims import claim_output
     from xtk.artifacts.record_to_document import record_to_prompt
-    from xtk.artifacts.write_locks import only_writer_of_path
+    from xtk.files.output_claims import claim_output
+    from xtk.files.write_locks import only_writer_of_path
     from xtk.library.completion_logprobs import read_answer
     from xtk.teachers.service_answers import (
         ANSWERS,

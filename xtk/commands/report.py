@@ -76,8 +76,6 @@ def report(options: ReportOptions) -> None:
     import json
     from pathlib import Path
 
-    from xtk.artifacts.atomic_files import read_json_lines, sha256
-    from xtk.artifacts.output_claims import claim_output
     from xtk.artifacts.run_folders import read_evaluation
     from xtk.commands import alignment_html, projection_audit_html, teacher_cache_html
     from xtk.commands.completions_html import read_samples
@@ -85,6 +83,8 @@ def report(options: ReportOptions) -> None:
     from xtk.commands.report_html import report_page
     from xtk.errors import XtkError
     from xtk.evaluation.evaluation_result_files import read_results, shorten_names
+    from xtk.files.atomic_files import read_json_lines, sha256
+    from xtk.files.output_claims import claim_output
 
     terminal.set_quiet(options.quiet)
     named = [
@@ -177,10 +177,10 @@ def _read_run(path: Path, name: str) -> ReportedRun:
         XtkError: its recipe is invalid or of another version.
         CorruptError: one of its files is not JSON or does not match its checksum.
     """
-    from xtk.artifacts.atomic_files import read_json_lines
     from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
     from xtk.commands.recorded_run_options import rerun_command
     from xtk.commands.report_html import ReportedRun
+    from xtk.files.atomic_files import read_json_lines
 
     recipe = read_recipe(path)
     metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
@@ -267,8 +267,8 @@ def _run_tokenizer(run: Path) -> Tokenizer | None:
     """Return the tokenizer of a run or of its last checkpoint; None if it has none yet."""
     from contextlib import suppress
 
-    from xtk.artifacts.run_folder_names import list_checkpoints
     from xtk.errors import XtkError
+    from xtk.files.run_names import list_checkpoints
     from xtk.tokens.tokenizer import Tokenizer
 
     for folder in (run, *(path for _, path in reversed(list_checkpoints(run)))):

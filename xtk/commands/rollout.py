@@ -135,7 +135,7 @@ def rollout(options: RolloutOptions) -> None:
     """
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-    from xtk.artifacts.write_locks import only_writer_of_path
+    from xtk.files.write_locks import only_writer_of_path
     from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)
@@ -236,8 +236,8 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
     Raises:
         XtkError: it does not end in .jsonl, or is a folder, an input or another file.
     """
-    from xtk.artifacts.output_claims import claim_output
     from xtk.errors import XtkError
+    from xtk.files.output_claims import claim_output
     from xtk.rollouts.rollout_jsonl import ROLLOUTS
 
     path = Path(output)
@@ -254,8 +254,8 @@ def _write_rollouts(
     columns: dict[str, str],
     request: str,
 ) -> RolloutStatistics:
-    from xtk.artifacts.atomic_files import atomic_write
     from xtk.errors import XtkError
+    from xtk.files.atomic_files import atomic_write
     from xtk.rollouts.rollout_jsonl import RolloutStatistics, json_line, number_line, rollout_to_json
 
     figures, waiting = RolloutStatistics(), list[dict[str, Any]]()
@@ -304,8 +304,8 @@ def _request_fingerprint(
         prompts: the prompts.
         template_arguments: of the chat template.
     """
-    from xtk.artifacts.atomic_files import canonical_json, sha256
     from xtk.artifacts.model_resolver import weights_fingerprint
+    from xtk.files.atomic_files import canonical_json, sha256
     from xtk.rewards.reward_spec import paths_as_checksums
     from xtk.rollouts.generator_interface import SamplingConfig
 

@@ -73,11 +73,11 @@ def sweep(options: SweepOptions) -> None:
         xtk sweep ./student cache --runs runs.txt --dry-run -o sweep
     """
     started = time.monotonic()
-    from xtk.artifacts.output_claims import FolderKind, claim_output
-    from xtk.artifacts.write_locks import exclusive_write_lock
     from xtk.commands.sweep_plan import plan_runs, replace_piped_arguments, varying_options
     from xtk.commands.sweep_table import add_seed_means, run_record, sweep_table
     from xtk.errors import XtkError
+    from xtk.files.output_claims import FolderKind, claim_output
+    from xtk.files.write_locks import exclusive_write_lock
     from xtk.terminal_tables import print_table
 
     terminal.set_quiet(options.quiet)
@@ -154,9 +154,9 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
         ResumableStop: a signal or the time limit stopped the sweep.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
-    from xtk.artifacts.output_claims import claim_output
     from xtk.commands.sweep_plan import find_finished_run
     from xtk.commands.sweep_table import LOG, LOG_PREFIX, run_log_path
+    from xtk.files.output_claims import claim_output
     from xtk.subprocesses import SignalForwarder
 
     for run in planned:

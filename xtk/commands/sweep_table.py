@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.output_claims import FileKind
 from xtk.commands.sweep_plan import PlannedRun, name_run_in_error
 from xtk.errors import CorruptError
+from xtk.files.output_claims import FileKind
 
 SEED_OPTION = "seed"
 LOG_PREFIX = "$ "  # precedes the command of the run in its log

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from xtk import __version__
-from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
 from xtk.errors import XtkError
+from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.writable_cache_folders import user_cache_folder
 
 IMPORT_CODE = (

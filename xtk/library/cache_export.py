@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import atomic_write
 from xtk.artifacts.cache_shard import StoredDocument
-from xtk.artifacts.output_claims import FileKind, claim_output
 from xtk.artifacts.record_to_document import OPT_IN_FIELDS
 from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS, optional_columns
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.files.atomic_files import atomic_write
+from xtk.files.output_claims import FileKind, claim_output
 from xtk.library.cache_from_arrays import EXACT_SUPPORTS
 from xtk.rollouts.rollout_jsonl import document_fields
 from xtk.tokens.teacher_tokenization import teacher_views

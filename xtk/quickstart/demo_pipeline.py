@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json, write_json
-from xtk.artifacts.output_claims import FolderKind, claim_output
 from xtk.errors import XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json, write_json
+from xtk.files.output_claims import FolderKind, claim_output
 from xtk.models.causal_lm import silence_transformers
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student, make_teacher

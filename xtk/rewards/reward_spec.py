@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.atomic_files import sha256_of_file
 from xtk.errors import XtkError, path_exists
+from xtk.files.atomic_files import sha256_of_file
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
 from xtk.rewards import REWARDS

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.output_claims import FileKind
 from xtk.artifacts.record_to_document import (
     RECORD_FIELDS,
     ROLLOUT_CHECKSUM,
@@ -18,6 +17,7 @@ from xtk.artifacts.record_to_document import (
     rollout_checksum,
 )
 from xtk.errors import CorruptError, XtkError
+from xtk.files.output_claims import FileKind
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.document import Document
 from xtk.untrusted_json import parse_json

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from xtk.artifacts.cache_writer import store_shard
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition
-from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import XtkError
+from xtk.files.storage_folders import open_folder
 from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher
 from xtk.teachers.cache_shard_planning import Chunk, ShardingOptions, ShardPlan, read_shards

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
-from xtk.artifacts.output_claims import FileKind
 from xtk.engines.http_client_pool import Endpoint, EndpointPool, RetryPolicy
 from xtk.engines.server_responses import PermanentError, RetryableError, max_response_bytes
 from xtk.engines.vllm_servers import gather_responses
 from xtk.errors import ResumableStop, XtkError
+from xtk.files.atomic_files import atomic_write, canonical_json, sha256
+from xtk.files.output_claims import FileKind
 from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
 from xtk.tokens.document import Document
 

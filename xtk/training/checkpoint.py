@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissions
-from xtk.artifacts.run_folder_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.artifacts.run_folder_removal import (
     keep_file_of_user,
     keep_manifest_of_user,
@@ -42,6 +40,8 @@ from xtk.artifacts.run_folders import (
     write_run_manifest,
 )
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissions
+from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.models.student_model_setup import is_peft_model, save_trainable
 from xtk.models.transformers_4_keys import add_transformers_4_keys
 from xtk.tokens.start_tokens import AUTO_START

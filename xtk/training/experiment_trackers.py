@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.atomic_files import canonical_json
 from xtk.errors import XtkError
+from xtk.files.atomic_files import canonical_json
 from xtk.name_registry import unknown_name_error
 
 TRACKER_PROJECT, RUN_NAME_FILE = "xtk", "name"

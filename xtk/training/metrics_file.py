@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xtk.artifacts.atomic_files import atomic_write, read_json_lines
+from xtk.files.atomic_files import atomic_write, read_json_lines
 
 
 def metric_name(name: str, teacher: str, teachers: Sequence[str]) -> str:

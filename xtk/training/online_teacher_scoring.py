@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.corpus_reader import Corpus, InMemoryCorpus
-from xtk.artifacts.storage_folders import open_folder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX
+from xtk.files.storage_folders import open_folder
 from xtk.losses.loss_term import TeacherOutput
 from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout_record import Prompt

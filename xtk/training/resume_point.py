@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, read_json
-from xtk.artifacts.output_claims import FolderKind
-from xtk.artifacts.run_folder_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run, remove_run
 from xtk.artifacts.run_folders import (
     METRICS_FILE,
@@ -29,6 +26,9 @@ from xtk.artifacts.run_folders import (
     write_recipe,
 )
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json
+from xtk.files.output_claims import FolderKind
+from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.training import process_group
 from xtk.training.checkpoint import STUDENT, rank_files
 from xtk.training.sharded_state import SKIP_HINT

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from xtk.artifacts.atomic_files import atomic_write
 from xtk.artifacts.run_folder_removal import ROLLOUT_FILE_NAMES
 from xtk.errors import CorruptError
+from xtk.files.atomic_files import atomic_write
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.tokens.document import Segment
 from xtk.tokens.document_token_ids import SampledTokens

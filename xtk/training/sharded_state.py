@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from xtk.artifacts.atomic_files import canonical_json, set_default_permissions
 from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import canonical_json, set_default_permissions
 from xtk.training import process_group
 
 HEADER_KEY = "xtk"

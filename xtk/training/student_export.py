@@ -16,15 +16,7 @@ from typing import Any
 import torch
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import (
-    read_json,
-    set_default_permissions,
-    sha256,
-)
-from xtk.artifacts.folder_replacement import replacing_folder
 from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
-from xtk.artifacts.output_claims import FolderKind
-from xtk.artifacts.run_folder_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
 from xtk.artifacts.run_folders import (
     CARD_FILE,
@@ -40,9 +32,17 @@ from xtk.artifacts.run_folders import (
     verify_files,
     write_run_manifest,
 )
-from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import CorruptError, MismatchError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult, add_evaluation_table, read_results
+from xtk.files.atomic_files import (
+    read_json,
+    set_default_permissions,
+    sha256,
+)
+from xtk.files.folder_replacement import replacing_folder
+from xtk.files.output_claims import FolderKind
+from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
+from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, load_causal_lm
 from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import (

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.engines.backend import BackendConfig, backends_with
 from xtk.errors import XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import StudentModelConfig, is_peft_model
 from xtk.rewards.reward_spec import WeightedRewards

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import canonical_json, sha256, sha256_of_file
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import NonFiniteModelError, XtkError
 from xtk.evaluation.generated_answers import ProcessShare, evaluate_answers
 from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states
 from xtk.evaluation.local_task_data import parse_tasks
+from xtk.files.atomic_files import canonical_json, sha256, sha256_of_file
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import options_of

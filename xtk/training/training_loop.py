@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from xtk import terminal
-from xtk.artifacts.run_folder_names import CHECKPOINT
 from xtk.artifacts.run_folders import METRICS_FILE, run_fingerprint
 from xtk.errors import ResumableStop, XtkError
+from xtk.files.run_names import CHECKPOINT
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.host_to_device import read_together

@@ -16,11 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.atomic_files import canonical_json, read_json, set_default_permissions, sha256
 from xtk.artifacts.embedding_weights import read_input_embedding
-from xtk.artifacts.folder_replacement import replacing_folder
 from xtk.artifacts.model_resolver import weights_fingerprint
-from xtk.artifacts.output_claims import FolderKind, claim_output
 from xtk.artifacts.projection_disk_cache import cached_projection
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
@@ -31,8 +28,11 @@ from xtk.artifacts.run_folders import (
     read_run_manifest,
     write_run_manifest,
 )
-from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import MismatchError, XtkError
+from xtk.files.atomic_files import canonical_json, read_json, set_default_permissions, sha256
+from xtk.files.folder_replacement import replacing_folder
+from xtk.files.output_claims import FolderKind, claim_output
+from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
 from xtk.models.saved_model import save_model
 from xtk.models.student_model_setup import VOCABULARY_MULTIPLE

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_entropy_coder import SYMBOL_MASK, encode_words
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
 from xtk.artifacts.codec.symbol_frequencies import counts_to_frequencies
+from xtk.files.arrow_validation import corrupt_shard_error
 from xtk.numba_kernel import numba_kernel
 
 MAX_VARINT_BYTES = 5

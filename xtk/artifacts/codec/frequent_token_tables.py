@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_entropy_coder import append_number, decode_number, initial_state
 from xtk.artifacts.codec.entropy_coded_streams import (
     StreamEncoder,
@@ -34,6 +33,7 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     NUM_LEVEL_CONTEXTS,
     first_contexts,
 )
+from xtk.files.arrow_validation import corrupt_shard_error
 from xtk.numba_kernel import numba_kernel
 
 FIRST_CONTEXTS = first_contexts(FREQUENT_ID_FAMILIES)

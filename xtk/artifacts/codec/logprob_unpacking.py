@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.entropy_coded_streams import decode_varints, decode_varints_into, split_bytes
 from xtk.artifacts.codec.frequent_token_tables import unpack_frequent_ids
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS
@@ -23,6 +22,7 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     logprob_families,
 )
 from xtk.errors import CorruptError
+from xtk.files.arrow_validation import corrupt_shard_error
 from xtk.numba_kernel import numba_kernel
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 

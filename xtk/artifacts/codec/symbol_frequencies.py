@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.integer_coding import NUM_SYMBOLS, UNUSED_SYMBOL
+from xtk.files.arrow_validation import corrupt_shard_error
 
 FREQUENCY_BITS = 10
 FREQUENCY_TOTAL = 1 << FREQUENCY_BITS

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.arrow_validation import corrupt_shard_error
 from xtk.artifacts.codec.ans_entropy_coder import (
     MIN_STATE,
     Index,
@@ -36,6 +35,7 @@ from xtk.artifacts.codec.symbol_probability_contexts import (
     first_contexts,
 )
 from xtk.errors import XtkError
+from xtk.files.arrow_validation import corrupt_shard_error
 from xtk.numba_kernel import numba_kernel
 
 FIRST_CONTEXTS = first_contexts(TOKEN_FAMILIES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from xtk.artifacts.atomic_files import canonical_json
 from xtk.artifacts.cache_output import is_cache
 from xtk.artifacts.model_resolver import weights_fingerprint
+from xtk.files.atomic_files import canonical_json
 from xtk.losses import AUTO_LOSS
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.resume_point import RUN_FOLDER

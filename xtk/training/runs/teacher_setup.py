@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xtk.artifacts.atomic_files import canonical_json, sha256
 from xtk.errors import MismatchError, XtkError
+from xtk.files.atomic_files import canonical_json, sha256
 from xtk.losses import LOSSES
 from xtk.name_registry import load_registered
 from xtk.projection.projection import SparseProjection

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 
-from xtk.artifacts.atomic_files import (
+from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import (
     TEMPORARY_PREFIX,
     atomic_write,
     remove_stale_temporary_files,
     sha256,
     temporary_name,
 )
-from xtk.artifacts.safe_artifact_files import check_file_name
-from xtk.errors import CorruptError, XtkError
+from xtk.files.safe_artifact_files import check_file_name
 from xtk.writable_cache_folders import user_cache_folder
 
 # Allowed names of remote files.

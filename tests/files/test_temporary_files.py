@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 
-from xtk.artifacts.atomic_files import is_stale_temporary_file, temporary_name
+from xtk.files.atomic_files import is_stale_temporary_file, temporary_name
 
 
 def test_temporary_file_of_a_reused_process_id_is_stale(tmp_path):
     """Process ids are reused; the start time of a process distinguishes them."""
     parent, host = os.getppid(), temporary_name("x").partition("@")[2].partition("-")[0]
-    with subprocess.Popen([sys.executable, "-c", "from xtk.artifacts.atomic_files import temporary_name as t; "
+    with subprocess.Popen([sys.executable, "-c", "from xtk.files.atomic_files import temporary_name as t; "
                            "import sys; print(t('x'), flush=True); sys.stdin.read()"],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:  # fmt: skip
         name = writer.stdout.readline().strip()

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from xtk.artifacts.folder_replacement import replacing_folder
-from xtk.artifacts.output_claims import FolderKind
+from xtk.files.folder_replacement import replacing_folder
+from xtk.files.output_claims import FolderKind
 
 
 def test_the_old_folder_is_kept_if_the_new_one_cannot_be_renamed(tmp_path):

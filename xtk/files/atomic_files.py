@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.safe_artifact_files import read_regular_file
 from xtk.errors import CorruptError, XtkError
+from xtk.files.safe_artifact_files import read_regular_file
 from xtk.untrusted_json import parse_json
 
 TEMPORARY_PREFIX = ".xtk-tmp-"

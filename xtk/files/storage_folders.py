@@ -15,18 +15,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.atomic_files import (
+from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import (
     atomic_write,
     is_stale_temporary_file,
     remove_stale_temporary_files,
     temporary_name,
 )
-from xtk.artifacts.fsspec_access import listed_name, open_file_system, store_errors, version_tag
-from xtk.artifacts.output_claims import check_output_folder
-from xtk.artifacts.remote_file_cache import DownloadCache
-from xtk.artifacts.safe_artifact_files import open_regular_file, read_regular_file
-from xtk.artifacts.write_locks import exclusive_write_lock, remove_stale_locks
-from xtk.errors import CorruptError, XtkError
+from xtk.files.fsspec_access import listed_name, open_file_system, store_errors, version_tag
+from xtk.files.output_claims import check_output_folder
+from xtk.files.remote_file_cache import DownloadCache
+from xtk.files.safe_artifact_files import open_regular_file, read_regular_file
+from xtk.files.write_locks import exclusive_write_lock, remove_stale_locks
 
 MAX_FILE_BYTES = 1 << 29  # enough for a tokenizer, or a vocabulary order of ten million tokens
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")

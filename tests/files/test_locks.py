@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import XtkError
+from xtk.files.write_locks import exclusive_write_lock
 
 _forks = multiprocessing.get_context("forkserver")
 

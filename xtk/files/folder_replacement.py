@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, fsync, is_stale_temporary_file, temporary_name
-from xtk.artifacts.output_claims import FolderKind
+from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, is_stale_temporary_file, temporary_name
+from xtk.files.output_claims import FolderKind
 
 
 @contextmanager

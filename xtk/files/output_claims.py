@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, record_state
-from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import XtkError, path_exists
+from xtk.files.atomic_files import TEMPORARY_PREFIX, record_state
+from xtk.files.write_locks import LOCK_PREFIX
 
 MAX_NAME_BYTES = 240  # of 255; temporary names are longer
 MAX_NAMES_SHOWN = 5

@@ -1,0 +1,1 @@
+"""Files and folders: atomic writes, locks, claims of outputs, local and remote storage."""
