@@ -13,7 +13,7 @@ from pathlib import Path
 import small_inputs
 from safetensors.torch import save_file
 
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 CODE = """
 import json

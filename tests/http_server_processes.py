@@ -192,7 +192,7 @@ def serve_as_sglang(ready: Connection, folder: str, options: dict[str, Any]) -> 
 
 class _CompletionModel:
     def __init__(self, model: Any, folder: Path, names: list[str], options: dict[str, Any], context: int) -> None:
-        from xtk.tokens.tokenizer import Tokenizer
+        from xtk.text.tokenizer import Tokenizer
 
         self.model, self.names, self.options, self.context = model, names, options, context
         self.tokenizer = Tokenizer(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import small_inputs
 
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 TEXTS = [
     *small_inputs.sentences(60, seed=5),

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from xtk.losses.loss_spec import parse_losses
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import StudentModelConfig, StudentSource, load_student
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.micro_batches import BatchSampler
 from xtk.training.parallel_config import parse_parallel

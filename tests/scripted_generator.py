@@ -8,7 +8,7 @@ import numpy as np
 
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.stop_strings import StopStringDetector
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 class ScriptedGenerator:

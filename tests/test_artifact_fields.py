@@ -25,8 +25,8 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.losses import LOSSES
 from xtk.projection.build import METHODS
 from xtk.projection.token_categories import CATEGORIES
-from xtk.tokens.alignment_statistics import SPAN_KINDS
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.alignment_statistics import SPAN_KINDS
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.metrics_file import read_metrics
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
@@ -317,7 +317,7 @@ def test_columns_and_json_output_of_rollout_are_documented(rollouts):
 def test_rollout_batch_files_of_unfinished_runs_are_documented(tmp_path):
     from xtk.artifacts import run_folder_removal
     from xtk.rollouts.rollout_record import Rollout
-    from xtk.tokens.document import Document
+    from xtk.text.document import Document
     from xtk.training import rollout_batch_files
 
     path = tmp_path / "rollouts-00000-of-00001.jsonl"

@@ -22,8 +22,8 @@ from xtk.models.student_model_setup import StudentModelConfig
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher
 from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import make_support
-from xtk.tokens.tokenizer import Tokenizer
 from xtk.training import student_export
 from xtk.training.checkpoint import CheckpointSaver
 from xtk.training.distill import distill

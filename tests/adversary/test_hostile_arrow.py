@@ -23,7 +23,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, vocabulary_order_file_name
 from xtk.errors import CorruptError
 from xtk.files.storage_folders import LocalFolder
-from xtk.tokens.token_sequence import TokenSequence
+from xtk.text.token_sequence import TokenSequence
 
 WORKER = Path(__file__).parent / "forged_arrow_process.py"
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from xtk.errors import XtkError
-from xtk.tokens.chat_template import ChatTemplate
+from xtk.text.chat.template import ChatTemplate
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from xtk.errors import XtkError
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 TEXTS = ["Anna has 12 apples.", "日本 😀 e\u0301\n", " </s>x", ""]
 

@@ -15,13 +15,13 @@ from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
-from xtk.tokens.alignment import align_sequences
-from xtk.tokens.document import Document, Segment
-from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.rollout_tokens import decode_tokens
-from xtk.tokens.teacher_tokenization import teacher_views
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.alignment import align_sequences
+from xtk.text.document import Document, Segment
+from xtk.text.document_token_ids import SampledTokens
+from xtk.text.rollout_tokens import decode_tokens
+from xtk.text.teacher_tokenization import teacher_views
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
 from xtk.training.losses_per_teacher import assign_losses, open_teachers
 from xtk.training.micro_batches import BatchBuilder

@@ -14,8 +14,8 @@ from xtk_processes import run_xtk
 
 from xtk.errors import XtkError
 from xtk.models.causal_lm import check_loadable, load_causal_lm, load_model_config
-from xtk.tokens.model_config_json import hub_kernel_repositories, read_model_config
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.model_config_json import hub_kernel_repositories, read_model_config
+from xtk.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

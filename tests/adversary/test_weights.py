@@ -18,7 +18,7 @@ from xtk_processes import run_xtk
 from xtk.errors import XtkError
 from xtk.models.causal_lm import check_loadable, load_causal_lm
 from xtk.rollouts.transformers_generator import TransformersGenerator
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

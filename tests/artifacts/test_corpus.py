@@ -19,7 +19,7 @@ import pytest
 from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, parse_columns_option
 from xtk.artifacts.text_streams import RecordReadOptions, read_lines
 from xtk.errors import XtkError
-from xtk.tokens.document import Document, replace_surrogates
+from xtk.text.document import Document, replace_surrogates
 
 TEXTS = ["Anna has 12 apples.", "日本語 😀 e\u0301", "two\nlines\u2028and\u0085more", ""]
 

@@ -15,7 +15,7 @@ import pytest
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.text_streams import READ_BYTES
 from xtk.errors import XtkError
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 
 TEXTS = ["Anna has 12 apples.", '日本語 😀, "quoted"', "two\nlines and\r\nthree", "", "[{,"]
 RECORDS = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]

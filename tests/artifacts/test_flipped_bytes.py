@@ -12,7 +12,7 @@ from xtk.artifacts.cache_writer import ShardedCacheWriter
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.files.storage_folders import LocalFolder
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 
 HEADER = {
     "codec": {"name": "raw", "num_samples": 5, "num_sample_sets": 2},

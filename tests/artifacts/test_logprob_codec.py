@@ -17,9 +17,9 @@ from xtk.artifacts.codec.token_packing import TokenDecoder, pack_tokens
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError, XtkError
-from xtk.tokens.document import Document
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs
-from xtk.tokens.token_sequence import TokenSequence
 
 KINDS = ("top-k", "top-p", "sample", "top-k+sample", "none", "candidates")
 

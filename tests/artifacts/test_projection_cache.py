@@ -18,7 +18,7 @@ from xtk.files.atomic_files import atomic_write
 from xtk.projection.build import build_projection
 from xtk.projection.prune import prune_projection
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_results_are_returned_if_the_cache_folder_is_a_file(tmp_path, tokenizers
 SCRIPT = """
 import sys
 from xtk.artifacts.projection_disk_cache import cached_projection
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 for _ in range(5):
     print(len(cached_projection(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2])).teacher_ids))
 """

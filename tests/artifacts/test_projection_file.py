@@ -14,7 +14,7 @@ from xtk.artifacts.projection_file import TENSOR_DTYPES, read_projection, read_p
 from xtk.errors import CorruptError, XtkError
 from xtk.projection.build import build_projection
 from xtk.projection.projection import SparseProjection
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import pytest
 from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, parse_columns_option
 from xtk.artifacts.record_to_document import RECORD_FIELDS, record_to_document
 from xtk.errors import XtkError
-from xtk.tokens.document import Document
-from xtk.tokens.teacher_tokenization import teacher_views
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.teacher_tokenization import teacher_views
+from xtk.text.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "data.md"
 EXAMPLES = [

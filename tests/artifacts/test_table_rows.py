@@ -18,7 +18,7 @@ from xtk.artifacts.text_streams import RecordReadOptions
 from xtk.errors import XtkError
 from xtk.library.cache_from_model import RecordCorpus
 from xtk.rollouts.prompts import read_prompts
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 datasets.disable_progress_bars()
 

@@ -20,9 +20,9 @@ from xtk.artifacts.shard_writing import ScoredDocument
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.files.storage_folders import LocalFolder
-from xtk.tokens.document import Document, Segment
+from xtk.text.document import Document, Segment
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs
-from xtk.tokens.token_sequence import TokenSequence
 
 HEADER = {
     "codec": {"name": "raw", "num_samples": 5, "num_sample_sets": 2},

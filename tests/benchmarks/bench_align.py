@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from hard_texts import corpora
 from measurement import gsm8k, real_data, report
 
-from xtk.tokens.alignment import align
-from xtk.tokens.tokenizer import EncodedText, Tokenizer
+from xtk.text.alignment import align
+from xtk.text.tokenizer import EncodedText, Tokenizer
 
 NAMES = ("llama3", "qwen", "gpt2", "mistral-v1")
 PAIRS = list(itertools.combinations(NAMES, 2))

@@ -10,9 +10,9 @@ from hard_texts import generated_documents, wikitext
 from measurement import gsm8k, real_data, report
 
 from xtk.commands.alignment_html import alignment_page
-from xtk.tokens.alignment_statistics import BATCH_DOCUMENTS, AlignmentStatistics, align_documents
-from xtk.tokens.document import Document
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.alignment_statistics import BATCH_DOCUMENTS, AlignmentStatistics, align_documents
+from xtk.text.document import Document
+from xtk.text.tokenizer import Tokenizer
 
 PAIRS = (("llama3", "qwen"), ("llama3", "mistral-v1"))
 REPEATS = 5

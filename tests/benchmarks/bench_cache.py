@@ -35,10 +35,10 @@ from xtk.teachers.cache_build_config import (
 from xtk.teachers.cache_shard_planning import make_shard_plan
 from xtk.teachers.cache_shard_writing import CacheJob, write_shards
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length
-from xtk.tokens.document import Document
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import make_support
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
 
 REPEATS = 3
 CUDA = torch.cuda.is_available()

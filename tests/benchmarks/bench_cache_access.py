@@ -31,9 +31,9 @@ from xtk.files.storage_folders import LocalFolder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
-from xtk.tokens.document import Document
+from xtk.text.document import Document
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import Support
-from xtk.tokens.tokenizer import Tokenizer
 
 SHARDS, ROWS = 4, 200  # documents of a shard; they repeat
 TOKENS, REPEATS = 2000, 5

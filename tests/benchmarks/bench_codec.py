@@ -31,9 +31,9 @@ from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
+from xtk.text.token_sequence import TokenSequence as TokenSequence
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
-from xtk.tokens.tokenizer import Tokenizer
 
 Rows = list[tuple[TokenSequence, StoredLogprobs]]
 

@@ -11,7 +11,7 @@ import time
 from measurement import gsm8k, real_data, report
 
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, count_cooccurrences
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 REPEATS = 7
 

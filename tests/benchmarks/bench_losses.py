@@ -43,11 +43,11 @@ from xtk.name_registry import load_registered
 from xtk.projection.build import build_projection
 from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_byte_partition import SortedVocabulary, build_byte_partition
-from xtk.tokens.alignment import align_sequences
-from xtk.tokens.document import Document
+from xtk.text.alignment import align_sequences
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.losses_per_teacher import PAIR_PROJECTION_METHOD
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

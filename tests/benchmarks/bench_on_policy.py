@@ -34,7 +34,7 @@ from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training import on_policy_loop, training_loop
 from xtk.training.distill import distill
 from xtk.training.graceful_stop import StopListener

@@ -28,8 +28,8 @@ from xtk.losses.loss_term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence, packed_attention
 from xtk.name_registry import load_registered
-from xtk.tokens.document import Document
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import TextSource
 from xtk.training.micro_batches import BatchBuilder, MicroBatch
 from xtk.training.student_generator import autocast

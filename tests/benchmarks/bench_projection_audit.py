@@ -8,7 +8,7 @@ from xtk.projection.build import build_projection
 from xtk.projection.coverage_audit import audit_projection
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.projection.vocabulary_pair import VocabularyPair
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def main() -> None:
     from xtk.rollouts.generator_interface import GenerationRequest, SamplingConfig
     from xtk.rollouts.subprocess_generator import SubprocessGenerator
     from xtk.rollouts.vllm_generator import VllmGenerator
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     # On a CPU vLLM 0.32 cannot sample with seeds if a prompt is prefilled in two passes.
     one_pass_options = [*ENGINE, f"max_num_batched_tokens={2 * PROMPTS * SAMPLES * PROMPT_TOKENS}"]

@@ -32,7 +32,7 @@ from xtk.artifacts.cache_writer import ShardedCacheWriter, write_cache_manifest
 from xtk.artifacts.shard_writing import ShardPosition, write_shard
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.files.storage_folders import LocalFolder, open_folder
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 
 POSITIONS = 1e12
 # Bytes per position of the whole cache, including text and tokens: `bench_codec.py whole`, GSM8K, entropy 2.1 nats.

@@ -18,9 +18,9 @@ from xtk.artifacts import shard_writing as shards
 from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, check_file_checksum, write_shard
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
-from xtk.tokens.document import Document
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs
-from xtk.tokens.token_sequence import TokenSequence
 
 DOCUMENTS, TOKENS, VOCAB_SIZE, TOP_K, SAMPLES, REPEATS = 64, 512, 151_936, 16, 16, 5
 

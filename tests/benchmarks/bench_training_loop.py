@@ -34,7 +34,7 @@ from xtk.models.causal_lm import load_causal_lm, silence_transformers
 from xtk.models.packed_attention import PackedSequence
 from xtk.models.student_model_setup import parameter_groups
 from xtk.quickstart.tiny_models import make_student, make_teacher
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training import training_loop
 from xtk.training.distill import distill
 from xtk.training.runs.open_inputs import open_inputs

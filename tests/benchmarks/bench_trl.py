@@ -22,8 +22,8 @@ from typing import Any
 from hard_texts import generated_documents
 from measurement import ROOT, gsm8k, machine, real_data
 
-from xtk.tokens.alignment import align
-from xtk.tokens.tokenizer import EncodedText, Tokenizer
+from xtk.text.alignment import align
+from xtk.text.tokenizer import EncodedText, Tokenizer
 
 VERSION = "1.16.0"
 FOLDER = ROOT / ".nox" / "trl"

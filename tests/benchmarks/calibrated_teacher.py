@@ -36,10 +36,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from xtk.files.atomic_files import canonical_json, sha256
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm, silence_transformers
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence as TokenSequence
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.writable_cache_folders import user_cache_folder
 
 VOCAB_SIZE = 151936  # columns of Qwen's models; its tokenizer has 151,646 tokens, the last three of them special

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from xtk.artifacts.codec.position_clusters import cluster_positions, find_frequent_ids
 from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs, nearest_levels
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.text.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 Array = NDArray[np.int64]
 EDGES = np.array([*range(16), *(start << octave - 1 for octave in range(4, 20) for start in (2, 3))])

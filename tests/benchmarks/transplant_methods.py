@@ -23,7 +23,7 @@ from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.model_transplant import TransplantConfig, transplant_model
 
 DATA = Path(os.environ["XTK_DATA"])

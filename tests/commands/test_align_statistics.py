@@ -15,7 +15,7 @@ from rich.table import Table
 from test_bad_input import assert_refused
 
 from xtk.terminal_tables import print_wide
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 SPECIAL_TEXTS = [
     "<script>alert('1 & 2')</script> \"quoted\" </style> <!-- x --> &amp;",

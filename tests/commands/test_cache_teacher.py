@@ -188,7 +188,7 @@ def test_estimate_predicts_the_cache_and_writes_nothing(run, pair, corpus, tmp_p
 
 
 def test_candidate_ids_are_scored_in_addition_to_the_observed_tokens(run, pair, tmp_path):
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     ids = Tokenizer(pair.teacher).encode(["Anna has 12 apples."])[0].ids.tolist()
     candidates = [[position, position + 1, 7] for position in range(len(ids) - 1)]

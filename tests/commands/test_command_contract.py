@@ -51,7 +51,7 @@ def test_json_output_has_the_expected_fields(run, pair, corpus, projection, cach
 
 
 def test_align_prints_spans_that_cover_the_text(run, pair):
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     text = "Anna has 1234 apples.\nTab\tand 日本 😀"
     done = run(

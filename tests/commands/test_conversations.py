@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 STUDENT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"

@@ -19,7 +19,7 @@ from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm, TeacherOutput
 from xtk.name_registry import load_registered
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
 from xtk.training.losses_per_teacher import open_teachers
 from xtk.training.metrics_file import read_metrics

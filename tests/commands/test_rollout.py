@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 XTK = f"{sys.executable} -m xtk"
 USER_CODE = """

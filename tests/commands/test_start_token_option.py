@@ -15,7 +15,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.start_token_checks import start_tokens
 from xtk.library.tokenizer_argument import to_tokenizer
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
 TEXT = "Anna has 12 apples."

@@ -20,9 +20,9 @@ from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte, split_into_wind
 from xtk.evaluation.standard_errors import Estimate, Ratio
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 TEXTS = [*small_inputs.sentences(12, seed=5), *small_inputs.ODD_TEXTS, "a", ""]
 LONG_TEXTS = [

@@ -26,7 +26,7 @@ from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rewards.sandbox import Sandbox
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import check_rewards_apply, read_prompts
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 def make_scores(scores: list[list[float]]) -> AnswerScores:

@@ -16,7 +16,7 @@ from xtk.errors import XtkError
 from xtk.evaluation.local_task_data import CODE_TASKS, parse_tasks
 from xtk.models.causal_lm import load_causal_lm
 from xtk.rewards.sandbox import Sandbox
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.task_evaluation import parse_eval_task
 
 pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")

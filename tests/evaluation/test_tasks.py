@@ -23,7 +23,7 @@ from xtk.errors import XtkError
 from xtk.evaluation.evaluation_result_files import read_results
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.task_evaluation import TaskEvaluator, parse_eval_tasks
 
 pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")

@@ -16,9 +16,9 @@ from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES, categorize_bytes, fenced_ranges
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 CODE = "See:\n```python\nx = 1\n```\nand 2."
 TEXTS = [

@@ -22,7 +22,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json
 from xtk.files.storage_folders import LocalFolder
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 REBUILD_COMMAND = "xtk cache-teacher TEACHER DATA -o FOLDER --force"
 

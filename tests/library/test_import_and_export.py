@@ -18,7 +18,7 @@ from xtk.library.cache_from_arrays import CacheWriter
 from xtk.library.cache_import import import_cache
 from xtk.library.completion_logprobs import read_answer
 from xtk.teachers.cache_rescoring import verify_cache
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}\n{{ message.content }}<|end_of_text|>{% endfor %}"

@@ -11,7 +11,7 @@ import yaml
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.library.cache_import import import_cache
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "adversary"))
 from json_mutations import mutate, to_json

@@ -34,11 +34,11 @@ from xtk.projection.vocabulary_byte_partition import (
     build_byte_partition,
     sort_vocabulary,
 )
-from xtk.tokens.alignment import align_sequences
-from xtk.tokens.document import Document
+from xtk.text.alignment import align_sequences
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
-from xtk.tokens.document import Document
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.losses_per_teacher import PAIR_PROJECTION_METHOD, cached_next_bytes, cached_projection
 
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}

@@ -17,9 +17,9 @@ from xtk.losses.loss_interface import join_inputs
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm, make_loss_inputs
 from xtk.name_registry import load_registered
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence, tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 SPAN_LOSSES = ("p-kl", "alm", "gold", "h-kl", "policy-gradient")
 CROSS_TOKENIZER_LOSSES = [

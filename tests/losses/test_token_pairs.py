@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.losses_per_teacher import DistillationTeacher
 
 

@@ -29,7 +29,7 @@ from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import check_embedding_rows
 from xtk.models.output_head import ChunkedLogits
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.student_with_losses import StudentWithLoss
 
 V, T = 61, 12

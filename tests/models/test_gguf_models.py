@@ -25,7 +25,7 @@ from xtk.errors import CorruptError, XtkError
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.gguf_conversion import set_rope_scaling
 from xtk.models.gguf_header import GgufHeader
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 TEXTS = ["Anna has 2017 apples.", "a  1\n\n2", "x = 3.14159;\n\n\n  7", "日本語の文 😀", *small_inputs.sentences(8)]
 

@@ -38,7 +38,7 @@ from xtk.models.student_model_setup import (
     save_final_student,
     save_trainable,
 )
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 HEADS = ("embed_tokens", "lm_head")

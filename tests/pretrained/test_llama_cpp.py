@@ -15,7 +15,7 @@ from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 TOP_K = 8
 # llama.cpp returns one entry for the two to four tokens of an emoji or of a Chinese character.

@@ -22,9 +22,9 @@ from xtk.doctor.start_token_checks import start_tokens
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 FOLDER = Path(os.environ.get("XTK_MODELS", "missing"))
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="set XTK_MODELS, as nox -s real does without --short")

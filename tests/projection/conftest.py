@@ -8,7 +8,7 @@ import pytest
 from projection_inputs import TEXTS, random_embedding
 
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

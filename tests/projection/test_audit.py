@@ -18,8 +18,8 @@ from xtk.projection.prune import prune_projection
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.projection.token_categories import CATEGORIES, token_categories
 from xtk.projection.vocabulary_pair import VocabularyPair
-from xtk.tokens.tokenizer import Tokenizer
-from xtk.tokens.vocabulary import LITERAL, ByteVocabulary, decode_vocabulary
+from xtk.text.tokenizer import Tokenizer
+from xtk.text.vocabulary import LITERAL, ByteVocabulary, decode_vocabulary
 
 EXAMPLES = {
     "white space": [" ", "\n\n", "\t \r\n", "\u3000", "\xa0"],

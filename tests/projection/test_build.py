@@ -15,7 +15,7 @@ from xtk.artifacts.projection_file import read_projection, write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import METHODS, assemble_projection, build_projection
 from xtk.projection.projection import SparseProjection
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
 PAIRS = list(itertools.permutations(FAMILIES, 2))
@@ -384,7 +384,7 @@ import sys
 from pathlib import Path
 from xtk.artifacts.projection_file import write_projection
 from xtk.projection.build import build_projection
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 projection = build_projection(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2]))
 write_projection(projection, Path(sys.argv[3]))
 # Not its rusage, which begins with what the process that started it held.

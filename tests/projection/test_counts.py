@@ -20,7 +20,7 @@ from xtk.projection.methods.cooccurrence import (
     CooccurrenceMethod,
     count_cooccurrences,
 )
-from xtk.tokens.alignment import align
+from xtk.text.alignment import align
 
 FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
 PAIRS = list(itertools.product(FAMILIES, FAMILIES))

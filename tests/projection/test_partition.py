@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from xtk.projection.build import build_projection
 from xtk.projection.methods.byte_partition import connected_components
 from xtk.projection.special_tokens import match_special_tokens
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
 PAIRS = list(itertools.permutations(FAMILIES, 2))

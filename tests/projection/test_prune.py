@@ -15,7 +15,7 @@ from xtk.errors import XtkError
 from xtk.projection.build import assemble_projection, build_projection
 from xtk.projection.projection import SparseProjection
 from xtk.projection.prune import prune_projection
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 quick = settings(max_examples=60, deadline=None)
 ROWS, COLUMNS = 6, 5

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection
 from xtk.projection.special_tokens import END_OF_TURN_TOKENS, match_special_tokens
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 def add_special_tokens(folder, target, *tokens: str, **roles: str) -> Tokenizer:

@@ -24,10 +24,10 @@ from xtk.rollouts.prompts import read_prompts, tokenize_between_turns, tokenize_
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_jsonl import json_line, number_line, rollout_to_json
 from xtk.rollouts.rollout_record import Rollout
-from xtk.tokens.document import Conversation
-from xtk.tokens.teacher_tokenization import teacher_views
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Conversation
+from xtk.text.teacher_tokenization import teacher_views
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator.py"
 TEMPLATE = (

@@ -26,7 +26,7 @@ from xtk.rollouts.engine_weight_files import WeightNames, save_weights
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.subprocess_generator import SHARED_MEMORY, WEIGHTS_FOLDER_PREFIX, SubprocessGenerator
 from xtk.rollouts.transformers_generator import TransformersGenerator
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 REQUESTS = [GenerationRequest(np.arange(5, 12 + i, dtype=np.int32), (3, i), None if i % 2 else 4 + i) for i in range(5)]
 SAMPLING = SamplingConfig(
@@ -114,7 +114,7 @@ def test_subprocess_exits_when_its_parent_is_killed(pair):
     script = (
         "import sys, time; from pathlib import Path\n"
         "from xtk.rollouts.subprocess_generator import SubprocessGenerator\n"
-        "from xtk.engines.backend import BackendConfig; from xtk.tokens.tokenizer import Tokenizer\n"
+        "from xtk.engines.backend import BackendConfig; from xtk.text.tokenizer import Tokenizer\n"
         "folder = Path(sys.argv[1])\n"
         "apart = SubprocessGenerator(BackendConfig(folder, 'student', Tokenizer(folder)), 'transformers')\n"
         "sys.stderr.write(f'{apart.process.pid}\\n'); time.sleep(600)\n"

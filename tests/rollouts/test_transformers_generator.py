@@ -18,7 +18,7 @@ from xtk.rollouts.generator_interface import Completion, GenerationRequest, Samp
 from xtk.rollouts.stop_strings import StopStringDetector
 from xtk.rollouts.token_sampling import gumbel_noise, mask_unlikely, position_seeds, sample_tokens
 from xtk.rollouts.transformers_generator import TransformersGenerator
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 from xtk.options.service_options import ServiceOptions
 from xtk.teachers.service_answers import AnswerFile, make_requests
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 
 URL = "http://127.0.0.1:9/v1"  # no server listens on this port
 LOGPROBS = {"content": [{"token": "b", "logprob": -1.0, "top_logprobs": []}]}

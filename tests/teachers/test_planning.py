@@ -12,8 +12,8 @@ import small_inputs
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.teachers.cache_build_config import CacheRequest, sharding_options
 from xtk.teachers.cache_shard_planning import make_shard_plan, read_shards
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import Support
-from xtk.tokens.tokenizer import Tokenizer
 
 
 def planning_peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int, int]:

@@ -31,9 +31,9 @@ from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.sglang_responses import parse_response
 from xtk.teachers.vllm_server_client import ServerTeacher
 from xtk.teachers.vllm_top_logprobs import num_tokens_to_read
+from xtk.text.token_sequence import TokenSequence
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
-from xtk.tokens.token_sequence import TokenSequence
-from xtk.tokens.tokenizer import Tokenizer
 
 FAST_RETRIES = RetryPolicy(
     max_attempts=5, total_seconds=300, attempt_seconds=60, connect_seconds=20, initial_backoff=0.02, max_backoff=0.1

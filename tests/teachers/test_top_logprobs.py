@@ -16,8 +16,8 @@ from xtk.teachers.vllm_top_logprobs import (
     num_top_ids,
     top_logprobs_to_stored,
 )
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import Support
-from xtk.tokens.token_sequence import TokenSequence
 
 
 def document_of(ids: np.ndarray, trained: np.ndarray) -> TokenSequence:

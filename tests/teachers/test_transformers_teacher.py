@@ -24,10 +24,10 @@ from xtk.teachers.transformers import (
     blockwise_top_k,
     systematic_sample,
 )
-from xtk.tokens.document import Document
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence, tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import Support
-from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = [*small_inputs.sentences(9, seed=8), "a", "", "Anna", " ".join(small_inputs.sentences(6, seed=9))]
 

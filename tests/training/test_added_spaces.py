@@ -20,12 +20,12 @@ from xtk.losses.loss_interface import span_ranges
 from xtk.losses.loss_term import TeacherOutput, make_loss_inputs
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.tokens.alignment import align_sequences
-from xtk.tokens.document import Document
-from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.teacher_tokenization import teacher_views
-from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.alignment import align_sequences
+from xtk.text.document import Document
+from xtk.text.document_token_ids import SampledTokens
+from xtk.text.teacher_tokenization import teacher_views
+from xtk.text.token_sequence import TokenSequence, tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.micro_batches import _unaligned
 
 TEMPLATE = (

@@ -17,7 +17,7 @@ from xtk_processes import run_xtk
 from xtk.artifacts.run_folders import file_entries, write_run_manifest
 from xtk.errors import CorruptError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult, add_evaluation_table
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.checkpoint import copy_tokenizer_files
 from xtk.training.sharded_state import ShardedStateReader
 from xtk.training.student_export import ExportConfig, export_student, size_in_bytes

@@ -16,9 +16,9 @@ from recorded_training_steps import make_train_config, open_run_inputs, record_s
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.tokens.document import Document, Segment
-from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document, Segment
+from xtk.text.document_token_ids import SampledTokens
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.first_step_comparison import ComparedText
 from xtk.training.metrics_file import read_metrics
 

@@ -24,7 +24,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.rewards.reward_spec import parse_reward
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.metrics_file import read_metrics
 from xtk.training.on_policy_config import (
     OnPolicyConfig,

@@ -14,7 +14,7 @@ import tokenizers
 from recorded_training_steps import make_train_config, open_run_inputs
 
 from xtk.errors import XtkError
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.distill import evaluation_identity, run_identity
 from xtk.training.metrics_file import MetricsFile, metric_name, read_metrics
 from xtk.training.micro_batches import pad_or_pack

@@ -19,7 +19,7 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.losses.loss_spec import LossSpec, parse_losses
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import match_documents
 from xtk.training.losses_per_teacher import AUTO_LOSSES, assign_losses, open_teachers
 

@@ -18,10 +18,10 @@ from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
-from xtk.tokens.conversation_tokens import REGIONS
-from xtk.tokens.teacher_tokenization import teacher_views
-from xtk.tokens.token_regions import RegionWeights
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.chat.conversation_tokens import REGIONS
+from xtk.text.chat.regions import RegionWeights
+from xtk.text.teacher_tokenization import teacher_views
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
 from xtk.training.losses_per_teacher import DistillationTeacher, assign_losses, open_teachers
 from xtk.training.micro_batches import BatchBuilder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import small_inputs
 
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.matching_pursuit_numba import pursue_batch
 from xtk.transplant.orthogonal_matching_pursuit import combine_donor_rows
 from xtk.transplant.row_methods import DonorCombination

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.tokens.document import Document
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.corpus_token_counts import count_tokens
 from xtk.transplant.model_transplant import TransplantConfig, pruned_tokenizer, transplant_model
 from xtk.transplant.token_sources import TokenSources

@@ -9,7 +9,7 @@ import pyarrow
 
 from xtk import terminal
 from xtk.artifacts.record_to_document import TEXT_FIELDS, Record
-from xtk.tokens.message_parts import REASONING_KEYS
+from xtk.text.chat.parts import REASONING_KEYS
 from xtk.untrusted_json import parse_json
 
 JSON_TYPE = "arrow.json"  # that of `datasets.Json`, and of JSON columns of Parquet

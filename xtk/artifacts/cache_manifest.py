@@ -25,7 +25,7 @@ from xtk.files.json_validation import (
 )
 from xtk.files.safe_artifact_files import check_file_name
 from xtk.files.storage_folders import StorageFolder
-from xtk.tokens.tokenizer_validation import MAX_TOKENS
+from xtk.text.tokenizer_validation import MAX_TOKENS
 
 FORMAT, VERSION = "xtk-teacher-cache", 6
 MANIFEST = "manifest.json"

@@ -32,10 +32,10 @@ from xtk.files.arrow_validation import RESTORE_HINT, check_columns, read_single_
 from xtk.files.safe_artifact_files import check_file_name
 from xtk.files.storage_folders import LocalFolder, StorageFolder
 from xtk.name_registry import load_registered
-from xtk.tokens.document import Conversation, Document, Segment
-from xtk.tokens.message_parts import CONTENT, REASONING_KEY, TOOL_PARTS
+from xtk.text.chat.parts import CONTENT, REASONING_KEY, TOOL_PARTS
+from xtk.text.document import Conversation, Document, Segment
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
-from xtk.tokens.token_sequence import TokenSequence
 
 PAYLOAD_PARTS = ("text", *BLOB_COLUMNS)  # in this order in `payload_ranges`
 MAX_DOCUMENT_TOKENS = 1 << 24  # a larger number means a corrupt shard, and would allocate gigabytes

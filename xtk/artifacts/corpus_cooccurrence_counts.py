@@ -19,8 +19,8 @@ from xtk.files.atomic_files import atomic_write, canonical_json, remove_stale_te
 from xtk.files.output_claims import FileKind, claim_output
 from xtk.projection.build import ALGORITHM_VERSION
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
-from xtk.tokens.document import Document
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.tokenizer import Tokenizer
 
 STATE_SUFFIX = ".xtk-cooccurrence-state"
 FORMAT, VERSION = "xtk-cooccurrence-state", 2

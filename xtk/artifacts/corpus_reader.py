@@ -21,8 +21,8 @@ from xtk.files.hub_access import check_dataset_reachable
 from xtk.files.run_names import is_run_folder
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.shared import MAX_DOCUMENT_BYTES
-from xtk.tokens.document import Document
-from xtk.tokens.model_config_json import ADAPTER_CONFIG
+from xtk.text.document import Document
+from xtk.text.model_config_json import ADAPTER_CONFIG
 
 _HUB_URL = re.compile(r"^hf://(?:datasets/)?[\w.-]+/[\w.-]+(?::[\w.-]+)?$")
 _HUB_DATASET = re.compile(r"^(?:hf://(?:datasets/)?)?(?P<name>[\w.-]+/[\w.-]+?)(?::(?P<split>[\w.-]+))?$")

@@ -11,7 +11,7 @@ from xtk.errors import XtkError, path_exists
 from xtk.files.atomic_files import read_json
 from xtk.files.hub_access import hub_error
 from xtk.files.run_names import is_run_folder, list_checkpoints
-from xtk.tokens.model_config_json import ADAPTER_CONFIG
+from xtk.text.model_config_json import ADAPTER_CONFIG
 
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 _HUB_CACHE_FOLDER = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")

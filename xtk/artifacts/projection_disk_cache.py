@@ -24,7 +24,7 @@ from xtk.projection.vocabulary_byte_partition import (
     SortedVocabulary,
     build_byte_partition,
 )
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.writable_cache_folders import user_cache_folder
 
 NEXT_BYTES_PARTS: dict[str, Any] = {

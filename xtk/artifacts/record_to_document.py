@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json
 from xtk.name_registry import nearest_name
-from xtk.tokens.document import TRAIN_FLAG_KEYS, Conversation, Document, Segment
-from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.message_parts import replace_surrogates
+from xtk.text.chat.parts import replace_surrogates
+from xtk.text.document import TRAIN_FLAG_KEYS, Conversation, Document, Segment
+from xtk.text.document_token_ids import SampledTokens
 from xtk.untrusted_json import parse_json
 
 MASK_FIELDS = (

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
 from xtk.name_registry import unknown_name_error
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
-from xtk.tokens.token_sequence import TokenSequence
 
 CODECS = {
     "raw": "xtk.artifacts.shard_codec_registry:RawCodec",

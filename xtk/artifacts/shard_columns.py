@@ -9,8 +9,8 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from xtk.tokens.document import Segment
-from xtk.tokens.document_token_ids import SampledTokens
+from xtk.text.document import Segment
+from xtk.text.document_token_ids import SampledTokens
 
 SHARD_SCHEMA = pa.schema(
     [

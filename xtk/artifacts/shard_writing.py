@@ -25,10 +25,10 @@ from xtk.errors import CorruptError, XtkError
 from xtk.files.arrow_validation import RESTORE_HINT
 from xtk.files.atomic_files import canonical_json
 from xtk.name_registry import load_registered
-from xtk.tokens.document import Document
-from xtk.tokens.message_parts import CONTENT, REASONING_KEY
+from xtk.text.chat.parts import CONTENT, REASONING_KEY
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs, kl_on_stored_ids
-from xtk.tokens.token_sequence import TokenSequence
 
 # The custom metadata of the record batch, canonical JSON, begins with this. A JSON string cannot contain it unescaped,
 # so that its first occurrence in a file is the checksum, whatever the header or the texts contain.

@@ -37,10 +37,10 @@ from xtk.artifacts.shard_writing import check_file_checksum
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import sha256
 from xtk.files.storage_folders import StorageFolder, open_folder
-from xtk.tokens.start_tokens import START_ROLES
+from xtk.text.start_tokens import START_ROLES
+from xtk.text.tokenizer import Tokenizer
+from xtk.text.vocabulary import ByteVocabulary
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
-from xtk.tokens.tokenizer import Tokenizer
-from xtk.tokens.vocabulary import ByteVocabulary
 
 MAX_OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
 PREFETCHED_SHARDS = 64  # shards downloaded at once when all are read in order

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import atomic_write, read_json
-from xtk.tokens.model_config_json import ADAPTER_CONFIG, read_model_config
+from xtk.text.model_config_json import ADAPTER_CONFIG, read_model_config
 from xtk.writable_cache_folders import user_cache_folder
 
 CHUNK_BYTES, _THREADS = 1 << 25, 8

@@ -14,10 +14,10 @@ from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, QuietOp
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from xtk.tokens.alignment_statistics import AlignedDocument, AlignmentStatistics
-    from xtk.tokens.document import Document
-    from xtk.tokens.normalization_changes import NormalizationLoss
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.alignment_statistics import AlignedDocument, AlignmentStatistics
+    from xtk.text.document import Document
+    from xtk.text.normalization_changes import NormalizationLoss
+    from xtk.text.tokenizer import Tokenizer
 
 SPAN_COLORS = ("black on bright_cyan", "black on bright_yellow")
 ORDERS = ("worst", "first")
@@ -87,8 +87,8 @@ def align(options: AlignOptions) -> None:
     from xtk.files.atomic_files import canonical_json, sha256
     from xtk.files.output_claims import claim_output
     from xtk.name_registry import unknown_name_error
-    from xtk.tokens.document import Document
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.document import Document
+    from xtk.text.tokenizer import Tokenizer
 
     terminal.set_quiet(options.quiet)
     if options.html != bool(options.output):
@@ -156,7 +156,7 @@ def _align_all(
     documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, first: int = 0, worst: int = 0
 ) -> tuple[AlignmentStatistics, list[AlignedDocument]]:
     """Return the statistics of all documents, and the first or the worst aligned documents."""
-    from xtk.tokens.alignment_statistics import AlignmentStatistics, align_documents
+    from xtk.text.alignment_statistics import AlignmentStatistics, align_documents
 
     statistics = AlignmentStatistics(student, teacher, num_worst=worst)
     begin: list[AlignedDocument] = []
@@ -180,8 +180,8 @@ def _print_statistics(statistics: AlignmentStatistics, *, as_json: bool) -> None
 
 
 def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:
-    from xtk.tokens.alignment_statistics import align_documents
-    from xtk.tokens.normalization_changes import NormalizationLoss, count_normalization_loss
+    from xtk.text.alignment_statistics import align_documents
+    from xtk.text.normalization_changes import NormalizationLoss, count_normalization_loss
 
     colored = terminal.stdout_is_terminal() and not as_json
     lost = [NormalizationLoss(side.name) for side in (student, teacher)]
@@ -201,8 +201,8 @@ def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher:
 def _print_different_texts(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
     """Print the aligned spans of two different texts."""
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.tokens.different_text_alignment import align_different_texts
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.different_text_alignment import align_different_texts
+    from xtk.text.tokenizer import Tokenizer
 
     one, other = (Tokenizer(resolve_model_folder(side, with_weights=False), name=side) for side in sides)
     texts = _decode_argument(text), _decode_argument(teacher_text)
@@ -238,7 +238,7 @@ def _alignment_record(document: AlignedDocument, student: Tokenizer, teacher: To
         "exact": document.student.exact and document.teacher.exact,
     }
     if not record["exact"]:
-        from xtk.tokens.different_text_alignment import compare_texts
+        from xtk.text.different_text_alignment import compare_texts
 
         one = _span_texts(student, document.student.ids, document.spans[:, :2])
         other = _span_texts(teacher, document.teacher.ids, document.spans[:, 2:])

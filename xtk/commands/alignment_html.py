@@ -15,8 +15,8 @@ from xtk.commands.html_page import PAGE_END, page_start, stacked_bar
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from xtk.tokens.alignment_statistics import AlignedDocument
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.alignment_statistics import AlignedDocument
+    from xtk.text.tokenizer import Tokenizer
 
 # A span takes about 250 bytes of HTML for 4 bytes of text; browsers scroll 10 MB smoothly.
 MAX_DOCUMENT_BYTES_SHOWN = 16_384
@@ -199,7 +199,7 @@ def _boxes(
         stop: number of spans to show.
         lengths: numbers of student and teacher tokens, to show the tokens after the last span; None: do not.
     """
-    from xtk.tokens.alignment_statistics import span_kinds
+    from xtk.text.alignment_statistics import span_kinds
 
     sides = (student, document.student.ids), (teacher, document.teacher.ids)
     spans = document.spans[:stop]

@@ -12,7 +12,7 @@ from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, JsonOpt
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import check_method_options, projection_header
     from xtk.projection.coverage_audit import audit_warning
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     terminal.set_quiet(options.quiet)
     matching = _matching(options.special_tokens)

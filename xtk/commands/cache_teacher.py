@@ -279,7 +279,7 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
 def _read_top_k(text: str, teacher: Path) -> int | None:
     """Return the number of tokens of --top-k; None if the option is not used."""
     if text == "all":
-        from xtk.tokens.tokenizer import Tokenizer
+        from xtk.text.tokenizer import Tokenizer
 
         return Tokenizer(teacher).embedding_rows
     if text and not (text.isascii() and text.removeprefix("-").isdecimal()):

@@ -17,7 +17,7 @@ from xtk.options.declaration import check_conditions, flags_of_set_options, opti
 
 if TYPE_CHECKING:
     from xtk.teachers.online_teacher import OnlineTeacher
-    from xtk.tokens.document import Document
+    from xtk.text.document import Document
     from xtk.training.on_policy_config import OnPolicyConfig
     from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
@@ -34,7 +34,7 @@ def distill(options: DistillOptions) -> None:
     started = time.monotonic()
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.subprocesses import die_with_parent
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import run_identity
     from xtk.training.distributed_launch import Machines, is_worker, launch, world_size

@@ -116,7 +116,7 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
         read_template_arguments,
     )
     from xtk.rollouts.rollout_record import Prompt, Rollout
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     writers = load_registered(GENERATORS, options.backend, "backend")
     if writers.uses_servers:

@@ -17,8 +17,8 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.commands.load_models import load_model_and_tokenizer
 from xtk.errors import XtkError
 from xtk.terminal_tables import format_with_error, print_table
-from xtk.tokens.normalization_changes import count_normalization_loss
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.normalization_changes import count_normalization_loss
+from xtk.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from xtk.evaluation.bits_per_byte import BitsPerByteResult
     from xtk.evaluation.standard_errors import Ratio
     from xtk.losses.loss_term import LossTerm
-    from xtk.tokens.document import Document
+    from xtk.text.document import Document
     from xtk.training.losses_per_teacher import DistillationTeacher
 
 BITS_METRIC = "bits_per_byte"

@@ -296,7 +296,7 @@ def _check_weights(path: Path) -> None:
 
 def _describe_model(path: Path, *, verify: bool) -> dict[str, Any]:
     from xtk.projection.build import tokenizer_identity
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(path)
     has_weights = any(path.glob("*.safetensors"))

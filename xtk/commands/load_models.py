@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xtk.commands.evaluate_options import EvaluateOptions
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
 
 def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: EvaluateOptions) -> None:
@@ -25,7 +25,7 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Evalu
     from xtk.models.causal_lm import check_loadable
     from xtk.name_registry import load_registered
     from xtk.rollouts import GENERATORS
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     names: dict[tuple[Path, Path | None], str] = {}
     for name, (folder, adapter) in folders.items():
@@ -56,7 +56,7 @@ def load_model_and_tokenizer(
         XtkError: the model cannot be loaded, or has fewer embedding rows than its tokenizer has tokens.
     """
     from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     folder, adapter = folders
     tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)

@@ -11,8 +11,8 @@ from xtk.commands.alignment_html import text_direction, visible_bytes
 from xtk.commands.html_page import COLORS, PAGE_END, page_start
 
 if TYPE_CHECKING:
-    from xtk.tokens.document import Document
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.document import Document
+    from xtk.text.tokenizer import Tokenizer
 
 SHOWN_DOCUMENTS, MAX_TOKENS_SHOWN = 3, 4000
 
@@ -43,7 +43,7 @@ def regions_page(documents: Sequence[Document], models: Sequence[tuple[str, Toke
 
 
 def _legend() -> str:
-    from xtk.tokens.conversation_tokens import REGIONS
+    from xtk.text.chat.conversation_tokens import REGIONS
 
     keys = [
         f'<span><span class="key" style="background: {COLORS[number]}"></span>{name}</span>'
@@ -59,9 +59,9 @@ def _legend() -> str:
 def _document_html(document: Document, tokenizer: Tokenizer) -> str:
     """Return a document as a model reads it."""
     from xtk.errors import XtkError
-    from xtk.tokens.conversation_tokens import NO_REGION, REGIONS
-    from xtk.tokens.token_regions import token_regions
-    from xtk.tokens.token_sequence import tokenize_documents
+    from xtk.text.chat.conversation_tokens import NO_REGION, REGIONS
+    from xtk.text.chat.regions import token_regions
+    from xtk.text.token_sequence import tokenize_documents
 
     try:
         (sequence,) = tokenize_documents(tokenizer, [document])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from xtk.commands.report_html import ReportedRun
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
 ALIGNED_DOCUMENTS = 3  # documents shown span by span
 
@@ -234,7 +234,7 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
     from xtk.artifacts.projection_file import read_projection
     from xtk.artifacts.teacher_cache import TeacherCache
     from xtk.commands import alignment_html, projection_audit_html
-    from xtk.tokens.alignment_statistics import AlignmentStatistics, align_documents
+    from xtk.text.alignment_statistics import AlignmentStatistics, align_documents
 
     audited = read_projection(Path(projection)).header["audit"] if projection else None
     student = _run_tokenizer(run) if cache else None
@@ -269,7 +269,7 @@ def _run_tokenizer(run: Path) -> Tokenizer | None:
 
     from xtk.errors import XtkError
     from xtk.files.run_names import list_checkpoints
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     for folder in (run, *(path for _, path in reversed(list_checkpoints(run)))):
         with suppress(XtkError):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from xtk.rollouts.generator_interface import Generator
     from xtk.rollouts.rollout_jsonl import RolloutStatistics
     from xtk.rollouts.rollout_record import Prompt, Rollout
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
 COMPLETIONS_PER_BATCH = 256
 
@@ -164,7 +164,7 @@ def rollout(options: RolloutOptions) -> None:
     )
     from xtk.rollouts.rollout_generation import generate_rollouts
     from xtk.rollouts.rollout_jsonl import ROLLOUTS
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
     own_options = backend_options(
         GENERATORS,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xtk.artifacts.cache_shard import StoredDocument
     from xtk.artifacts.cache_statistics import PositionStatistics
     from xtk.artifacts.teacher_cache import TeacherCache
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
 
 MAX_DOCUMENTS, MAX_TOKENS = 2, 1500  # shown; tokens per document
 MAX_ALTERNATIVES = 6

@@ -24,7 +24,7 @@ from xtk.options.shared import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
     from xtk.transplant.model_transplant import TransplantConfig
 
 DEFAULT_METHOD = "subword"
@@ -107,7 +107,7 @@ def transplant(options: TransplantOptions) -> None:
 
     from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.text.tokenizer import Tokenizer
     from xtk.transplant.model_transplant import TransplantConfig, check_transplant, transplant_model
 
     terminal.set_quiet(options.quiet)

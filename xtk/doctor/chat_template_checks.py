@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from xtk.doctor.doctor_inputs import ConversationContents, DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import count_lost_bytes, tokenize_documents
+from xtk.text.document import Document
+from xtk.text.token_sequence import count_lost_bytes, tokenize_documents
 
 QUESTION = {"role": "user", "content": "What is two and two?"}
 FOLLOW_UP = {"role": "user", "content": "And three?"}

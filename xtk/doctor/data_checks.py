@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from xtk.doctor.doctor_inputs import DoctorInputs, Finding, max_document_tokens
-from xtk.tokens.alignment_statistics import AlignmentStatistics, align_documents
-from xtk.tokens.normalization_changes import count_normalization_loss
-from xtk.tokens.token_sequence import count_lost_bytes, format_lost_bytes, tokenize_documents
+from xtk.text.alignment_statistics import AlignmentStatistics, align_documents
+from xtk.text.normalization_changes import count_normalization_loss
+from xtk.text.token_sequence import count_lost_bytes, format_lost_bytes, tokenize_documents
 
 # Measured: over 99 % of the bytes are aligned in the pairs of docs/explanation/numbers.md.
 MIN_ALIGNED_FRACTION = 0.9

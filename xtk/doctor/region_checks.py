@@ -9,13 +9,13 @@ from typing import Any
 from xtk.doctor.chat_template_checks import ANSWER, QUESTION
 from xtk.doctor.doctor_inputs import DoctorInputs, Finding
 from xtk.errors import XtkError
-from xtk.tokens.conversation_tokens import END_OF_TURN, MARKUP, REGIONS
-from xtk.tokens.document import Document
-from xtk.tokens.message_parts import REASONING
-from xtk.tokens.region_statistics import RegionStatistics
-from xtk.tokens.token_regions import token_regions
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.chat.conversation_tokens import END_OF_TURN, MARKUP, REGIONS
+from xtk.text.chat.parts import REASONING
+from xtk.text.chat.region_statistics import RegionStatistics
+from xtk.text.chat.regions import token_regions
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 THOUGHT = "Two and two."
 TOOL: dict[str, Any] = {

@@ -12,9 +12,9 @@ from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BitsPerByteResult, evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import default_device, load_causal_lm
-from xtk.tokens.document import Document
-from xtk.tokens.start_tokens import NO_START, START_ROLES
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.start_tokens import NO_START, START_ROLES
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.first_step_comparison import MIN_IMPROVEMENT
 
 MAX_PARAMETERS = 1_000_000_000  # weights of larger models are not loaded

@@ -8,7 +8,7 @@ from typing import Any
 
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.projection.special_tokens import match_special_tokens
-from xtk.tokens.tokenizer_files import SPECIAL_TOKEN_ROLES
+from xtk.text.tokenizer_files import SPECIAL_TOKEN_ROLES
 
 
 def embedding_rows(inputs: DoctorInputs) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from xtk.engines.engine_options import parse_engine_options
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from xtk import terminal
 from xtk.engines.http_client_pool import Endpoint, EndpointPool
 from xtk.engines.server_responses import VLLM_SERVER_HINT, PermanentError, RetryableError
 from xtk.errors import MismatchError, XtkError
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 COMPLETIONS_PATH = "/completions"
 STARTUP_ATTEMPTS = 3  # few: a server that is unreachable at the start is probably a wrong address

@@ -18,9 +18,9 @@ from xtk.evaluation.token_bits_to_bytes import TokenByteCosts, attribute_to_byte
 from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import max_context_length
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import TokenSequence, count_preserved_bytes, tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence, count_preserved_bytes, tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 READ_BATCH_SIZE = 256
 BATCH_TOKENS = 8192

@@ -8,7 +8,7 @@ import unicodedata
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 
 # Python has no script property. Unicode names of letters begin with the script: GREEK SMALL LETTER ALPHA.
 SCRIPTS = {

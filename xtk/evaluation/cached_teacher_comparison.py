@@ -21,10 +21,10 @@ from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import chunk_rows
-from xtk.tokens.document import Document
-from xtk.tokens.token_regions import RegionWeights, token_regions
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.chat.regions import RegionWeights, token_regions
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 AGREEMENT_METRIC = "top1_agreement"
 

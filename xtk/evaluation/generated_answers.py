@@ -18,7 +18,7 @@ from xtk.rollouts.generator_interface import Generator, SamplingConfig
 from xtk.rollouts.prompts import unscored_error
 from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_record import Prompt, Rollout
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 COMPLETIONS_PER_BATCH = 256
 NON_FINITE_HINT = (

@@ -32,7 +32,7 @@ from xtk.evaluation.standard_errors import Estimate
 from xtk.models.saved_model import stop_token_ids
 from xtk.name_registry import nearest_name
 from xtk.rollouts.transformers_generator import generation_mode
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 BATCH_SIZE = 8
 BOOTSTRAP_SAMPLES = 1000  # for metrics that are not means: F1, BLEU, perplexity

@@ -16,7 +16,7 @@ import torch
 from xtk import terminal
 from xtk.errors import NonFiniteModelError
 from xtk.evaluation.generated_answers import NON_FINITE_HINT, ProcessShare
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 PROGRESS_BATCH_SIZE = 512  # requests between progress updates; each batch is sorted by length
 # Consecutive requests per process: the choices of a problem share their context.

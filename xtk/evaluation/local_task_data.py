@@ -18,7 +18,7 @@ from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat, check_rewards_apply, read_prompts
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.rollouts.transformers_generator import TransformersGenerator
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 MMLU, NUM_CHOICES = "mmlu", 4
 MAX_ANSWER_TOKENS = 768  # as in EvalPlus

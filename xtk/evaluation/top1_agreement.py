@@ -13,8 +13,8 @@ from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS
 from xtk.losses.loss_interface import LossInputs, range_indices, span_ranges
 from xtk.projection.projection import SparseProjection
 from xtk.projection.special_tokens import match_special_tokens
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
-from xtk.tokens.tokenizer import Tokenizer
 
 # Supports that always contain the teacher's most likely token.
 SUPPORTS_WITH_TOP1 = ("top-k", "top-p", "top-k+sample")

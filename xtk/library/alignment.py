@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.library.tokenizer_argument import to_tokenizer
-from xtk.tokens.alignment import align as align_tokens
+from xtk.text.alignment import align as align_tokens
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk.library.tokenizer_argument import store_files
-from xtk.tokens.vocabulary import BYTE_LEVEL_ENCODER
+from xtk.text.vocabulary import BYTE_LEVEL_ENCODER
 
 START_TOKEN, END_TOKEN = "<|xtk-start|>", "<|xtk-end|>"
 

@@ -19,7 +19,7 @@ from xtk.files.atomic_files import atomic_write
 from xtk.files.output_claims import FileKind, claim_output
 from xtk.library.cache_from_arrays import EXACT_SUPPORTS
 from xtk.rollouts.rollout_jsonl import document_fields
-from xtk.tokens.teacher_tokenization import teacher_views
+from xtk.text.teacher_tokenization import teacher_views
 
 CONTENT_COLUMNS = ("messages", "tools", "segments", "prompt", "completion")
 _ROWS_PER_GROUP, _MARK = 256, b"xtk-export"

@@ -35,10 +35,10 @@ from xtk.teachers.cache_build_config import compose_cache_header, vocabulary_ord
 from xtk.teachers.cache_shard_planning import ShardPlan
 from xtk.teachers.logprob_checks import TOLERANCE, check_scored_document
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored
-from xtk.tokens.document import Document
+from xtk.text.document import Document
+from xtk.text.teacher_tokenization import teacher_views
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import Support
-from xtk.tokens.teacher_tokenization import teacher_views
-from xtk.tokens.token_sequence import TokenSequence
 
 # Supports without samples; see `xtk.tokens.teacher_logprobs.SUPPORTS`.
 EXACT_SUPPORTS = ("top-k", "candidates", "none")

@@ -26,8 +26,8 @@ from xtk.models.causal_lm import DTYPES
 from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher as build_cache
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import Support, make_support
-from xtk.tokens.tokenizer import Tokenizer
 
 _UNHASHED_SETTINGS = ("transformers_version", "_name_or_path")
 

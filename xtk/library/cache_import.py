@@ -31,7 +31,7 @@ from xtk.library.completion_logprobs import (
 from xtk.library.distillkit_codec import CONFIG, DistillKitCodec
 from xtk.library.foreign_logprobs import Listed, ListedRow, fitted_row, listed_row
 from xtk.options.shared import MAX_ROW_BYTES
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.untrusted_json import parse_json
 
 ID_COLUMNS = ("token_ids", "logprobs", "top_ids", "top_logprobs")

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.tokens.document import Document
-from xtk.tokens.message_parts import REASONING_KEYS
-from xtk.tokens.token_sequence import TokenSequence
+from xtk.text.chat.parts import REASONING_KEYS
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence
 
 # Spellings of special tokens in answers: services name them, although they are not part of the text.
 _SPECIAL = re.compile(

@@ -18,9 +18,9 @@ from xtk.library.distillation_loss import DistillationLoss
 from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.losses.loss_term import TeacherOutput
 from xtk.projection.projection import SparseProjection
-from xtk.tokens.conversation_tokens import REGIONS
-from xtk.tokens.document import Document
-from xtk.tokens.token_regions import RegionWeights
+from xtk.text.chat.conversation_tokens import REGIONS
+from xtk.text.chat.regions import RegionWeights
+from xtk.text.document import Document
 from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.losses_per_teacher import as_cache, assign_losses, open_teachers
 from xtk.training.micro_batches import BatchBuilder

@@ -11,8 +11,8 @@ from typing import Any
 from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
-from xtk.tokens.tokenizer import Tokenizer
-from xtk.tokens.tokenizer_files import SPECIAL_TOKEN_ROLES, combine_templates
+from xtk.text.tokenizer import Tokenizer
+from xtk.text.tokenizer_files import SPECIAL_TOKEN_ROLES, combine_templates
 from xtk.writable_cache_folders import user_cache_folder
 
 # Texts that normalizers of all kinds change: composed and decomposed accents, case, compatibility forms, spaces.

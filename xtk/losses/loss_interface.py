@@ -14,7 +14,7 @@ from xtk.losses.loss_cells import LossCells
 from xtk.options.declaration import option
 from xtk.projection.projection import ProjectionColumns
 from xtk.projection.vocabulary_byte_partition import BytePartition
-from xtk.tokens.conversation_tokens import NO_REGION
+from xtk.text.chat.conversation_tokens import NO_REGION
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 # Values of the options `where` and `whitespace` of losses.

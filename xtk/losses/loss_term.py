@@ -14,10 +14,10 @@ from xtk.losses.divergences import Divergence
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import MASK, ComparisonSpace, Loss, LossInputs
 from xtk.losses.paired_ends import with_paired_ends
-from xtk.tokens.alignment import align_sequences, separate_added_spaces
-from xtk.tokens.document import Document
+from xtk.text.alignment import align_sequences, separate_added_spaces
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from xtk.models.weight_validation import (
     check_weights_finite,
     compare_headers_with_config,
 )
-from xtk.tokens.model_config_json import hub_kernel_repositories, read_model_config
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.model_config_json import hub_kernel_repositories, read_model_config
+from xtk.text.tokenizer import Tokenizer
 from xtk.untrusted_json import parse_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

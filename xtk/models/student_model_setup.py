@@ -21,7 +21,7 @@ from xtk.models.weight_validation import check_adapter_weights
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import SPEED, check_options, declared_options
 from xtk.options.training_options import StudentModelOptions
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 # The dtypes of trainable weights. Small gradients underflow in fp16.
 TRAINABLE_DTYPES = ("float32", "bfloat16")

@@ -16,7 +16,7 @@ from xtk.projection.methods.byte_partition import partition_vocabularies
 from xtk.projection.projection import SparseProjection
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
 from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 METHODS = {
     "exact": "xtk.projection.methods.exact_match:ExactMatchMethod",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.name_registry import nearest_name
-from xtk.tokens.tokenizer import (
+from xtk.text.tokenizer import (
     END_OF_TURN_TOKENS,
     NEXT_TURN_TOKENS,
     REASONING_END_TOKENS,

@@ -7,7 +7,7 @@ import unicodedata
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.tokens.vocabulary import ByteVocabulary
+from xtk.text.vocabulary import ByteVocabulary
 
 CATEGORIES = (
     "specials", "partial UTF-8", "white space", "digits", "punctuation", "code", "Latin", "CJK", "other scripts",

@@ -14,7 +14,7 @@ from xtk.numba_kernel import numba_kernel
 from xtk.projection.methods.byte_partition import partition_vocabularies
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
 from xtk.projection.vocabulary_pair import VocabularyPair
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 # Version of cached partitions; increase it when the algorithm changes.
 ALGORITHM_VERSION = 5

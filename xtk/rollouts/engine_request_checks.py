@@ -10,7 +10,7 @@ from xtk.errors import XtkError
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.stop_strings import StopStringDetector
 from xtk.rollouts.token_sampling import position_seeds
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 EXTRA_TOP_IDS = 8  # top ids requested in addition: some may be embedding rows without a token
 MAX_TEMPERATURE = 2.0  # of vLLM

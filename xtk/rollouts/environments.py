@@ -28,7 +28,7 @@ import numpy as np
 
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import LARGEST, float_of_reward
-from xtk.tokens.message_parts import replace_surrogates
+from xtk.text.chat.parts import replace_surrogates
 from xtk.user_code import load_user_object, user_code_errors
 
 USAGE = "--environment FILE.py:CLASS"

@@ -16,9 +16,9 @@ from xtk.artifacts.record_to_document import Record, record_to_document, record_
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards, name_row_in_errors
 from xtk.rollouts.rollout_record import Prompt
-from xtk.tokens.document import Conversation, Document
-from xtk.tokens.jinja_subprocess import PROMPT_TEMPLATE, SandboxedTemplate
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.chat.jinja_subprocess import PROMPT_TEMPLATE, SandboxedTemplate
+from xtk.text.document import Conversation, Document
+from xtk.text.tokenizer import Tokenizer
 
 RESERVED_TEMPLATE_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt"}  # of chat templates
 

@@ -18,10 +18,10 @@ from xtk.rollouts.environments import CheckedEnvironment, Environment
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 from xtk.rollouts.prompts import tokenize_between_turns, tokenize_continuation, tokenize_prompts
 from xtk.rollouts.rollout_record import Prompt, Rollout
-from xtk.tokens.document import Document, Segment
-from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.rollout_tokens import completion_text, decode_tokens
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document, Segment
+from xtk.text.document_token_ids import SampledTokens
+from xtk.text.rollout_tokens import completion_text, decode_tokens
+from xtk.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TURNS = 8
 

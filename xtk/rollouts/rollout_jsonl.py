@@ -19,7 +19,7 @@ from xtk.artifacts.record_to_document import (
 from xtk.errors import CorruptError, XtkError
 from xtk.files.output_claims import FileKind
 from xtk.rollouts.rollout_record import Prompt, Rollout
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 from xtk.untrusted_json import parse_json
 
 MAX_LINE_BYTES = 1 << 28  # bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 
 
 @dataclass(frozen=True)

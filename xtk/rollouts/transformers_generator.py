@@ -19,7 +19,7 @@ from xtk.models.safetensors_headers import format_names
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 from xtk.rollouts.stop_strings import StopStringDetector
 from xtk.rollouts.token_sampling import position_seeds, sample_tokens
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 DEFAULT_BATCH_TOKENS = 8192
 

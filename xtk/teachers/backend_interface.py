@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.engines.backend import Backend, BackendConfig
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
-from xtk.tokens.token_sequence import TokenSequence
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from xtk.projection.build import tokenizer_identity
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.cache_shard_planning import LONG_DOCUMENTS, ShardingOptions, ShardPlan
-from xtk.tokens.start_tokens import AUTO_START
+from xtk.text.start_tokens import AUTO_START
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, Support
-from xtk.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

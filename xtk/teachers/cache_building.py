@@ -27,7 +27,7 @@ from xtk.teachers.cache_build_config import (
 from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
 from xtk.teachers.cache_shard_writing import CacheJob, candidate_ids_of, write_shards
 from xtk.teachers.worker_pool import WorkerPool
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from xtk.errors import CorruptError, MismatchError
 from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
-from xtk.tokens.tokenizer import Tokenizer
 
 # Allowed difference of log-probabilities, in nats, between different batches and machines. In bfloat16, logits from 16
 # to 32 have steps of 1/8.

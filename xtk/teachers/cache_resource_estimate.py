@@ -24,10 +24,10 @@ from xtk.teachers.cache_build_config import (
 )
 from xtk.teachers.cache_shard_planning import make_shard_plan
 from xtk.teachers.cache_shard_writing import candidate_ids_of
-from xtk.tokens.conversation_tokens import MARKUP
-from xtk.tokens.document import Document
-from xtk.tokens.region_statistics import RegionStatistics
-from xtk.tokens.token_sequence import TokenSequence
+from xtk.text.chat.conversation_tokens import MARKUP
+from xtk.text.chat.region_statistics import RegionStatistics
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence
 
 SAMPLE_SIZE = 32
 

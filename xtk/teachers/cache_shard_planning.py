@@ -12,11 +12,11 @@ from xtk import terminal
 from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint
 from xtk.artifacts.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
-from xtk.tokens.document import Document
-from xtk.tokens.normalization_changes import NormalizationLoss, count_normalization_loss
-from xtk.tokens.teacher_tokenization import teacher_views
-from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.normalization_changes import NormalizationLoss, count_normalization_loss
+from xtk.text.teacher_tokenization import teacher_views
+from xtk.text.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 Chunk = tuple[Document, TokenSequence]  # a document, or a piece of it, with its teacher tokens
 LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")

@@ -26,10 +26,10 @@ from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher
 from xtk.teachers.cache_shard_planning import Chunk, ShardingOptions, ShardPlan, read_shards
 from xtk.teachers.logprob_checks import check_scored_document
-from xtk.tokens.document import Document
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import Support
-from xtk.tokens.token_sequence import TokenSequence
-from xtk.tokens.tokenizer import Tokenizer
 
 SHARDS_IN_FLIGHT = 1  # shards that are scored but not written yet
 

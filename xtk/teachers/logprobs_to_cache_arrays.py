@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.numba_kernel import numba_kernel
+from xtk.text.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ from xtk.teachers.cache_build_config import (
 from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
 from xtk.teachers.cache_shard_writing import CacheJob, write_shards
 from xtk.teachers.worker_pool import WorkerPool
-from xtk.tokens.document import Document
-from xtk.tokens.start_tokens import AUTO_START
+from xtk.text.document import Document
+from xtk.text.start_tokens import AUTO_START
+from xtk.text.token_sequence import TokenSequence
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import make_support
-from xtk.tokens.token_sequence import TokenSequence
-from xtk.tokens.tokenizer import Tokenizer
 
 DEFAULT_NUM_CANDIDATES = 32
 SHARD_TOKENS = 16384  # one process scores a shard at once: small, so that every process gets shards of a block

@@ -19,7 +19,7 @@ from xtk.errors import ResumableStop, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.files.output_claims import FileKind
 from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 
 _PATHS = {CHAT: "/chat/completions", TEXT: "/completions", ECHO: "/completions"}
 # What OpenAI and most services with its interface list at most; servers of vLLM and llama.cpp list more.

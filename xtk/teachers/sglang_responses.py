@@ -8,7 +8,7 @@ import numpy as np
 
 from xtk.engines.server_responses import RetryableError, checked_logprobs, checked_token_ids
 from xtk.teachers.vllm_top_logprobs import TopLogprobs, num_tokens_to_read, separate_observed
-from xtk.tokens.token_sequence import TokenSequence
+from xtk.text.token_sequence import TokenSequence
 
 GENERATE_PATH = "/generate"  # after the address without /v1
 OWNER = "sglang"  # that SGLang's list of models states

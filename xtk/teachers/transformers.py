@@ -27,8 +27,8 @@ from xtk.teachers.logprobs_to_cache_arrays import (
     trained_positions,
 )
 from xtk.teachers.tensor_parallel import TensorParallelModel
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import SUPPORTS, StoredLogprobs, Support
-from xtk.tokens.token_sequence import TokenSequence
 
 # Engine options that xtk sets, and the options of the command line for them.
 RESERVED_OPTIONS = {

@@ -25,8 +25,8 @@ from xtk.teachers.vllm_top_logprobs import (
     num_top_ids,
     top_logprobs_to_stored,
 )
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs
-from xtk.tokens.token_sequence import TokenSequence
 
 RESERVED_OPTIONS = {"model": "TEACHER", "tokenizer": "TEACHER", "max_logprobs": "--top-k"}  # see VllmEngine
 # Engine options that change the log-probabilities; all others may differ between two runs of one cache.

@@ -51,9 +51,9 @@ from xtk.teachers.vllm_top_logprobs import (
     separate_observed,
     top_logprobs_to_stored,
 )
-from xtk.tokens.model_config_json import read_model_config
+from xtk.text.model_config_json import read_model_config
+from xtk.text.token_sequence import TokenSequence
 from xtk.tokens.teacher_logprobs import StoredLogprobs
-from xtk.tokens.token_sequence import TokenSequence
 
 DEFAULT_CONCURRENCY = 32
 MAX_BYTES_IN_FLIGHT = 1 << 29

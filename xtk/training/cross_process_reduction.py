@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xtk.losses.loss_term import LossTerm
 from xtk.losses.policy_gradient import PolicyGradient
-from xtk.tokens.conversation_tokens import REGIONS
+from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.training.combine_teachers import ScoreWeighting
 from xtk.training.metrics_file import metric_name
 from xtk.training.parallel_config import ParallelConfig

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.loss_term import TeacherOutput
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 from xtk.training.teacher_probability_mixture import mix_teacher_logprobs
 
 NO_ROW = -1

@@ -22,9 +22,9 @@ from xtk.losses.divergences import FORWARD_KL
 from xtk.losses.loss_interface import KEEP
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import ScoreWeighting
 from xtk.training.cross_process_reduction import StepReduction
 from xtk.training.data_sources import DocumentSource, TextSource

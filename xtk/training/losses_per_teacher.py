@@ -24,7 +24,7 @@ from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.projection.projection import IDENTITY_KEYS, SparseProjection, format_tokenizer
 from xtk.teachers.online_teacher import OnlineTeacher
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 DEFAULT_PROJECTION_METHOD = "multitoken"  # without --projection
 PAIR_PROJECTION_METHOD = "exact"  # pairs of tokens with equal bytes

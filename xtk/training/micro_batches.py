@@ -15,13 +15,13 @@ from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import LossInputs, join_inputs
 from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
-from xtk.tokens.conversation_tokens import REGIONS
-from xtk.tokens.document import Document
+from xtk.text.chat.conversation_tokens import REGIONS
+from xtk.text.chat.regions import RegionWeights, token_regions
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence as TokenSequence
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
-from xtk.tokens.token_regions import RegionWeights, token_regions
-from xtk.tokens.token_sequence import TokenSequence as TokenSequence
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.combine_teachers import ScoreWeighting, score_tallies
 from xtk.training.data_sources import DocumentSource
 from xtk.training.first_step_comparison import ComparedText

@@ -30,12 +30,12 @@ from xtk.projection.projection import SparseProjection
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher
-from xtk.tokens.alignment import align_sequences, separate_added_spaces
-from xtk.tokens.document import Document
-from xtk.tokens.document_token_ids import SampledTokens
-from xtk.tokens.teacher_tokenization import teacher_views
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.alignment import align_sequences, separate_added_spaces
+from xtk.text.document import Document
+from xtk.text.document_token_ids import SampledTokens
+from xtk.text.teacher_tokenization import teacher_views
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import NO_ROW
 from xtk.training.engine_logprob_check import LogprobCheck
 from xtk.training.graceful_stop import StopListener

@@ -29,7 +29,7 @@ from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher, read_corpus_for_all
-from xtk.tokens.document import Document
+from xtk.text.document import Document
 from xtk.training import process_group
 from xtk.training.data_sources import NO_ROW, DocumentSource, TextSource
 from xtk.training.graceful_stop import StopListener

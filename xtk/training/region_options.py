@@ -6,8 +6,8 @@ from xtk.errors import XtkError
 from xtk.options.declaration import Option
 from xtk.options.spec_parsing import parse_number, parse_pairs
 from xtk.options.training_options import RegionOptions
-from xtk.tokens.conversation_tokens import REGIONS
-from xtk.tokens.token_regions import RegionWeights
+from xtk.text.chat.conversation_tokens import REGIONS
+from xtk.text.chat.regions import RegionWeights
 
 _WEIGHT, _BOUND = Option("", above=0, max=1e6), Option("", min=0)
 

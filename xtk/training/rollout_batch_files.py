@@ -17,8 +17,8 @@ from xtk.artifacts.run_folder_removal import ROLLOUT_FILE_NAMES
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import atomic_write
 from xtk.rollouts.rollout_record import Prompt, Rollout
-from xtk.tokens.document import Segment
-from xtk.tokens.document_token_ids import SampledTokens
+from xtk.text.document import Segment
+from xtk.text.document_token_ids import SampledTokens
 
 
 def rollout_file_name(rank: int, ranks: int) -> str:

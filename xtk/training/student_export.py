@@ -53,7 +53,7 @@ from xtk.models.student_model_setup import (
     save_final_student,
 )
 from xtk.name_registry import unknown_name_error
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.checkpoint import EMA, STUDENT, copy_tokenizer_files, rank_files
 from xtk.training.metrics_file import read_metrics
 from xtk.training.model_card import Provenance, model_card

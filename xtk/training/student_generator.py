@@ -28,7 +28,7 @@ from xtk.rollouts.rollout_generation import generate_rollouts
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.rollouts.subprocess_generator import SubprocessGenerator
 from xtk.subprocesses import cuda_visible_devices
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training import process_group
 from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.parallel_config import ParallelConfig

@@ -32,7 +32,7 @@ from xtk.rollouts.prompts import (
     read_template_arguments,
 )
 from xtk.rollouts.transformers_generator import TransformersGenerator
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training import process_group
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_generator import autocast

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.loss_term import LossTerm
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import TeacherEnsemble
 from xtk.training.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
 from xtk.training.losses_per_teacher import AssignedLoss, DistillationTeacher

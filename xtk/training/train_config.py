@@ -26,9 +26,9 @@ from xtk.options.training_options import (
     TeacherUseOptions,
 )
 from xtk.teachers.online_teacher import OnlineTeacher
-from xtk.tokens.conversation_tokens import MARKUP, REGIONS
-from xtk.tokens.document import Document
-from xtk.tokens.token_regions import RegionWeights
+from xtk.text.chat.conversation_tokens import MARKUP, REGIONS
+from xtk.text.chat.regions import RegionWeights
+from xtk.text.document import Document
 from xtk.training.lr_schedules import SCHEDULES, lr_factor
 from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.region_options import parse_region_options

@@ -23,8 +23,8 @@ from xtk.models.host_to_device import read_together
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
-from xtk.tokens.conversation_tokens import REGIONS
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.chat.conversation_tokens import REGIONS
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.batch_copies import copied_ahead
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
 from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints

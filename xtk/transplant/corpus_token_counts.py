@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.tokens.document import Document
-from xtk.tokens.token_sequence import tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 BATCH_DOCUMENTS = 256
 

@@ -39,7 +39,7 @@ from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.projection.vocabulary_pair import SparseEntries
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.new_rows import new_rows
 from xtk.transplant.row_methods import METHODS, MeanRow, RowMethod
 from xtk.transplant.token_id_settings import set_token_ids

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.projection.token_categories import CATEGORIES, token_categories
 from xtk.projection.vocabulary_pair import TokenSpellings, VocabularyPair
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 
 class TokenSources:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk.models.transformers_4_keys import TOKENIZER_CLASS
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 # Settings of tokenizer_config.json that tokenizer.json does not contain.
 _KEPT_SETTINGS = ("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "padding_side", "truncation_side")

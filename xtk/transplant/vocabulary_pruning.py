@@ -20,8 +20,8 @@ import tokenizers
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.tokens.tokenizer import Tokenizer
-from xtk.tokens.vocabulary import BYTE_LEVEL, BYTE_LEVEL_ENCODER
+from xtk.text.tokenizer import Tokenizer
+from xtk.text.vocabulary import BYTE_LEVEL, BYTE_LEVEL_ENCODER
 from xtk.transplant.tokenizer_folder import tokenizer_settings
 
 _HINT = "use xtk transplant with another tokenizer instead"

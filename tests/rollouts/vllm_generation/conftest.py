@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm_on_cpu import make_llama
 
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 from .generation_requests import CONTEXT, PADDING
 

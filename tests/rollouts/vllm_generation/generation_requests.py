@@ -9,7 +9,7 @@ import numpy as np
 from xtk.engines.backend import BackendConfig
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.transformers_generator import TransformersGenerator
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 CONTEXT, PADDING = 512, 40
 LONG = 330  # tokens; vLLM's prefix cache keeps whole blocks of 128 tokens

@@ -14,7 +14,7 @@ from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import MismatchError, XtkError
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 from .generation_requests import (
     CONTEXT,

@@ -18,8 +18,8 @@ from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.vllm_server_client import ServerTeacher
+from xtk.text.tokenizer import Tokenizer
 from xtk.tokens.teacher_logprobs import Support
-from xtk.tokens.tokenizer import Tokenizer
 
 from .conftest import CONTEXT
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from vllm_on_cpu import Server
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 TOP, KEY = 8, "secret-key-of-the-test"
 PROMPTS = [f"Anna has {number} apples and" for number in range(12)]

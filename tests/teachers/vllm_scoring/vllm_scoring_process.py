@@ -22,8 +22,8 @@ def main() -> None:
     from xtk.engines.engine_options import parse_engine_options
     from xtk.teachers.backend_interface import TeacherConfig
     from xtk.teachers.vllm import VllmTeacher
+    from xtk.text.tokenizer import Tokenizer
     from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
-    from xtk.tokens.tokenizer import Tokenizer
 
     folder, support, out = Path(sys.argv[1]), Support(**json.loads(sys.argv[2])), sys.argv[3]
     options = {"engine": parse_engine_options(sys.argv[4:]), "longest": CONTEXT}

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 from xtk.projection.cooccurrence_numba import count_first_token_pairs, insert_counts
 from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
-from xtk.tokens.alignment import align
-from xtk.tokens.tokenizer import EncodedText, Tokenizer
+from xtk.text.alignment import align
+from xtk.text.tokenizer import EncodedText, Tokenizer
 
 DEFAULT_SMOOTHING = 1.0
 # Texts per batch: enough to keep all cores busy, few enough for memory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xtk.artifacts.corpus_reader import is_data_path
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.runs.teacher_setup import needs_no_teacher, set_up_teachers

@@ -19,8 +19,8 @@ from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts.prompts import check_rewards_apply, tokenize_prompts
 from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.online_teacher import OnlineTeacher
-from xtk.tokens.document import Document
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.document import Document
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.engine_logprob_check import LogprobCheck
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler

@@ -9,7 +9,7 @@ from xtk.artifacts.cache_output import is_cache
 from xtk.artifacts.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, read_training_documents, teacher_names
 from xtk.training.runs.run_inputs import RunInputs

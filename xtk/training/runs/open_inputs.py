@@ -6,7 +6,7 @@ from xtk.artifacts.cache_output import is_cache
 from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.files.atomic_files import canonical_json
 from xtk.losses import AUTO_LOSS
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.resume_point import RUN_FOLDER
 from xtk.training.runs.cached_teachers import open_cache_inputs
 from xtk.training.runs.on_policy import open_on_policy_inputs

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.losses.loss_term import LossTerm
-from xtk.tokens.conversation_tokens import END_OF_TURN, NO_REGION, REGIONS
-from xtk.tokens.document import Document
-from xtk.tokens.normalization_changes import count_normalization_loss
-from xtk.tokens.token_regions import RegionWeights, byte_regions, token_regions
-from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.chat.conversation_tokens import END_OF_TURN, NO_REGION, REGIONS
+from xtk.text.chat.regions import RegionWeights, byte_regions, token_regions
+from xtk.text.document import Document
+from xtk.text.normalization_changes import count_normalization_loss
+from xtk.text.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import ScoreWeighting
 from xtk.training.data_sources import DocumentSource
 from xtk.training.held_out_evaluation import HeldOutData

@@ -11,7 +11,7 @@ from xtk.files.atomic_files import canonical_json, sha256
 from xtk.losses import LOSSES
 from xtk.name_registry import load_registered
 from xtk.projection.projection import SparseProjection
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import TeacherEnsemble
 from xtk.training.held_out_evaluation import HeldOutData
 from xtk.training.losses_per_teacher import AssignedLoss, assign_losses, open_teachers

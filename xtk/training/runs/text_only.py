@@ -5,7 +5,7 @@ from __future__ import annotations
 from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.losses.loss_term import LossTerm
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.data_sources import TextSource
 from xtk.training.losses_per_teacher import assign_losses

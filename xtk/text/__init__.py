@@ -1,0 +1,1 @@
+"""Text: tokenizers as bytes, vocabularies, documents, and the alignment of two tokenizations."""

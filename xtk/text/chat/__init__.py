@@ -1,0 +1,1 @@
+"""Conversations: chat templates, the parts of messages, their positions and regions."""

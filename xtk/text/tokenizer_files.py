@@ -1,0 +1,244 @@
+"""Files of a tokenizer's folder: tokenizer.json, roles of special tokens, chat template; and their fingerprints."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from xtk.errors import XtkError
+from xtk.text.model_config_json import read_model_config
+from xtk.text.tokenizer_formats import add_tokens, convert_tokenizer_files, set_start_token
+from xtk.text.tokenizer_validation import check_tokenizer_json, wrap_backend_errors
+from xtk.untrusted_json import parse_json
+
+MAX_TOKEN_ID = 2_000_000  # a larger id of an added token is an error in a file
+
+SPECIAL_TOKEN_ROLES = ("bos", "eos", "pad", "unk")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Contents of a tokenizer's folder.
+
+    Attributes:
+        raw: tokenizer.json.
+        content: its JSON, with the backend's ids of added tokens.
+        backend: the tokenizer of the library `tokenizers`.
+        fingerprint: hash of the JSON without `truncation` and `padding`, which calls may change.
+        special_tokens: {role: text}, those of SPECIAL_TOKEN_ROLES that the tokenizer has.
+        chat_template: a Jinja template; None without one.
+        configuration: content of tokenizer_config.json.
+    """
+
+    raw: bytes
+    content: dict[str, Any]
+    backend: tokenizers.Tokenizer
+    fingerprint: str
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    configuration: dict[str, Any]
+
+    @property
+    def template_fingerprint(self) -> str | None:
+        """Hash of the chat template; None without one."""
+        template = self.chat_template
+        return None if template is None else "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Read the files of a tokenizer; other formats than tokenizer.json are converted.
+
+    Raises:
+        XtkError: the folder has no fast tokenizer, or a file is corrupt.
+    """
+    raw, configuration = _read_tokenizer_json(folder)
+    with wrap_backend_errors("invalid tokenizer.json", str(folder)), _no_garbage_collection():
+        content = json.loads(raw, parse_float=_round_score)
+        check_tokenizer_json(content, str(folder))
+        backend = tokenizers.Tokenizer.from_buffer(raw)
+        fingerprint = _tokenizer_fingerprint(content)
+    # Where ids of added tokens have gaps, the backend (and so transformers) numbers them without gaps.
+    content["added_tokens"] = [
+        {**token, "id": backend.token_to_id(token["content"])} for token in content.get("added_tokens") or []
+    ]
+    template = _read_template(folder, configuration)
+    roles = _special_tokens(folder, configuration)
+    known = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
+    return TokenizerFiles(raw, content, backend, fingerprint, known, template, configuration)
+
+
+def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return tokenizer.json and the tokenizer configuration, converted from another format if necessary."""
+    path = folder / "tokenizer.json"
+    configuration = _read_json(folder / "tokenizer_config.json")
+    if path.is_file():
+        return path.read_bytes(), configuration
+    if not folder.is_dir():
+        raise XtkError(
+            "this model or tokenizer folder does not exist",
+            where=str(folder),
+            hint="check the path; use a folder with tokenizer.json",
+        )
+    files = convert_tokenizer_files(folder)
+    if files is not None:
+        content = json.loads(files["tokenizer.json"])
+        if named := _added_tokens(folder, configuration):
+            add_tokens(content, named)
+        configuration = json.loads(files["tokenizer_config.json"]) | configuration
+        set_start_token(content, configuration)
+        return json.dumps(content, ensure_ascii=False).encode(), configuration
+    slow = [name for name in ("vocab.json", "vocab.txt")
+            if (folder / name).is_file()]  # fmt: skip
+    if slow:
+        raise XtkError(
+            f"this folder has only a slow tokenizer ({slow[0]}, no tokenizer.json)",
+            where=str(folder),
+            hint='convert it: python -c "from transformers import AutoTokenizer as T; '
+            f"T.from_pretrained('{folder}').save_pretrained('{folder}')\"",
+        )
+    raise XtkError(
+        "this folder has no tokenizer.json",
+        where=str(folder),
+        hint="copy tokenizer.json and tokenizer_config.json of the model into the folder",
+    )
+
+
+def _added_tokens(folder: Path, configuration: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return {id: token} of the tokens that a folder adds to those of its tokenizer file."""
+    listed = _read_json(folder / "added_tokens.json")
+    found = {number: {"content": text} for text, number in listed.items() if type(number) is int}
+    decoder = configuration.get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        if str(number).isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
+            found[int(number)] = token
+    if found and not 0 <= min(found) <= max(found) < MAX_TOKEN_ID:
+        raise XtkError(
+            f"an added token has the id {min(found) if min(found) < 0 else max(found)}",
+            where=str(folder),
+            hint="correct added_tokens.json or added_tokens_decoder in tokenizer_config.json, or download them again",
+        )
+    return found
+
+
+def _special_tokens(folder: Path, configuration: dict[str, Any]) -> dict[str, str]:
+    fallback = _read_json(folder / "special_tokens_map.json")
+    roles = {}
+    for role in SPECIAL_TOKEN_ROLES:
+        value = configuration.get(f"{role}_token", fallback.get(f"{role}_token"))
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str):
+            roles[role] = token
+    return roles
+
+
+def _read_template(folder: Path, configuration: dict[str, Any]) -> str | None:
+    template = combined_template_files(folder)
+    if template is not None:
+        return template
+    template = configuration.get("chat_template")
+    if isinstance(template, list):  # several, named
+        return combine_templates(
+            {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
+        )
+    return template if isinstance(template, str) else None
+
+
+# A second template, where a model folder has two in files.
+TOOL_USE_TEMPLATE = Path("additional_chat_templates", "tool_use.jinja")
+
+
+def combined_template_files(folder: Path) -> str | None:
+    """Return the chat template in files of a folder: one, or two combined; None if there is none."""
+    template = _read_template_file(folder / "chat_template.jinja")
+    if template is None:
+        return None
+    with_tools = _read_template_file(folder / TOOL_USE_TEMPLATE)
+    return combine_templates({"default": template, "tool_use": with_tools})
+
+
+def combine_templates(named: Mapping[str, Any]) -> str | None:
+    """Return one template that uses `tool_use` for conversations with tools, and `default` for others.
+
+    Args:
+        named: {name: template}; without a default, the first one is used.
+    """
+    template, with_tools = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
+    if not isinstance(template, str):
+        return None
+    if not isinstance(with_tools, str) or with_tools == template:
+        return template
+    # As transformers chooses. The empty expressions keep line feeds and spaces at both ends of each.
+    # A final line feed is not part of a template.
+    empty = "{{ '' }}"
+    template, with_tools = template.removesuffix("\n"), with_tools.removesuffix("\n")
+    return f"{{% if tools %}}{empty}{with_tools}{empty}{{% else %}}{empty}{template}{empty}{{% endif %}}"
+
+
+def _read_template_file(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise XtkError("this chat template is not UTF-8", where=str(path), hint="save the file as UTF-8") from None
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Pause garbage collection while half a million long-lived objects are created: halves the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _round_score(number: str) -> float:
+    # Unigram scores lose their last digits when a tokenizer is saved again; the fingerprint must not change.
+    return float(f"{float(number):.6g}")
+
+
+def _tokenizer_fingerprint(content: dict[str, Any]) -> str:
+    identity = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
+    return "sha256:" + hashlib.sha256(_canonical_json(identity).encode()).hexdigest()
+
+
+def _canonical_json(content: Any) -> str:
+    """Return `json.dumps` with sorted keys. A vocabulary is sorted by its keys alone, which halves the time."""
+    if not isinstance(content, dict):
+        return json.dumps(content, sort_keys=True, separators=(",", ":"))
+    if set(map(type, content.values())) == {int}:
+        return json.dumps({key: content[key] for key in sorted(content)}, separators=(",", ":"))
+    return "{" + ",".join(f"{json.dumps(key)}:{_canonical_json(content[key])}" for key in sorted(content)) + "}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise XtkError("this JSON file is not UTF-8", where=str(path), hint="save the file as UTF-8") from None
+    content = parse_json(text, what="this file", where=str(path))
+    if re.search(r"\\u[dD][89a-fA-F]", text):  # lone surrogates cannot be encoded as UTF-8
+        content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
+    return content if isinstance(content, dict) else {}
+
+
+def configured_vocab_size(folder: Path) -> int:
+    """Return `vocab_size` of the model configuration in a folder; 0 if it has none."""
+    configuration = read_model_config(folder)
+    text = configuration.get("text_config")
+    rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    return int(rows or 0)
