@@ -26,9 +26,9 @@ import xxhash
 
 from xtk.artifacts.cache_shard import CacheShard, frame_checksum
 from xtk.artifacts.cache_writer import write_cache_manifest
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.shard_writing import CHECKSUM_PREFIX
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.storage_folders import LocalFolder
 

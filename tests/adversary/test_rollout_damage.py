@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from xtk_processes import run_xtk
 
-from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.record_to_document import rollout_checksum
+from xtk.data.corpus_reader import Corpus
+from xtk.data.record_to_document import rollout_checksum
 from xtk.errors import XtkError
 
 

@@ -14,9 +14,9 @@ import small_caches
 
 from xtk.artifacts.cache_manifest import shard_file_name
 from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.shard_writing import ShardPosition, check_file_checksum
 from xtk.artifacts.teacher_cache import TeacherCache, open_verified_shard
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import CorruptError
 from xtk.files.storage_folders import open_folder
 from xtk.teachers.cache_build_config import CacheRequest

@@ -19,7 +19,7 @@ from xtk.artifacts.corpus_cooccurrence_counts import (
     counting_state_path,
     remove_counting_state,
 )
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.text.tokenizer import Tokenizer
 
 TEXTS = [text for number in range(6) for text in small_inputs.sentences(20, seed=number)]

@@ -22,7 +22,7 @@ from measurement import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from xtk.artifacts.cache_writer import mark_cache_unfinished
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.files.storage_folders import open_folder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.cache_build_config import (

@@ -15,8 +15,8 @@ import pytest
 import small_inputs
 
 from xtk.artifacts.cache_output import UNFINISHED_MARKER
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher

@@ -10,8 +10,8 @@ import pytest
 import small_inputs
 from transformers import AutoTokenizer
 
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.start_token_checks import start_tokens
 from xtk.library.tokenizer_argument import to_tokenizer

@@ -13,8 +13,8 @@ import small_inputs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
 from xtk.doctor import CHECKS
 from xtk.doctor.all_checks import run_checks
 from xtk.doctor.cache_and_loss_checks import auto_loss, cache_identity, projection

@@ -10,7 +10,7 @@ import pytest
 import small_inputs
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.memory_disk_and_time_estimates import estimate_caching_memory, estimate_training_memory
 

@@ -6,7 +6,7 @@ import pytest
 from chat_families import write_family
 from transformers import LlamaConfig
 
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.doctor.chat_template_checks import template_content
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.region_checks import TOOL, reasoning_and_tools, regions

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scripted_generator import ScriptedGenerator
 
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import (
     AnswerScores,

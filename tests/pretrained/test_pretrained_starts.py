@@ -15,8 +15,8 @@ import torch
 from pretrained_models import MODELS
 from transformers import AutoTokenizer
 
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.model_resolver import resolve_model_folder
+from xtk.data.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.start_token_checks import start_tokens
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte

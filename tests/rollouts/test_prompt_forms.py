@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
 

@@ -14,7 +14,7 @@ import pytest
 import small_inputs
 from scripted_generator import ScriptedGenerator
 
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.advantages import group_advantages

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import small_inputs
 
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.teachers import BACKENDS
 from xtk.teachers.cache_build_config import CacheRequest

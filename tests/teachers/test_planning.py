@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import small_inputs
 
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.teachers.cache_build_config import CacheRequest, sharding_options
 from xtk.teachers.cache_shard_planning import make_shard_plan, read_shards
 from xtk.text.tokenizer import Tokenizer

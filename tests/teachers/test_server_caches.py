@@ -11,8 +11,8 @@ import pytest
 from http_server_processes import run_server, serve_as_vllm, serve_faulty_proxy
 from small_inputs import Pair
 
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
 from xtk.teachers.cache_build_config import CacheRequest

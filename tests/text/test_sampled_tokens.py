@@ -10,7 +10,7 @@ from hypothesis_texts import quick
 from test_chat import HEADERS_TEMPLATE, TURNS_TEMPLATE, with_template
 from tokenizer_families import MAKERS
 
-from xtk.artifacts.record_to_document import record_to_document
+from xtk.data.record_to_document import record_to_document
 from xtk.errors import XtkError
 from xtk.text.alignment import align_sequences
 from xtk.text.document import Document, Segment

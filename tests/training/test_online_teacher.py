@@ -22,7 +22,7 @@ from recorded_training_steps import make_train_config, open_run_inputs
 from safetensors.torch import load_file
 from xtk_processes import run_xtk
 
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.losses.loss_term import TeacherOutput

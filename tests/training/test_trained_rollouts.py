@@ -11,8 +11,8 @@ import pytest
 import small_inputs
 import torch
 
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_spec import parse_losses

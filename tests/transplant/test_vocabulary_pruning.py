@@ -83,7 +83,7 @@ def test_texts_with_only_kept_tokens_have_the_same_tokens(make, fraction, tmp_pa
 
 def test_all_texts_of_the_counted_corpus_keep_their_tokens(tmp_path):
     old = Tokenizer(small_inputs.make_student_tokenizer(tmp_path / "tokenizer"))
-    from xtk.artifacts.corpus_reader import Corpus
+    from xtk.data.corpus_reader import Corpus
 
     corpus = Corpus([str(small_inputs.write_jsonl(tmp_path / "c.jsonl", TEXTS))])
     vocabulary = BpeVocabulary(old)
@@ -99,7 +99,7 @@ PLACEHOLDERS = ["<unused{}>", "<|reserved_special_token_{}|>", "[control_{}]", "
 @pytest.mark.parametrize("pattern", PLACEHOLDERS)
 def test_reserved_tokens_are_kept_only_where_they_are_used(pattern, tmp_path):
     """Gemma has 6,242 `<unusedN>`, more rows than most pruned vocabularies have."""
-    from xtk.artifacts.corpus_reader import Corpus
+    from xtk.data.corpus_reader import Corpus
 
     folder = small_inputs.make_student_tokenizer(tmp_path / "t")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

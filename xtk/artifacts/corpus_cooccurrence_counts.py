@@ -14,7 +14,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from xtk.artifacts.corpus_reader import CorpusFingerprint
+from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.files.atomic_files import atomic_write, canonical_json, remove_stale_temporary_files, sha256
 from xtk.files.output_claims import FileKind, claim_output
 from xtk.projection.build import ALGORITHM_VERSION

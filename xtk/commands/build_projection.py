@@ -117,7 +117,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
     ]
     one, other = Tokenizer(folders[0], name=options.student), Tokenizer(folders[1], name=options.teacher)
     if options.method == "cooccurrence":
-        from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
+        from xtk.data.corpus_reader import Corpus, parse_columns_option
 
         data = Corpus(options.corpus, parse_columns_option(options.columns), options.max_document_bytes)
         projection = _counts_projection(one, other, data, chosen, matching, path, force=options.force)

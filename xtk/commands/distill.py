@@ -97,7 +97,7 @@ def read_configs(
     Raises:
         XtkError: a value is invalid, or the student, a teacher or the held-out data does not exist.
     """
-    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
+    from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.errors import XtkError
     from xtk.losses import AUTO_LOSS
     from xtk.losses.loss_spec import parse_losses
@@ -144,8 +144,8 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
     from pathlib import Path
 
     from xtk.artifacts.cache_output import is_cache
-    from xtk.artifacts.corpus_reader import parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.data.corpus_reader import parse_columns_option
     from xtk.teachers.online_teacher import parse_online_teacher
     from xtk.training.train_config import RunPaths
 

@@ -94,9 +94,9 @@ def doctor(options: DoctorOptions) -> None:
     from pathlib import Path
 
     from xtk.artifacts.cache_output import is_cache
-    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.doctor.all_checks import run_checks
     from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
     from xtk.models.causal_lm import DTYPES, silence_transformers
@@ -146,9 +146,9 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
     """
     from itertools import islice
 
-    from xtk.artifacts.corpus_reader import CorpusFingerprint
     from xtk.commands.html_page import PAGE, write_page
     from xtk.commands.regions_html import SHOWN_DOCUMENTS, regions_page
+    from xtk.data.corpus_reader import CorpusFingerprint
     from xtk.files.atomic_files import canonical_json, sha256
     from xtk.files.output_claims import claim_output
 

@@ -18,7 +18,7 @@ from xtk.terminal_tables import format_with_error, print_table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from xtk.artifacts.corpus_reader import Corpus
+    from xtk.data.corpus_reader import Corpus
     from xtk.evaluation.generated_answers import AnswerScores
 
 
@@ -32,9 +32,9 @@ def evaluate(options: EvaluateOptions) -> None:
         xtk evaluate ./student heldout.jsonl --compare-to ./baseline
         xtk evaluate ./student gsm8k.jsonl --reward exact --num-generations 4 --temperature 1
     """
-    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.commands.load_models import check_models
+    from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.errors import XtkError
     from xtk.name_registry import load_registered
 

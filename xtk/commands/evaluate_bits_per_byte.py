@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
 from xtk.artifacts.cache_output import is_cache
-from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.commands.load_models import load_model_and_tokenizer
+from xtk.data.corpus_reader import Corpus, parse_columns_option
 from xtk.errors import XtkError
 from xtk.terminal_tables import format_with_error, print_table
 from xtk.text.normalization_changes import count_normalization_loss

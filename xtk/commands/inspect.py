@@ -130,8 +130,8 @@ _FOLDER_FILES = ("manifest.json", "recipe.json", "xtk.json", "metrics.jsonl", "c
 
 def _other_file_error(path: Path, start: bytes) -> XtkError:
     """Return the error for a file that is not an artifact: what it is, and what can be done with it."""
-    from xtk.artifacts.data_file_readers import FORMATS
-    from xtk.artifacts.text_streams import file_extension
+    from xtk.data.data_file_readers import FORMATS
+    from xtk.data.text_streams import file_extension
     from xtk.library.cache_export import EXPORT
     from xtk.teachers.service_answers import ANSWERS
 

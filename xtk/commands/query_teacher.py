@@ -37,8 +37,8 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
-    from xtk.artifacts.record_to_document import record_to_prompt
+    from xtk.data.corpus_reader import Corpus, parse_columns_option
+    from xtk.data.record_to_document import record_to_prompt
     from xtk.files.output_claims import claim_output
     from xtk.files.write_locks import only_writer_of_path
     from xtk.library.completion_logprobs import read_answer

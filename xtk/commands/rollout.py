@@ -133,8 +133,8 @@ def rollout(options: RolloutOptions) -> None:
         xtk rollout ./student prompts.jsonl --num-generations 4 -o rollouts.jsonl
         xtk rollout ./student prompts.jsonl -o r.jsonl | xtk cache-teacher ./teacher - -o cache
     """
-    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.files.write_locks import only_writer_of_path
     from xtk.name_registry import load_registered
 

@@ -105,8 +105,8 @@ def transplant(options: TransplantOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.corpus_reader import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.text.tokenizer import Tokenizer
     from xtk.transplant.model_transplant import TransplantConfig, check_transplant, transplant_model
 
@@ -181,7 +181,7 @@ def _pruned(old: Tokenizer, options: TransplantOptions, columns: dict[str, str])
     vocabulary = BpeVocabulary(old)
     counts = None
     if options.keep_vocabulary:
-        from xtk.artifacts.corpus_reader import Corpus
+        from xtk.data.corpus_reader import Corpus
 
         counts = count_tokens(old, Corpus(options.keep_vocabulary, columns, options.max_document_bytes))
     files, kept = vocabulary.pruned(choose_tokens(vocabulary, counts, options.prune_to or None))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.cache_output import is_cache
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.model_resolver import base_model_and_adapter
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError, path_exists
 from xtk.models.safetensors_headers import read_weight_headers
 from xtk.models.student_model_setup import ALL_LINEAR

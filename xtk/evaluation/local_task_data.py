@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.generated_answers import AnswerScores, ProcessShare, evaluate_answers
 from xtk.name_registry import unknown_name_error

@@ -11,9 +11,9 @@ import numpy as np
 
 from xtk import terminal
 from xtk.artifacts.cache_shard import StoredDocument
-from xtk.artifacts.record_to_document import OPT_IN_FIELDS
 from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS, optional_columns
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write
 from xtk.files.output_claims import FileKind, claim_output

@@ -19,13 +19,13 @@ from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.cache_output import CACHE, remove_cache
 from xtk.artifacts.cache_shard import CacheShard
 from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
-from xtk.artifacts.corpus_reader import CorpusFingerprint
-from xtk.artifacts.record_to_document import OPT_IN_FIELDS, record_to_document
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION, codec_for_precision
 from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.data.corpus_reader import CorpusFingerprint
+from xtk.data.record_to_document import OPT_IN_FIELDS, record_to_document
 from xtk.errors import XtkError
 from xtk.files.output_claims import claim_output
 from xtk.files.storage_folders import open_folder

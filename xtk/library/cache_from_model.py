@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xtk.artifacts.arrow_record_readers import read_dataset
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-from xtk.artifacts.record_to_document import Record
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.weight_hash import CHUNK_BYTES, hash_chunks
+from xtk.data.arrow_record_readers import read_dataset
+from xtk.data.corpus_reader import Corpus
+from xtk.data.record_to_document import Record
 from xtk.errors import XtkError
 from xtk.library.tokenizer_argument import store_files, to_tokenizer
 from xtk.models.backbone_with_head import BackboneWithHead

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.cache_manifest import MAX_TOKEN_ID
-from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.record_to_document import OPT_IN_FIELDS
 from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus
+from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.library.byte_tokenizer import write_byte_tokenizer
 from xtk.library.cache_export import VERSION, VERSION_KEY

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.record_to_document import Record, record_to_document, record_to_prompt
+from xtk.data.corpus_reader import Corpus
+from xtk.data.record_to_document import Record, record_to_document, record_to_prompt
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards, name_row_in_errors
 from xtk.rollouts.rollout_record import Prompt

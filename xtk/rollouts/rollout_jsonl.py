@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.record_to_document import (
+from xtk.data.record_to_document import (
     RECORD_FIELDS,
     ROLLOUT_CHECKSUM,
     check_rollout_checksum,

@@ -12,7 +12,7 @@ from xtk import terminal
 from xtk.artifacts.cache_manifest import cache_figures
 from xtk.artifacts.cache_output import CACHE, remove_cache
 from xtk.artifacts.cache_writer import ShardedCacheWriter, mark_cache_unfinished
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.output_claims import claim_output
 from xtk.files.storage_folders import open_folder

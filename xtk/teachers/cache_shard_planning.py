@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint
-from xtk.artifacts.record_to_document import OPT_IN_FIELDS
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint
+from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.text.document import Document
 from xtk.text.normalization_changes import NormalizationLoss, count_normalization_loss

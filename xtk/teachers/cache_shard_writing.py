@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.cache_writer import store_shard
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition
 from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.storage_folders import open_folder
 from xtk.teachers.backend_interface import TeacherBackend

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
 from xtk.artifacts.shard_codec_registry import codec_for_precision
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.engines.backend import backend_options, backends_with
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xtk.artifacts.corpus_reader import CorpusFingerprint
+from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BATCH_TOKENS, ScoringWindow, document_windows, num_predicted_bytes
 from xtk.evaluation.token_logprobs import compute_token_logprobs

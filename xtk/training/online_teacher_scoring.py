@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.corpus_reader import Corpus, InMemoryCorpus
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.data.corpus_reader import Corpus, InMemoryCorpus
 from xtk.errors import XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.files.storage_folders import open_folder

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from xtk import terminal
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import NonFiniteModelError, XtkError
 from xtk.evaluation.generated_answers import ProcessShare, evaluate_answers
 from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.corpus_reader import CorpusFingerprint
+from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.losses.loss_spec import LossSpec

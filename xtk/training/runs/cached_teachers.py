@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xtk.artifacts.corpus_reader import is_data_path
+from xtk.data.corpus_reader import is_data_path
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.text.tokenizer import Tokenizer

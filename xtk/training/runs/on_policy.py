@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.corpus_reader import Corpus
 from xtk.artifacts.run_folders import run_fingerprint
+from xtk.data.corpus_reader import Corpus
 from xtk.engines.backend import BackendConfig
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from xtk import terminal
 from xtk.artifacts.cache_output import is_cache
-from xtk.artifacts.corpus_reader import Corpus
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.text.tokenizer import Tokenizer

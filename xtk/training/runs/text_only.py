@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.losses.loss_term import LossTerm
 from xtk.text.tokenizer import Tokenizer

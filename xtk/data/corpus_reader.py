@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.data_file_readers import DATASET_READERS, FORMATS, read_records, unsupported_format_error
-from xtk.artifacts.json_record_reader import first_nonempty_line, is_json_array, parse_json_record, read_json_records
-from xtk.artifacts.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
-from xtk.artifacts.saved_datasets import DEFAULT_SPLIT, saved_dataset_files
-from xtk.artifacts.stdin_buffer import StdinSpool
-from xtk.artifacts.text_streams import RecordReadOptions, file_extension, read_lines, read_text
+from xtk.data.data_file_readers import DATASET_READERS, FORMATS, read_records, unsupported_format_error
+from xtk.data.json_record_reader import first_nonempty_line, is_json_array, parse_json_record, read_json_records
+from xtk.data.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
+from xtk.data.saved_datasets import DEFAULT_SPLIT, saved_dataset_files
+from xtk.data.stdin_buffer import StdinSpool
+from xtk.data.text_streams import RecordReadOptions, file_extension, read_lines, read_text
 from xtk.errors import XtkError, path_exists
 from xtk.files.hub_access import check_dataset_reachable
 from xtk.files.run_names import is_run_folder

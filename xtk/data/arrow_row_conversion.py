@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow
 
 from xtk import terminal
-from xtk.artifacts.record_to_document import TEXT_FIELDS, Record
+from xtk.data.record_to_document import TEXT_FIELDS, Record
 from xtk.text.chat.parts import REASONING_KEYS
 from xtk.untrusted_json import parse_json
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from xtk.artifacts.record_to_document import Record
-from xtk.artifacts.text_streams import (
+from xtk.data.record_to_document import Record
+from xtk.data.text_streams import (
     READ_BYTES,
     UTF_8_BYTE_ORDER_MARK,
     RecordReadOptions,

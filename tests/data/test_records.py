@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, parse_columns_option
-from xtk.artifacts.record_to_document import RECORD_FIELDS, record_to_document
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint, parse_columns_option
+from xtk.data.record_to_document import RECORD_FIELDS, record_to_document
 from xtk.errors import XtkError
 from xtk.text.document import Document
 from xtk.text.teacher_tokenization import teacher_views

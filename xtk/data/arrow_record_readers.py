@@ -7,10 +7,10 @@ from typing import Any
 
 import pyarrow.parquet
 
-from xtk.artifacts.arrow_row_conversion import RowConverter
-from xtk.artifacts.data_file_readers import check_header
-from xtk.artifacts.record_to_document import Record
-from xtk.artifacts.text_streams import RecordReadOptions, open_stream
+from xtk.data.arrow_row_conversion import RowConverter
+from xtk.data.data_file_readers import check_header
+from xtk.data.record_to_document import Record
+from xtk.data.text_streams import RecordReadOptions, open_stream
 from xtk.files.arrow_validation import validate_batches
 
 BATCH_ROWS = 1000

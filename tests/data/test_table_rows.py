@@ -11,10 +11,10 @@ import pytest
 from chat_families import write_family
 from datasets import Features, Json, List, Value
 
-from xtk.artifacts.arrow_record_readers import read_dataset
-from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint
-from xtk.artifacts.record_to_document import record_to_document, record_to_prompt
-from xtk.artifacts.text_streams import RecordReadOptions
+from xtk.data.arrow_record_readers import read_dataset
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint
+from xtk.data.record_to_document import record_to_document, record_to_prompt
+from xtk.data.text_streams import RecordReadOptions
 from xtk.errors import XtkError
 from xtk.library.cache_from_model import RecordCorpus
 from xtk.rollouts.prompts import read_prompts

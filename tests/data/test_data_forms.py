@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from xtk.artifacts.corpus_reader import Corpus
-from xtk.artifacts.text_streams import READ_BYTES
+from xtk.data.corpus_reader import Corpus
+from xtk.data.text_streams import READ_BYTES
 from xtk.errors import XtkError
 from xtk.text.document import Document
 

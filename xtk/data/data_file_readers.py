@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from xtk.artifacts.json_record_reader import first_nonempty_line, read_json_records
-from xtk.artifacts.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, TEXT_FIELDS, Record
-from xtk.artifacts.text_streams import RecordReadOptions, file_extension, open_stream, read_lines, read_text
+from xtk.data.json_record_reader import first_nonempty_line, read_json_records
+from xtk.data.record_to_document import OPT_IN_FIELDS, RECORD_FIELDS, TEXT_FIELDS, Record
+from xtk.data.text_streams import RecordReadOptions, file_extension, open_stream, read_lines, read_text
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.untrusted_json import parse_json
@@ -167,12 +167,12 @@ def _parse_csv_field(value: str) -> Any:
 
 
 FORMATS = {
-    ".jsonl": "xtk.artifacts.data_file_readers:read_json",
-    ".json": "xtk.artifacts.data_file_readers:read_json",
-    ".csv": "xtk.artifacts.data_file_readers:read_csv",
-    ".tsv": "xtk.artifacts.data_file_readers:read_csv",
-    ".parquet": "xtk.artifacts.arrow_record_readers:read_parquet",
-    ".arrow": "xtk.artifacts.arrow_record_readers:read_arrow",
-    ".txt": "xtk.artifacts.data_file_readers:read_text_record",
+    ".jsonl": "xtk.data.data_file_readers:read_json",
+    ".json": "xtk.data.data_file_readers:read_json",
+    ".csv": "xtk.data.data_file_readers:read_csv",
+    ".tsv": "xtk.data.data_file_readers:read_csv",
+    ".parquet": "xtk.data.arrow_record_readers:read_parquet",
+    ".arrow": "xtk.data.arrow_record_readers:read_arrow",
+    ".txt": "xtk.data.data_file_readers:read_text_record",
 }
-DATASET_READERS = {"datasets": "xtk.artifacts.arrow_record_readers:read_dataset"}  # imported on use, as pyarrow is
+DATASET_READERS = {"datasets": "xtk.data.arrow_record_readers:read_dataset"}  # imported on use, as pyarrow is

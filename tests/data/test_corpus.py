@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from xtk.artifacts.corpus_reader import Corpus, CorpusFingerprint, parse_columns_option
-from xtk.artifacts.text_streams import RecordReadOptions, read_lines
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint, parse_columns_option
+from xtk.data.text_streams import RecordReadOptions, read_lines
 from xtk.errors import XtkError
 from xtk.text.document import Document, replace_surrogates
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.text_streams import decode_utf8
+from xtk.data.text_streams import decode_utf8
 from xtk.errors import XtkError
 from xtk.files.safe_artifact_files import check_file_name, read_regular_file
 from xtk.name_registry import nearest_name
