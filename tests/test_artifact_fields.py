@@ -17,12 +17,12 @@ import pytest
 from safetensors import safe_open
 from xtk_processes import run_xtk
 
-from xtk.artifacts import corpus_cooccurrence_counts
 from xtk.artifacts.cache_writer import _unfinished_marker_content
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import RECORD_FIELDS
 from xtk.losses import LOSSES
+from xtk.projection import corpus_cooccurrence_counts
 from xtk.projection.build import METHODS
 from xtk.projection.token_categories import CATEGORIES
 from xtk.text.alignment_statistics import SPAN_KINDS

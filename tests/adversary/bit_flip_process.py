@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import small_caches
 
-from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.projection.file import read_projection
 
 Counts = dict[str, int]
 

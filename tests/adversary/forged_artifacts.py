@@ -46,7 +46,7 @@ def projection_parts(path: Path) -> tuple[dict[str, Any], bytes, Any]:
 
 def write_projection(path: Path, header: Any, data: bytes, safetensors_header: Any) -> None:
     """Write a projection with another header and a matching checksum."""
-    from xtk.artifacts.projection_file import TENSOR_DTYPES
+    from xtk.projection.file import TENSOR_DTYPES
 
     try:
         without_checksum = {key: value for key, value in header.items() if key != "checksum"}

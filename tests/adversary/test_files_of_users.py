@@ -266,8 +266,8 @@ sys.exit(main())
         (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.commands.html_page.write_page"),
         (["inspect", "CACHE"], "--html", "xtk.commands.html_page.write_page"),
         (["export-cache", "CACHE"], "-o", "xtk.library.cache_export._rows"),
-        (["build-projection", "STUDENT", "TEACHER"], "-o", "xtk.artifacts.projection_file.write_projection"),
-        (["prune-projection", "PROJECTION", "--top-k", "1"], "-o", "xtk.artifacts.projection_file.write_projection"),
+        (["build-projection", "STUDENT", "TEACHER"], "-o", "xtk.projection.file.write_projection"),
+        (["prune-projection", "PROJECTION", "--top-k", "1"], "-o", "xtk.projection.file.write_projection"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

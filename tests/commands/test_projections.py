@@ -7,8 +7,8 @@ import json
 import pytest
 import yaml
 
-from xtk.artifacts.projection_file import read_projection
 from xtk.projection.build import METHODS
+from xtk.projection.file import read_projection
 
 
 def json_line(done) -> dict:

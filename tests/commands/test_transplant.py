@@ -15,10 +15,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from xtk.artifacts.projection_disk_cache import cached_projection
-from xtk.artifacts.projection_file import write_projection
 from xtk.models.causal_lm import load_causal_lm
 from xtk.projection.build import build_projection
+from xtk.projection.disk_cache import cached_projection
+from xtk.projection.file import write_projection
 from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.new_rows import new_rows
 from xtk.transplant.token_sources import TokenSources

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from xtk.artifacts import cache_manifest, cache_writer, corpus_cooccurrence_counts, shard_writing, teacher_cache
-from xtk.artifacts.projection_file import read_projection
+from xtk.artifacts import cache_manifest, cache_writer, shard_writing, teacher_cache
 from xtk.artifacts.run_folders import read_recipe, read_run_manifest
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.data.corpus_reader import Corpus
@@ -22,6 +21,8 @@ from xtk.data.record_to_document import record_to_document
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json
 from xtk.files.storage_folders import LocalFolder
+from xtk.projection import corpus_cooccurrence_counts
+from xtk.projection.file import read_projection
 from xtk.text.tokenizer import Tokenizer
 
 REBUILD_COMMAND = "xtk cache-teacher TEACHER DATA -o FOLDER --force"

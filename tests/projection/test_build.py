@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import pytest
 
-from xtk.artifacts.projection_file import read_projection, write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import METHODS, assemble_projection, build_projection
+from xtk.projection.file import read_projection, write_projection
 from xtk.projection.projection import SparseProjection
 from xtk.text.tokenizer import Tokenizer
 
@@ -382,7 +382,7 @@ def test_invalid_projection_arrays_are_refused(changes, message):
 BUILD_SCRIPT = """
 import sys
 from pathlib import Path
-from xtk.artifacts.projection_file import write_projection
+from xtk.projection.file import write_projection
 from xtk.projection.build import build_projection
 from xtk.text.tokenizer import Tokenizer
 projection = build_projection(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2]))

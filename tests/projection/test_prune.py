@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.projection_file import write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import assemble_projection, build_projection
+from xtk.projection.file import write_projection
 from xtk.projection.projection import SparseProjection
 from xtk.projection.prune import prune_projection
 from xtk.text.tokenizer import Tokenizer

@@ -19,11 +19,11 @@ import small_inputs
 import torch
 from recorded_training_steps import make_train_config, open_run_inputs
 
-from xtk.artifacts.projection_file import read_projection
 from xtk.errors import XtkError
 from xtk.evaluation.top1_agreement import BySpelling
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.projection.file import read_projection
 from xtk.text.alignment import align_sequences
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents

@@ -79,7 +79,6 @@ def align(options: AlignOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.corpus_cooccurrence_counts import corpus_fingerprint
     from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.commands.alignment_html import alignment_page
     from xtk.commands.html_page import PAGE, write_page
@@ -87,6 +86,7 @@ def align(options: AlignOptions) -> None:
     from xtk.files.atomic_files import canonical_json, sha256
     from xtk.files.output_claims import claim_output
     from xtk.name_registry import unknown_name_error
+    from xtk.projection.corpus_cooccurrence_counts import corpus_fingerprint
     from xtk.text.document import Document
     from xtk.text.tokenizer import Tokenizer
 

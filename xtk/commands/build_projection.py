@@ -89,12 +89,12 @@ def build_projection(options: BuildProjectionOptions) -> None:
     from pathlib import Path
 
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.artifacts.projection_file import PROJECTION, write_projection
     from xtk.errors import XtkError
     from xtk.files.output_claims import claim_output
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import check_method_options, projection_header
     from xtk.projection.coverage_audit import audit_warning
+    from xtk.projection.file import PROJECTION, write_projection
     from xtk.text.tokenizer import Tokenizer
 
     terminal.set_quiet(options.quiet)
@@ -208,14 +208,14 @@ def _counts_projection(
 
     import numpy as np
 
-    from xtk.artifacts.corpus_cooccurrence_counts import (
+    from xtk.projection.build import build_projection as build
+    from xtk.projection.build import projection_header
+    from xtk.projection.corpus_cooccurrence_counts import (
         corpus_fingerprint,
         count_corpus_cooccurrences,
         remove_counting_state,
     )
-    from xtk.artifacts.projection_file import PROJECTION, write_projection
-    from xtk.projection.build import build_projection as build
-    from xtk.projection.build import projection_header
+    from xtk.projection.file import PROJECTION, write_projection
     from xtk.projection.methods.cooccurrence import CooccurrenceCounts, CooccurrenceMethod
 
     nothing = np.zeros(0, np.int32)

@@ -104,8 +104,8 @@ def _describe_file(path: Path) -> dict[str, Any]:
         XtkError: it is not an artifact, but for example data or a part of a model; or it is corrupt.
     """
     from xtk.artifacts.cache_manifest import SHARD_NAME, VOCABULARY_ORDER_NAME
-    from xtk.artifacts.projection_file import HEADER_PREFIX, has_projection_metadata
     from xtk.artifacts.shard_writing import has_shard_checksum
+    from xtk.projection.file import HEADER_PREFIX, has_projection_metadata
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint
 
     with path.open("rb") as stream:
@@ -166,7 +166,7 @@ def _describe_vocabulary_order(path: Path) -> dict[str, Any]:
 def _describe_projection(path: Path) -> dict[str, Any]:
     import numpy as np
 
-    from xtk.artifacts.projection_file import read_projection
+    from xtk.projection.file import read_projection
 
     projection = read_projection(path)
     sizes = np.diff(projection.row_offsets)

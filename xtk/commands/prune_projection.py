@@ -43,8 +43,8 @@ def prune_projection(options: PruneProjectionOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.projection_file import PROJECTION, read_projection, write_projection
     from xtk.files.output_claims import claim_output
+    from xtk.projection.file import PROJECTION, read_projection, write_projection
     from xtk.projection.merge_projections import merge_projections
     from xtk.projection.prune import prune_projection as prune
 

@@ -230,10 +230,10 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
     from pathlib import Path
 
     from xtk.artifacts import cache_statistics
-    from xtk.artifacts.projection_disk_cache import cached_projection
-    from xtk.artifacts.projection_file import read_projection
     from xtk.artifacts.teacher_cache import TeacherCache
     from xtk.commands import alignment_html, projection_audit_html
+    from xtk.projection.disk_cache import cached_projection
+    from xtk.projection.file import read_projection
     from xtk.text.alignment_statistics import AlignmentStatistics, align_documents
 
     audited = read_projection(Path(projection)).header["audit"] if projection else None

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from xtk import terminal
-from xtk.artifacts.projection_disk_cache import cached_next_bytes, cached_projection, cached_projection_path
-from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.shard_columns import optional_columns
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import MismatchError, XtkError
@@ -22,6 +20,8 @@ from xtk.losses.loss_interface import ComparisonSpace, Loss
 from xtk.losses.loss_spec import LossSpec, parse_losses
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
+from xtk.projection.disk_cache import cached_next_bytes, cached_projection, cached_projection_path
+from xtk.projection.file import read_projection
 from xtk.projection.projection import IDENTITY_KEYS, SparseProjection, format_tokenizer
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.text.tokenizer import Tokenizer

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.artifacts.embedding_weights import read_input_embedding
 from xtk.artifacts.model_resolver import weights_fingerprint
-from xtk.artifacts.projection_disk_cache import cached_projection
-from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
 from xtk.artifacts.run_folders import (
     RUN_MANIFEST,
@@ -38,6 +36,8 @@ from xtk.models.saved_model import save_model
 from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
+from xtk.projection.disk_cache import cached_projection
+from xtk.projection.file import read_projection
 from xtk.projection.vocabulary_pair import SparseEntries
 from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.new_rows import new_rows

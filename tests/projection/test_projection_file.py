@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xtk.artifacts.projection_file import TENSOR_DTYPES, read_projection, read_projection_header, write_projection
 from xtk.errors import CorruptError, XtkError
 from xtk.projection.build import build_projection
+from xtk.projection.file import TENSOR_DTYPES, read_projection, read_projection_header, write_projection
 from xtk.projection.projection import SparseProjection
 from xtk.text.tokenizer import Tokenizer
 
@@ -148,7 +148,7 @@ def test_missing_file_is_reported_with_the_command_that_builds_one(tmp_path):
 
 
 def test_another_version_is_refused_with_its_number(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("xtk.artifacts.projection_file.VERSION", 7)
+    monkeypatch.setattr("xtk.projection.file.VERSION", 7)
     write_projection(small, tmp_path / "p")
     monkeypatch.undo()
     failure = error_of(tmp_path / "p")

@@ -12,14 +12,14 @@ import time
 import pytest
 import small_inputs
 
-from xtk.artifacts import corpus_cooccurrence_counts
-from xtk.artifacts.corpus_cooccurrence_counts import (
+from xtk.data.corpus_reader import Corpus
+from xtk.projection import corpus_cooccurrence_counts
+from xtk.projection.corpus_cooccurrence_counts import (
     corpus_fingerprint,
     count_corpus_cooccurrences,
     counting_state_path,
     remove_counting_state,
 )
-from xtk.data.corpus_reader import Corpus
 from xtk.text.tokenizer import Tokenizer
 
 TEXTS = [text for number in range(6) for text in small_inputs.sentences(20, seed=number)]
@@ -113,7 +113,7 @@ def test_counting_starts_over_if_the_inputs_or_the_state_differ(
 
 COUNT_SCRIPT = """
 import sys, time
-from xtk.artifacts import corpus_cooccurrence_counts as counting
+from xtk.projection import corpus_cooccurrence_counts as counting
 from xtk.projection.methods import cooccurrence
 cooccurrence.BATCH_TEXTS = 8
 counting.SAVE_INTERVAL_SECONDS = 0

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from xtk.artifacts import projection_disk_cache
-from xtk.artifacts.projection_disk_cache import cached_next_bytes, cached_projection
 from xtk.files.atomic_files import atomic_write
+from xtk.projection import disk_cache as projection_disk_cache
 from xtk.projection.build import build_projection
+from xtk.projection.disk_cache import cached_next_bytes, cached_projection
 from xtk.projection.prune import prune_projection
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
 from xtk.text.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def test_results_are_returned_if_the_cache_folder_is_a_file(tmp_path, tokenizers
 
 SCRIPT = """
 import sys
-from xtk.artifacts.projection_disk_cache import cached_projection
+from xtk.projection.disk_cache import cached_projection
 from xtk.text.tokenizer import Tokenizer
 for _ in range(5):
     print(len(cached_projection(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2])).teacher_ids))

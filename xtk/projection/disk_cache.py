@@ -10,10 +10,10 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from xtk.artifacts.projection_file import VERSION, read_projection, write_projection
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.projection.build import build_projection, projection_header, tokenizer_identity
+from xtk.projection.file import VERSION, read_projection, write_projection
 from xtk.projection.projection import SparseProjection
 from xtk.projection.prune import prune_projection
 from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching
