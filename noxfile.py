@@ -117,7 +117,7 @@ def types(session: nox.Session) -> None:
     ignored = ("arg-type", "misc", "assignment", "func-returns-value", "var-annotated", "union-attr", "unused-ignore",
                "import-untyped", "import-not-found", "no-any-return", "untyped-decorator")  # fmt: skip
     flags = [*(f"--allow-{one}" for one in allowed), *(f"--disable-error-code={one}" for one in ignored)]
-    folders = os.pathsep.join(("tests", "tests/artifacts", "tests/training", "tests/losses"))
+    folders = os.pathsep.join(("tests", "tests/cache", "tests/training", "tests/losses"))
     run(session, "mypy", *flags, "--implicit-reexport", "--follow-imports=silent", BENCHES, MYPYPATH=folders)
 
 

@@ -16,11 +16,11 @@ def write_cache(teacher: Path, corpus: Path, folder: Path, log: Path, processes:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+    from xtk.cache.teacher_logprobs import Support
     from xtk.data.corpus_reader import Corpus
     from xtk.errors import XtkError
     from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.cache_building import CachePartition, cache_teacher
-    from xtk.tokens.teacher_logprobs import Support
 
     request = CacheRequest(teacher, "teacher", Support("top-k", top_k=4), shard_tokens=shard_tokens)
     try:
@@ -60,10 +60,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def write_partition(teacher: Path, corpus: Path, folder: Path, rank: int, num_machines: int) -> None:
     """Write one machine's partition of the cache that the `cache` fixture of conftest.py writes."""
+    from xtk.cache.teacher_logprobs import Support
     from xtk.data.corpus_reader import Corpus
     from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.cache_building import CachePartition, cache_teacher
-    from xtk.tokens.teacher_logprobs import Support
 
     request = CacheRequest(teacher, "teacher", Support("top-k", top_k=16), shard_tokens=400)
     cache_teacher(request, Corpus([str(corpus)]), folder, partition=CachePartition(1, rank, num_machines))

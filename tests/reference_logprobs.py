@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import small_inputs
 
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence, tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 TEXTS = [
     *small_inputs.sentences(9, seed=8),

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import small_inputs
 
-from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.writer import ShardedCacheWriter
 from xtk.files.storage_folders import LocalFolder
 
 KINDS = {

@@ -17,8 +17,8 @@ import pytest
 from safetensors import safe_open
 from xtk_processes import run_xtk
 
-from xtk.artifacts.cache_writer import _unfinished_marker_content
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.writer import _unfinished_marker_content
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import RECORD_FIELDS
 from xtk.losses import LOSSES

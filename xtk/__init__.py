@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from xtk.artifacts.teacher_cache import TeacherCache as TeacherCache
+    from xtk.cache.reader import TeacherCache as TeacherCache
     from xtk.errors import XtkError as XtkError
     from xtk.library.alignment import Alignment as Alignment
     from xtk.library.alignment import align as align
@@ -32,7 +32,7 @@ PUBLIC = {
     "Projection": "xtk.library.projections",
     "cache_teacher": "xtk.library.cache_from_model",
     "CacheWriter": "xtk.library.cache_from_arrays",
-    "TeacherCache": "xtk.artifacts.teacher_cache",
+    "TeacherCache": "xtk.cache.reader",
     "DistillationCollator": "xtk.library.distillation_collator",
     "DistillationLoss": "xtk.library.distillation_loss",
     "enable_packing": "xtk.library.packing",

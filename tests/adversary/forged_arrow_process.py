@@ -24,10 +24,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import xxhash
 
-from xtk.artifacts.cache_shard import CacheShard, frame_checksum
-from xtk.artifacts.cache_writer import write_cache_manifest
-from xtk.artifacts.shard_writing import CHECKSUM_PREFIX
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard import CacheShard, frame_checksum
+from xtk.cache.shard_writing import CHECKSUM_PREFIX
+from xtk.cache.writer import write_cache_manifest
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.storage_folders import LocalFolder

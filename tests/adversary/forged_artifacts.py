@@ -10,7 +10,7 @@ from typing import Any
 
 from json_mutations import to_json
 
-from xtk.artifacts.cache_manifest import manifest_bytes, manifest_checksum
+from xtk.cache.manifest import manifest_bytes, manifest_checksum
 from xtk.files.atomic_files import canonical_json, sha256
 
 MANIFEST = "manifest.json"

@@ -15,6 +15,7 @@ from xtk_processes import run_xtk
 
 from xtk.artifacts.run_folder_removal import keep_manifest_of_user
 from xtk.artifacts.run_folders import read_recipe
+from xtk.cache.teacher_logprobs import make_support
 from xtk.errors import MismatchError, XtkError
 from xtk.files.run_names import list_checkpoints
 from xtk.losses.loss_spec import parse_losses
@@ -23,7 +24,6 @@ from xtk.teachers.cache_build_config import CacheRequest, open_teacher
 from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import make_support
 from xtk.training import student_export
 from xtk.training.checkpoint import CheckpointSaver
 from xtk.training.distill import distill

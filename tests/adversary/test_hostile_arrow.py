@@ -16,11 +16,11 @@ import pytest
 import small_caches
 from forged_arrow_process import buffer_ranges_of
 
-from xtk.artifacts import shard_writing
-from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.artifacts.token_ids_by_frequency import VocabularyOrder, vocabulary_order_file_name
+from xtk.cache import shard_writing
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.token_ids_by_frequency import VocabularyOrder, vocabulary_order_file_name
+from xtk.cache.writer import ShardedCacheWriter
 from xtk.errors import CorruptError
 from xtk.files.storage_folders import LocalFolder
 from xtk.text.token_sequence import TokenSequence

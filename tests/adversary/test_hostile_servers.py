@@ -16,7 +16,7 @@ import pytest
 from http_server_processes import JsonHandler, ServerProcess, run_server, serve_handler
 from xtk_processes import run_xtk
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.engines import http_client_pool
 from xtk.engines.http_client_pool import Endpoint, EndpointPool, NoResponseError, RetryPolicy
 from xtk.engines.server_responses import (

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from xtk.cache.teacher_logprobs import make_support
 from xtk.errors import XtkError
-from xtk.tokens.teacher_logprobs import make_support
 from xtk.training.parallel_config import parse_devices
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xtk.artifacts.cache_manifest import FORMAT, VERSION
+from xtk.cache.manifest import FORMAT, VERSION
 
 pytestmark = pytest.mark.slow
 

@@ -12,16 +12,16 @@ import pyarrow as pa
 import pytest
 import small_caches
 
-from xtk.artifacts.cache_manifest import shard_file_name
-from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.shard_writing import ShardPosition, check_file_checksum
-from xtk.artifacts.teacher_cache import TeacherCache, open_verified_shard
+from xtk.cache.manifest import shard_file_name
+from xtk.cache.reader import TeacherCache, open_verified_shard
+from xtk.cache.shard_writing import ShardPosition, check_file_checksum
+from xtk.cache.teacher_logprobs import Support
+from xtk.cache.writer import ShardedCacheWriter
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import CorruptError
 from xtk.files.storage_folders import open_folder
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher
-from xtk.tokens.teacher_logprobs import Support
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,8 @@ import torch
 from measurement import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.artifacts.cache_writer import mark_cache_unfinished
+from xtk.cache.teacher_logprobs import make_support
+from xtk.cache.writer import mark_cache_unfinished
 from xtk.data.corpus_reader import Corpus
 from xtk.files.storage_folders import open_folder
 from xtk.models.causal_lm import silence_transformers
@@ -38,7 +39,6 @@ from xtk.teachers.transformers import TransformersTeacher, batches_by_length
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import make_support
 
 REPEATS = 3
 CUDA = torch.cuda.is_available()

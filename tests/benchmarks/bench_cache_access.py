@@ -22,18 +22,18 @@ import numpy as np
 from calibrated_teacher import held_out, language_model
 from measurement import report
 
-from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
-from xtk.artifacts.shard_codec_registry import PRECISION_CODECS
-from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.codec.shard_codec_registry import PRECISION_CODECS
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.teacher_logprobs import Support
+from xtk.cache.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.writer import ShardedCacheWriter, store_shard
 from xtk.files.storage_folders import LocalFolder
 from xtk.models.causal_lm import silence_transformers
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import Support
 
 SHARDS, ROWS = 4, 200  # documents of a shard; they repeat
 TOKENS, REPEATS = 2000, 5

@@ -27,7 +27,7 @@ from measurement import gsm8k, model_folder, report
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xtk import terminal
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.losses.loss_spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
 from xtk.rollouts.generator_interface import SamplingConfig

@@ -21,16 +21,16 @@ import numpy as np
 from measurement import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "artifacts"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "cache"))
 
 from test_teacher_cache import HEADER, random_row
 
-from xtk.artifacts.cache_manifest import read_cache_manifest, shard_file_name
-from xtk.artifacts.cache_merging import merge_caches
-from xtk.artifacts.cache_shard import CacheShard
-from xtk.artifacts.cache_writer import ShardedCacheWriter, write_cache_manifest
-from xtk.artifacts.shard_writing import ShardPosition, write_shard
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.manifest import read_cache_manifest, shard_file_name
+from xtk.cache.merging import merge_caches
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard import CacheShard
+from xtk.cache.shard_writing import ShardPosition, write_shard
+from xtk.cache.writer import ShardedCacheWriter, write_cache_manifest
 from xtk.files.storage_folders import LocalFolder, open_folder
 from xtk.text.document import Document
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 from measurement import report
 
-from xtk.artifacts import shard_writing as shards
-from xtk.artifacts.cache_shard import CacheShard
-from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, check_file_checksum, write_shard
-from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.cache import shard_writing as shards
+from xtk.cache.shard import CacheShard
+from xtk.cache.shard_writing import ScoredDocument, ShardPosition, check_file_checksum, write_shard
+from xtk.cache.teacher_logprobs import StoredLogprobs
+from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence
-from xtk.tokens.teacher_logprobs import StoredLogprobs
 
 DOCUMENTS, TOKENS, VOCAB_SIZE, TOP_K, SAMPLES, REPEATS = 64, 512, 151_936, 16, 16, 5
 

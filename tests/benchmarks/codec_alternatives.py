@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.position_clusters import cluster_positions, find_frequent_ids
-from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs, nearest_levels
-from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.codec.position_clusters import cluster_positions, find_frequent_ids
+from xtk.cache.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs, nearest_levels
+from xtk.cache.teacher_logprobs import StoredLogprobs
+from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.text.token_sequence import TokenSequence as TokenSequence
-from xtk.tokens.teacher_logprobs import StoredLogprobs
 
 Array = NDArray[np.int64]
 EDGES = np.array([*range(16), *(start << octave - 1 for octave in range(4, 20) for start in (2, 3))])

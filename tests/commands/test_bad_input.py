@@ -82,7 +82,7 @@ def test_cache_teacher_counts_documents_longer_than_the_teachers_context(run, pa
 
 
 def test_the_parts_of_a_split_document_concatenate_to_its_text(run, pair, tmp_path):
-    from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.cache.reader import TeacherCache
 
     text = "日本語 with emoji 😀 and numbers 12345. " * 40
     corpus = small_inputs.write_jsonl(tmp_path / "long.jsonl", [text])

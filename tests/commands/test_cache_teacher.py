@@ -9,10 +9,10 @@ import shutil
 import numpy as np
 import pyarrow as pa
 import pytest
-from artifacts.reference_packed_codec import ReferenceDecoder
+from cache.reference_packed_codec import ReferenceDecoder
 
-from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.tokens.teacher_logprobs import SUPPORTS, make_support
+from xtk.cache.reader import TeacherCache
+from xtk.cache.teacher_logprobs import SUPPORTS, make_support
 
 OPTIONS = {
     "top-k": ["--top-k", 8],

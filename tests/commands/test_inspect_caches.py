@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xtk.artifacts.cache_statistics import bytes_by_section
-from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.statistics import bytes_by_section
+from xtk.cache.writer import ShardedCacheWriter
 from xtk.files.storage_folders import LocalFolder
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from small_inputs import Pair
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 
 
 @pytest.fixture(scope="module")

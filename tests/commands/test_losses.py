@@ -10,7 +10,7 @@ import pytest
 import torch
 from recorded_training_steps import make_train_config, open_run_inputs
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import COMPARISON_SPACES, LOSSES, SURROGATE_LOSSES
 from xtk.losses.byte_kl import ByteKL

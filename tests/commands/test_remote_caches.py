@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from small_inputs import sentences, write_jsonl
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 

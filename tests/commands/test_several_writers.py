@@ -14,13 +14,13 @@ import cache_writer_processes
 import pytest
 import small_inputs
 
-from xtk.artifacts.cache_output import UNFINISHED_MARKER
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.output import UNFINISHED_MARKER
+from xtk.cache.reader import TeacherCache
+from xtk.cache.teacher_logprobs import Support
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher
-from xtk.tokens.teacher_logprobs import Support
 
 pytestmark = pytest.mark.slow
 

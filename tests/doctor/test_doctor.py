@@ -13,7 +13,7 @@ import small_inputs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.doctor import CHECKS
 from xtk.doctor.all_checks import run_checks

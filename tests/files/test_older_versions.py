@@ -13,9 +13,12 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from xtk.artifacts import cache_manifest, cache_writer, shard_writing, teacher_cache
 from xtk.artifacts.run_folders import read_recipe, read_run_manifest
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache import manifest as cache_manifest
+from xtk.cache import reader as teacher_cache
+from xtk.cache import shard_writing
+from xtk.cache import writer as cache_writer
+from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import record_to_document
 from xtk.errors import CorruptError, XtkError

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.losses import LOSSES
 from xtk.models.causal_lm import load_causal_lm
 from xtk.training import student_with_losses

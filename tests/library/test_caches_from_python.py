@@ -21,7 +21,7 @@ from small_inputs import sentences, write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import xtk
-from xtk.artifacts.cache_statistics import sample_positions, summarize_cache
+from xtk.cache.statistics import sample_positions, summarize_cache
 from xtk.teachers.cache_rescoring import verify_cache
 
 TEXTS = sentences(12, seed=3)

@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 
 TEXTS = ["Anna has 12 apples and 30 pears.", "The river — é — is wide", "def f(x):\n    return x + 2019", "So."]
 TEMPLATE = (

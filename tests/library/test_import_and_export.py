@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import xtk
-from xtk.artifacts.cache_statistics import sample_positions, summarize_cache
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.statistics import sample_positions, summarize_cache
 from xtk.errors import XtkError
 from xtk.library.cache_export import export_cache
 from xtk.library.cache_from_arrays import CacheWriter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.library.cache_import import import_cache
 from xtk.text.tokenizer import Tokenizer

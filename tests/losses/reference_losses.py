@@ -23,6 +23,7 @@ from reference_longest_prefixes import reference_bpm, reference_escd
 from small_vocabularies import make_byte_partition, partition_vocabularies, random_encode, random_spellings
 from torch import Tensor
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.event_set_completion import EventSetCells
 from xtk.losses.loss_cells import MIN_REMAINDER, LossCells
@@ -33,7 +34,6 @@ from xtk.losses.sorted_probs import SortedProbCells
 from xtk.losses.span_probability_products import SpanProductCells
 from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 REVERSE_KL = ReferenceDivergence("reverse-kl")
 

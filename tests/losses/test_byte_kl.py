@@ -17,6 +17,7 @@ from reference_losses import make_teacher_logprobs
 from small_vocabularies import make_byte_partition, partition_vocabularies, random_spellings
 from torch import Tensor
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.errors import CorruptError
 from xtk.losses import byte_kl
 from xtk.losses.byte_kl import ByteKL
@@ -38,7 +39,6 @@ from xtk.text.alignment import align_sequences
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 CPU = torch.device("cpu")
 

@@ -27,6 +27,7 @@ from small_vocabularies import partition_vocabularies
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.errors import XtkError
 from xtk.losses import LOSSES, SURROGATE_LOSSES, TEACHER_REQUIREMENTS
 from xtk.losses.fused_head_and_loss import chunk_starts, fused_loss
@@ -39,7 +40,6 @@ from xtk.models.output_head import HeadAdapter, OutputHead
 from xtk.name_registry import load_registered
 from xtk.projection.projection import ProjectionColumns, SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition, sort_vocabulary
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 CPU = torch.device("cpu")
 LOSS_INSTANCES = {name: load_registered(LOSSES, name, "loss")() for name in LOSSES}

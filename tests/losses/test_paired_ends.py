@@ -5,6 +5,7 @@ import pytest
 import torch
 from chat_families import write_family
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses import LOSSES
 from xtk.losses.divergences import FORWARD_KL
 from xtk.losses.fused_head_and_loss import fused_loss
@@ -14,7 +15,6 @@ from xtk.name_registry import load_registered
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.training.losses_per_teacher import PAIR_PROJECTION_METHOD, cached_next_bytes, cached_projection
 
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}

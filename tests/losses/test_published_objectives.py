@@ -10,7 +10,8 @@ import torch
 from reference_losses import make_teacher_logprobs
 from small_vocabularies import make_byte_partition, partition_vocabularies, random_spellings
 
-from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
+from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
+from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.losses.divergences import ReverseKLDivergence
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_cells import LossCells
@@ -21,7 +22,6 @@ from xtk.losses.shared_vocabulary_cells import CandidateUnitCells
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import ProjectionColumns, SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition
-from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 
 STUDENT = [b"", b"Br", b"ead", b"eads", b"eak", b"Cat", b"x"]
 TEACHER = [b"", b"Bread", b"Breads", b"Break", b"Cat"]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from small_vocabularies import make_byte_partition, partition_vocabularies, random_spellings
 
-from xtk.artifacts.codec.logprob_packing import pack_logprobs
-from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
-from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
+from xtk.cache.codec.logprob_packing import pack_logprobs
+from xtk.cache.codec.logprob_unpacking import LogprobDecoder
+from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
+from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.evaluation.top1_agreement import ByProjection, TeacherTopTokens
 from xtk.losses import LOSSES, SURROGATE_LOSSES
 from xtk.losses.fused_head_and_loss import fused_loss
@@ -23,7 +24,6 @@ from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
 from xtk.projection.projection import SparseProjection
-from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 
 V, P, SAMPLES = 97, 1500, 16
 SUPPORTS = {"top-k": (8, 0), "sample": (0, SAMPLES), "top-k+sample": (8, SAMPLES), "none": (0, 0)}

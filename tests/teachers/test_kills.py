@@ -13,7 +13,7 @@ import cache_writer_processes
 import pytest
 import small_inputs
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 
 DOCUMENTS = 60
 SEED = 20_240

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.teacher_logprobs import Support
 from xtk.models.causal_lm import load_causal_lm
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import Support
 
 TEXTS = ["Ada has 12 apples and gives 5 to Grace. Now Ada has 7 apples left.", "One.", "Ünïcödé 201 日本"]
 SUPPORT = Support("top-k+sample", top_k=8, num_samples=4, num_sample_sets=1)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import small_inputs
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.teachers import BACKENDS
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher
 from xtk.teachers.transformers import TransformersTeacher
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 SUPPORT = Support("top-k+sample", top_k=4, num_samples=5, num_sample_sets=2, seed=1)
 POSITION = 3  # the position of the invalid value

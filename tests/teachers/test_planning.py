@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import small_inputs
 
+from xtk.cache.teacher_logprobs import Support
 from xtk.data.corpus_reader import Corpus
 from xtk.teachers.cache_build_config import CacheRequest, sharding_options
 from xtk.teachers.cache_shard_planning import make_shard_plan, read_shards
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import Support
 
 
 def planning_peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int, int]:

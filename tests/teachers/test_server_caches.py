@@ -11,13 +11,13 @@ import pytest
 from http_server_processes import run_server, serve_as_vllm, serve_faulty_proxy
 from small_inputs import Pair
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.teacher_logprobs import Support
 from xtk.data.corpus_reader import Corpus
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher
-from xtk.tokens.teacher_logprobs import Support
 
 FAST_RETRIES = RetryPolicy(max_attempts=3, total_seconds=300, attempt_seconds=60, initial_backoff=0.02, max_backoff=0.1)
 

@@ -23,6 +23,7 @@ from http_server_processes import (
 from reference_logprobs import assert_logprobs_match, compute_full_logprobs, make_documents
 from small_inputs import Pair
 
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.engines.server_responses import RetryableError
 from xtk.errors import MismatchError, XtkError
@@ -33,7 +34,6 @@ from xtk.teachers.vllm_server_client import ServerTeacher
 from xtk.teachers.vllm_top_logprobs import num_tokens_to_read
 from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 FAST_RETRIES = RetryPolicy(
     max_attempts=5, total_seconds=300, attempt_seconds=60, connect_seconds=20, initial_backoff=0.02, max_backoff=0.1

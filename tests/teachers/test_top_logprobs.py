@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_logprobs import assert_logprobs_match
 
+from xtk.cache.teacher_logprobs import Support
 from xtk.errors import XtkError
 from xtk.teachers.vllm_top_logprobs import (
     TopLogprobs,
@@ -17,7 +18,6 @@ from xtk.teachers.vllm_top_logprobs import (
     top_logprobs_to_stored,
 )
 from xtk.text.token_sequence import TokenSequence
-from xtk.tokens.teacher_logprobs import Support
 
 
 def document_of(ids: np.ndarray, trained: np.ndarray) -> TokenSequence:

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.shard_writing import ScoredDocument
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.teacher_logprobs import Support
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
 from xtk.teachers.backend_interface import TeacherConfig
@@ -27,7 +28,6 @@ from xtk.teachers.transformers import (
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence, tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import Support
 
 TEXTS = [*small_inputs.sentences(9, seed=8), "a", "", "Anna", " ".join(small_inputs.sentences(6, seed=9))]
 

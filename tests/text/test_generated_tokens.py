@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.text.alignment import align_sequences, separate_added_spaces
 from xtk.text.chat.conversation_tokens import MARKUP, REGIONS

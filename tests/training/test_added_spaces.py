@@ -14,7 +14,7 @@ import tokenizers
 import torch
 from tokenizers import pre_tokenizers
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.losses.loss_interface import span_ranges
 from xtk.losses.loss_term import TeacherOutput, make_loss_inputs

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.shard_codec_registry import to_teacher_logprobs
+from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
+from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.errors import XtkError
 from xtk.losses.loss_interface import LossInputs
-from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.training.combine_teachers import (
     COMBINATION_METHODS,
     MIN_SCORE,

@@ -8,7 +8,7 @@ import torch
 from chat_families import write_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm

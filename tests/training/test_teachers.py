@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.losses.loss_spec import LossSpec, parse_losses

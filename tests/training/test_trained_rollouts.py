@@ -11,7 +11,7 @@ import pytest
 import small_inputs
 import torch
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.losses.fused_head_and_loss import fused_loss

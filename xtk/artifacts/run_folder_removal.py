@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.cache_output import is_cache_file
 from xtk.artifacts.run_folders import CARD_FILE, ROLLOUTS_FILE, RUN_MANIFEST
+from xtk.cache.output import is_cache_file
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, has_same_content, next_free_path, read_json
 from xtk.files.output_claims import foreign_files_error

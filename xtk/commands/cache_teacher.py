@@ -233,12 +233,12 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
         folder: of the teacher.
         adapter: LoRA adapter of the teacher, if it has one.
     """
-    from xtk.artifacts.shard_codec_registry import codec_for_precision
+    from xtk.cache.codec.shard_codec_registry import codec_for_precision
+    from xtk.cache.teacher_logprobs import make_support
     from xtk.engines.backend import backend_options
     from xtk.models.causal_lm import DTYPES
     from xtk.name_registry import load_registered
     from xtk.teachers.cache_build_config import CacheRequest
-    from xtk.tokens.teacher_logprobs import make_support
 
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
     codec_for_precision(options.precision)
@@ -303,7 +303,7 @@ def _print_estimate(costs: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _merge(options: CacheTeacherOptions) -> None:
-    from xtk.artifacts.cache_merging import merge_caches
+    from xtk.cache.merging import merge_caches
 
     of_merging = {"teacher", "data", "output", "merge", "rows", "force", "as_json", "quiet", "config"}
     names = [field.name for field, _ in declared_options(CacheTeacherOptions) if field.name not in of_merging]

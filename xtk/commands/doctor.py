@@ -93,9 +93,9 @@ def doctor(options: DoctorOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.cache_output import is_cache
     from xtk.artifacts.model_resolver import resolve_model_folder
-    from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.cache.output import is_cache
+    from xtk.cache.reader import TeacherCache
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.doctor.all_checks import run_checks
     from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
-from xtk.artifacts.cache_output import is_cache
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.output import is_cache
+from xtk.cache.reader import TeacherCache
 from xtk.commands.load_models import load_model_and_tokenizer
 from xtk.data.corpus_reader import Corpus, parse_columns_option
 from xtk.errors import XtkError
@@ -111,9 +111,9 @@ def evaluate_bits_per_byte(folders: dict[str, tuple[Path, Path | None]], options
 
 def _score_with_teacher(text: str, corpus: Corpus, place: Path, options: EvaluateOptions) -> TeacherCache:
     """Score the data with a teacher, and return the cache."""
+    from xtk.cache.teacher_logprobs import make_support
     from xtk.teachers.cache_building import cache_teacher
     from xtk.teachers.online_teacher import parse_online_teacher
-    from xtk.tokens.teacher_logprobs import make_support
 
     request = parse_online_teacher(text, long_documents="truncate", trust_remote_code=options.trust_remote_code).request
     if request.support == make_support(""):  # the default; exact ids are better for a cache that is not kept

@@ -29,7 +29,7 @@ def export_cache(options: ExportCacheOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.cache.reader import TeacherCache
     from xtk.library.cache_export import export_cache as export
 
     terminal.set_quiet(options.quiet)

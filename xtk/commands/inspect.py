@@ -103,8 +103,8 @@ def _describe_file(path: Path) -> dict[str, Any]:
     Raises:
         XtkError: it is not an artifact, but for example data or a part of a model; or it is corrupt.
     """
-    from xtk.artifacts.cache_manifest import SHARD_NAME, VOCABULARY_ORDER_NAME
-    from xtk.artifacts.shard_writing import has_shard_checksum
+    from xtk.cache.manifest import SHARD_NAME, VOCABULARY_ORDER_NAME
+    from xtk.cache.shard_writing import has_shard_checksum
     from xtk.projection.file import HEADER_PREFIX, has_projection_metadata
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint
 
@@ -155,7 +155,7 @@ def _other_file_error(path: Path, start: bytes) -> XtkError:
 
 
 def _describe_vocabulary_order(path: Path) -> dict[str, Any]:
-    from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+    from xtk.cache.token_ids_by_frequency import VocabularyOrder
 
     content = path.read_bytes()
     order = VocabularyOrder.from_file_content(path.name, content, str(path))
@@ -180,8 +180,8 @@ def _describe_projection(path: Path) -> dict[str, Any]:
 
 
 def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
-    from xtk.artifacts import cache_statistics
-    from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished_cache
+    from xtk.cache import statistics as cache_statistics
+    from xtk.cache.reader import TeacherCache, check_unfinished_cache
     from xtk.files.storage_folders import open_folder
 
     if options.verify:
@@ -237,7 +237,7 @@ def _describe_rollouts(path: Path) -> dict[str, Any]:
 
 
 def _describe_shard(path: Path) -> dict[str, Any]:
-    from xtk.artifacts.teacher_cache import read_shard_counts
+    from xtk.cache.reader import read_shard_counts
 
     header, statistics = read_shard_counts(path)
     return {"path": str(path), "kind": "teacher-cache-shard", "header": header, "statistics": statistics}

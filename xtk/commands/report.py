@@ -204,8 +204,8 @@ def _cache(place: str) -> list[str]:
     """Return the section about a cache, as HTML."""
     from html import escape
 
-    from xtk.artifacts import cache_statistics
-    from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.cache import statistics as cache_statistics
+    from xtk.cache.reader import TeacherCache
     from xtk.commands.teacher_cache_html import cache_sections
 
     cache = TeacherCache(place)
@@ -229,8 +229,8 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
     """
     from pathlib import Path
 
-    from xtk.artifacts import cache_statistics
-    from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.cache import statistics as cache_statistics
+    from xtk.cache.reader import TeacherCache
     from xtk.commands import alignment_html, projection_audit_html
     from xtk.projection.disk_cache import cached_projection
     from xtk.projection.file import read_projection

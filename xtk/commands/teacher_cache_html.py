@@ -14,9 +14,9 @@ from xtk.commands.html_page import PAGE_END, page_start, stacked_bar
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from xtk.artifacts.cache_shard import StoredDocument
-    from xtk.artifacts.cache_statistics import PositionStatistics
-    from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.cache.reader import TeacherCache
+    from xtk.cache.shard import StoredDocument
+    from xtk.cache.statistics import PositionStatistics
     from xtk.text.tokenizer import Tokenizer
 
 MAX_DOCUMENTS, MAX_TOKENS = 2, 1500  # shown; tokens per document

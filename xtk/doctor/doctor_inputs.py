@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.cache_output import is_cache
 from xtk.artifacts.model_resolver import base_model_and_adapter
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.output import is_cache
+from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError, path_exists
 from xtk.models.safetensors_headers import read_weight_headers

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from xtk.artifacts.cache_manifest import cache_totals
+from xtk.cache.manifest import cache_totals
+from xtk.cache.teacher_logprobs import DEFAULT_TOP_K, make_support
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan, max_document_tokens
 from xtk.doctor.fake_tensor_memory import UnsupportedModel, measure_footprint
 from xtk.doctor.library_memory import library_bytes
@@ -21,7 +22,6 @@ from xtk.models.output_head import chunk_rows
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.transformers import CHUNK_PASSES
 from xtk.terminal import format_duration
-from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, make_support
 
 GIB = 2**30
 # Cache bytes per position on disk, measured (docs/explanation/scale.md): with default options; for --top-k, the size

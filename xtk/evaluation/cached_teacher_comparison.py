@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BATCH_TOKENS, READ_BATCH_SIZE, max_input_tokens
 from xtk.evaluation.standard_errors import Ratio

@@ -9,12 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS
+from xtk.cache.codec.quantization_levels import QUANTIZATION_STEPS
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses.loss_interface import LossInputs, range_indices, span_ranges
 from xtk.projection.projection import SparseProjection
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 # Supports that always contain the teacher's most likely token.
 SUPPORTS_WITH_TOP1 = ("top-k", "top-p", "top-k+sample")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from xtk import terminal
-from xtk.artifacts.cache_shard import StoredDocument
-from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS, optional_columns
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.columns import OPTIONAL_COLUMNS, optional_columns
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard import StoredDocument
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write

@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from xtk.artifacts.cache_manifest import MANIFEST
-from xtk.artifacts.cache_output import CACHE, remove_cache
-from xtk.artifacts.cache_shard import CacheShard
-from xtk.artifacts.cache_writer import ShardedCacheWriter, store_shard
-from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION, codec_for_precision
-from xtk.artifacts.shard_columns import OPTIONAL_COLUMNS
-from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
-from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION, codec_for_precision
+from xtk.cache.columns import OPTIONAL_COLUMNS
+from xtk.cache.manifest import MANIFEST
+from xtk.cache.output import CACHE, remove_cache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard import CacheShard
+from xtk.cache.shard_writing import ScoredDocument, ShardPosition, write_shard
+from xtk.cache.teacher_logprobs import Support
+from xtk.cache.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.writer import ShardedCacheWriter, store_shard
 from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.data.record_to_document import OPT_IN_FIELDS, record_to_document
 from xtk.errors import XtkError
@@ -38,9 +39,8 @@ from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_store
 from xtk.text.document import Document
 from xtk.text.teacher_tokenization import teacher_views
 from xtk.text.token_sequence import TokenSequence
-from xtk.tokens.teacher_logprobs import Support
 
-# Supports without samples; see `xtk.tokens.teacher_logprobs.SUPPORTS`.
+# Supports without samples; see `xtk.cache.teacher_logprobs.SUPPORTS`.
 EXACT_SUPPORTS = ("top-k", "candidates", "none")
 _EXACT_PRECISION = "float32"
 # An option in the header of caches without the teacher's tokenizer: the vocabulary has the listed tokens only.

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
-from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.artifacts.weight_hash import CHUNK_BYTES, hash_chunks
+from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION
+from xtk.cache.reader import TeacherCache
+from xtk.cache.teacher_logprobs import Support, make_support
 from xtk.data.arrow_record_readers import read_dataset
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import Record
@@ -27,7 +28,6 @@ from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher as build_cache
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import Support, make_support
 
 _UNHASHED_SETTINGS = ("transformers_version", "_name_or_path")
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.cache_manifest import MAX_TOKEN_ID
-from xtk.artifacts.shard_codec_registry import DEFAULT_PRECISION
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION
+from xtk.cache.manifest import MAX_TOKEN_ID
+from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError

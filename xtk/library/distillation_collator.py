@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.cache_shard import StoredDocument
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.shard import StoredDocument
 from xtk.errors import MismatchError, XtkError
 from xtk.library.distillation_batch import DistillationBatch, make_batch
 from xtk.library.distillation_loss import DistillationLoss

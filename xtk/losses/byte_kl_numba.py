@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import MIN_REMAINDER
 from xtk.losses.prefix_alternatives_numba import (
     BoundaryScratch,
     group_prefix_tokens,
@@ -34,7 +35,6 @@ from xtk.losses.token_boundaries_numba import (
 )
 from xtk.numba_kernel import numba_kernel
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
-from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 # Up to this many tokens with the same prefix per cell, a linear scan is faster than a binary search.
 LINEAR_SCAN_LIMIT = 50

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xtk.cache.teacher_logprobs import MIN_REMAINDER
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
 from xtk.options.spec_parsing import from_pairs, option_names
-from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 DIVERGENCES = {
     "forward-kl": "xtk.losses.divergences:ForwardKLDivergence",

@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xtk.cache.teacher_logprobs import MIN_REMAINDER
 from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.divergences import FORWARD_KL, Divergence
 from xtk.models.host_to_device import to_device
 from xtk.text.chat.conversation_tokens import REGIONS
-from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
 def _no_region_sums(device: torch.device | None = None) -> Tensor:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses.loss_cells import LossCells
 from xtk.options.declaration import option
 from xtk.projection.projection import ProjectionColumns
 from xtk.projection.vocabulary_byte_partition import BytePartition
 from xtk.text.chat.conversation_tokens import NO_REGION
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 # Values of the options `where` and `whitespace` of losses.
 ALL_POSITIONS, SHARED_BOUNDARIES = "all", "common"

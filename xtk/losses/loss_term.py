@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses import EXACT_REQUIREMENTS
 from xtk.losses.divergences import Divergence
 from xtk.losses.loss_cells import LossCells
@@ -17,7 +18,6 @@ from xtk.losses.paired_ends import with_paired_ends
 from xtk.text.alignment import align_sequences, separate_added_spaces
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence as TokenSequence
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 
 @dataclass(frozen=True)

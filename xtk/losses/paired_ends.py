@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses.loss_interface import ComparisonSpace, LossInputs
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 
 def with_paired_ends(example: LossInputs, comparison_space: ComparisonSpace) -> LossInputs:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import MIN_REMAINDER
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.losses.token_boundaries_numba import (
     BOUNDARY_BYTES,
@@ -17,7 +18,6 @@ from xtk.losses.token_boundaries_numba import (
 )
 from xtk.numba_kernel import numba_kernel
 from xtk.projection.vocabulary_byte_partition import PrefixContinuations, SortedVocabulary
-from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
 class BoundaryScratch(NamedTuple):

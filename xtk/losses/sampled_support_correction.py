@@ -14,8 +14,8 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import MIN_REMAINDER, TeacherLogprobs
 from xtk.numba_kernel import numba_kernel
-from xtk.tokens.teacher_logprobs import MIN_REMAINDER, TeacherLogprobs
 
 MIN_LOGPROB = np.float32(-1e4)  # of a token with probability 0; its exponential is 0 in float64 too
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.divergences import ForwardKLDivergence
 from xtk.losses.largest_tokens import LargestTokens
@@ -20,7 +21,6 @@ from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.losses.shared_vocabulary_cells_numba import fill_shared_cells
 from xtk.models.host_to_device import to_device
 from xtk.projection.projection import TokenPairs
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 NO_REMAINDER = math.log(1e-30)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import MIN_REMAINDER
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.numba_kernel import numba_kernel
-from xtk.tokens.teacher_logprobs import MIN_REMAINDER
 
 
 @numba_kernel

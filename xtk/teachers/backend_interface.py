@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.engines.backend import Backend, BackendConfig
 from xtk.text.token_sequence import TokenSequence
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.model_resolver import model_name
-from xtk.artifacts.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
-from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.codec.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
+from xtk.cache.teacher_logprobs import DEFAULT_TOP_K, Support
+from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import load_model_config, max_context_length
 from xtk.name_registry import load_registered, unknown_name_error
@@ -19,7 +20,6 @@ from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.cache_shard_planning import LONG_DOCUMENTS, ShardingOptions, ShardPlan
 from xtk.text.start_tokens import AUTO_START
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, Support
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.cache_manifest import cache_figures
-from xtk.artifacts.cache_output import CACHE, remove_cache
-from xtk.artifacts.cache_writer import ShardedCacheWriter, mark_cache_unfinished
+from xtk.cache.manifest import cache_figures
+from xtk.cache.output import CACHE, remove_cache
+from xtk.cache.writer import ShardedCacheWriter, mark_cache_unfinished
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.output_claims import claim_output

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.cache_statistics import evenly_spaced_indices, max_stored_error
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.statistics import evenly_spaced_indices, max_stored_error
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.errors import CorruptError, MismatchError
 from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 
 # Allowed difference of log-probabilities, in nats, between different batches and machines. In bfloat16, logits from 16
 # to 32 have steps of 1/8.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.cache_shard import CacheShard
-from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition, write_shard
+from xtk.cache.shard import CacheShard
+from xtk.cache.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.teachers.cache_build_config import (

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.cache_writer import store_shard
-from xtk.artifacts.shard_writing import ScoredDocument, ShardPosition
-from xtk.artifacts.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.shard_writing import ScoredDocument, ShardPosition
+from xtk.cache.teacher_logprobs import Support
+from xtk.cache.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.writer import store_shard
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.storage_folders import open_folder
@@ -29,7 +30,6 @@ from xtk.teachers.logprob_checks import check_scored_document
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import Support
 
 SHARDS_IN_FLIGHT = 1  # shards that are scored but not written yet
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.quantization_levels import min_observed_logprob
-from xtk.artifacts.shard_writing import ScoredDocument
+from xtk.cache.codec.quantization_levels import min_observed_logprob
+from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.errors import XtkError
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 # Error of half-precision arithmetic in log-probabilities and in sums of probabilities.
 TOLERANCE = 1e-2

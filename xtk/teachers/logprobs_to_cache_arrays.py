@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.numba_kernel import numba_kernel
 from xtk.text.token_sequence import TokenSequence as TokenSequence
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-from xtk.artifacts.shard_codec_registry import codec_for_precision
+from xtk.cache.codec.shard_codec_registry import codec_for_precision
+from xtk.cache.teacher_logprobs import make_support
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.engines.backend import backend_options, backends_with
 from xtk.errors import XtkError
@@ -38,7 +39,6 @@ from xtk.text.document import Document
 from xtk.text.start_tokens import AUTO_START
 from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import make_support
 
 DEFAULT_NUM_CANDIDATES = 32
 SHARD_TOKENS = 16384  # one process scores a shard at once: small, so that every process gets shards of a block

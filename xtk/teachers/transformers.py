@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.artifacts.model_resolver import weights_fingerprint
+from xtk.cache.teacher_logprobs import SUPPORTS, StoredLogprobs, Support
 from xtk.engines.engine_options import check_not_reserved
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -28,7 +29,6 @@ from xtk.teachers.logprobs_to_cache_arrays import (
 )
 from xtk.teachers.tensor_parallel import TensorParallelModel
 from xtk.text.token_sequence import TokenSequence
-from xtk.tokens.teacher_logprobs import SUPPORTS, StoredLogprobs, Support
 
 # Engine options that xtk sets, and the options of the command line for them.
 RESERVED_OPTIONS = {

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.model_resolver import weights_fingerprint
+from xtk.cache.teacher_logprobs import StoredLogprobs
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_model_config, max_context_length
@@ -26,7 +27,6 @@ from xtk.teachers.vllm_top_logprobs import (
     top_logprobs_to_stored,
 )
 from xtk.text.token_sequence import TokenSequence
-from xtk.tokens.teacher_logprobs import StoredLogprobs
 
 RESERVED_OPTIONS = {"model": "TEACHER", "tokenizer": "TEACHER", "max_logprobs": "--top-k"}  # see VllmEngine
 # Engine options that change the log-probabilities; all others may differ between two runs of one cache.

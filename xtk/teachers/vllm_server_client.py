@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.cache.teacher_logprobs import StoredLogprobs
 from xtk.engines.http_client_pool import Endpoint, EndpointPool, RetryPolicy
 from xtk.engines.server_responses import (
     BYTES_PER_ENTRY,
@@ -53,7 +54,6 @@ from xtk.teachers.vllm_top_logprobs import (
 )
 from xtk.text.model_config_json import read_model_config
 from xtk.text.token_sequence import TokenSequence
-from xtk.tokens.teacher_logprobs import StoredLogprobs
 
 DEFAULT_CONCURRENCY = 32
 MAX_BYTES_IN_FLIGHT = 1 << 29

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.engines.server_responses import VLLM_SERVER_HINT, RetryableError
 from xtk.errors import XtkError
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, trained_positions
 from xtk.text.token_sequence import TokenSequence
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 SUPPORTED_KINDS = frozenset({"top-k", "top-p", "none"})
 CLAMPED_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON does not have

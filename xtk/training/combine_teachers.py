@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.errors import XtkError
 from xtk.losses.loss_interface import LossInputs, range_sums
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import option
 from xtk.options.spec_parsing import MAX_WEIGHT, from_pairs, option_names, parse_pairs
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 COMBINATION_METHODS = {
     "sum": "sum of the losses on each teacher, with the teachers' weights",

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from xtk import terminal
-from xtk.artifacts.shard_columns import optional_columns
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.columns import optional_columns
+from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.evaluation.top1_agreement import SUPPORTS_WITH_TOP1, ByProjection, BySpelling, TokenMatching
 from xtk.losses import AUTO_LOSS, LOSSES, SURROGATE_LOSSES

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.evaluation.top1_agreement import TeacherTopTokens
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.loss_cells import LossCells
@@ -21,7 +22,6 @@ from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence as TokenSequence
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
 from xtk.training.combine_teachers import ScoreWeighting, score_tallies
 from xtk.training.data_sources import DocumentSource
 from xtk.training.first_step_comparison import ComparedText

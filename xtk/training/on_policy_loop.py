@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.run_folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, remove_rollout_batch
 from xtk.artifacts.run_folders import ROLLOUTS_FILE
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.manifest import MANIFEST
+from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import CorpusFingerprint, InMemoryCorpus
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import read_json, sha256, write_json

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.artifacts.cache_writer import ShardedCacheWriter
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
+from xtk.cache.writer import ShardedCacheWriter
 from xtk.data.corpus_reader import Corpus, InMemoryCorpus
 from xtk.errors import XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.tokens.teacher_logprobs import TeacherLogprobs
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 
 
 def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: Sequence[float]) -> TeacherLogprobs:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from vllm_on_cpu import ENGINE, ENVIRONMENT
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 
 OPTIONS = ["--top-k", "8", "--shard-tokens", "400"]

@@ -15,7 +15,7 @@ import pytest
 from reference_logprobs import assert_logprobs_match, compute_full_logprobs, make_documents
 from vllm_on_cpu import ENGINE, ENVIRONMENT
 
-from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
+from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 
 from .conftest import CONTEXT
 

@@ -14,12 +14,12 @@ from http_server_processes import CORRUPTIONS, run_server, serve_as_vllm, serve_
 from reference_logprobs import assert_logprobs_match, compute_full_logprobs, make_documents
 from vllm_on_cpu import MAX_LOGPROBS
 
+from xtk.cache.teacher_logprobs import Support
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.vllm_server_client import ServerTeacher
 from xtk.text.tokenizer import Tokenizer
-from xtk.tokens.teacher_logprobs import Support
 
 from .conftest import CONTEXT
 

@@ -20,7 +20,7 @@ from http_server_processes import run_server, serve_faulty_proxy
 from transformers import AutoModelForCausalLM
 from vllm_on_cpu import Server
 
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.cache.reader import TeacherCache
 from xtk.text.tokenizer import Tokenizer
 
 TOP, KEY = 8, "secret-key-of-the-test"

@@ -19,11 +19,11 @@ def main() -> None:
     import numpy as np
     from reference_logprobs import make_documents
 
+    from xtk.cache.teacher_logprobs import StoredLogprobs, Support
     from xtk.engines.engine_options import parse_engine_options
     from xtk.teachers.backend_interface import TeacherConfig
     from xtk.teachers.vllm import VllmTeacher
     from xtk.text.tokenizer import Tokenizer
-    from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
     folder, support, out = Path(sys.argv[1]), Support(**json.loads(sys.argv[2])), sys.argv[3]
     options = {"engine": parse_engine_options(sys.argv[4:]), "longest": CONTEXT}

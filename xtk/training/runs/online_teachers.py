@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xtk import terminal
-from xtk.artifacts.cache_output import is_cache
+from xtk.cache.output import is_cache
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xtk.artifacts.cache_output import is_cache
 from xtk.artifacts.model_resolver import weights_fingerprint
+from xtk.cache.output import is_cache
 from xtk.files.atomic_files import canonical_json
 from xtk.losses import AUTO_LOSS
 from xtk.text.tokenizer import Tokenizer

@@ -1,0 +1,1 @@
+"""Teacher caches: folders of Arrow shards with a manifest; see docs/reference/artifacts.md."""

@@ -1,0 +1,180 @@
+"""Numba kernels that encode and decode the sampled token ids of a document; they release the GIL.
+
+Each function has a slow, readable reference implementation in the tests. docs/reference/codec.md defines the symbols.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.cache.codec.ans_entropy_coder import (
+    MIN_STATE,
+    Index,
+    append_number,
+    append_symbol,
+    append_word,
+    initial_state,
+    next_state,
+    raw_bits_to_number,
+    slot_index,
+    symbol_info_index,
+)
+from xtk.cache.codec.entropy_coded_streams import bytes_to_words
+from xtk.cache.codec.integer_coding import SPECIAL_SYMBOL
+from xtk.cache.codec.logprob_decoding_numba import ID_MASK, ShardTables
+from xtk.cache.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT
+from xtk.cache.codec.symbol_probability_contexts import NEXT_GAP_STATE, SAMPLED_COUNT, SAMPLED_GAP
+from xtk.numba_kernel import numba_kernel
+
+
+@numba_kernel
+def encode_samples(
+    context_offsets: NDArray[np.int64],
+    num_samples: int,
+    offsets: NDArray[np.int64],
+    ranks: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    out: NDArray[np.int64],
+) -> int:
+    """Convert one sample set of a document into records; return the number of records.
+
+    Args:
+        context_offsets: first context of each family.
+        num_samples: n, the sum of the counts of a position with samples.
+        offsets: [P + 1], of the sampled ids.
+        ranks: [D], ranks among the ids of the cluster, increasing within a position.
+        counts: [D], how often each id was sampled.
+        out: [P + 2 D], filled.
+    """
+    size = 0
+    for position in range(len(offsets) - 1):
+        if offsets[position] == offsets[position + 1]:
+            size = append_symbol(out, size, context_offsets[SAMPLED_GAP], SPECIAL_SYMBOL)
+        place, gap_state, left = 0, 0, num_samples
+        for entry in range(offsets[position], offsets[position + 1]):
+            size = append_number(out, size, context_offsets[SAMPLED_GAP] + gap_state, ranks[entry] - place)
+            gap_state = NEXT_GAP_STATE[gap_state, out[size - 1] & 63]
+            place = ranks[entry] + 1
+            if left > 1:
+                size = append_number(out, size, context_offsets[SAMPLED_COUNT] + gap_state, counts[entry] - 1)
+            left -= counts[entry]
+    return size
+
+
+@numba_kernel
+def decode_samples(
+    packed: NDArray[np.uint8],
+    start_at: int,
+    stop_at: int,
+    tables: ShardTables,
+    clusters: NDArray[np.int64],
+    num_samples: int,
+    entries: int,
+) -> tuple[Any, Any, Any, bool]:
+    """Decode the stream of one sample set.
+
+    Args:
+        packed: the document's encoded log-probabilities.
+        start_at: start of the stream in `packed`.
+        stop_at: end of the stream.
+        tables: of the shard.
+        clusters: [P], of positions.
+        num_samples: n.
+        entries: D, number of sampled ids.
+
+    Returns:
+        offsets int64 [P + 1], ids int32 [D] by rank, counts int32 [D], and whether the stream is valid.
+    """
+    (symbols, symbol_info), starts, order = tables.decoding_tables, tables.context_offsets, tables.ids_by_frequency
+    frequent_ids, frequent_id_starts = tables.frequent_ids, tables.frequent_id_starts
+    words = bytes_to_words(packed, start_at, stop_at)
+    state, left = initial_state(words)
+    offsets = np.zeros(len(clusters) + 1, np.int64)
+    ids, counts = np.empty(entries, np.int32), np.empty(entries, np.int32)
+    at = np.int64(0)
+    for position in range(len(clusters)):
+        first = frequent_id_starts[clusters[position]]
+        listed = frequent_id_starts[clusters[position] + 1] - first
+        rank, gap_state, to_come, is_gap = np.int64(0), np.int64(0), np.int64(num_samples), True
+        while to_come > 0:
+            context = starts[SAMPLED_GAP if is_gap else SAMPLED_COUNT] + gap_state
+            symbol = np.int64(symbols[slot_index(context, state)])
+            info = np.int64(symbol_info[symbol_info_index(context, symbol)])
+            state = next_state(state, info)
+            if state < MIN_STATE:
+                state, left = append_word(state, left, words[Index(left)])
+            if symbol >= SPECIAL_SYMBOL:
+                if symbol == SPECIAL_SYMBOL and is_gap and to_come == num_samples:
+                    break
+                return offsets, ids, counts, False
+            number, state = raw_bits_to_number(symbol, state)
+            if state < MIN_STATE:
+                state, left = append_word(state, left, words[Index(left)])
+            if is_gap:
+                rank += number
+                if at >= entries or rank - listed >= len(order):
+                    return offsets, ids, counts, False
+                if rank < listed:
+                    ids[Index(at)] = frequent_ids[Index(first + rank)] & ID_MASK
+                else:
+                    ids[Index(at)] = order[Index(rank - listed)]
+                gap_state, is_gap = info >> NEXT_GAP_STATE_SHIFT, False
+                rank += 1
+                if to_come > 1:
+                    continue
+                number = 0
+            if number >= to_come:
+                return offsets, ids, counts, False
+            counts[Index(at)] = number + 1
+            to_come -= number + 1
+            is_gap = True
+            at += 1
+        offsets[position + 1] = at
+    return offsets, ids, counts, at == entries and state == 0 and left == 0
+
+
+@numba_kernel
+def append_samples(
+    offsets: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    sampled_offsets: NDArray[np.int64],
+    sampled_ids: NDArray[np.int32],
+    sample_counts: NDArray[np.int32],
+    logs: NDArray[np.float64],
+    tail_mass: NDArray[np.float32],
+) -> tuple[Any, Any, Any]:
+    """Append the sampled ids to the exact entries of their positions, with their estimated log-probabilities.
+
+    Args:
+        offsets: [P + 1], of the exact entries.
+        ids: [E].
+        logprobs: [E].
+        sampled_offsets: [P + 1].
+        sampled_ids: [D].
+        sample_counts: [D].
+        logs: [n + 1], log(max(i, 1)) for i from 0 to n.
+        tail_mass: [P], remainder mass; set to 0 where there are samples.
+
+    Returns:
+        offsets int64 [P + 1], ids int32 [E + D] and logprobs float32 [E + D].
+    """
+    joint_ids = np.empty(len(ids) + len(sampled_ids), np.int32)
+    joint_logprobs = np.empty(len(joint_ids), np.float32)
+    at = np.int64(0)
+    for position in range(len(tail_mass)):
+        for entry in range(offsets[position], offsets[position + 1]):
+            joint_ids[at], joint_logprobs[at] = ids[entry], logprobs[entry]
+            at += 1
+        first, stop = sampled_offsets[position], sampled_offsets[position + 1]
+        if first < stop:
+            share = (math.log(tail_mass[position]) if tail_mass[position] > 0 else -np.inf) - logs[len(logs) - 1]
+            for entry in range(first, stop):
+                joint_ids[at], joint_logprobs[at] = sampled_ids[entry], logs[sample_counts[entry]] + share
+                at += 1
+            tail_mass[position] = 0
+    return offsets + sampled_offsets, joint_ids, joint_logprobs

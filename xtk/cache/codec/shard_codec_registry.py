@@ -1,0 +1,243 @@
+"""Codecs of shards: the codec interface, the list of codecs, and the uncompressed `raw` codec.
+
+A codec encodes the documents of a shard as two blobs each, tokens and log-probabilities, and shared tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
+from xtk.cache.token_ids_by_frequency import VocabularyOrder
+from xtk.name_registry import unknown_name_error
+from xtk.text.token_sequence import TokenSequence
+
+CODECS = {
+    "raw": "xtk.cache.codec.shard_codec_registry:RawCodec",
+    "packed": "xtk.cache.codec.packed_shard_codec:PackedCodec",
+}
+DEFAULT_PRECISION = "standard"
+PRECISION_CODECS = {"float32": "raw", "fine": "packed", DEFAULT_PRECISION: "packed", "coarse": "packed"}
+
+
+# The tokens and log-probabilities of each document; and the codec tables of the shard, and for each document the bytes
+# of its tokens and log-probabilities.
+CodecInput = Sequence[tuple[TokenSequence, StoredLogprobs]]
+CodecOutput = tuple[bytes, list[bytes], list[bytes]]
+
+
+def codec_for_precision(precision: str) -> str:
+    """Return the codec name of a precision.
+
+    Raises:
+        XtkError: the precision is unknown.
+    """
+    if precision not in PRECISION_CODECS:
+        raise unknown_name_error("precision", precision, PRECISION_CODECS)
+    return PRECISION_CODECS[precision]
+
+
+class Codec(Protocol):
+    """Encoding of the tokens and log-probabilities of a shard; one object per shard.
+
+    Args:
+        options: "codec" section of the cache header.
+        tables: codec tables of the shard.
+        vocabulary_order: of the cache, if `needs_vocabulary_order`.
+    """
+
+    needs_vocabulary_order: ClassVar[bool]
+
+    @classmethod
+    def max_logprob_error(cls, options: dict[str, Any]) -> float:
+        """Return the maximum quantization error of a log-probability above -32, nats."""
+
+    @classmethod
+    def pack(
+        cls, documents: CodecInput, options: dict[str, Any], vocabulary_order: VocabularyOrder | None
+    ) -> CodecOutput:
+        """Return the shard's codec tables, and for each document the bytes of its tokens and log-probabilities."""
+
+    def __init__(self, options: dict[str, Any], tables: bytes, vocabulary_order: VocabularyOrder | None) -> None: ...
+
+    def unpack_tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return token ids and byte ends of a document, int32 [T] each."""
+
+    def unpack_stored_logprobs(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> StoredLogprobs:
+        """Return all stored log-probabilities of a document."""
+
+    def unpack_teacher_logprobs(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], sample_set: int | None
+    ) -> TeacherLogprobs:
+        """Return a document's log-probabilities with one sample set; with None, only exact entries."""
+
+
+class RawCodec:
+    """Uncompressed codec: concatenated little-endian arrays.
+
+    Tokens: ids int32 [T], byte ends int32 [T]. Log-probabilities: exact ids per position int32 [P], sampled ids per
+    position and set int32 [P * R], exact ids int32 [E], their log-probabilities float32 [E], sampled ids int32 [D],
+    their counts int32 [D], and float32 [P] each: remainder mass, log-probability of the observed token, entropy.
+
+    Args:
+        options: "codec" section of the header: "num_sample_sets" R, "num_samples" n.
+        tables: empty.
+        vocabulary_order: unused.
+    """
+
+    needs_vocabulary_order: ClassVar[bool] = False
+
+    @classmethod
+    def max_logprob_error(cls, options: dict[str, Any]) -> float:
+        """Return 0."""
+        return 0.0
+
+    def __init__(self, options: dict[str, Any], tables: bytes, vocabulary_order: VocabularyOrder | None) -> None:
+        self.num_sample_sets, self.num_samples = int(options["num_sample_sets"]), int(options["num_samples"])
+
+    @classmethod
+    def pack(
+        cls, documents: CodecInput, options: dict[str, Any], vocabulary_order: VocabularyOrder | None
+    ) -> CodecOutput:
+        """Return empty tables, and the arrays of each document."""
+        tokens = [
+            b"".join((_array_bytes(sequence.ids, "<i4"), _array_bytes(sequence.byte_ends, "<i4")))
+            for sequence, _ in documents
+        ]
+        signals = [
+            b"".join(
+                (
+                    _array_bytes(np.diff(scores.offsets), "<i4"),
+                    _array_bytes(np.diff(scores.sample_offsets), "<i4"),
+                    _array_bytes(scores.ids, "<i4"),
+                    _array_bytes(scores.logprobs, "<f4"),
+                    _array_bytes(scores.sample_ids, "<i4"),
+                    _array_bytes(scores.sample_counts, "<i4"),
+                    _array_bytes(scores.remainder_mass, "<f4"),
+                    _array_bytes(scores.observed_logprobs, "<f4"),
+                    _array_bytes(scores.entropy, "<f4"),
+                )
+            )
+            for _, scores in documents
+        ]
+        return b"", tokens, signals
+
+    def unpack_tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return token ids and byte ends of a document, int32 [T] each."""
+        if len(packed) != 8 * length:
+            raise ValueError("the compressed tokens have a wrong number of bytes")
+        both = np.frombuffer(packed, "<i4", 2 * length)
+        return both[:length], both[length:]
+
+    def unpack_stored_logprobs(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> StoredLogprobs:
+        """Return all stored log-probabilities of a document."""
+        reader = _ArrayReader(packed)
+        size = len(positions)
+        offsets = _sizes_to_offsets(reader.read("<i4", size))
+        sampled_offsets = _sizes_to_offsets(reader.read("<i4", size * self.num_sample_sets))
+        exact, sampled = int(offsets[-1]), int(sampled_offsets[-1])
+        if (np.diff(offsets) < 0).any() or (np.diff(sampled_offsets) < 0).any():
+            raise ValueError("the offsets of the log-probabilities decrease")
+        if len(packed) != 4 * (size * (4 + self.num_sample_sets) + 2 * exact + 2 * sampled):
+            raise ValueError("the compressed log-probabilities have a wrong number of bytes")
+        return StoredLogprobs(
+            positions=positions,
+            offsets=offsets,
+            sample_offsets=sampled_offsets,
+            ids=reader.read("<i4", exact),
+            logprobs=reader.read("<f4", exact),
+            sample_ids=reader.read("<i4", sampled),
+            sample_counts=reader.read("<i4", sampled),
+            remainder_mass=reader.read("<f4", size),
+            observed_logprobs=reader.read("<f4", size),
+            entropy=reader.read("<f4", size),
+        )
+
+    def unpack_teacher_logprobs(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], sample_set: int | None
+    ) -> TeacherLogprobs:
+        """Return a document's log-probabilities with one sample set; with None, only exact entries."""
+        return to_teacher_logprobs(self.unpack_stored_logprobs(packed, ids, positions), sample_set)
+
+
+def to_teacher_logprobs(stored_logprobs: StoredLogprobs, sample_set: int | None) -> TeacherLogprobs:
+    """Return the log-probabilities that a student trains on: exact entries, and one sample set if there are any.
+
+    Args:
+        stored_logprobs: all stored log-probabilities.
+        sample_set: number of the sample set, modulo R. None: no samples; their mass stays in the remainder.
+    """
+    if not stored_logprobs.num_sample_sets or sample_set is None:
+        return TeacherLogprobs(
+            stored_logprobs.positions,
+            stored_logprobs.offsets,
+            stored_logprobs.ids,
+            stored_logprobs.logprobs,
+            stored_logprobs.remainder_mass,
+            stored_logprobs.observed_logprobs,
+            stored_logprobs.entropy,
+        )
+    sets, size = stored_logprobs.num_sample_sets, len(stored_logprobs)
+    places = np.arange(size) * sets + sample_set % sets
+    first, stop = stored_logprobs.sample_offsets[places], stored_logprobs.sample_offsets[places + 1]
+    exact, sampled = np.diff(stored_logprobs.offsets), stop - first
+    offsets = _sizes_to_offsets(exact + sampled)
+    ids = np.empty(offsets[-1], np.int32)
+    logprobs = np.empty(offsets[-1], np.float32)
+    at_exact = _range_indices(offsets[:-1], exact)
+    ids[at_exact], logprobs[at_exact] = stored_logprobs.ids, stored_logprobs.logprobs
+    at_sampled, chosen = _range_indices(offsets[:-1] + exact, sampled), _range_indices(first, sampled)
+    counts = stored_logprobs.sample_counts[chosen].astype(np.float64)
+    owner = np.repeat(np.arange(size), sampled)
+    num_samples = np.bincount(owner, counts, minlength=size)
+    with np.errstate(divide="ignore"):
+        share = (
+            np.log(counts)
+            + np.log(stored_logprobs.remainder_mass.astype(np.float64) / np.maximum(num_samples, 1))[owner]
+        )
+    ids[at_sampled], logprobs[at_sampled] = stored_logprobs.sample_ids[chosen], share
+    return TeacherLogprobs(
+        positions=stored_logprobs.positions,
+        offsets=offsets,
+        ids=ids,
+        logprobs=logprobs,
+        remainder_mass=np.where(num_samples > 0, np.float32(0), stored_logprobs.remainder_mass),
+        observed_logprobs=stored_logprobs.observed_logprobs,
+        entropy=stored_logprobs.entropy,
+        exact_counts=exact,
+    )
+
+
+class _ArrayReader:
+    """Reads consecutive arrays from a blob."""
+
+    def __init__(self, packed: memoryview) -> None:
+        self._packed, self._at = packed, 0
+
+    def read(self, kind: str, count: int) -> NDArray[Any]:
+        array: NDArray[Any] = np.frombuffer(self._packed, kind, count, self._at)
+        self._at += array.nbytes
+        return array
+
+
+def _array_bytes(array: NDArray[Any], kind: str) -> bytes:
+    return array.astype(kind, copy=False).tobytes()
+
+
+def _sizes_to_offsets(sizes: NDArray[Any]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def _range_indices(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return all indices of the ranges `[start, start + size)`, one range after the other."""
+    before = np.cumsum(sizes) - sizes
+    indices: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(starts - before, sizes)
+    return indices
