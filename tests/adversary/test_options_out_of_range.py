@@ -8,7 +8,7 @@ import pytest
 
 from xtk.cache.teacher_logprobs import make_support
 from xtk.errors import XtkError
-from xtk.training.parallel_config import parse_devices
+from xtk.parallel.parallel_config import parse_devices
 
 
 def test_top_k_is_limited_to_the_vocabulary_size_and_accepts_all(run, pair, corpus, tmp_path):

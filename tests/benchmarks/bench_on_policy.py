@@ -30,6 +30,7 @@ from xtk import terminal
 from xtk.cache.reader import TeacherCache
 from xtk.losses.loss_spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
+from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.teachers.online_teacher import parse_online_teacher
@@ -37,7 +38,6 @@ from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.tokenizer import Tokenizer
 from xtk.training import on_policy_loop, training_loop
 from xtk.training.distill import distill
-from xtk.training.graceful_stop import StopListener
 from xtk.training.on_policy_config import OnPolicyConfig
 from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig

@@ -34,7 +34,7 @@ from parallel_layouts import (  # noqa: E402
     run_cases,
 )
 
-from xtk.training.parallel_config import parse_parallel  # noqa: E402
+from xtk.parallel.parallel_config import parse_parallel  # noqa: E402
 
 OPTION_LABELS = {
     "max_batch_tokens": "passes of {} tokens", "packing": "padded", "gradient_checkpointing": "checkpointed gradients",

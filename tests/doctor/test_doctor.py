@@ -36,9 +36,9 @@ from xtk.errors import CorruptError, XtkError
 from xtk.losses.loss_spec import parse_losses
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.packed_attention import ATTENTION_NAME, register_attention
+from xtk.parallel.parallel_config import parse_parallel
 from xtk.text.token_sequence import tokenize_documents
 from xtk.training.losses_per_teacher import assign_losses, open_teachers
-from xtk.training.parallel_config import parse_parallel
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}<|pad|>{{ message.role }}\n{{ message.content }}<|end_of_text|>{% endfor %}"

@@ -14,9 +14,9 @@ from recorded_training_steps import make_train_config, open_run_inputs
 
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.parallel.parallel_config import ParallelConfig
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
-from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_with_losses import StudentWithLoss
 
 TEXTS = small_inputs.sentences(12, seed=21)

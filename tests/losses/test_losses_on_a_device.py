@@ -14,8 +14,8 @@ from torch import Tensor
 
 from xtk.losses import LOSSES
 from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.models.host_to_device import to_device
 from xtk.models.output_head import HeadAdapter, OutputHead
+from xtk.parallel.host_to_device import to_device
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import logging
 
-from xtk.training import process_group
+from xtk.parallel import process_group
 from xtk.training.checkpoint import CheckpointSaver
 from xtk.training.sharded_state import local_tensor
 from xtk.training.weight_ema import ExponentialMovingAverage

@@ -16,10 +16,10 @@ from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, SimulatedTe
 
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.parallel.parallel_config import ParallelConfig
 from xtk.training import student_with_losses
 from xtk.training.batch_copies import _wait_for
 from xtk.training.micro_batches import BatchSampler
-from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_with_losses import StudentWithLoss
 from xtk.training.train_config import LoggingConfig
 from xtk.training.training_loop import TrainingRun, _step, _step_batch_builder

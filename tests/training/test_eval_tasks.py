@@ -10,8 +10,8 @@ import lm_eval_tasks
 import pytest
 
 from xtk.errors import XtkError
+from xtk.parallel.parallel_config import parse_parallel
 from xtk.training.metrics_file import read_metrics
-from xtk.training.parallel_config import parse_parallel
 from xtk.training.task_evaluation import check_supports_eval_tasks, parse_eval_tasks
 
 WITH_HARNESS = pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")

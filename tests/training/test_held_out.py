@@ -23,6 +23,7 @@ from xtk.errors import XtkError
 from xtk.evaluation.top1_agreement import BySpelling
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.parallel.parallel_config import ParallelConfig
 from xtk.projection.file import read_projection
 from xtk.text.alignment import align_sequences
 from xtk.text.document import Document
@@ -30,7 +31,6 @@ from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.metrics_file import read_metrics
-from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_with_losses import StudentWithLoss
 
 CPU = torch.device("cpu")

@@ -31,8 +31,8 @@ from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.parallel_config import ParallelConfig, parse_parallel
 
 pytestmark = pytest.mark.slow
 

@@ -33,13 +33,13 @@ def distill(options: DistillOptions) -> None:
     """
     started = time.monotonic()
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
+    from xtk.parallel.distributed_launch import Machines, is_worker, launch, world_size
+    from xtk.parallel.graceful_stop import exit_resumable_on_signal
+    from xtk.parallel.parallel_config import parse_parallel
     from xtk.subprocesses import die_with_parent
     from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import run_identity
-    from xtk.training.distributed_launch import Machines, is_worker, launch, world_size
-    from xtk.training.graceful_stop import exit_resumable_on_signal
-    from xtk.training.parallel_config import parse_parallel
     from xtk.training.runs.open_inputs import open_inputs
     from xtk.training.task_evaluation import check_supports_eval_tasks
 
@@ -102,7 +102,7 @@ def read_configs(
     from xtk.losses import AUTO_LOSS
     from xtk.losses.loss_spec import parse_losses
     from xtk.models.student_model_setup import StudentModelConfig
-    from xtk.training.parallel_config import parse_devices
+    from xtk.parallel.parallel_config import parse_devices
     from xtk.training.task_evaluation import parse_eval_tasks
     from xtk.training.train_config import LoggingConfig, TrainConfig
 

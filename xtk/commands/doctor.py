@@ -101,7 +101,7 @@ def doctor(options: DoctorOptions) -> None:
     from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
     from xtk.models.causal_lm import DTYPES, silence_transformers
     from xtk.name_registry import load_registered
-    from xtk.training.parallel_config import parse_parallel
+    from xtk.parallel.parallel_config import parse_parallel
 
     terminal.set_quiet(options.quiet)
     for name in (options.dtype, options.teacher_dtype):

@@ -99,7 +99,7 @@ def sweep(options: SweepOptions) -> None:
         raise XtkError(
             "the output folder is a run of xtk distill, not of a sweep", where=options.output, hint="use another -o"
         )
-    from xtk.training.graceful_stop import exit_resumable_on_signal
+    from xtk.parallel.graceful_stop import exit_resumable_on_signal
 
     exit_resumable_on_signal()
     with exclusive_write_lock(folder, "sweep"):

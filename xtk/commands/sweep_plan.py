@@ -337,9 +337,9 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
         XtkError: inputs do not match, or the folder has other files or a run with another recipe.
     """
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
+    from xtk.parallel.parallel_config import parse_parallel
     from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import evaluation_identity, run_identity
-    from xtk.training.parallel_config import parse_parallel
     from xtk.training.resume_point import RUN_FOLDER, check_evaluation
     from xtk.training.runs.open_inputs import open_inputs
 

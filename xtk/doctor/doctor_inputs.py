@@ -16,13 +16,13 @@ from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError, path_exists
 from xtk.models.safetensors_headers import read_weight_headers
 from xtk.models.student_model_setup import ALL_LINEAR
+from xtk.parallel.parallel_config import ParallelConfig
 from xtk.teachers.cache_resource_estimate import EvenSample
 from xtk.text.chat.parts import REASONING_KEY
 from xtk.text.document import Conversation, Document
 from xtk.text.model_config_json import read_model_config
 from xtk.text.token_sequence import TokenSequence, tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.parallel_config import ParallelConfig
 
 LEVELS = ("ok", "note", "warning", "error")
 READ_BATCH_SIZE = 256

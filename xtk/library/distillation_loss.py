@@ -17,8 +17,8 @@ from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_spec import parse_losses
 from xtk.losses.loss_term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.host_to_device import to_device
 from xtk.models.output_head import OutputHead, chunk_rows
+from xtk.parallel.host_to_device import to_device
 from xtk.training.cross_process_reduction import StepReduction
 
 

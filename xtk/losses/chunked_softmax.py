@@ -17,8 +17,8 @@ from torch import Tensor
 from xtk.errors import XtkError
 from xtk.losses import chunked_softmax_numba
 from xtk.losses.largest_tokens import LargestLogits, LargestTokens, scale_rows
-from xtk.models.host_to_device import to_device
 from xtk.models.output_head import HeadShard
+from xtk.parallel.host_to_device import to_device
 
 MIN_SUM = 1e-37
 # What the weights of a token leave of its probability, relative to it, is rounding of fp32 weights up to this.

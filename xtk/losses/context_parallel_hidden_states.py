@@ -21,7 +21,7 @@ from torch import Tensor
 from xtk.errors import XtkError
 from xtk.losses.fused_head_and_loss import allowed_splits
 from xtk.losses.loss_cells import LossCells
-from xtk.models.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device
 
 
 @dataclass(frozen=True)

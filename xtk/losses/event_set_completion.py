@@ -17,7 +17,7 @@ from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
 from xtk.losses.next_byte_cells import concatenated_ranges
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.losses.token_boundaries_numba import NEXT_DISTRIBUTION, NONE, STUDENT_COLUMNS, TEACHER_COLUMNS
-from xtk.models.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device
 from xtk.projection.vocabulary_byte_partition import BytePartition
 
 

@@ -38,8 +38,8 @@ from xtk.losses.chunked_softmax import (
 )
 from xtk.losses.chunked_softmax_numba import group_logsumexp_
 from xtk.losses.loss_cells import LossCells
-from xtk.models.host_to_device import to_device
 from xtk.models.output_head import ChunkedLogits, OutputHead
+from xtk.parallel.host_to_device import to_device
 
 
 def allowed_splits(num_rows: int, terms: Sequence[LossCells]) -> NDArray[np.bool_]:

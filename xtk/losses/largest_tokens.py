@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from xtk.losses import chunked_softmax_numba
-from xtk.models.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device
 
 # Rows at a time where a mask is applied, so that the copy is small compared to the chunk.
 BLOCK_ROWS = 32

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.loss_cells import LossCells, group_logsumexp
-from xtk.models.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)

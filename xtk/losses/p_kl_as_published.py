@@ -13,8 +13,8 @@ from xtk.losses.loss_cells import LossCells
 from xtk.losses.loss_interface import ItemRanges, LossInputs
 from xtk.losses.projected_cells_numba import CELL_ARRAYS
 from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.models.host_to_device import to_device
 from xtk.numba_kernel import numba_kernel
+from xtk.parallel.host_to_device import to_device
 from xtk.projection.projection import ProjectionColumns
 
 # Smallest probability of the student in a cell, as in X-Token.

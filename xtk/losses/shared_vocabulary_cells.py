@@ -19,7 +19,7 @@ from xtk.losses.loss_cells import LossCells, group_logsumexp
 from xtk.losses.loss_interface import ItemRanges
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.losses.shared_vocabulary_cells_numba import fill_shared_cells
-from xtk.models.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device
 from xtk.projection.projection import TokenPairs
 
 NO_REMAINDER = math.log(1e-30)

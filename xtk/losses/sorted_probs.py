@@ -16,7 +16,7 @@ from xtk.losses.loss_interface import ItemRanges, LossInputs
 from xtk.losses.sampled_support_correction import TeacherArrays
 from xtk.losses.sorted_probs_numba import fill_paired_cells
 from xtk.losses.span_probability_products import SpanProductCells
-from xtk.models.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)

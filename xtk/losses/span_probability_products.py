@@ -14,7 +14,7 @@ from torch import Tensor
 from xtk.losses.chunked_softmax import SoftmaxReads
 from xtk.losses.loss_cells import LossCells, group_logsumexp
 from xtk.losses.loss_interface import ItemRanges, LossInputs, range_indices
-from xtk.models.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device
 
 # Lower bound of 1 - P in the formula near P = 1, to keep it and its gradient finite.
 MIN_TEMPERED_REMAINDER = 1e-30

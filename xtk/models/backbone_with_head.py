@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from xtk.errors import XtkError
 from xtk.models import packed_attention
-from xtk.models.fsdp_and_tensor_parallel import apply_tensor_parallel, to_local_tensor
-from xtk.models.host_to_device import to_device
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
 from xtk.models.packed_attention import PackedSequence
+from xtk.parallel.fsdp_and_tensor_parallel import apply_tensor_parallel, to_local_tensor
+from xtk.parallel.host_to_device import to_device
 
 RELATIVE_TOLERANCE = 1e-3
 

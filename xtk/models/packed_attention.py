@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from xtk.errors import XtkError
-from xtk.models.host_to_device import to_device
+from xtk.parallel.host_to_device import to_device
 
 ATTENTION_NAME = "xtk"
 # For models that others use too: with padding, and without an argument that states the documents.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from xtk.errors import CorruptError
-from xtk.models.fsdp_and_tensor_parallel import to_local_tensor
 from xtk.models.safetensors_headers import format_names, read_weight_headers
 from xtk.models.weight_mismatches import WeightMismatches
+from xtk.parallel.fsdp_and_tensor_parallel import to_local_tensor
 
 _HINT = "copy or download the model again"
 # safetensors dtypes of quantized weights; their tensor names depend on the quantization library.

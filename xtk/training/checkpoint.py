@@ -44,10 +44,10 @@ from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissi
 from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.models.student_model_setup import is_peft_model, save_trainable
 from xtk.models.transformers_4_keys import add_transformers_4_keys
+from xtk.parallel import process_group
 from xtk.text.start_tokens import AUTO_START
 from xtk.text.tokenizer import Tokenizer
 from xtk.text.tokenizer_files import TOOL_USE_TEMPLATE, combined_template_files
-from xtk.training import process_group
 from xtk.training.sharded_state import (
     SKIP_HINT,
     ShardedStateReader,

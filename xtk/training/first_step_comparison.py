@@ -14,8 +14,8 @@ from torch import Tensor
 from xtk import terminal
 from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.losses.loss_interface import ItemRanges, LossInputs, range_indices, range_sums, span_ranges
-from xtk.models.host_to_device import to_device
 from xtk.models.output_head import OutputHead
+from xtk.parallel.host_to_device import to_device
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence
 from xtk.training.metrics_file import metric_name

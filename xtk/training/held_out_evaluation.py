@@ -22,6 +22,7 @@ from xtk.losses.divergences import FORWARD_KL
 from xtk.losses.loss_interface import KEEP
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
+from xtk.parallel.parallel_config import ParallelConfig
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
@@ -30,7 +31,6 @@ from xtk.training.cross_process_reduction import StepReduction
 from xtk.training.data_sources import DocumentSource, TextSource
 from xtk.training.metrics_file import metric_name
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, group_by_tokens, pad_or_pack, prefetch_in_thread
-from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_with_losses import forward_student, predicted_tokens, reshard_weights
 
 CE_METRIC = "ce"

@@ -26,6 +26,7 @@ from xtk.data.corpus_reader import CorpusFingerprint, InMemoryCorpus
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import read_json, sha256, write_json
 from xtk.files.run_names import CHECKPOINT, list_checkpoints
+from xtk.parallel.graceful_stop import StopListener
 from xtk.projection.projection import SparseProjection
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.teachers.cache_shard_writing import CacheJob
@@ -38,7 +39,6 @@ from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import NO_ROW
 from xtk.training.engine_logprob_check import LogprobCheck
-from xtk.training.graceful_stop import StopListener
 from xtk.training.metrics_file import MetricsFile
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
 from xtk.training.online_teacher_scoring import CombineCaches, OnlineSource, TeacherBlocks

@@ -25,14 +25,14 @@ from xtk.errors import XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.files.storage_folders import open_folder
 from xtk.losses.loss_term import TeacherOutput
+from xtk.parallel import process_group
+from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher, read_corpus_for_all
 from xtk.text.document import Document
-from xtk.training import process_group
 from xtk.training.data_sources import NO_ROW, DocumentSource, TextSource
-from xtk.training.graceful_stop import StopListener
 from xtk.training.losses_per_teacher import number_duplicate_names
 from xtk.training.micro_batches import BatchSampler
 

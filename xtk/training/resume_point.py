@@ -29,7 +29,7 @@ from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json
 from xtk.files.output_claims import FolderKind
 from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
-from xtk.training import process_group
+from xtk.parallel import process_group
 from xtk.training.checkpoint import STUDENT, rank_files
 from xtk.training.sharded_state import SKIP_HINT
 from xtk.training.trainer_state import TrainerState

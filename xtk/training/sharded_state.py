@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json, set_default_permissions
-from xtk.training import process_group
+from xtk.parallel import process_group
 
 HEADER_KEY = "xtk"
 SKIP_HINT = "move this checkpoint out of the run folder to resume from an earlier one"

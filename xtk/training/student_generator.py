@@ -18,6 +18,8 @@ from xtk.errors import XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import StudentModelConfig, is_peft_model
+from xtk.parallel import process_group
+from xtk.parallel.parallel_config import ParallelConfig
 from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts import GENERATORS
 from xtk.rollouts.engine_weight_files import write_tied_head
@@ -29,9 +31,7 @@ from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.rollouts.subprocess_generator import SubprocessGenerator
 from xtk.subprocesses import cuda_visible_devices
 from xtk.text.tokenizer import Tokenizer
-from xtk.training import process_group
 from xtk.training.on_policy_config import OnPolicyConfig
-from xtk.training.parallel_config import ParallelConfig
 
 WEIGHTS_FOLDER = f"{TEMPORARY_PREFIX}weights"
 

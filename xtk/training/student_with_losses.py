@@ -16,11 +16,11 @@ from xtk.losses.context_parallel_hidden_states import StateExchange
 from xtk.losses.fused_head_and_loss import fused_loss
 from xtk.losses.loss_cells import LossCells
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.fsdp_and_tensor_parallel import apply_fsdp
-from xtk.models.host_to_device import to_device
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.models.packed_attention import PackedSequence
-from xtk.training.parallel_config import ParallelConfig
+from xtk.parallel.fsdp_and_tensor_parallel import apply_fsdp
+from xtk.parallel.host_to_device import to_device
+from xtk.parallel.parallel_config import ParallelConfig
 
 
 class HiddenStateHook(Protocol):

@@ -22,6 +22,8 @@ from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import options_of
 from xtk.options.spec_parsing import from_pairs, option_names, parse_pairs
+from xtk.parallel import process_group
+from xtk.parallel.parallel_config import ParallelConfig
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward, paths_as_checksums
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import (
@@ -33,8 +35,6 @@ from xtk.rollouts.prompts import (
 )
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.text.tokenizer import Tokenizer
-from xtk.training import process_group
-from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_generator import autocast
 
 LOGGED_METRICS = ("avg@", "pass@", "truncated_fraction", "mean_length")

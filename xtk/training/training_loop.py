@@ -19,10 +19,12 @@ from xtk.errors import ResumableStop, XtkError
 from xtk.files.run_names import CHECKPOINT
 from xtk.losses.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.host_to_device import read_together
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
+from xtk.parallel.graceful_stop import StopListener
+from xtk.parallel.host_to_device import read_together
+from xtk.parallel.parallel_config import ParallelConfig
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.batch_copies import copied_ahead
@@ -36,13 +38,11 @@ from xtk.training.first_step_comparison import (
     comparison_metrics,
     report_weak_teachers,
 )
-from xtk.training.graceful_stop import StopListener
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.metrics_file import MetricsFile, first_values, last_values
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch
 from xtk.training.model_card import Provenance, model_card
 from xtk.training.online_teacher_scoring import TeacherBlocks
-from xtk.training.parallel_config import ParallelConfig
 from xtk.training.resume_point import ResumePoint
 from xtk.training.student_offload import offload_student
 from xtk.training.student_with_losses import GradientClipping, forward_student, predicted_tokens, reshard_weights

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from xtk.errors import XtkError
-from xtk.models.host_to_device import to_device
 from xtk.options.declaration import Option
 from xtk.options.spec_parsing import parse_number, parse_pairs
-from xtk.training import process_group
+from xtk.parallel import process_group
+from xtk.parallel.host_to_device import to_device
 
 # From the outermost to the innermost dimension: tensor parallel communicates most, so its ranks are adjacent.
 DIMENSIONS = {"dp": "data parallel", "fsdp": "FSDP", "cp": "context parallel", "tp": "tensor parallel"}

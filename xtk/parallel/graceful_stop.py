@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xtk.errors import Terminated
-from xtk.training import process_group
+from xtk.parallel import process_group
 
 # Slurm sends the second before a time limit (--signal=USR1@120).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from xtk.training import process_group
+from xtk.parallel import process_group
 
 
 @pytest.fixture
