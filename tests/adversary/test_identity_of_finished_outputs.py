@@ -13,7 +13,7 @@ from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtk
-from xtk.artifacts import weight_hash
+from xtk.models import weight_hash
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}\n{{ message.content }}<|end_of_text|>{% endfor %}"

@@ -24,12 +24,12 @@ from calibrated_teacher import held_out, language_model
 from codec_alternatives import alternative_encodings
 from measurement import gsm8k, machine, report
 
-from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.cache.codec.packed_shard_codec import PackedCodec
 from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
+from xtk.models.resolver import resolve_model_folder
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.token_sequence import TokenSequence as TokenSequence

@@ -49,8 +49,8 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import xtk_processes
 
-from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.models.causal_lm import silence_transformers
+from xtk.models.resolver import resolve_model_folder
 from xtk.quickstart.demo_pipeline import (
     SHARED_TRAINING_OPTIONS,
     STUDENT_FRACTION,

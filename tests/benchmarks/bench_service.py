@@ -19,8 +19,8 @@ from typing import Any
 
 from measurement import machine
 
-from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.cache.reader import TeacherCache
+from xtk.models.resolver import resolve_model_folder
 from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student

@@ -27,8 +27,8 @@ from pathlib import Path
 from bench_objectives import RECOMMENDED, differences, documents, file_name_part, run, write_texts
 from measurement import gsm8k, real_data, report
 
-from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.models.causal_lm import silence_transformers
+from xtk.models.resolver import resolve_model_folder
 from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 
 LINES = (RECOMMENDED, "ce", "ce+p-kl:weight=2", "alm", "gold", "p-kl")

@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 
 from xtk import terminal
-from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.data.corpus_reader import Corpus
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import resolve_model_folder
 from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.model_transplant import TransplantConfig, transplant_model
 

@@ -19,12 +19,12 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from xtk.artifacts.gguf_models import GGUF_RECORD, find_gguf, gguf_name
-from xtk.artifacts.model_resolver import resolve_model_folder, weights_fingerprint
 from xtk.errors import CorruptError, XtkError
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.gguf_conversion import set_rope_scaling
 from xtk.models.gguf_header import GgufHeader
+from xtk.models.gguf_models import GGUF_RECORD, find_gguf, gguf_name
+from xtk.models.resolver import resolve_model_folder, weights_fingerprint
 from xtk.text.tokenizer import Tokenizer
 
 TEXTS = ["Anna has 2017 apples.", "a  1\n\n2", "x = 3.14159;\n\n\n  7", "日本語の文 😀", *small_inputs.sentences(8)]
@@ -113,7 +113,7 @@ def test_changed_weights_have_another_fingerprint(original, gguf_cache, tmp_path
 def test_two_concurrent_processes_convert_a_file_once(original, gguf_cache, tmp_path):
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     script = (
-        "import sys; from xtk.artifacts.model_resolver import resolve_model_folder as r; "
+        "import sys; from xtk.models.resolver import resolve_model_folder as r; "
         "print(r(sys.argv[1], with_weights=True))"
     )
     command = [sys.executable, "-c", script, str(file)]

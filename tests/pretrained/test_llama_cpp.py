@@ -11,8 +11,8 @@ import torch
 from llama_cpp_server import run_server, write_single_precision
 from transformers import AutoModelForCausalLM
 
-from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.cache.reader import TeacherCache
+from xtk.models.resolver import resolve_model_folder
 from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.text.tokenizer import Tokenizer

@@ -15,13 +15,13 @@ import torch
 from pretrained_models import MODELS
 from transformers import AutoTokenizer
 
-from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.data.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.start_token_checks import start_tokens
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import resolve_model_folder
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer

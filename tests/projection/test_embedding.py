@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xtk.artifacts.embedding_weights import read_input_embedding
 from xtk.errors import CorruptError, XtkError
+from xtk.models.embedding_weights import read_input_embedding
 from xtk.projection.build import build_projection
 
 

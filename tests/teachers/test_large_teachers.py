@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
 from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_logprobs import Support
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import base_model_and_adapter, weights_fingerprint
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.document import Document

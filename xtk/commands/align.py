@@ -79,12 +79,12 @@ def align(options: AlignOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.commands.alignment_html import alignment_page
     from xtk.commands.html_page import PAGE, write_page
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.files.atomic_files import canonical_json, sha256
     from xtk.files.output_claims import claim_output
+    from xtk.models.resolver import resolve_model_folder
     from xtk.name_registry import unknown_name_error
     from xtk.projection.corpus_cooccurrence_counts import corpus_fingerprint
     from xtk.text.document import Document
@@ -200,7 +200,7 @@ def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher:
 
 def _print_different_texts(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
     """Print the aligned spans of two different texts."""
-    from xtk.artifacts.model_resolver import resolve_model_folder
+    from xtk.models.resolver import resolve_model_folder
     from xtk.text.different_text_alignment import align_different_texts
     from xtk.text.tokenizer import Tokenizer
 

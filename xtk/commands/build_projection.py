@@ -88,9 +88,9 @@ def build_projection(options: BuildProjectionOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.errors import XtkError
     from xtk.files.output_claims import claim_output
+    from xtk.models.resolver import resolve_model_folder
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import check_method_options, projection_header
     from xtk.projection.coverage_audit import audit_warning
@@ -245,8 +245,8 @@ def _counts_projection(
 
 
 def _embeddings(student: Path, teacher: Path) -> dict[str, Any]:
-    from xtk.artifacts.embedding_weights import read_input_embedding
-    from xtk.artifacts.model_resolver import weights_fingerprint
+    from xtk.models.embedding_weights import read_input_embedding
+    from xtk.models.resolver import weights_fingerprint
 
     return {
         "student_embedding": read_input_embedding(student),

@@ -173,8 +173,8 @@ def cache_teacher(options: CacheTeacherOptions) -> None:
         xtk cache-teacher ./teacher corpus.jsonl --top-k 64 -o cache
         xtk cache-teacher --merge cache-1 cache-2 -o cache
     """
-    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.data.corpus_reader import Corpus, parse_columns_option
+    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)

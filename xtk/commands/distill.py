@@ -143,9 +143,9 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
     """Return inputs and output of the run."""
     from pathlib import Path
 
-    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.cache.output import is_cache
     from xtk.data.corpus_reader import parse_columns_option
+    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
     from xtk.teachers.online_teacher import parse_online_teacher
     from xtk.training.train_config import RunPaths
 

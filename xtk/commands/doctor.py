@@ -93,13 +93,13 @@ def doctor(options: DoctorOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.cache.output import is_cache
     from xtk.cache.reader import TeacherCache
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.doctor.all_checks import run_checks
     from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
     from xtk.models.causal_lm import DTYPES, silence_transformers
+    from xtk.models.resolver import resolve_model_folder
     from xtk.name_registry import load_registered
     from xtk.parallel.parallel_config import parse_parallel
 

@@ -32,10 +32,10 @@ def evaluate(options: EvaluateOptions) -> None:
         xtk evaluate ./student heldout.jsonl --compare-to ./baseline
         xtk evaluate ./student gsm8k.jsonl --reward exact --num-generations 4 --temperature 1
     """
-    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.commands.load_models import check_models
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.errors import XtkError
+    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)

@@ -133,9 +133,9 @@ def rollout(options: RolloutOptions) -> None:
         xtk rollout ./student prompts.jsonl --num-generations 4 -o rollouts.jsonl
         xtk rollout ./student prompts.jsonl -o r.jsonl | xtk cache-teacher ./teacher - -o cache
     """
-    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.files.write_locks import only_writer_of_path
+    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)
@@ -304,8 +304,8 @@ def _request_fingerprint(
         prompts: the prompts.
         template_arguments: of the chat template.
     """
-    from xtk.artifacts.model_resolver import weights_fingerprint
     from xtk.files.atomic_files import canonical_json, sha256
+    from xtk.models.resolver import weights_fingerprint
     from xtk.rewards.reward_spec import paths_as_checksums
     from xtk.rollouts.generator_interface import SamplingConfig
 

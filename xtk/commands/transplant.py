@@ -105,8 +105,8 @@ def transplant(options: TransplantOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.data.corpus_reader import Corpus, parse_columns_option
+    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
     from xtk.text.tokenizer import Tokenizer
     from xtk.transplant.model_transplant import TransplantConfig, check_transplant, transplant_model
 

@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.model_resolver import base_model_and_adapter
 from xtk.cache.output import is_cache
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError, path_exists
+from xtk.models.resolver import base_model_and_adapter
 from xtk.models.safetensors_headers import read_weight_headers
 from xtk.models.student_model_setup import ALL_LINEAR
 from xtk.parallel.parallel_config import ParallelConfig

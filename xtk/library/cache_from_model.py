@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
-from xtk.artifacts.weight_hash import CHUNK_BYTES, hash_chunks
 from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION
 from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_logprobs import Support, make_support
@@ -24,6 +22,8 @@ from xtk.errors import XtkError
 from xtk.library.tokenizer_argument import store_files, to_tokenizer
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import DTYPES
+from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
+from xtk.models.weight_hash import CHUNK_BYTES, hash_chunks
 from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher as build_cache

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.model_resolver import resolve_model_folder
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
+from xtk.models.resolver import resolve_model_folder
 from xtk.text.tokenizer import Tokenizer
 from xtk.text.tokenizer_files import SPECIAL_TOKEN_ROLES, combine_templates
 from xtk.writable_cache_folders import user_cache_folder

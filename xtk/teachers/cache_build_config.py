@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.model_resolver import model_name
 from xtk.cache.codec.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
 from xtk.cache.teacher_logprobs import DEFAULT_TOP_K, Support
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import load_model_config, max_context_length
+from xtk.models.resolver import model_name
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.projection.build import tokenizer_identity
 from xtk.teachers import BACKENDS

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
 from xtk.cache.codec.shard_codec_registry import codec_for_precision
 from xtk.cache.teacher_logprobs import make_support
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.engines.backend import backend_options, backends_with
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES
+from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import parse_number, parse_pairs
 from xtk.teachers import BACKENDS

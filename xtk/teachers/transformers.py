@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.cache.teacher_logprobs import SUPPORTS, StoredLogprobs, Support
 from xtk.engines.engine_options import check_not_reserved
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS, default_device, load_causal_lm
 from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
+from xtk.models.resolver import weights_fingerprint
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import (
     LogprobArrays,

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.cache.teacher_logprobs import StoredLogprobs
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_model_config, max_context_length
+from xtk.models.resolver import weights_fingerprint
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,

@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from xtk import terminal
-from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json, sha256
 from xtk.files.write_locks import exclusive_write_lock
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import max_context_length, silence_transformers
+from xtk.models.resolver import weights_fingerprint
 from xtk.models.student_model_setup import (
     StudentSource,
     has_mergeable_adapter,

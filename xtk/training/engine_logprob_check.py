@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xtk.errors import MismatchError, XtkError
-from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.models.output_head import OutputHead
+from xtk.models.token_logprobs import compute_token_logprobs
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.rollouts.rollout_record import Rollout
 from xtk.training.micro_batches import pad_or_pack

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk import terminal
-from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.losses.loss_interface import ItemRanges, LossInputs, range_indices, range_sums, span_ranges
 from xtk.models.output_head import OutputHead
+from xtk.models.token_logprobs import compute_token_logprobs
 from xtk.parallel.host_to_device import to_device
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence

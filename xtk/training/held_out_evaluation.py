@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BATCH_TOKENS, ScoringWindow, document_windows, num_predicted_bytes
-from xtk.evaluation.token_logprobs import compute_token_logprobs
 from xtk.evaluation.top1_agreement import TokenMatching
 from xtk.losses.cross_entropy import CrossEntropy
 from xtk.losses.divergences import FORWARD_KL
 from xtk.losses.loss_interface import KEEP
 from xtk.losses.loss_term import LossTerm
 from xtk.models.output_head import OutputHead
+from xtk.models.token_logprobs import compute_token_logprobs
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from xtk import __version__
-from xtk.artifacts.model_resolver import hub_id, model_name
+from xtk.models.resolver import hub_id, model_name
 
 # Parts of the recipe that the first table of the card shows.
 _IN_FIRST_TABLE = ("losses", "inputs")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from xtk import terminal
-from xtk.artifacts.model_resolver import base_model_and_adapter, weights_fingerprint
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
 from xtk.artifacts.run_folders import (
     CARD_FILE,
@@ -44,6 +43,7 @@ from xtk.files.output_claims import FolderKind
 from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, load_causal_lm
+from xtk.models.resolver import base_model_and_adapter, weights_fingerprint
 from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import (
     StudentModelConfig,

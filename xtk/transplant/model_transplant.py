@@ -16,8 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.embedding_weights import read_input_embedding
-from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
 from xtk.artifacts.run_folders import (
     RUN_MANIFEST,
@@ -32,6 +30,8 @@ from xtk.files.folder_replacement import replacing_folder
 from xtk.files.output_claims import FolderKind, claim_output
 from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
+from xtk.models.embedding_weights import read_input_embedding
+from xtk.models.resolver import weights_fingerprint
 from xtk.models.saved_model import save_model
 from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered

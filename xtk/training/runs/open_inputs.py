@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from xtk.artifacts.model_resolver import weights_fingerprint
 from xtk.cache.output import is_cache
 from xtk.files.atomic_files import canonical_json
 from xtk.losses import AUTO_LOSS
+from xtk.models.resolver import weights_fingerprint
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.resume_point import RUN_FOLDER
 from xtk.training.runs.cached_teachers import open_cache_inputs

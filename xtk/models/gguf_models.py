@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.weight_hash import hash_weights
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import (
     canonical_json,
@@ -26,6 +25,7 @@ from xtk.files.atomic_files import (
 from xtk.files.folder_replacement import fsync_folder, replacing_folder
 from xtk.models.gguf_conversion import convert_gguf
 from xtk.models.gguf_header import is_gguf_file
+from xtk.models.weight_hash import hash_weights
 from xtk.writable_cache_folders import user_cache_folder
 
 GGUF_RECORD = "gguf.json"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from xtk.artifacts.gguf_models import find_gguf, gguf_fingerprint, gguf_model_folder, gguf_name
-from xtk.artifacts.weight_hash import hash_weights
 from xtk.errors import XtkError, path_exists
 from xtk.files.atomic_files import read_json
 from xtk.files.hub_access import hub_error
 from xtk.files.run_names import is_run_folder, list_checkpoints
+from xtk.models.gguf_models import find_gguf, gguf_fingerprint, gguf_model_folder, gguf_name
+from xtk.models.weight_hash import hash_weights
 from xtk.text.model_config_json import ADAPTER_CONFIG
 
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
