@@ -152,7 +152,7 @@ def rewards() -> str:
 def _options(name: str) -> list[str]:
     """Return the options of a loss, with their defaults."""
     from xtk.losses.divergences import DIVERGENCES
-    from xtk.losses.loss_spec import LossSpec
+    from xtk.losses.spec import LossSpec
 
     specification = LossSpec(name)
     divergence, rule = specification.make_divergence(), specification.make_loss()

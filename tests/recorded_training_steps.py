@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.spec import parse_losses
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import StudentModelConfig, StudentSource, load_student
 from xtk.parallel.parallel_config import parse_parallel

@@ -107,7 +107,7 @@ def test_numba_kernels_are_compiled_at_their_first_call():
     script = """
 import sys, threading
 import numpy as np
-import xtk.cache.codec.logprob_decoding_numba, xtk.losses.byte_kl_numba, xtk.text.different_text_alignment
+import xtk.cache.codec.logprob_decoding_numba, xtk.losses.kernels.byte_kl_numba, xtk.text.different_text_alignment
 from xtk.text.alignment_numba import minimal_spans
 print('numba' in sys.modules, file=sys.stderr)
 found = []

@@ -18,7 +18,7 @@ from xtk.artifacts.run_folders import read_recipe
 from xtk.cache.teacher_logprobs import make_support
 from xtk.errors import MismatchError, XtkError
 from xtk.files.run_names import list_checkpoints
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.spec import parse_losses
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher
 from xtk.teachers.online_teacher import parse_online_teacher

@@ -11,9 +11,9 @@ import pytest
 import small_inputs
 import torch
 
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_spec import parse_losses
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.head import fused_loss
+from xtk.losses.spec import parse_losses
+from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.text.alignment import align_sequences
 from xtk.text.document import Document, Segment

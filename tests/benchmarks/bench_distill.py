@@ -18,7 +18,7 @@ from measurement import gsm8k, median_seconds, model_folder, report, run_process
 from numba import njit
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.runs.open_inputs import open_inputs

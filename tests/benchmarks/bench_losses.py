@@ -35,10 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses import LOSSES
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, LossInputs, join_inputs
-from xtk.losses.token_boundaries_numba import prefix_range
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.head import fused_loss
+from xtk.losses.interface import ComparisonSpace, LossInputs, join_inputs
+from xtk.losses.kernels.token_boundaries_numba import prefix_range
 from xtk.models.output_head import MAX_CHUNK_BYTES, OutputHead, chunk_rows
 from xtk.name_registry import load_registered
 from xtk.projection.build import build_projection

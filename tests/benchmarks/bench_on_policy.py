@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from xtk import terminal
 from xtk.cache.reader import TeacherCache
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
 from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.generator_interface import SamplingConfig

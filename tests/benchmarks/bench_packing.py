@@ -23,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.losses import LOSSES
-from xtk.losses.loss_spec import parse_losses
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.spec import parse_losses
+from xtk.losses.term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence, packed_attention
 from xtk.name_registry import load_registered

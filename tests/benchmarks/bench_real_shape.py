@@ -101,7 +101,7 @@ def measure(
 
 def profile(folder: Path, steps: int, batch: int) -> None:
     """Print the time of each operator, for each loss."""
-    from xtk.losses.loss_spec import parse_losses
+    from xtk.losses.spec import parse_losses
     from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import distill
     from xtk.training.runs.open_inputs import open_inputs

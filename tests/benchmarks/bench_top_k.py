@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from measurement import cpu_seconds, report
 
-from xtk.losses.chunked_softmax_numba import largest_columns
+from xtk.losses.kernels.chunked_softmax_numba import largest_columns
 
 V, K = 128_256, 64
 

@@ -28,7 +28,7 @@ from measurement import gsm8k, median_seconds, model_folder, report, run_process
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xtk import terminal
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.spec import parse_losses
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm, silence_transformers
 from xtk.models.packed_attention import PackedSequence

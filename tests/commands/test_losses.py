@@ -15,8 +15,8 @@ from xtk.errors import XtkError
 from xtk.losses import COMPARISON_SPACES, LOSSES, SURROGATE_LOSSES
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKLDivergence
-from xtk.losses.loss_spec import parse_losses
-from xtk.losses.loss_term import LossTerm, TeacherOutput
+from xtk.losses.spec import parse_losses
+from xtk.losses.term import LossTerm, TeacherOutput
 from xtk.name_registry import load_registered
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
 from xtk.text.tokenizer import Tokenizer

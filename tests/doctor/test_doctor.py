@@ -33,7 +33,7 @@ from xtk.doctor.memory_disk_and_time_estimates import (
 from xtk.doctor.vocabulary_checks import embedding_rows, special_tokens
 from xtk.doctor.weight_checks import attention, dtypes, weight_tensors
 from xtk.errors import CorruptError, XtkError
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.packed_attention import ATTENTION_NAME, register_attention
 from xtk.parallel.parallel_config import parse_parallel

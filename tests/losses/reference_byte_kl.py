@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
-from xtk.losses.loss_cells import MIN_REMAINDER
-from xtk.losses.loss_interface import LossInputs
+from xtk.losses.cells.loss_cells import MIN_REMAINDER
+from xtk.losses.interface import LossInputs
 
 # A remainder up to this is only the rounding error of a full distribution.
 ROUNDING_REMAINDER = 1e-6

@@ -9,7 +9,7 @@ import torch
 from reference_byte_kl import FORWARD_KL, ReferenceDivergence, ReferenceVocabulary, reference_items, support_at
 from torch import Tensor
 
-from xtk.losses.loss_interface import LossInputs
+from xtk.losses.interface import LossInputs
 
 Key = Hashable  # a student token, or the cell of special tokens
 

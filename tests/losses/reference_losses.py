@@ -24,14 +24,14 @@ from small_vocabularies import make_byte_partition, partition_vocabularies, rand
 from torch import Tensor
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
-from xtk.losses.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.cells.loss_cells import MIN_REMAINDER, LossCells
+from xtk.losses.cells.next_byte_cells import NextByteCells
+from xtk.losses.cells.shared_vocabulary_cells import CandidateUnitCells, SharedVocabularyCells
+from xtk.losses.cells.sorted_probs import SortedProbCells
+from xtk.losses.cells.span_probability_products import SpanProductCells
 from xtk.losses.event_set_completion import EventSetCells
-from xtk.losses.loss_cells import MIN_REMAINDER, LossCells
-from xtk.losses.loss_interface import LossInputs
-from xtk.losses.next_byte_cells import NextByteCells
-from xtk.losses.shared_vocabulary_cells import CandidateUnitCells, SharedVocabularyCells
-from xtk.losses.sorted_probs import SortedProbCells
-from xtk.losses.span_probability_products import SpanProductCells
+from xtk.losses.interface import LossInputs
 from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition
 

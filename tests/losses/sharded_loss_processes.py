@@ -16,10 +16,10 @@ from reference_losses import Case, random_case
 from torch import Tensor, distributed, multiprocessing
 
 from xtk.losses import LOSSES
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.context_parallel_hidden_states import StateExchange
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import join_inputs
+from xtk.losses.head import fused_loss
+from xtk.losses.interface import join_inputs
 from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
 from xtk.name_registry import load_registered
 

@@ -22,11 +22,11 @@ from xtk.errors import CorruptError
 from xtk.losses import byte_kl
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.byte_prefix_marginalization import BPM
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import LossInputs
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.head import fused_loss
+from xtk.losses.interface import LossInputs
+from xtk.losses.kernels.token_boundaries_numba import prefix_range
 from xtk.losses.same_tokenizer_losses import ForwardKL
-from xtk.losses.token_boundaries_numba import prefix_range
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_byte_partition import (

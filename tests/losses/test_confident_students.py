@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from xtk.losses import fused_head_and_loss
+from xtk.losses import head as fused_head_and_loss
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.divergences import DIVERGENCES, ForwardKLDivergence, ReverseKLDivergence
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.head import fused_loss
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
 

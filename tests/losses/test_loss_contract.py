@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.errors import XtkError
 from xtk.losses import LOSSES, SURROGATE_LOSSES, TEACHER_REQUIREMENTS
-from xtk.losses.fused_head_and_loss import chunk_starts, fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, LossInputs, join_inputs
-from xtk.losses.loss_spec import LossSpec, parse_losses
-from xtk.losses.projected_cells_numba import fill_cells
-from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.head import chunk_starts, fused_loss
+from xtk.losses.interface import ComparisonSpace, ItemRanges, LossInputs, join_inputs
+from xtk.losses.kernels.projected_cells_numba import fill_cells
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
+from xtk.losses.spec import LossSpec, parse_losses
 from xtk.models.output_head import HeadAdapter, OutputHead
 from xtk.name_registry import load_registered
 from xtk.projection.projection import ProjectionColumns, SparseProjection

@@ -13,7 +13,7 @@ from test_loss_contract import DISTRIBUTIONS, LOSS_INSTANCES, cells_of
 from torch import Tensor
 
 from xtk.losses import LOSSES
-from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.head import fused_loss
 from xtk.models.output_head import HeadAdapter, OutputHead
 from xtk.parallel.host_to_device import to_device
 

@@ -31,13 +31,13 @@ from small_vocabularies import partition_vocabularies
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xtk.losses.chunked_softmax_numba import largest_columns
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.largest_tokens import largest_by_topk, scale_rows
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import LossInputs
-from xtk.losses.loss_spec import parse_losses
-from xtk.losses.span_probability_products import log_tempered_remainder
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.span_probability_products import log_tempered_remainder
+from xtk.losses.head import fused_loss
+from xtk.losses.interface import LossInputs
+from xtk.losses.kernels.chunked_softmax_numba import largest_columns
+from xtk.losses.kernels.largest_tokens import largest_by_topk, scale_rows
+from xtk.losses.spec import parse_losses
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import SparseProjection
 

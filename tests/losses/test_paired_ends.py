@@ -8,8 +8,8 @@ from chat_families import write_family
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses import LOSSES
 from xtk.losses.divergences import FORWARD_KL
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs
+from xtk.losses.head import fused_loss
+from xtk.losses.term import LossTerm, TeacherOutput, make_loss_inputs
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
 from xtk.text.document import Document

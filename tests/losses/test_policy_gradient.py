@@ -17,11 +17,11 @@ from torch import Tensor
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.divergences import DIVERGENCES
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import LossInputs
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.head import fused_loss
+from xtk.losses.interface import LossInputs
+from xtk.losses.spec import parse_losses
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import SparseProjection
 

@@ -12,13 +12,13 @@ from small_vocabularies import make_byte_partition, partition_vocabularies, rand
 
 from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.shared_vocabulary_cells import CandidateUnitCells
 from xtk.losses.divergences import ReverseKLDivergence
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import LossInputs
-from xtk.losses.loss_spec import parse_losses
-from xtk.losses.loss_term import LossTerm
-from xtk.losses.shared_vocabulary_cells import CandidateUnitCells
+from xtk.losses.head import fused_loss
+from xtk.losses.interface import LossInputs
+from xtk.losses.spec import parse_losses
+from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.projection.projection import ProjectionColumns, SparseProjection
 from xtk.projection.vocabulary_byte_partition import BytePartition

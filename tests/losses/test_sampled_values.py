@@ -16,11 +16,11 @@ from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.evaluation.top1_agreement import ByProjection, TeacherTopTokens
 from xtk.losses import LOSSES, SURROGATE_LOSSES
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import LossInputs
-from xtk.losses.loss_spec import LossSpec
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.head import fused_loss
+from xtk.losses.interface import LossInputs
+from xtk.losses.spec import LossSpec
+from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
 from xtk.projection.projection import SparseProjection

@@ -12,10 +12,10 @@ from test_loss_contract import comparison_space_of, fused
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import join_inputs
-from xtk.losses.loss_spec import parse_losses
-from xtk.losses.loss_term import LossTerm, make_loss_inputs
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.interface import join_inputs
+from xtk.losses.spec import parse_losses
+from xtk.losses.term import LossTerm, make_loss_inputs
 from xtk.name_registry import load_registered
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence, tokenize_documents

@@ -10,9 +10,10 @@ from reference_losses import Case
 from test_loss_contract import CPU, LOSS_INSTANCES, case_for_loss, cells_of
 
 from xtk.errors import XtkError
-from xtk.losses import LOSSES, chunked_softmax
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
+from xtk.losses import LOSSES
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.head import fused_loss
+from xtk.losses.kernels import chunked_softmax
 from xtk.models.output_head import OutputHead
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
@@ -25,7 +26,7 @@ with pytest.MonkeyPatch.context() as patch:
     for key, value in INTERPRETED.items():
         patch.setenv(key, value)
     pytest.importorskip("triton", reason="Triton is not installed; it comes with vLLM and with CUDA builds of torch")
-    from xtk.losses import chunked_softmax_triton as kernels
+    from xtk.losses.kernels import chunked_softmax_triton as kernels
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +114,6 @@ def test_a_bf16_gradient_uses_the_fused_kernel(monkeypatch):
 
 def test_xtk_triton_without_triton_is_refused(monkeypatch):
     monkeypatch.setenv("XTK_TRITON", "1")
-    monkeypatch.setitem(sys.modules, "xtk.losses.chunked_softmax_triton", None)
+    monkeypatch.setitem(sys.modules, "xtk.losses.kernels.chunked_softmax_triton", None)
     with pytest.raises(XtkError, match="not installed"):
         chunked_softmax._load_triton_kernels()

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.divergences import ForwardKLDivergence, ReverseKLDivergence
-from xtk.losses.loss_cells import LossCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.training.student_with_losses import StudentWithLoss
 

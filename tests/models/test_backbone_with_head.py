@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from xtk.errors import XtkError
-from xtk.losses.fused_head_and_loss import fused_loss
+from xtk.losses.head import fused_loss
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import check_embedding_rows
 from xtk.models.output_head import ChunkedLogits

@@ -16,8 +16,8 @@ from tokenizers import pre_tokenizers
 
 from xtk.cache.reader import TeacherCache
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
-from xtk.losses.loss_interface import span_ranges
-from xtk.losses.loss_term import TeacherOutput, make_loss_inputs
+from xtk.losses.interface import span_ranges
+from xtk.losses.term import TeacherOutput, make_loss_inputs
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.text.alignment import align_sequences

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.spec import parse_losses
 from xtk.training.losses_per_teacher import AssignedLoss, describe_auto_losses
 
 

@@ -14,7 +14,7 @@ import torch
 from recorded_training_steps import GradientRecorder, load_student_for_steps, make_train_config, open_run_inputs
 from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, SimulatedTensor, move_to_device, to_host
 
-from xtk.losses.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.training import student_with_losses

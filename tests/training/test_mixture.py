@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.errors import XtkError
-from xtk.losses.loss_interface import LossInputs
+from xtk.losses.interface import LossInputs
 from xtk.training.combine_teachers import (
     COMBINATION_METHODS,
     MIN_SCORE,

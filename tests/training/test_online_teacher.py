@@ -25,7 +25,7 @@ from xtk_processes import run_xtk
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
-from xtk.losses.loss_term import TeacherOutput
+from xtk.losses.term import TeacherOutput
 from xtk.parallel.graceful_stop import StopListener
 from xtk.teachers.cache_building import cache_teacher
 from xtk.teachers.online_teacher import OnlineTeacher, parse_online_teacher

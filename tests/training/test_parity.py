@@ -15,7 +15,7 @@ import small_inputs
 import torch
 from safetensors.torch import load_file
 
-from xtk.losses.loss_spec import parse_losses
+from xtk.losses.spec import parse_losses
 from xtk.training.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow

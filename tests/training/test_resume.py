@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtk_processes import run_xtk
 
-from xtk.losses.loss_spec import LossSpec
+from xtk.losses.spec import LossSpec
 from xtk.training.metrics_file import MetricsFile, read_metrics
 from xtk.training.train_config import TrainConfig
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from xtk.errors import XtkError
-from xtk.losses.loss_spec import LossSpec
+from xtk.losses.spec import LossSpec
 from xtk.training.lr_schedules import SCHEDULES
 from xtk.training.train_config import TrainConfig
 

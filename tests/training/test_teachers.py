@@ -18,7 +18,7 @@ from recorded_training_steps import make_train_config, open_run_inputs, record_s
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
-from xtk.losses.loss_spec import LossSpec, parse_losses
+from xtk.losses.spec import LossSpec, parse_losses
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import match_documents
 from xtk.training.losses_per_teacher import AUTO_LOSSES, assign_losses, open_teachers

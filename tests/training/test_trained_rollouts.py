@@ -14,9 +14,9 @@ import torch
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_spec import parse_losses
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.head import fused_loss
+from xtk.losses.spec import parse_losses
+from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.chat.regions import RegionWeights

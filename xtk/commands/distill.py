@@ -100,7 +100,7 @@ def read_configs(
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.errors import XtkError
     from xtk.losses import AUTO_LOSS
-    from xtk.losses.loss_spec import parse_losses
+    from xtk.losses.spec import parse_losses
     from xtk.models.student_model_setup import StudentModelConfig
     from xtk.parallel.parallel_config import parse_devices
     from xtk.training.task_evaluation import parse_eval_tasks

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xtk.commands.evaluate_options import EvaluateOptions
     from xtk.evaluation.bits_per_byte import BitsPerByteResult
     from xtk.evaluation.standard_errors import Ratio
-    from xtk.losses.loss_term import LossTerm
+    from xtk.losses.term import LossTerm
     from xtk.text.document import Document
     from xtk.training.losses_per_teacher import DistillationTeacher
 
@@ -168,8 +168,8 @@ def _note_skipped_bytes(results: dict[str, _ModelResult]) -> None:
 
 def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
     """Return the losses that measure the distance to a teacher."""
-    from xtk.losses.loss_spec import LossSpec
-    from xtk.losses.loss_term import LossTerm
+    from xtk.losses.spec import LossSpec
+    from xtk.losses.term import LossTerm
 
     names = [ANY_TOKENIZER_LOSS]
     if teacher.support == "none":

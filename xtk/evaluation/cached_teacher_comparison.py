@@ -15,9 +15,9 @@ from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BATCH_TOKENS, READ_BATCH_SIZE, max_input_tokens
 from xtk.evaluation.standard_errors import Ratio
 from xtk.evaluation.top1_agreement import TeacherTopTokens, TokenMatching
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.head import fused_loss
+from xtk.losses.term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import chunk_rows
 from xtk.models.token_logprobs import compute_token_logprobs

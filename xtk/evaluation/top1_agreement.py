@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xtk.cache.codec.quantization_levels import QUANTIZATION_STEPS
 from xtk.cache.teacher_logprobs import TeacherLogprobs
-from xtk.losses.loss_interface import LossInputs, range_indices, span_ranges
+from xtk.losses.interface import LossInputs, range_indices, span_ranges
 from xtk.projection.projection import SparseProjection
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.text.tokenizer import Tokenizer

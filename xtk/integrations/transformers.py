@@ -16,7 +16,7 @@ from xtk.library.distillation_batch import TEACHER_KEY, DistillationBatch, Teach
 from xtk.library.distillation_collator import DOCUMENT_KEY, TEXT_KEY, DistillationCollator
 from xtk.library.distillation_loss import DistillationLoss
 from xtk.library.packing import split_packed_model
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence
 from xtk.training.student_with_losses import StudentWithLoss

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.training.micro_batches import MicroBatch
 
 IGNORE_INDEX = -100  # label of tokens without loss, as in PyTorch's cross-entropy

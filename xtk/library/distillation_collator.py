@@ -16,7 +16,7 @@ from xtk.errors import MismatchError, XtkError
 from xtk.library.distillation_batch import DistillationBatch, make_batch
 from xtk.library.distillation_loss import DistillationLoss
 from xtk.library.tokenizer_argument import to_tokenizer
-from xtk.losses.loss_term import TeacherOutput
+from xtk.losses.term import TeacherOutput
 from xtk.projection.projection import SparseProjection
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.chat.regions import RegionWeights

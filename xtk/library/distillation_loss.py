@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from xtk.errors import MismatchError, XtkError
 from xtk.library.distillation_batch import TEACHER_KEY, TeacherBatch
 from xtk.losses import AUTO_LOSS
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_spec import parse_losses
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.head import fused_loss
+from xtk.losses.spec import parse_losses
+from xtk.losses.term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.parallel.host_to_device import to_device

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, range_sums, span_ranges
-from xtk.losses.span_probability_products import SpanProductCells
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.span_probability_products import SpanProductCells
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs, range_sums, span_ranges
 
 
 @dataclass(frozen=True)

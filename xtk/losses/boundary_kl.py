@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
-from xtk.losses.projected_cells import projected_cells
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.projected_cells import projected_cells
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs, span_ranges
 from xtk.projection.projection import ProjectionColumns
 
 

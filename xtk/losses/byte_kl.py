@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import CorruptError
-from xtk.losses.byte_kl_numba import fill_byte_cells
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
-from xtk.losses.next_byte_cells import NextByteCells
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.token_boundaries_numba import (
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.next_byte_cells import NextByteCells
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs
+from xtk.losses.kernels.byte_kl_numba import fill_byte_cells
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
+from xtk.losses.kernels.token_boundaries_numba import (
     NEXT_DISTRIBUTION,
     PREVIOUS_DISTRIBUTION,
     STUDENT_COLUMNS,

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.losses.byte_kl import find_all_boundaries, mismatched_tokens_error, teacher_path
-from xtk.losses.longest_prefix_cells_numba import fill_longest_prefix_cells
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.token_boundaries_numba import (
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs
+from xtk.losses.kernels.longest_prefix_cells_numba import fill_longest_prefix_cells
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
+from xtk.losses.kernels.token_boundaries_numba import (
     NEXT_DISTRIBUTION,
     NONE,
     PREVIOUS_DISTRIBUTION,

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.losses.fused_head_and_loss import allowed_splits
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.head import allowed_splits
 from xtk.parallel.host_to_device import to_device
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs
 
 
 class CrossEntropy(Loss):

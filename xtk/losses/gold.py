@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from xtk.errors import XtkError
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
-from xtk.losses.sorted_probs import SortedProbCells
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.sorted_probs import SortedProbCells
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs, span_ranges
 from xtk.projection.projection import ProjectionColumns, TokenPairs
 
 DEFAULT_MAX_RANKS = 8192  # as in X-Token, arXiv 2605.21699

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ItemRanges, LossInputs
-from xtk.losses.projected_cells_numba import CELL_ARRAYS
-from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.interface import ItemRanges, LossInputs
+from xtk.losses.kernels.projected_cells_numba import CELL_ARRAYS
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
 from xtk.numba_kernel import numba_kernel
 from xtk.parallel.host_to_device import to_device
 from xtk.projection.projection import ProjectionColumns

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES
-from xtk.losses.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.divergences import DIVERGENCES
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import (
+from xtk.losses.interface import (
     ComparisonSpace,
     ItemRanges,
     Loss,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.projected_cells import projected_cells
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs, span_ranges
 from xtk.losses.p_kl_as_published import published_cells
-from xtk.losses.projected_cells import projected_cells
 from xtk.projection.projection import ProjectionColumns
 
 

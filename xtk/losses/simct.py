@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, range_indices, range_sums, span_ranges
-from xtk.losses.shared_vocabulary_cells import CandidateUnitCells, shared_cell_fields
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.shared_vocabulary_cells import CandidateUnitCells, shared_cell_fields
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs, range_indices, range_sums, span_ranges
 from xtk.projection.projection import ProjectionColumns
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, ItemRanges, Loss, LossInputs, span_ranges
-from xtk.losses.shared_vocabulary_cells import SharedVocabularyCells, shared_cell_fields
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.shared_vocabulary_cells import SharedVocabularyCells, shared_cell_fields
+from xtk.losses.interface import ComparisonSpace, ItemRanges, Loss, LossInputs, span_ranges
 from xtk.projection.projection import ProjectionColumns
 
 

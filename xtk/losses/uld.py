@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ComparisonSpace, Loss, LossInputs, span_ranges
-from xtk.losses.sorted_probs import SortedProbCells
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.sorted_probs import SortedProbCells
+from xtk.losses.interface import ComparisonSpace, Loss, LossInputs, span_ranges
 
 
 class ULD(Loss):

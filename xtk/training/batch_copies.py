@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.training.micro_batches import MicroBatch
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.errors import XtkError
-from xtk.losses.loss_interface import LossInputs, range_sums
+from xtk.losses.interface import LossInputs, range_sums
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import option
 from xtk.options.spec_parsing import MAX_WEIGHT, from_pairs, option_names, parse_pairs

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.losses.loss_term import LossTerm
 from xtk.losses.policy_gradient import PolicyGradient
+from xtk.losses.term import LossTerm
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.training.combine_teachers import ScoreWeighting

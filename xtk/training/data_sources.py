@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
-from xtk.losses.loss_term import TeacherOutput
+from xtk.losses.term import TeacherOutput
 from xtk.text.document import Document
 from xtk.training.teacher_probability_mixture import mix_teacher_logprobs
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk import terminal
-from xtk.losses.loss_interface import ItemRanges, LossInputs, range_indices, range_sums, span_ranges
+from xtk.losses.interface import ItemRanges, LossInputs, range_indices, range_sums, span_ranges
 from xtk.models.output_head import OutputHead
 from xtk.models.token_logprobs import compute_token_logprobs
 from xtk.parallel.host_to_device import to_device

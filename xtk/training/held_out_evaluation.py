@@ -18,8 +18,8 @@ from xtk.evaluation.bits_per_byte import BATCH_TOKENS, ScoringWindow, document_w
 from xtk.evaluation.top1_agreement import TokenMatching
 from xtk.losses.cross_entropy import CrossEntropy
 from xtk.losses.divergences import FORWARD_KL
-from xtk.losses.loss_interface import KEEP
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.interface import KEEP
+from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.models.token_logprobs import compute_token_logprobs
 from xtk.parallel.parallel_config import ParallelConfig

@@ -16,8 +16,8 @@ from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.evaluation.top1_agreement import SUPPORTS_WITH_TOP1, ByProjection, BySpelling, TokenMatching
 from xtk.losses import AUTO_LOSS, LOSSES, SURROGATE_LOSSES
-from xtk.losses.loss_interface import ComparisonSpace, Loss
-from xtk.losses.loss_spec import LossSpec, parse_losses
+from xtk.losses.interface import ComparisonSpace, Loss
+from xtk.losses.spec import LossSpec, parse_losses
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
 from xtk.projection.disk_cache import cached_next_bytes, cached_projection, cached_projection_path

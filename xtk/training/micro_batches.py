@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.evaluation.top1_agreement import TeacherTopTokens
-from xtk.losses.clipped_surrogate import ClippedSurrogateCells
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import LossInputs, join_inputs
-from xtk.losses.loss_term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
+from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.interface import LossInputs, join_inputs
+from xtk.losses.term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.chat.regions import RegionWeights, token_regions
 from xtk.text.document import Document

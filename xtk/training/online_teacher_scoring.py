@@ -24,7 +24,7 @@ from xtk.data.corpus_reader import Corpus, InMemoryCorpus
 from xtk.errors import XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.files.storage_folders import open_folder
-from xtk.losses.loss_term import TeacherOutput
+from xtk.losses.term import TeacherOutput
 from xtk.parallel import process_group
 from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.prompts import PromptFormat, read_prompts

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from xtk.errors import XtkError
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.context_parallel_hidden_states import StateExchange
-from xtk.losses.fused_head_and_loss import fused_loss
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.head import fused_loss
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.models.packed_attention import PackedSequence

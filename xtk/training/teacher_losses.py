@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.term import LossTerm
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import TeacherEnsemble
 from xtk.training.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents

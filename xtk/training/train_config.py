@@ -12,7 +12,7 @@ from typing import Any
 from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
-from xtk.losses.loss_spec import LossSpec
+from xtk.losses.spec import LossSpec
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import SPEED, check_options, declared_options

@@ -17,7 +17,7 @@ from xtk import terminal
 from xtk.artifacts.run_folders import METRICS_FILE, run_fingerprint
 from xtk.errors import ResumableStop, XtkError
 from xtk.files.run_names import CHECKPOINT
-from xtk.losses.clipped_surrogate import ClippedSurrogateCells
+from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups

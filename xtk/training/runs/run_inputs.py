@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.term import LossTerm
 from xtk.text.chat.conversation_tokens import END_OF_TURN, NO_REGION, REGIONS
 from xtk.text.chat.regions import RegionWeights, byte_regions, token_regions
 from xtk.text.document import Document

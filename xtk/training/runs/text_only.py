@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint
 from xtk.errors import XtkError
-from xtk.losses.loss_term import LossTerm
+from xtk.losses.term import LossTerm
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.data_sources import TextSource

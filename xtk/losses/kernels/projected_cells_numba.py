@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.loss_interface import ItemRanges
-from xtk.losses.sampled_support_correction import (
+from xtk.losses.interface import ItemRanges
+from xtk.losses.kernels.sampled_support_correction import (
     TeacherArrays,
     negentropy,
     remainder_correction,

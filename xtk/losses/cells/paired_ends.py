@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
-from xtk.losses.loss_interface import ComparisonSpace, LossInputs
+from xtk.losses.interface import ComparisonSpace, LossInputs
 
 
 def with_paired_ends(example: LossInputs, comparison_space: ComparisonSpace) -> LossInputs:

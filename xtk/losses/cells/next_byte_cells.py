@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
-from xtk.losses.loss_cells import LossCells, group_logsumexp
+from xtk.losses.cells.loss_cells import LossCells, group_logsumexp
+from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.parallel.host_to_device import to_device
 
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.cache.teacher_logprobs import MIN_REMAINDER
-from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.losses.divergences import FORWARD_KL, Divergence
+from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
 from xtk.parallel.host_to_device import to_device
 from xtk.text.chat.conversation_tokens import REGIONS
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses import EXACT_REQUIREMENTS
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.cells.paired_ends import with_paired_ends
 from xtk.losses.divergences import Divergence
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import MASK, ComparisonSpace, Loss, LossInputs
-from xtk.losses.paired_ends import with_paired_ends
+from xtk.losses.interface import MASK, ComparisonSpace, Loss, LossInputs
 from xtk.text.alignment import align_sequences, separate_added_spaces
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence as TokenSequence

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.byte_kl_numba import ensure_capacity
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.token_boundaries_numba import NONE, byte_length, sorted_index
+from xtk.losses.kernels.byte_kl_numba import ensure_capacity
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
+from xtk.losses.kernels.token_boundaries_numba import NONE, byte_length, sorted_index
 from xtk.numba_kernel import numba_kernel
 from xtk.projection.vocabulary_byte_partition import SortedVocabulary, first_with_byte
 

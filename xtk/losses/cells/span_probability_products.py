@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses.chunked_softmax import SoftmaxReads
-from xtk.losses.loss_cells import LossCells, group_logsumexp
-from xtk.losses.loss_interface import ItemRanges, LossInputs, range_indices
+from xtk.losses.cells.loss_cells import LossCells, group_logsumexp
+from xtk.losses.interface import ItemRanges, LossInputs, range_indices
+from xtk.losses.kernels.chunked_softmax import SoftmaxReads
 from xtk.parallel.host_to_device import to_device
 
 # Lower bound of 1 - P in the formula near P = 1, to keep it and its gradient finite.

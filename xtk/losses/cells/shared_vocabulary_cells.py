@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
-from xtk.losses.chunked_softmax import EntryGroups, SoftmaxReads
+from xtk.losses.cells.loss_cells import LossCells, group_logsumexp
 from xtk.losses.divergences import ForwardKLDivergence
-from xtk.losses.largest_tokens import LargestTokens
-from xtk.losses.loss_cells import LossCells, group_logsumexp
-from xtk.losses.loss_interface import ItemRanges
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.shared_vocabulary_cells_numba import fill_shared_cells
+from xtk.losses.interface import ItemRanges
+from xtk.losses.kernels.chunked_softmax import EntryGroups, SoftmaxReads
+from xtk.losses.kernels.largest_tokens import LargestTokens
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
+from xtk.losses.kernels.shared_vocabulary_cells_numba import fill_shared_cells
 from xtk.parallel.host_to_device import to_device
 from xtk.projection.projection import TokenPairs
 

@@ -11,19 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import MIN_REMAINDER
-from xtk.losses.prefix_alternatives_numba import (
+from xtk.losses.kernels.prefix_alternatives_numba import (
     BoundaryScratch,
     group_prefix_tokens,
     make_scratch,
     sort_runs_by_group,
 )
-from xtk.losses.sampled_support_correction import (
+from xtk.losses.kernels.sampled_support_correction import (
     TeacherArrays,
     negentropy,
     remainder_correction,
     sampled_log_correction,
 )
-from xtk.losses.token_boundaries_numba import (
+from xtk.losses.kernels.token_boundaries_numba import (
     BOUNDARY_BYTES,
     BOUNDARY_TOKEN,
     NEXT_DISTRIBUTION,

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from xtk.losses.span_probability_products import SpanProductCells
+from xtk.losses.cells.span_probability_products import SpanProductCells
 
 MAX_LOG_RATIO = 20.0  # nats, so that one importance ratio cannot overflow a sum
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.losses import chunked_softmax_numba
-from xtk.losses.largest_tokens import LargestLogits, LargestTokens, scale_rows
+from xtk.losses.kernels import chunked_softmax_numba
+from xtk.losses.kernels.largest_tokens import LargestLogits, LargestTokens, scale_rows
 from xtk.models.output_head import HeadShard
 from xtk.parallel.host_to_device import to_device
 
@@ -30,7 +30,7 @@ def _load_triton_kernels() -> Any:
     if os.environ.get("XTK_TRITON") != "1":
         return None
     try:
-        return importlib.import_module("xtk.losses.chunked_softmax_triton")
+        return importlib.import_module("xtk.losses.kernels.chunked_softmax_triton")
     except ImportError:
         raise XtkError(
             "XTK_TRITON=1 needs the package triton, which is not installed",

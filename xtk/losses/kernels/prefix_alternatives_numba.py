@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import MIN_REMAINDER
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.token_boundaries_numba import (
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
+from xtk.losses.kernels.token_boundaries_numba import (
     BOUNDARY_BYTES,
     BOUNDARY_TOKEN,
     NONE,

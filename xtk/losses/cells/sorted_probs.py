@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses.chunked_softmax import SoftmaxReads
-from xtk.losses.largest_tokens import LargestTokens
-from xtk.losses.loss_interface import ItemRanges, LossInputs
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.sorted_probs_numba import fill_paired_cells
-from xtk.losses.span_probability_products import SpanProductCells
+from xtk.losses.cells.span_probability_products import SpanProductCells
+from xtk.losses.interface import ItemRanges, LossInputs
+from xtk.losses.kernels.chunked_softmax import SoftmaxReads
+from xtk.losses.kernels.largest_tokens import LargestTokens
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
+from xtk.losses.kernels.sorted_probs_numba import fill_paired_cells
 from xtk.parallel.host_to_device import to_device
 
 

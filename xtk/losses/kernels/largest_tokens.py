@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xtk.losses import chunked_softmax_numba
+from xtk.losses.kernels import chunked_softmax_numba
 from xtk.parallel.host_to_device import to_device
 
 # Rows at a time where a mask is applied, so that the copy is small compared to the chunk.

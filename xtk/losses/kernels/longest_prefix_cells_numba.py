@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.byte_kl_numba import (
+from xtk.losses.kernels.byte_kl_numba import (
     boundary_correction,
     ensure_capacity,
     fill_teacher_cells,
     normalize_cells,
     num_members,
 )
-from xtk.losses.prefix_alternatives_numba import BoundaryScratch, make_scratch
-from xtk.losses.sampled_support_correction import TeacherArrays
-from xtk.losses.token_boundaries_numba import (
+from xtk.losses.kernels.prefix_alternatives_numba import BoundaryScratch, make_scratch
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
+from xtk.losses.kernels.token_boundaries_numba import (
     BOUNDARY_BYTES,
     NEXT_DISTRIBUTION,
     NONE,

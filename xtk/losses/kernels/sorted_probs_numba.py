@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import MIN_REMAINDER
-from xtk.losses.loss_interface import ItemRanges
-from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.interface import ItemRanges
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
 from xtk.numba_kernel import numba_kernel
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS, LOSSES
 from xtk.losses.divergences import DIVERGENCES, Divergence, divergence_options, make_divergence
-from xtk.losses.loss_interface import ALL_POSITIONS, Loss
+from xtk.losses.interface import ALL_POSITIONS, Loss
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse_pairs, parse_weight
 

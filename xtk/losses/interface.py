@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import TeacherLogprobs
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.options.declaration import option
 from xtk.projection.projection import ProjectionColumns
 from xtk.projection.vocabulary_byte_partition import BytePartition

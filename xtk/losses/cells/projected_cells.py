@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.loss_cells import LossCells
-from xtk.losses.loss_interface import ItemRanges, LossInputs
-from xtk.losses.projected_cells_numba import CELL_ARRAYS, fill_cells
-from xtk.losses.sampled_support_correction import TeacherArrays
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.interface import ItemRanges, LossInputs
+from xtk.losses.kernels.projected_cells_numba import CELL_ARRAYS, fill_cells
+from xtk.losses.kernels.sampled_support_correction import TeacherArrays
 from xtk.projection.projection import ProjectionColumns
 
 MIN_MAPPED_PROBABILITY = 1e-30  # float32 probabilities below are too coarse to be normalized

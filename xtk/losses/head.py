@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.losses.chunked_softmax import (
+from xtk.losses.cells.loss_cells import LossCells
+from xtk.losses.kernels.chunked_softmax import (
     ChunkGradients,
     ChunkStatistics,
     EntryGroups,
@@ -36,8 +37,7 @@ from xtk.losses.chunked_softmax import (
     logits_gradient,
     read_window,
 )
-from xtk.losses.chunked_softmax_numba import group_logsumexp_
-from xtk.losses.loss_cells import LossCells
+from xtk.losses.kernels.chunked_softmax_numba import group_logsumexp_
 from xtk.models.output_head import ChunkedLogits, OutputHead
 from xtk.parallel.host_to_device import to_device
 
