@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from xtk.artifacts.run_folders import read_recipe
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.folder import read_recipe
+from xtk.runs.metrics_file import read_metrics
 
 
 def start_run(

@@ -25,9 +25,9 @@ from xtk.losses import LOSSES
 from xtk.projection import corpus_cooccurrence_counts
 from xtk.projection.build import METHODS
 from xtk.projection.token_categories import CATEGORIES
+from xtk.runs.metrics_file import read_metrics
 from xtk.text.alignment_statistics import SPAN_KINDS
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.metrics_file import read_metrics
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 NAMES = ["Anna", "Bert", "Clara", "Dora"]
@@ -315,10 +315,10 @@ def test_columns_and_json_output_of_rollout_are_documented(rollouts):
 
 
 def test_rollout_batch_files_of_unfinished_runs_are_documented(tmp_path):
-    from xtk.artifacts import run_folder_removal
     from xtk.rollouts.rollout_record import Rollout
+    from xtk.runs import folder_removal as run_folder_removal
+    from xtk.runs import rollout_batch_files
     from xtk.text.document import Document
-    from xtk.training import rollout_batch_files
 
     path = tmp_path / "rollouts-00000-of-00001.jsonl"
     rollout_batch_files.write_rollouts(path, [Rollout(Document.from_text("a"), 0, 0, "stop")], "run")

@@ -7,10 +7,10 @@ from typing import Any
 
 from bit_flips import Tally, flip_randomly
 
-from xtk.artifacts.run_folders import read_recipe, read_run_manifest, verify_files
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import read_json
-from xtk.training.resume_point import find_checkpoint
+from xtk.runs.folder import read_recipe, read_run_manifest, verify_files
+from xtk.runs.resume_point import find_checkpoint
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -13,21 +13,21 @@ import pytest
 import small_inputs
 from xtk_processes import run_xtk
 
-from xtk.artifacts.run_folder_removal import keep_manifest_of_user
-from xtk.artifacts.run_folders import read_recipe
 from xtk.cache.teacher_logprobs import make_support
 from xtk.errors import MismatchError, XtkError
 from xtk.files.run_names import list_checkpoints
 from xtk.losses.spec import parse_losses
 from xtk.models.student_model_setup import StudentModelConfig
+from xtk.runs.checkpoint import CheckpointSaver
+from xtk.runs.folder import read_recipe
+from xtk.runs.folder_removal import keep_manifest_of_user
+from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, prepare_run_folder
 from xtk.teachers.cache_build_config import CacheRequest, open_teacher
 from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.tokenizer import Tokenizer
 from xtk.training import student_export
-from xtk.training.checkpoint import CheckpointSaver
 from xtk.training.distill import distill
-from xtk.training.resume_point import RUN_FOLDER, ResumePoint, prepare_run_folder
 from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 

@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from xtk_processes import run_xtk
 
-from xtk.artifacts.run_folders import file_entries, read_recipe, read_run_manifest, verify_files, write_run_manifest
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import canonical_json, sha256
-from xtk.training.resume_point import find_checkpoint
+from xtk.runs.folder import file_entries, read_recipe, read_run_manifest, verify_files, write_run_manifest
+from xtk.runs.resume_point import find_checkpoint
 
 pytestmark = pytest.mark.slow
 

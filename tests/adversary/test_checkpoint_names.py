@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as logging_of_transformers
 from xtk_processes import run_xtk
 
-from xtk.artifacts.run_folders import run_and_step_of_checkpoint
 from xtk.files.run_names import list_checkpoints
+from xtk.runs.folder import run_and_step_of_checkpoint
 
 ODD_NAMES = ("checkpoint-of-monday", "checkpoint-backup-6", "checkpoint-", "checkpoint-0", "checkpoint-04",
              "checkpoint--4", "checkpoint-4 ", "checkpoint-4.old", "checkpoint-٤", "checkpoint-1_0", "my-checkpoint-9",

@@ -21,8 +21,8 @@ from xtk.errors import XtkError
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator
 from xtk.rollouts.transformers_generator import TransformersGenerator
+from xtk.runs.metrics_file import read_metrics
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 from small_inputs import ODD_TEXTS, sentences, write_jsonl
 from xtk_processes import run_xtk
 
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 OTHER_DATA_MESSAGE = "was evaluated on other --eval-data than requested"
 REWARD_CODE = "def score(completion, prompt, row):\n    return {value}\n"

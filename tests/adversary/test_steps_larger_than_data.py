@@ -11,7 +11,7 @@ from small_inputs import sentences, write_jsonl
 from xtk_processes import run_xtk
 
 from xtk.losses.spec import parse_losses
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
 from xtk.training.train_config import TrainConfig
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from xtk_processes import run_xtk
 
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 

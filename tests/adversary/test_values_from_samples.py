@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import small_inputs
 
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 TEXTS = small_inputs.sentences(40, seed=77)
 TRAINING = (

@@ -18,9 +18,9 @@ from measurement import median_seconds, report
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from xtk.artifacts.run_folders import read_run_manifest, verify_files
-from xtk.training import checkpoint
-from xtk.training.checkpoint import CheckpointSaver
+from xtk.runs import checkpoint
+from xtk.runs.checkpoint import CheckpointSaver
+from xtk.runs.folder import read_run_manifest, verify_files
 
 REPEATS = 9
 SIZES = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 4, "num_attention_heads": 10}

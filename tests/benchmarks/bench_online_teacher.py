@@ -18,7 +18,7 @@ from measurement import gsm8k, model_folder, report, run_process
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xtk.models.causal_lm import silence_transformers
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 REPEATS = 3
 DOCUMENTS, BATCH = 48, 8

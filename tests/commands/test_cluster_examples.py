@@ -12,7 +12,7 @@ import cache_writer_processes
 import pytest
 import slurm_on_this_machine
 
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 ARRAY, DISTILL = CLUSTER / "cache_teacher_array.sbatch", CLUSTER / "distill.sbatch"

@@ -19,10 +19,10 @@ from xtk.losses.spec import parse_losses
 from xtk.losses.term import LossTerm, TeacherOutput
 from xtk.name_registry import load_registered
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
+from xtk.runs.metrics_file import read_metrics
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import CacheSource
 from xtk.training.losses_per_teacher import open_teachers
-from xtk.training.metrics_file import read_metrics
 from xtk.training.micro_batches import BatchBuilder
 
 CROSS_TOKENIZER_LOSSES = [

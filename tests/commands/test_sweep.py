@@ -24,7 +24,7 @@ from xtk.commands.sweep_plan import plan_runs, varying_options
 from xtk.commands.sweep_table import total_seconds
 from xtk.errors import XtkError
 from xtk.files.write_locks import exclusive_write_lock
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 EXIT_RESUMABLE, EXIT_INTERRUPTED = 75, 130
 STEPS = 24

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from xtk.artifacts.run_folders import read_recipe, read_run_manifest
 from xtk.cache import manifest as cache_manifest
 from xtk.cache import reader as teacher_cache
 from xtk.cache import shard_writing
@@ -26,6 +25,7 @@ from xtk.files.atomic_files import canonical_json
 from xtk.files.storage_folders import LocalFolder
 from xtk.projection import corpus_cooccurrence_counts
 from xtk.projection.file import read_projection
+from xtk.runs.folder import read_recipe, read_run_manifest
 from xtk.text.tokenizer import Tokenizer
 
 REBUILD_COMMAND = "xtk cache-teacher TEACHER DATA -o FOLDER --force"

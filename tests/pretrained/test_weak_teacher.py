@@ -9,7 +9,7 @@ import small_inputs
 
 from xtk.quickstart.demo_pipeline import find_pretrained_teacher
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 NOTE = "distill: warning: the teacher"
 

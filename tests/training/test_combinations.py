@@ -10,7 +10,7 @@ from parallel_layouts import make_students
 from safetensors.torch import load_file
 from xtk_processes import run_xtk
 
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 FIVE_STEPS = ["--max-steps", 5, "--logging-steps", 1, "--learning-rate", 1e-3, "--save-steps", 0]
 TWO_PROCESSES = ["--num-processes", 2]

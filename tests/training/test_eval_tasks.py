@@ -11,7 +11,7 @@ import pytest
 
 from xtk.errors import XtkError
 from xtk.parallel.parallel_config import parse_parallel
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 from xtk.training.task_evaluation import check_supports_eval_tasks, parse_eval_tasks
 
 WITH_HARNESS = pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")

@@ -25,12 +25,12 @@ from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.projection.file import read_projection
+from xtk.runs.metrics_file import read_metrics
 from xtk.text.alignment import align_sequences
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
-from xtk.training.metrics_file import read_metrics
 from xtk.training.student_with_losses import StudentWithLoss
 
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.rewards.reward_spec import parse_reward
+from xtk.runs.metrics_file import read_metrics
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.metrics_file import read_metrics
 from xtk.training.on_policy_config import (
     OnPolicyConfig,
     PromptSampler,

@@ -27,12 +27,12 @@ from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
 from xtk.losses.term import TeacherOutput
 from xtk.parallel.graceful_stop import StopListener
+from xtk.runs.metrics_file import read_metrics
 from xtk.teachers.cache_building import cache_teacher
 from xtk.teachers.online_teacher import OnlineTeacher, parse_online_teacher
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.metrics_file import read_metrics
 from xtk.training.micro_batches import BatchSampler
 from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, shards_of_process
 from xtk.training.runs.open_inputs import open_inputs

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from xtk.losses.spec import parse_losses
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from xtk_processes import run_xtk
 
-from xtk.training.metrics_file import read_metrics
+from xtk.runs.metrics_file import read_metrics
 
 KINDS = {
     "LoRA": ["--lora-r", 4, "--lora-dropout", 0.1, "--lora-modules-to-save", "lm_head", "--freeze", "layers.0"],

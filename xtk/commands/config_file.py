@@ -125,7 +125,7 @@ def _check_recipe(content: dict[Any, Any], path: Path) -> tuple[str, ...]:
     Raises:
         XtkError: it is a recipe of another version.
     """
-    from xtk.artifacts.run_folders import RECIPE_KEYS, identity_in_recipe, recipe_version
+    from xtk.runs.folder import RECIPE_KEYS, identity_in_recipe, recipe_version
 
     if recipe_version(content) is None:
         return ()

@@ -244,9 +244,9 @@ def _describe_shard(path: Path) -> dict[str, Any]:
 
 
 def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
-    from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest
-    from xtk.artifacts.run_folders import verify_files as compare
     from xtk.files.run_names import RECIPE_FILE
+    from xtk.runs.folder import RUN_MANIFEST, read_recipe, read_run_manifest
+    from xtk.runs.folder import verify_files as compare
 
     finished = (path / RUN_MANIFEST).is_file()
     content: dict[str, Any] = read_run_manifest(path) if finished else {"kind": "unfinished student"}

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.run_folders import RECIPE_KEYS, read_recipe, recipe_version
 from xtk.commands.distill_options import DistillOptions
 from xtk.errors import MismatchError, path_exists
 from xtk.files.run_names import RECIPE_FILE
 from xtk.files.storage_folders import is_remote
 from xtk.options.declaration import INPUTS, REPORTING, declared_options, option_of
+from xtk.runs.folder import RECIPE_KEYS, read_recipe, recipe_version
 
 _USERS_CODE = re.compile(r"(?P<place>.+\.py)(?P<rest>:.*)", re.DOTALL)
 _WITH_OPTIONS = re.compile(r"(?P<place>.*?)(?P<rest>:[a-z][a-z_.-]*=.*)?", re.DOTALL)

@@ -76,7 +76,6 @@ def report(options: ReportOptions) -> None:
     import json
     from pathlib import Path
 
-    from xtk.artifacts.run_folders import read_evaluation
     from xtk.commands import alignment_html, projection_audit_html, teacher_cache_html
     from xtk.commands.completions_html import read_samples
     from xtk.commands.html_page import PAGE, write_page
@@ -85,6 +84,7 @@ def report(options: ReportOptions) -> None:
     from xtk.evaluation.evaluation_result_files import read_results, shorten_names
     from xtk.files.atomic_files import read_json_lines, sha256
     from xtk.files.output_claims import claim_output
+    from xtk.runs.folder import read_evaluation
 
     terminal.set_quiet(options.quiet)
     named = [
@@ -177,10 +177,10 @@ def _read_run(path: Path, name: str) -> ReportedRun:
         XtkError: its recipe is invalid or of another version.
         CorruptError: one of its files is not JSON or does not match its checksum.
     """
-    from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
     from xtk.commands.recorded_run_options import rerun_command
     from xtk.commands.report_html import ReportedRun
     from xtk.files.atomic_files import read_json_lines
+    from xtk.runs.folder import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
 
     recipe = read_recipe(path)
     metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]

@@ -338,9 +338,9 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     """
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.parallel.parallel_config import parse_parallel
+    from xtk.runs.resume_point import RUN_FOLDER, check_evaluation
     from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import evaluation_identity, run_identity
-    from xtk.training.resume_point import RUN_FOLDER, check_evaluation
     from xtk.training.runs.open_inputs import open_inputs
 
     try:

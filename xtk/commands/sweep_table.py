@@ -37,8 +37,8 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
         varies: its options that differ between runs.
         exit_code: exit code of `xtk distill`; 0: finished.
     """
-    from xtk.artifacts.run_folders import METRICS_FILE, read_run_manifest
-    from xtk.training.metrics_file import read_metrics
+    from xtk.runs.folder import METRICS_FILE, read_run_manifest
+    from xtk.runs.metrics_file import read_metrics
 
     entry: dict[str, Any] = {
         "path": str(run.folder),

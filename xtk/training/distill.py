@@ -29,11 +29,11 @@ from xtk.models.student_model_setup import (
 )
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
 from xtk.parallel.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
+from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.training.batch_prefetch import report_killed_workers
 from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
-from xtk.training.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.student_generator import check_engine_can_load, check_generation_backend
 from xtk.training.student_with_losses import parallelize

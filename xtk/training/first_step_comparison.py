@@ -16,9 +16,9 @@ from xtk.losses.interface import ItemRanges, LossInputs, range_indices, range_su
 from xtk.models.output_head import OutputHead
 from xtk.models.token_logprobs import compute_token_logprobs
 from xtk.parallel.host_to_device import to_device
+from xtk.runs.metrics_file import metric_name
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence
-from xtk.training.metrics_file import metric_name
 
 TEACHER_METRIC, STUDENT_METRIC = "teacher_bits_per_byte", "student_bits_per_byte"
 MIN_IMPROVEMENT = 0.05  # a teacher that is not better by this fraction is reported

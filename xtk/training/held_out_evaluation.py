@@ -23,13 +23,13 @@ from xtk.losses.term import LossTerm
 from xtk.models.output_head import OutputHead
 from xtk.models.token_logprobs import compute_token_logprobs
 from xtk.parallel.parallel_config import ParallelConfig
+from xtk.runs.metrics_file import metric_name
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import ScoreWeighting
 from xtk.training.cross_process_reduction import StepReduction
 from xtk.training.data_sources import DocumentSource, TextSource
-from xtk.training.metrics_file import metric_name
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, group_by_tokens, pad_or_pack, prefetch_in_thread
 from xtk.training.student_with_losses import forward_student, predicted_tokens, reshard_weights
 

@@ -18,8 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.run_folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, remove_rollout_batch
-from xtk.artifacts.run_folders import ROLLOUTS_FILE
 from xtk.cache.manifest import MANIFEST
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import CorpusFingerprint, InMemoryCorpus
@@ -29,6 +27,10 @@ from xtk.files.run_names import CHECKPOINT, list_checkpoints
 from xtk.parallel.graceful_stop import StopListener
 from xtk.projection.projection import SparseProjection
 from xtk.rollouts.rollout_record import Prompt, Rollout
+from xtk.runs.folder import ROLLOUTS_FILE
+from xtk.runs.folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, remove_rollout_batch
+from xtk.runs.metrics_file import MetricsFile
+from xtk.runs.rollout_batch_files import complete_rollout_files, read_rollouts, rollout_file_name, write_rollouts
 from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.text.alignment import align_sequences, separate_added_spaces
@@ -39,10 +41,8 @@ from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.data_sources import NO_ROW
 from xtk.training.engine_logprob_check import LogprobCheck
-from xtk.training.metrics_file import MetricsFile
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
 from xtk.training.online_teacher_scoring import CombineCaches, OnlineSource, TeacherBlocks
-from xtk.training.rollout_batch_files import complete_rollout_files, read_rollouts, rollout_file_name, write_rollouts
 
 
 class RolloutGenerator(Protocol):

@@ -16,21 +16,6 @@ from typing import Any
 import torch
 
 from xtk import terminal
-from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
-from xtk.artifacts.run_folders import (
-    CARD_FILE,
-    METRICS_FILE,
-    ROLLOUTS_FILE,
-    RUN_MANIFEST,
-    TRAINER_FOLDER,
-    check_listed_files,
-    fsync_and_hash,
-    read_recipe,
-    read_run_manifest,
-    run_fingerprint,
-    verify_files,
-    write_run_manifest,
-)
 from xtk.errors import CorruptError, MismatchError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult, add_evaluation_table, read_results
 from xtk.files.atomic_files import (
@@ -53,11 +38,26 @@ from xtk.models.student_model_setup import (
     save_final_student,
 )
 from xtk.name_registry import unknown_name_error
+from xtk.runs.checkpoint import EMA, STUDENT, copy_tokenizer_files, rank_files
+from xtk.runs.folder import (
+    CARD_FILE,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    RUN_MANIFEST,
+    TRAINER_FOLDER,
+    check_listed_files,
+    fsync_and_hash,
+    read_recipe,
+    read_run_manifest,
+    run_fingerprint,
+    verify_files,
+    write_run_manifest,
+)
+from xtk.runs.folder_removal import refuse_foreign_files_in_run
+from xtk.runs.metrics_file import read_metrics
+from xtk.runs.model_card import Provenance, model_card
+from xtk.runs.sharded_state import ShardedStateReader
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.checkpoint import EMA, STUDENT, copy_tokenizer_files, rank_files
-from xtk.training.metrics_file import read_metrics
-from xtk.training.model_card import Provenance, model_card
-from xtk.training.sharded_state import ShardedStateReader
 
 EXPORT_KIND = "exported-student"
 GGUF_FILE = "model.gguf"

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.term import LossTerm
+from xtk.runs.metrics_file import metric_name
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import TeacherEnsemble
 from xtk.training.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
 from xtk.training.losses_per_teacher import AssignedLoss, DistillationTeacher
-from xtk.training.metrics_file import metric_name
 
 
 @dataclass(frozen=True)

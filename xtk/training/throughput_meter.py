@@ -11,7 +11,7 @@ import torch
 
 from xtk import terminal
 from xtk.parallel.parallel_config import ParallelConfig
-from xtk.training.metrics_file import metric_name, peak_memory_bytes
+from xtk.runs.metrics_file import metric_name, peak_memory_bytes
 from xtk.training.micro_batches import MicroBatch
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from xtk import terminal
-from xtk.artifacts.run_folders import METRICS_FILE, run_fingerprint
 from xtk.errors import ResumableStop, XtkError
 from xtk.files.run_names import CHECKPOINT
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
@@ -25,11 +24,16 @@ from xtk.models.weight_validation import non_finite_parameters
 from xtk.parallel.graceful_stop import StopListener
 from xtk.parallel.host_to_device import read_together
 from xtk.parallel.parallel_config import ParallelConfig
+from xtk.runs.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints
+from xtk.runs.folder import METRICS_FILE, run_fingerprint
+from xtk.runs.metrics_file import MetricsFile, first_values, last_values
+from xtk.runs.model_card import Provenance, model_card
+from xtk.runs.resume_point import ResumePoint
+from xtk.runs.trainer_state import TrainerState, step_is_finite
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.batch_copies import copied_ahead
 from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
-from xtk.training.checkpoint import INTERRUPTED, STUDENT, CheckpointSaver, remove_old_checkpoints
 from xtk.training.cross_process_reduction import REGION_METRICS, StepReduction
 from xtk.training.first_step_comparison import (
     STUDENT_METRIC,
@@ -39,17 +43,13 @@ from xtk.training.first_step_comparison import (
     report_weak_teachers,
 )
 from xtk.training.held_out_evaluation import HeldOutEvaluator
-from xtk.training.metrics_file import MetricsFile, first_values, last_values
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch
-from xtk.training.model_card import Provenance, model_card
 from xtk.training.online_teacher_scoring import TeacherBlocks
-from xtk.training.resume_point import ResumePoint
 from xtk.training.student_offload import offload_student
 from xtk.training.student_with_losses import GradientClipping, forward_student, predicted_tokens, reshard_weights
 from xtk.training.task_evaluation import TaskEvaluator
 from xtk.training.throughput_meter import ThroughputMeter
 from xtk.training.train_config import LoggingConfig, TrainConfig
-from xtk.training.trainer_state import TrainerState, step_is_finite
 from xtk.training.weight_ema import ExponentialMovingAverage
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from xtk.training.sharded_state import local_tensor, with_sharding_of
+from xtk.runs.sharded_state import local_tensor, with_sharding_of
 
 
 class ExponentialMovingAverage:

@@ -16,14 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run
-from xtk.artifacts.run_folders import (
-    RUN_MANIFEST,
-    check_listed_files,
-    fsync_and_hash,
-    read_run_manifest,
-    write_run_manifest,
-)
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json, read_json, set_default_permissions, sha256
 from xtk.files.folder_replacement import replacing_folder
@@ -39,6 +31,14 @@ from xtk.projection.build import tokenizer_identity
 from xtk.projection.disk_cache import cached_projection
 from xtk.projection.file import read_projection
 from xtk.projection.vocabulary_pair import SparseEntries
+from xtk.runs.folder import (
+    RUN_MANIFEST,
+    check_listed_files,
+    fsync_and_hash,
+    read_run_manifest,
+    write_run_manifest,
+)
+from xtk.runs.folder_removal import refuse_foreign_files_in_run
 from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.new_rows import new_rows
 from xtk.transplant.row_methods import METHODS, MeanRow, RowMethod

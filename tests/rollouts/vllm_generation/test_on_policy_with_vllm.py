@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_on_cpu import ENGINE, ENVIRONMENT, make_llama
 
+from xtk.runs.metrics_file import read_metrics
 from xtk.text.document_token_ids import SampledTokens
-from xtk.training.metrics_file import read_metrics
 
 CONTEXT = 512
 

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.run_folders import run_fingerprint
 from xtk.data.corpus_reader import Corpus
 from xtk.engines.backend import BackendConfig
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards
 from xtk.rollouts.prompts import check_rewards_apply, tokenize_prompts
 from xtk.rollouts.rollout_record import Prompt
+from xtk.runs.folder import run_fingerprint
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer

@@ -6,8 +6,8 @@ from xtk.cache.output import is_cache
 from xtk.files.atomic_files import canonical_json
 from xtk.losses import AUTO_LOSS
 from xtk.models.resolver import weights_fingerprint
+from xtk.runs.resume_point import RUN_FOLDER
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.resume_point import RUN_FOLDER
 from xtk.training.runs.cached_teachers import open_cache_inputs
 from xtk.training.runs.on_policy import open_on_policy_inputs
 from xtk.training.runs.online_teachers import open_online_inputs

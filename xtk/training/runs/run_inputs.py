@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.losses.term import LossTerm
+from xtk.runs.model_card import Provenance
 from xtk.text.chat.conversation_tokens import END_OF_TURN, NO_REGION, REGIONS
 from xtk.text.chat.regions import RegionWeights, byte_regions, token_regions
 from xtk.text.document import Document
@@ -22,7 +23,6 @@ from xtk.training.combine_teachers import ScoreWeighting
 from xtk.training.data_sources import DocumentSource
 from xtk.training.held_out_evaluation import HeldOutData
 from xtk.training.micro_batches import BatchBuilder, BatchSampler
-from xtk.training.model_card import Provenance
 from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.train_config import TrainConfig
 from xtk.training.training_loop import TrainingRun

@@ -11,11 +11,11 @@ from xtk.files.atomic_files import canonical_json, sha256
 from xtk.losses import LOSSES
 from xtk.name_registry import load_registered
 from xtk.projection.projection import SparseProjection
+from xtk.runs.model_card import Provenance, public_model_name
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.combine_teachers import TeacherEnsemble
 from xtk.training.held_out_evaluation import HeldOutData
 from xtk.training.losses_per_teacher import AssignedLoss, assign_losses, open_teachers
-from xtk.training.model_card import Provenance, public_model_name
 from xtk.training.teacher_losses import TeacherLosses, combined_losses
 from xtk.training.train_config import RunPaths, TrainConfig
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xtk import terminal
-from xtk.artifacts.run_folder_removal import (
-    keep_file_of_user,
-    keep_manifest_of_user,
-    remove_run_subfolder,
-    replace_run_subfolder,
-)
-from xtk.artifacts.run_folders import (
+from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissions
+from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
+from xtk.models.student_model_setup import is_peft_model, save_trainable
+from xtk.models.transformers_4_keys import add_transformers_4_keys
+from xtk.parallel import process_group
+from xtk.runs.folder import (
     ADAPTER_FOLDER,
     CARD_FILE,
     METRICS_FILE,
@@ -39,16 +39,13 @@ from xtk.artifacts.run_folders import (
     verify_files,
     write_run_manifest,
 )
-from xtk.errors import CorruptError, XtkError
-from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissions
-from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
-from xtk.models.student_model_setup import is_peft_model, save_trainable
-from xtk.models.transformers_4_keys import add_transformers_4_keys
-from xtk.parallel import process_group
-from xtk.text.start_tokens import AUTO_START
-from xtk.text.tokenizer import Tokenizer
-from xtk.text.tokenizer_files import TOOL_USE_TEMPLATE, combined_template_files
-from xtk.training.sharded_state import (
+from xtk.runs.folder_removal import (
+    keep_file_of_user,
+    keep_manifest_of_user,
+    remove_run_subfolder,
+    replace_run_subfolder,
+)
+from xtk.runs.sharded_state import (
     SKIP_HINT,
     ShardedStateReader,
     TensorBlock,
@@ -57,7 +54,10 @@ from xtk.training.sharded_state import (
     local_tensor,
     write_sharded_state,
 )
-from xtk.training.trainer_state import TrainerState
+from xtk.runs.trainer_state import TrainerState
+from xtk.text.start_tokens import AUTO_START
+from xtk.text.tokenizer import Tokenizer
+from xtk.text.tokenizer_files import TOOL_USE_TEMPLATE, combined_template_files
 
 STUDENT = "student"
 INTERRUPTED = "interrupted"  # manifest key of the extra checkpoint that an interrupted run writes

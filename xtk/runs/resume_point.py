@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.run_folder_removal import refuse_foreign_files_in_run, remove_run
-from xtk.artifacts.run_folders import (
+from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json
+from xtk.files.output_claims import FolderKind
+from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
+from xtk.parallel import process_group
+from xtk.runs.checkpoint import STUDENT, rank_files
+from xtk.runs.folder import (
     METRICS_FILE,
     RUN_MANIFEST,
     add_evaluation,
@@ -25,14 +30,9 @@ from xtk.artifacts.run_folders import (
     verify_files,
     write_recipe,
 )
-from xtk.errors import CorruptError, XtkError
-from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json
-from xtk.files.output_claims import FolderKind
-from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
-from xtk.parallel import process_group
-from xtk.training.checkpoint import STUDENT, rank_files
-from xtk.training.sharded_state import SKIP_HINT
-from xtk.training.trainer_state import TrainerState
+from xtk.runs.folder_removal import refuse_foreign_files_in_run, remove_run
+from xtk.runs.sharded_state import SKIP_HINT
+from xtk.runs.trainer_state import TrainerState
 
 
 def _is_run(folder: Path) -> bool:

@@ -25,8 +25,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import logging
 
 from xtk.parallel import process_group
-from xtk.training.checkpoint import CheckpointSaver
-from xtk.training.sharded_state import local_tensor
+from xtk.runs.checkpoint import CheckpointSaver
+from xtk.runs.sharded_state import local_tensor
 from xtk.training.weight_ema import ExponentialMovingAverage
 
 IDS = torch.arange(24).view(2, 12) % 16

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from xtk.artifacts.run_folder_removal import ROLLOUT_FILE_NAMES
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import atomic_write
 from xtk.rollouts.rollout_record import Prompt, Rollout
+from xtk.runs.folder_removal import ROLLOUT_FILE_NAMES
 from xtk.text.document import Segment
 from xtk.text.document_token_ids import SampledTokens
 

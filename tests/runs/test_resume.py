@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtk_processes import run_xtk
 
 from xtk.losses.spec import LossSpec
-from xtk.training.metrics_file import MetricsFile, read_metrics
+from xtk.runs.metrics_file import MetricsFile, read_metrics
 from xtk.training.train_config import TrainConfig
 
 STEPS = 24

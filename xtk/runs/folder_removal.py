@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.run_folders import CARD_FILE, ROLLOUTS_FILE, RUN_MANIFEST
 from xtk.cache.output import is_cache_file
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, has_same_content, next_free_path, read_json
 from xtk.files.output_claims import foreign_files_error
 from xtk.files.run_names import RECIPE_FILE
 from xtk.files.write_locks import LOCK_PREFIX
+from xtk.runs.folder import CARD_FILE, ROLLOUTS_FILE, RUN_MANIFEST
 
 MAX_MANIFEST_BYTES = 1 << 24
 _CARD_BEGINNING = 96  # bytes: up to the tag xtk

@@ -1,0 +1,1 @@
+"""Runs on disk: folder, recipe, checkpoints, resuming, metrics and model card."""
