@@ -36,12 +36,12 @@ def commands() -> dict[str, str]:
 
 def _command_details() -> dict[str, list[str]]:
     """Return tables that explain the values of options, by command."""
+    from xtk.batches.combine_teachers import COMBINATION_METHODS, TEACHER_SCORES
     from xtk.cache.teacher_logprobs import SUPPORTS
     from xtk.losses import LOSSES
     from xtk.projection.build import METHODS
     from xtk.rewards import REWARDS
     from xtk.teachers.online_teacher import STUDENT_WEIGHTS
-    from xtk.training.combine_teachers import COMBINATION_METHODS, TEACHER_SCORES
     from xtk.training.on_policy_config import ROLLOUT_METRICS
 
     rewards = [

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from xtk.batches.micro_batches import BatchSampler
 from xtk.losses.spec import parse_losses
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.student_model_setup import StudentModelConfig, StudentSource, load_student
 from xtk.parallel.parallel_config import parse_parallel
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
-from xtk.training.micro_batches import BatchSampler
 from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.student_with_losses import parallelize

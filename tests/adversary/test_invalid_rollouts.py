@@ -11,6 +11,9 @@ import pytest
 import small_inputs
 import torch
 
+from xtk.batches.data_sources import CacheSource
+from xtk.batches.losses_per_teacher import assign_losses, open_teachers
+from xtk.batches.micro_batches import BatchBuilder
 from xtk.losses.head import fused_loss
 from xtk.losses.spec import parse_losses
 from xtk.losses.term import LossTerm
@@ -22,9 +25,6 @@ from xtk.text.rollout_tokens import decode_tokens
 from xtk.text.teacher_tokenization import teacher_views
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.data_sources import CacheSource
-from xtk.training.losses_per_teacher import assign_losses, open_teachers
-from xtk.training.micro_batches import BatchBuilder
 
 LOSSES = ["forward-kl", "reverse-kl", "jsd", "p-kl", "byte-kl", "boundary-kl", "alm"]
 

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM
 
 import xtk
 from xtk import terminal
+from xtk.batches.micro_batches import BatchSampler
 from xtk.models.causal_lm import silence_transformers
 from xtk.models.student_model_setup import parameter_groups
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student, make_teacher
-from xtk.training.micro_batches import BatchSampler
 
 REPEATS = 3
 LOSSES = ("ce", "p-kl:weight=2")

@@ -33,6 +33,7 @@ from measurement import DATA, median_seconds, real_data, report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from xtk.batches.losses_per_teacher import PAIR_PROJECTION_METHOD
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses import LOSSES
 from xtk.losses.cells.loss_cells import LossCells
@@ -48,7 +49,6 @@ from xtk.text.alignment import align_sequences
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.losses_per_teacher import PAIR_PROJECTION_METHOD
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SORTED = ("uld", "gold", "h-kl")

@@ -22,6 +22,8 @@ from measurement import gsm8k, real_data, report
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from xtk.batches.data_sources import TextSource
+from xtk.batches.micro_batches import BatchBuilder, MicroBatch
 from xtk.losses import LOSSES
 from xtk.losses.spec import parse_losses
 from xtk.losses.term import LossTerm
@@ -30,8 +32,6 @@ from xtk.models.packed_attention import PackedSequence, packed_attention
 from xtk.name_registry import load_registered
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.data_sources import TextSource
-from xtk.training.micro_batches import BatchBuilder, MicroBatch
 from xtk.training.student_generator import autocast
 from xtk.training.student_with_losses import StudentWithLoss
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 from recorded_training_steps import make_train_config, open_run_inputs
 
+from xtk.batches.data_sources import CacheSource
+from xtk.batches.losses_per_teacher import open_teachers
+from xtk.batches.micro_batches import BatchBuilder
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import COMPARISON_SPACES, LOSSES, SURROGATE_LOSSES
@@ -21,9 +24,6 @@ from xtk.name_registry import load_registered
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
 from xtk.runs.metrics_file import read_metrics
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.data_sources import CacheSource
-from xtk.training.losses_per_teacher import open_teachers
-from xtk.training.micro_batches import BatchBuilder
 
 CROSS_TOKENIZER_LOSSES = [
     name

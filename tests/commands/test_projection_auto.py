@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xtk.training.losses_per_teacher import AUTO_LOSSES
+from xtk.batches.losses_per_teacher import AUTO_LOSSES
 
 
 def metrics(done) -> dict:

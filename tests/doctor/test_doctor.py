@@ -13,6 +13,7 @@ import small_inputs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from xtk.batches.losses_per_teacher import assign_losses, open_teachers
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.doctor import CHECKS
@@ -38,7 +39,6 @@ from xtk.models.causal_lm import load_causal_lm
 from xtk.models.packed_attention import ATTENTION_NAME, register_attention
 from xtk.parallel.parallel_config import parse_parallel
 from xtk.text.token_sequence import tokenize_documents
-from xtk.training.losses_per_teacher import assign_losses, open_teachers
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}<|pad|>{{ message.role }}\n{{ message.content }}<|end_of_text|>{% endfor %}"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtk
-from xtk.training.micro_batches import BatchSampler
+from xtk.batches.micro_batches import BatchSampler
 
 DOCUMENTS = 24
 LOSSES = {

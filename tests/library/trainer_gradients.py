@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 from transformers import TrainingArguments
 
-from xtk.training.micro_batches import BatchSampler
+from xtk.batches.micro_batches import BatchSampler
 
 LOSSES = ["ce:weight=0.3", "byte-kl"]
 BATCH = 4

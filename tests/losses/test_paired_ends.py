@@ -5,6 +5,7 @@ import pytest
 import torch
 from chat_families import write_family
 
+from xtk.batches.losses_per_teacher import PAIR_PROJECTION_METHOD, cached_next_bytes, cached_projection
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses import LOSSES
 from xtk.losses.divergences import FORWARD_KL
@@ -15,7 +16,6 @@ from xtk.name_registry import load_registered
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.losses_per_teacher import PAIR_PROJECTION_METHOD, cached_next_bytes, cached_projection
 
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
 CALLING = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]

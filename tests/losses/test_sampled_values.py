@@ -10,11 +10,11 @@ import pytest
 import torch
 from small_vocabularies import make_byte_partition, partition_vocabularies, random_spellings
 
+from xtk.batches.top1_agreement import ByProjection, TeacherTopTokens
 from xtk.cache.codec.logprob_packing import pack_logprobs
 from xtk.cache.codec.logprob_unpacking import LogprobDecoder
 from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
-from xtk.evaluation.top1_agreement import ByProjection, TeacherTopTokens
 from xtk.losses import LOSSES, SURROGATE_LOSSES
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.head import fused_loss

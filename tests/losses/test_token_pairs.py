@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from xtk.batches.losses_per_teacher import DistillationTeacher
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.losses_per_teacher import DistillationTeacher
 
 
 @dataclass

@@ -14,6 +14,7 @@ import tokenizers
 import torch
 from tokenizers import pre_tokenizers
 
+from xtk.batches.micro_batches import _unaligned
 from xtk.cache.reader import TeacherCache
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.losses.interface import span_ranges
@@ -26,7 +27,6 @@ from xtk.text.document_token_ids import SampledTokens
 from xtk.text.teacher_tokenization import teacher_views
 from xtk.text.token_sequence import TokenSequence, tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.micro_batches import _unaligned
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %} {{ message.content }}"

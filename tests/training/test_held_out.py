@@ -19,8 +19,8 @@ import small_inputs
 import torch
 from recorded_training_steps import make_train_config, open_run_inputs
 
+from xtk.batches.top1_agreement import BySpelling
 from xtk.errors import XtkError
-from xtk.evaluation.top1_agreement import BySpelling
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.parallel.parallel_config import ParallelConfig

@@ -29,11 +29,11 @@ from safetensors.torch import load_file, save_file
 from small_inputs import sentences, write_jsonl
 from xtk_processes import run_xtk
 
+from xtk.batches.micro_batches import BatchSampler
 from xtk.runs.folder import read_recipe
 from xtk.runs.metrics_file import read_metrics
 from xtk.runs.model_card import public_model_name
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.micro_batches import BatchSampler
 
 pytestmark = pytest.mark.slow
 

@@ -22,6 +22,7 @@ from recorded_training_steps import make_train_config, open_run_inputs
 from safetensors.torch import load_file
 from xtk_processes import run_xtk
 
+from xtk.batches.micro_batches import BatchSampler
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX
@@ -33,7 +34,6 @@ from xtk.teachers.online_teacher import OnlineTeacher, parse_online_teacher
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.micro_batches import BatchSampler
 from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, shards_of_process
 from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.runs.run_inputs import RunInputs

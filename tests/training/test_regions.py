@@ -8,6 +8,9 @@ import torch
 from chat_families import write_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from xtk.batches.data_sources import CacheSource
+from xtk.batches.losses_per_teacher import assign_losses, open_teachers
+from xtk.batches.micro_batches import BatchBuilder
 from xtk.cache.reader import TeacherCache
 from xtk.losses.head import fused_loss
 from xtk.losses.spec import parse_losses
@@ -16,9 +19,6 @@ from xtk.models.output_head import OutputHead
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.chat.regions import RegionWeights
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.data_sources import CacheSource
-from xtk.training.losses_per_teacher import assign_losses, open_teachers
-from xtk.training.micro_batches import BatchBuilder
 
 # The student's template adds empty reasoning to it, which is markup.
 GREETING = [{"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "Welcome."}]

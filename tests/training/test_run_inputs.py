@@ -13,11 +13,11 @@ import small_inputs
 import tokenizers
 from recorded_training_steps import make_train_config, open_run_inputs
 
+from xtk.batches.micro_batches import pad_or_pack
 from xtk.errors import XtkError
 from xtk.runs.metrics_file import MetricsFile, metric_name, read_metrics
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.distill import evaluation_identity, run_identity
-from xtk.training.micro_batches import pad_or_pack
 from xtk.training.train_config import LoggingConfig
 
 

@@ -11,6 +11,9 @@ import pytest
 import small_inputs
 import torch
 
+from xtk.batches.data_sources import CacheSource
+from xtk.batches.losses_per_teacher import DistillationTeacher, assign_losses, open_teachers
+from xtk.batches.micro_batches import BatchBuilder
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
@@ -22,9 +25,6 @@ from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.chat.regions import RegionWeights
 from xtk.text.teacher_tokenization import teacher_views
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.data_sources import CacheSource
-from xtk.training.losses_per_teacher import DistillationTeacher, assign_losses, open_teachers
-from xtk.training.micro_batches import BatchBuilder
 
 # No ratio is clipped, so that each span has a gradient.
 POLICY = "policy-gradient:epsilon=1,epsilon_high=1000"

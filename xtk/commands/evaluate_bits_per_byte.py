@@ -23,12 +23,12 @@ from xtk.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from xtk.batches.losses_per_teacher import DistillationTeacher
     from xtk.commands.evaluate_options import EvaluateOptions
     from xtk.evaluation.bits_per_byte import BitsPerByteResult
     from xtk.evaluation.standard_errors import Ratio
     from xtk.losses.term import LossTerm
     from xtk.text.document import Document
-    from xtk.training.losses_per_teacher import DistillationTeacher
 
 BITS_METRIC = "bits_per_byte"
 SAMPLED_DOCUMENTS = 1000  # in which changes of the text by a tokenizer are counted
@@ -131,10 +131,10 @@ def _measured(
     others: Sequence[Tokenizer],
 ) -> _ModelResult:
     """Measure one model, on the bytes that it and the models of other tokenizers predict."""
+    from xtk.batches.losses_per_teacher import DistillationTeacher
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
     from xtk.evaluation.cached_teacher_comparison import compare_with_teacher
     from xtk.models.backbone_with_head import BackboneWithHead
-    from xtk.training.losses_per_teacher import DistillationTeacher
 
     network, tokenizer = load_model_and_tokenizer(name, places, options)
     model = BackboneWithHead(network)

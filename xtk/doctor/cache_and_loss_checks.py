@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from xtk.batches.losses_per_teacher import DEFAULT_PROJECTION_METHOD, DistillationTeacher
 from xtk.cache.manifest import teacher_bits_per_byte
 from xtk.cache.teacher_logprobs import DEFAULT_SUPPORT
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.models.resolver import weights_fingerprint
 from xtk.projection.coverage_audit import audit_warning
 from xtk.projection.disk_cache import cached_projection
-from xtk.training.losses_per_teacher import DEFAULT_PROJECTION_METHOD, DistillationTeacher
 
 
 def cache_identity(inputs: DoctorInputs) -> Iterator[Finding]:

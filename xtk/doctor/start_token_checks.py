@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from xtk import terminal
+from xtk.batches.first_step_comparison import MIN_IMPROVEMENT
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BitsPerByteResult, evaluate_bits_per_byte
@@ -15,7 +16,6 @@ from xtk.models.causal_lm import default_device, load_causal_lm
 from xtk.text.document import Document
 from xtk.text.start_tokens import NO_START, START_ROLES
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.first_step_comparison import MIN_IMPROVEMENT
 
 MAX_PARAMETERS = 1_000_000_000  # weights of larger models are not loaded
 NUM_DOCUMENTS, DOCUMENT_CHARACTERS = 8, 600

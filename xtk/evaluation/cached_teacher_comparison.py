@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.batches.top1_agreement import TeacherTopTokens, TokenMatching
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BATCH_TOKENS, READ_BATCH_SIZE, max_input_tokens
 from xtk.evaluation.standard_errors import Ratio
-from xtk.evaluation.top1_agreement import TeacherTopTokens, TokenMatching
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.head import fused_loss
 from xtk.losses.term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace

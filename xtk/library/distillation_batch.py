@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xtk.batches.micro_batches import MicroBatch
 from xtk.losses.cells.loss_cells import LossCells
-from xtk.training.micro_batches import MicroBatch
 
 IGNORE_INDEX = -100  # label of tokens without loss, as in PyTorch's cross-entropy
 TEACHER_KEY = "teacher"  # key of the teacher's part in a batch

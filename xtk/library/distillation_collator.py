@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.batches.combine_teachers import parse_ensemble
+from xtk.batches.losses_per_teacher import as_cache, assign_losses, open_teachers
+from xtk.batches.micro_batches import BatchBuilder
+from xtk.batches.teacher_losses import TeacherLosses, combined_losses
 from xtk.cache.reader import TeacherCache
 from xtk.cache.shard import StoredDocument
 from xtk.errors import MismatchError, XtkError
@@ -21,10 +25,6 @@ from xtk.projection.projection import SparseProjection
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.chat.regions import RegionWeights
 from xtk.text.document import Document
-from xtk.training.combine_teachers import parse_ensemble
-from xtk.training.losses_per_teacher import as_cache, assign_losses, open_teachers
-from xtk.training.micro_batches import BatchBuilder
-from xtk.training.teacher_losses import TeacherLosses, combined_losses
 
 DOCUMENT_KEY, TEXT_KEY = "document", "text"
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from xtk.batches.cross_process_reduction import StepReduction
 from xtk.errors import MismatchError, XtkError
 from xtk.library.distillation_batch import TEACHER_KEY, TeacherBatch
 from xtk.losses import AUTO_LOSS
@@ -19,7 +20,6 @@ from xtk.losses.term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import OutputHead, chunk_rows
 from xtk.parallel.host_to_device import to_device
-from xtk.training.cross_process_reduction import StepReduction
 
 
 class DistillationLoss(nn.Module):

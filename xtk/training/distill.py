@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from xtk import terminal
+from xtk.batches.batch_prefetch import report_killed_workers
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json, sha256
 from xtk.files.write_locks import exclusive_write_lock
@@ -31,7 +32,6 @@ from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
 from xtk.parallel.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
 from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.teachers.online_teacher import OnlineTeacher
-from xtk.training.batch_prefetch import report_killed_workers
 from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
 from xtk.training.runs.run_inputs import RunInputs

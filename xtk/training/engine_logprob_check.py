@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xtk.batches.micro_batches import pad_or_pack
 from xtk.errors import MismatchError, XtkError
 from xtk.models.output_head import OutputHead
 from xtk.models.token_logprobs import compute_token_logprobs
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.rollouts.rollout_record import Rollout
-from xtk.training.micro_batches import pad_or_pack
 from xtk.training.student_with_losses import forward_student, reshard_weights
 
 ROLLOUTS_TO_COMPARE = 4

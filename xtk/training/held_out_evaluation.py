@@ -12,10 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xtk.batches.combine_teachers import ScoreWeighting
+from xtk.batches.cross_process_reduction import StepReduction
+from xtk.batches.data_sources import DocumentSource, TextSource
+from xtk.batches.micro_batches import BatchBuilder, BatchSampler, group_by_tokens, pad_or_pack, prefetch_in_thread
+from xtk.batches.top1_agreement import TokenMatching
 from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BATCH_TOKENS, ScoringWindow, document_windows, num_predicted_bytes
-from xtk.evaluation.top1_agreement import TokenMatching
 from xtk.losses.cross_entropy import CrossEntropy
 from xtk.losses.divergences import FORWARD_KL
 from xtk.losses.interface import KEEP
@@ -27,10 +31,6 @@ from xtk.runs.metrics_file import metric_name
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.combine_teachers import ScoreWeighting
-from xtk.training.cross_process_reduction import StepReduction
-from xtk.training.data_sources import DocumentSource, TextSource
-from xtk.training.micro_batches import BatchBuilder, BatchSampler, group_by_tokens, pad_or_pack, prefetch_in_thread
 from xtk.training.student_with_losses import forward_student, predicted_tokens, reshard_weights
 
 CE_METRIC = "ce"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.batches.micro_batches import BatchSampler
 from xtk.engines.backend import backends_with, check_backend_options
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered, unknown_name_error
@@ -20,7 +21,6 @@ from xtk.rewards.reward_spec import RewardSpec, paths_as_checksums
 from xtk.rollouts import GENERATORS
 from xtk.rollouts.generator_interface import Generator, SamplingConfig
 from xtk.rollouts.prompts import PromptFormat
-from xtk.training.micro_batches import BatchSampler
 
 # Metrics of a rollout batch, logged with the prefix `rollout_`; `--stop-if` accepts these names.
 ROLLOUT_METRICS = {

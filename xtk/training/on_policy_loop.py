@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.batches.data_sources import NO_ROW
 from xtk.cache.manifest import MANIFEST
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import CorpusFingerprint, InMemoryCorpus
@@ -39,7 +40,6 @@ from xtk.text.document_token_ids import SampledTokens
 from xtk.text.teacher_tokenization import teacher_views
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.data_sources import NO_ROW
 from xtk.training.engine_logprob_check import LogprobCheck
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
 from xtk.training.online_teacher_scoring import CombineCaches, OnlineSource, TeacherBlocks

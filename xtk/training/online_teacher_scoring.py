@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xtk.batches.data_sources import NO_ROW, DocumentSource, TextSource
+from xtk.batches.losses_per_teacher import number_duplicate_names
+from xtk.batches.micro_batches import BatchSampler
 from xtk.cache.reader import TeacherCache
 from xtk.cache.writer import ShardedCacheWriter
 from xtk.data.corpus_reader import Corpus, InMemoryCorpus
@@ -32,9 +35,6 @@ from xtk.rollouts.rollout_record import Prompt
 from xtk.teachers.cache_shard_writing import CacheJob
 from xtk.teachers.online_teacher import OnlineTeacher, read_corpus_for_all
 from xtk.text.document import Document
-from xtk.training.data_sources import NO_ROW, DocumentSource, TextSource
-from xtk.training.losses_per_teacher import number_duplicate_names
-from xtk.training.micro_batches import BatchSampler
 
 COMMAND_NAME = "distill"
 DEFAULT_BLOCK_STEPS, DEFAULT_BLOCK_BYTES = 64, 4 << 30  # limits of a block without --teacher-block-steps

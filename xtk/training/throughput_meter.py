@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from xtk import terminal
+from xtk.batches.micro_batches import MicroBatch
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.runs.metrics_file import metric_name, peak_memory_bytes
-from xtk.training.micro_batches import MicroBatch
 
 
 class ThroughputMeter:

@@ -14,6 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from xtk import terminal
+from xtk.batches.batch_copies import copied_ahead
+from xtk.batches.batch_prefetch import StepBatchBuilder, prefetch
+from xtk.batches.cross_process_reduction import REGION_METRICS, StepReduction
+from xtk.batches.first_step_comparison import (
+    STUDENT_METRIC,
+    TEACHER_METRIC,
+    TextScorer,
+    comparison_metrics,
+    report_weak_teachers,
+)
+from xtk.batches.micro_batches import BatchBuilder, BatchSampler, MicroBatch
 from xtk.errors import ResumableStop, XtkError
 from xtk.files.run_names import CHECKPOINT
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
@@ -32,18 +43,7 @@ from xtk.runs.resume_point import ResumePoint
 from xtk.runs.trainer_state import TrainerState, step_is_finite
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.batch_copies import copied_ahead
-from xtk.training.batch_prefetch import StepBatchBuilder, prefetch
-from xtk.training.cross_process_reduction import REGION_METRICS, StepReduction
-from xtk.training.first_step_comparison import (
-    STUDENT_METRIC,
-    TEACHER_METRIC,
-    TextScorer,
-    comparison_metrics,
-    report_weak_teachers,
-)
 from xtk.training.held_out_evaluation import HeldOutEvaluator
-from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch
 from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.student_offload import offload_student
 from xtk.training.student_with_losses import GradientClipping, forward_student, predicted_tokens, reshard_weights

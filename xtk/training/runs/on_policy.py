@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.batches.combine_teachers import parse_ensemble
 from xtk.data.corpus_reader import Corpus
 from xtk.engines.backend import BackendConfig
 from xtk.errors import XtkError
@@ -21,7 +22,6 @@ from xtk.runs.folder import run_fingerprint
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.engine_logprob_check import LogprobCheck
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
 from xtk.training.on_policy_loop import OnPolicyLoop, OnPolicySource

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xtk import terminal
+from xtk.batches.combine_teachers import parse_ensemble
 from xtk.cache.output import is_cache
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.combine_teachers import parse_ensemble
 from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, read_training_documents, teacher_names
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.runs.teacher_setup import needs_no_teacher, set_up_teachers

@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.batches.combine_teachers import ScoreWeighting
+from xtk.batches.data_sources import DocumentSource
+from xtk.batches.micro_batches import BatchBuilder, BatchSampler
 from xtk.errors import XtkError
 from xtk.losses.term import LossTerm
 from xtk.runs.model_card import Provenance
@@ -19,10 +22,7 @@ from xtk.text.document import Document
 from xtk.text.normalization_changes import count_normalization_loss
 from xtk.text.token_sequence import TokenSequence, count_lost_bytes, format_lost_bytes, tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.combine_teachers import ScoreWeighting
-from xtk.training.data_sources import DocumentSource
 from xtk.training.held_out_evaluation import HeldOutData
-from xtk.training.micro_batches import BatchBuilder, BatchSampler
 from xtk.training.online_teacher_scoring import TeacherBlocks
 from xtk.training.train_config import TrainConfig
 from xtk.training.training_loop import TrainingRun

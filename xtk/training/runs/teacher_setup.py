@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xtk.batches.combine_teachers import TeacherEnsemble
+from xtk.batches.losses_per_teacher import AssignedLoss, assign_losses, open_teachers
+from xtk.batches.teacher_losses import TeacherLosses, combined_losses
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json, sha256
 from xtk.losses import LOSSES
@@ -13,10 +16,7 @@ from xtk.name_registry import load_registered
 from xtk.projection.projection import SparseProjection
 from xtk.runs.model_card import Provenance, public_model_name
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.combine_teachers import TeacherEnsemble
 from xtk.training.held_out_evaluation import HeldOutData
-from xtk.training.losses_per_teacher import AssignedLoss, assign_losses, open_teachers
-from xtk.training.teacher_losses import TeacherLosses, combined_losses
 from xtk.training.train_config import RunPaths, TrainConfig
 
 

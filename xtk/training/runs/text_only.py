@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from xtk.batches.combine_teachers import parse_ensemble
+from xtk.batches.data_sources import TextSource
+from xtk.batches.losses_per_teacher import assign_losses
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.losses.term import LossTerm
 from xtk.runs.model_card import Provenance, public_model_name
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.combine_teachers import parse_ensemble
-from xtk.training.data_sources import TextSource
-from xtk.training.losses_per_teacher import assign_losses
 from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.runs.teacher_setup import check_loss_scaling
 from xtk.training.train_config import RunPaths, TrainConfig

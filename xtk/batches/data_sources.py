@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.batches.teacher_probability_mixture import mix_teacher_logprobs
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.term import TeacherOutput
 from xtk.text.document import Document
-from xtk.training.teacher_probability_mixture import mix_teacher_logprobs
 
 NO_ROW = -1
 

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 
+from xtk.batches.first_step_comparison import ComparedText
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
@@ -20,7 +21,6 @@ from xtk.runs.metrics_file import read_metrics
 from xtk.text.document import Document, Segment
 from xtk.text.document_token_ids import SampledTokens
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.first_step_comparison import ComparedText
 
 TEXTS = small_inputs.sentences(8, seed=23)
 NOTE = "distill: warning: the teacher"

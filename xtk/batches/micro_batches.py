@@ -10,8 +10,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.batches.combine_teachers import ScoreWeighting, score_tallies
+from xtk.batches.data_sources import DocumentSource
+from xtk.batches.first_step_comparison import ComparedText
+from xtk.batches.top1_agreement import TeacherTopTokens
 from xtk.cache.teacher_logprobs import TeacherLogprobs
-from xtk.evaluation.top1_agreement import TeacherTopTokens
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.interface import LossInputs, join_inputs
@@ -22,9 +25,6 @@ from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence as TokenSequence
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.combine_teachers import ScoreWeighting, score_tallies
-from xtk.training.data_sources import DocumentSource
-from xtk.training.first_step_comparison import ComparedText
 
 _NO_IDS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 EMPTY_LOGPROBS = TeacherLogprobs(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_NUMBERS,) * 4)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from xtk import terminal
+from xtk.batches.top1_agreement import SUPPORTS_WITH_TOP1, ByProjection, BySpelling, TokenMatching
 from xtk.cache.columns import optional_columns
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
-from xtk.evaluation.top1_agreement import SUPPORTS_WITH_TOP1, ByProjection, BySpelling, TokenMatching
 from xtk.losses import AUTO_LOSS, LOSSES, SURROGATE_LOSSES
 from xtk.losses.interface import ComparisonSpace, Loss
 from xtk.losses.spec import LossSpec, parse_losses

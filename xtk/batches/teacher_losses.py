@@ -9,14 +9,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.batches.combine_teachers import TeacherEnsemble
+from xtk.batches.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
+from xtk.batches.losses_per_teacher import AssignedLoss, DistillationTeacher
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.term import LossTerm
 from xtk.runs.metrics_file import metric_name
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.combine_teachers import TeacherEnsemble
-from xtk.training.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
-from xtk.training.losses_per_teacher import AssignedLoss, DistillationTeacher
 
 
 @dataclass(frozen=True)

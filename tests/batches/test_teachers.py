@@ -15,13 +15,13 @@ import torch
 from accelerate import Accelerator
 from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 
+from xtk.batches.data_sources import match_documents
+from xtk.batches.losses_per_teacher import AUTO_LOSSES, assign_losses, open_teachers
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.losses.spec import LossSpec, parse_losses
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.data_sources import match_documents
-from xtk.training.losses_per_teacher import AUTO_LOSSES, assign_losses, open_teachers
 
 TEXTS = small_inputs.sentences(8, seed=11)
 ROUTES = ["teacher", "twin", "twin", "teacher", "twin", "teacher", "teacher", "teacher"]

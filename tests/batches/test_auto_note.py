@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from xtk.batches.losses_per_teacher import AssignedLoss, describe_auto_losses
 from xtk.losses.spec import parse_losses
-from xtk.training.losses_per_teacher import AssignedLoss, describe_auto_losses
 
 
 def test_auto_loss_note_states_the_weight_of_a_shared_loss_once():

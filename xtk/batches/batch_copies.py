@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from xtk.batches.micro_batches import MicroBatch
 from xtk.losses.cells.loss_cells import LossCells
-from xtk.training.micro_batches import MicroBatch
 
 
 def pinned(batch: MicroBatch) -> MicroBatch:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xtk.batches.combine_teachers import ScoreWeighting
 from xtk.losses.policy_gradient import PolicyGradient
 from xtk.losses.term import LossTerm
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.runs.metrics_file import metric_name
 from xtk.text.chat.conversation_tokens import REGIONS
-from xtk.training.combine_teachers import ScoreWeighting
 
 # The largest factor of `--scale-kd-to ce`. Close to the teacher, distance and gradient are mostly noise.
 MAX_KD_SCALE = 100.0

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from xtk import terminal
+from xtk.batches.batch_copies import pinned
+from xtk.batches.micro_batches import BatchBuilder, BatchSampler, MicroBatch, prefetch_in_thread
 from xtk.errors import XtkError
 from xtk.subprocesses import die_with_parent
-from xtk.training.batch_copies import pinned
-from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch, prefetch_in_thread
 from xtk.writable_cache_folders import shared_memory_is_writable
 
 PREFETCH_STEPS = 2  # per worker process

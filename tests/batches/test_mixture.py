@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
-from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
-from xtk.errors import XtkError
-from xtk.losses.interface import LossInputs
-from xtk.training.combine_teachers import (
+from xtk.batches.combine_teachers import (
     COMBINATION_METHODS,
     MIN_SCORE,
     TEACHER_SCORES,
@@ -23,7 +19,11 @@ from xtk.training.combine_teachers import (
     parse_ensemble,
     score_tallies,
 )
-from xtk.training.teacher_probability_mixture import mix_teacher_logprobs
+from xtk.batches.teacher_probability_mixture import mix_teacher_logprobs
+from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
+from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
+from xtk.errors import XtkError
+from xtk.losses.interface import LossInputs
 
 V = 9
 
