@@ -17,8 +17,8 @@ from xtk.models.student_model_setup import StudentModelConfig, StudentSource, lo
 from xtk.parallel.parallel_config import parse_parallel
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
-from xtk.training.runs.open_inputs import open_inputs
-from xtk.training.runs.run_inputs import RunInputs
+from xtk.training.kinds.open_inputs import open_inputs
+from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.student_with_losses import parallelize
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 from xtk.training.training_loop import TrainingRun, _optimizer, _step, _step_batch_builder

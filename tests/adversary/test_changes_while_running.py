@@ -28,7 +28,7 @@ from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.tokenizer import Tokenizer
 from xtk.training import student_export
 from xtk.training.distill import distill
-from xtk.training.runs.open_inputs import open_inputs
+from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.runs.open_inputs import open_inputs
+from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.train_config import RunPaths, TrainConfig
 
 REPEATS = 3

@@ -38,8 +38,8 @@ from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.tokenizer import Tokenizer
 from xtk.training import on_policy_loop, training_loop
 from xtk.training.distill import distill
+from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.on_policy_config import OnPolicyConfig
-from xtk.training.runs.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 PROMPTS, TOKENS, STEPS = 32, 48, 6

@@ -104,7 +104,7 @@ def profile(folder: Path, steps: int, batch: int) -> None:
     from xtk.losses.spec import parse_losses
     from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import distill
-    from xtk.training.runs.open_inputs import open_inputs
+    from xtk.training.kinds.open_inputs import open_inputs
     from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
     paths = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "profiled")

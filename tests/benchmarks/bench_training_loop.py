@@ -37,7 +37,7 @@ from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.text.tokenizer import Tokenizer
 from xtk.training import training_loop
 from xtk.training.distill import distill
-from xtk.training.runs.open_inputs import open_inputs
+from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.student_generator import autocast
 from xtk.training.student_with_losses import StudentWithLoss
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig

@@ -34,9 +34,9 @@ from xtk.teachers.online_teacher import OnlineTeacher, parse_online_teacher
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
+from xtk.training.kinds.open_inputs import open_inputs
+from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, shards_of_process
-from xtk.training.runs.open_inputs import open_inputs
-from xtk.training.runs.run_inputs import RunInputs
 from xtk.training.train_config import RunPaths
 
 # One document per forward pass, so that rounding does not depend on which documents are scored together.

@@ -40,7 +40,7 @@ def distill(options: DistillOptions) -> None:
     from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import run_identity
-    from xtk.training.runs.open_inputs import open_inputs
+    from xtk.training.kinds.open_inputs import open_inputs
     from xtk.training.task_evaluation import check_supports_eval_tasks
 
     if is_worker():

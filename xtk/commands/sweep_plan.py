@@ -341,7 +341,7 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     from xtk.runs.resume_point import RUN_FOLDER, check_evaluation
     from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import evaluation_identity, run_identity
-    from xtk.training.runs.open_inputs import open_inputs
+    from xtk.training.kinds.open_inputs import open_inputs
 
     try:
         places, recipe, reporting = read_configs(run.distill_options)

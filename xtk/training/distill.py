@@ -34,7 +34,7 @@ from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, fin
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
-from xtk.training.runs.run_inputs import RunInputs
+from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.student_generator import check_engine_can_load, check_generation_backend
 from xtk.training.student_with_losses import parallelize
 from xtk.training.task_evaluation import TaskEvaluator

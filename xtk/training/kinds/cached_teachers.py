@@ -7,8 +7,8 @@ from xtk.data.corpus_reader import is_data_path
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.runs.run_inputs import RunInputs
-from xtk.training.runs.teacher_setup import needs_no_teacher, set_up_teachers
+from xtk.training.kinds.run_inputs import RunInputs
+from xtk.training.kinds.teacher_setup import needs_no_teacher, set_up_teachers
 from xtk.training.train_config import RunPaths, TrainConfig
 
 

@@ -10,8 +10,8 @@ from xtk.errors import XtkError
 from xtk.losses.term import LossTerm
 from xtk.runs.model_card import Provenance, public_model_name
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.runs.run_inputs import RunInputs
-from xtk.training.runs.teacher_setup import check_loss_scaling
+from xtk.training.kinds.run_inputs import RunInputs
+from xtk.training.kinds.teacher_setup import check_loss_scaling
 from xtk.training.train_config import RunPaths, TrainConfig
 
 

@@ -11,9 +11,9 @@ from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.text.tokenizer import Tokenizer
+from xtk.training.kinds.run_inputs import RunInputs
+from xtk.training.kinds.teacher_setup import needs_no_teacher, set_up_teachers
 from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, read_training_documents, teacher_names
-from xtk.training.runs.run_inputs import RunInputs
-from xtk.training.runs.teacher_setup import needs_no_teacher, set_up_teachers
 from xtk.training.train_config import RunPaths, TrainConfig
 from xtk.training.training_loop import TrainingRun
 

@@ -23,12 +23,12 @@ from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.engine_logprob_check import LogprobCheck
+from xtk.training.kinds.online_teachers import plain_corpus
+from xtk.training.kinds.run_inputs import RunInputs
+from xtk.training.kinds.teacher_setup import TeacherSetup, set_up_teachers
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
 from xtk.training.on_policy_loop import OnPolicyLoop, OnPolicySource
 from xtk.training.online_teacher_scoring import read_training_prompts
-from xtk.training.runs.online_teachers import plain_corpus
-from xtk.training.runs.run_inputs import RunInputs
-from xtk.training.runs.teacher_setup import TeacherSetup, set_up_teachers
 from xtk.training.student_generator import StudentGenerator
 from xtk.training.train_config import RunPaths, TrainConfig
 from xtk.training.training_loop import TrainingRun

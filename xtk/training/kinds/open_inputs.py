@@ -8,12 +8,12 @@ from xtk.losses import AUTO_LOSS
 from xtk.models.resolver import weights_fingerprint
 from xtk.runs.resume_point import RUN_FOLDER
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.runs.cached_teachers import open_cache_inputs
-from xtk.training.runs.on_policy import open_on_policy_inputs
-from xtk.training.runs.online_teachers import open_online_inputs
-from xtk.training.runs.run_inputs import RunInputs
-from xtk.training.runs.teacher_setup import needs_no_teacher
-from xtk.training.runs.text_only import open_text_inputs
+from xtk.training.kinds.cached_teachers import open_cache_inputs
+from xtk.training.kinds.on_policy import open_on_policy_inputs
+from xtk.training.kinds.online_teachers import open_online_inputs
+from xtk.training.kinds.run_inputs import RunInputs
+from xtk.training.kinds.teacher_setup import needs_no_teacher
+from xtk.training.kinds.text_only import open_text_inputs
 from xtk.training.train_config import RunPaths, TrainConfig
 
 
