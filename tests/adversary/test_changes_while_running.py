@@ -18,6 +18,7 @@ from xtk.errors import MismatchError, XtkError
 from xtk.files.run_names import list_checkpoints
 from xtk.losses.spec import parse_losses
 from xtk.models.student_model_setup import StudentModelConfig
+from xtk.publish import student_export
 from xtk.runs.checkpoint import CheckpointSaver
 from xtk.runs.folder import read_recipe
 from xtk.runs.folder_removal import keep_manifest_of_user
@@ -26,7 +27,6 @@ from xtk.teachers.cache_build_config import CacheRequest, open_teacher
 from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.tokenizer import Tokenizer
-from xtk.training import student_export
 from xtk.training.distill import distill
 from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig

@@ -58,9 +58,9 @@ def export(options: ExportOptions) -> None:
     terminal.set_quiet(options.quiet)
     place = Path(terminal.path_argument(options.run))
 
+    from xtk.publish.student_export import ExportConfig, check_hub_access, upload_to_hub
+    from xtk.publish.student_export import export_student as write
     from xtk.runs.folder import run_and_step_of_checkpoint
-    from xtk.training.student_export import ExportConfig, check_hub_access, upload_to_hub
-    from xtk.training.student_export import export_student as write
 
     checkpoint = options.checkpoint
     if (of := run_and_step_of_checkpoint(place)) is not None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from xtk_processes import run_xtk
 
 from xtk.errors import XtkError
-from xtk.training.student_export import upload_to_hub
+from xtk.publish.student_export import upload_to_hub
 
 TRAINING = ["--loss", "ce", "--max-steps", 2, "--learning-rate", 1e-2, "--per-device-train-batch-size", 4]
 CUSTOM_MODEL_CODE = """

@@ -16,11 +16,11 @@ from xtk_processes import run_xtk
 
 from xtk.errors import CorruptError, XtkError
 from xtk.evaluation.evaluation_result_files import EvaluationResult, add_evaluation_table
+from xtk.publish.student_export import ExportConfig, export_student, size_in_bytes
 from xtk.runs.checkpoint import copy_tokenizer_files
 from xtk.runs.folder import file_entries, write_run_manifest
 from xtk.runs.sharded_state import ShardedStateReader
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.student_export import ExportConfig, export_student, size_in_bytes
 
 IDS = torch.arange(3, 40)[None]
 TEMPLATE = (
