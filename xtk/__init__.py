@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from xtk.api.alignment import Alignment as Alignment
+    from xtk.api.alignment import align as align
+    from xtk.api.cache_from_arrays import CacheWriter as CacheWriter
+    from xtk.api.cache_from_model import cache_teacher as cache_teacher
+    from xtk.api.distillation_collator import DistillationCollator as DistillationCollator
+    from xtk.api.distillation_loss import DistillationLoss as DistillationLoss
+    from xtk.api.packing import enable_packing as enable_packing
+    from xtk.api.projections import Projection as Projection
+    from xtk.api.projections import build_projection as build_projection
     from xtk.cache.reader import TeacherCache as TeacherCache
     from xtk.errors import XtkError as XtkError
-    from xtk.library.alignment import Alignment as Alignment
-    from xtk.library.alignment import align as align
-    from xtk.library.cache_from_arrays import CacheWriter as CacheWriter
-    from xtk.library.cache_from_model import cache_teacher as cache_teacher
-    from xtk.library.distillation_collator import DistillationCollator as DistillationCollator
-    from xtk.library.distillation_loss import DistillationLoss as DistillationLoss
-    from xtk.library.packing import enable_packing as enable_packing
-    from xtk.library.projections import Projection as Projection
-    from xtk.library.projections import build_projection as build_projection
 
 # The public names, and the modules that define them.
 PUBLIC = {
-    "align": "xtk.library.alignment",
-    "Alignment": "xtk.library.alignment",
-    "build_projection": "xtk.library.projections",
-    "Projection": "xtk.library.projections",
-    "cache_teacher": "xtk.library.cache_from_model",
-    "CacheWriter": "xtk.library.cache_from_arrays",
+    "align": "xtk.api.alignment",
+    "Alignment": "xtk.api.alignment",
+    "build_projection": "xtk.api.projections",
+    "Projection": "xtk.api.projections",
+    "cache_teacher": "xtk.api.cache_from_model",
+    "CacheWriter": "xtk.api.cache_from_arrays",
     "TeacherCache": "xtk.cache.reader",
-    "DistillationCollator": "xtk.library.distillation_collator",
-    "DistillationLoss": "xtk.library.distillation_loss",
-    "enable_packing": "xtk.library.packing",
+    "DistillationCollator": "xtk.api.distillation_collator",
+    "DistillationLoss": "xtk.api.distillation_loss",
+    "enable_packing": "xtk.api.packing",
     "XtkError": "xtk.errors",
 }
 __all__ = ["__version__", *PUBLIC]

@@ -10,11 +10,11 @@ import pytest
 import small_inputs
 from transformers import AutoTokenizer
 
+from xtk.api.tokenizer_argument import to_tokenizer
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
 from xtk.doctor.start_token_checks import start_tokens
-from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.text.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1

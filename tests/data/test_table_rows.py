@@ -11,12 +11,12 @@ import pytest
 from chat_families import write_family
 from datasets import Features, Json, List, Value
 
+from xtk.api.cache_from_model import RecordCorpus
 from xtk.data.arrow_record_readers import read_dataset
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint
 from xtk.data.record_to_document import record_to_document, record_to_prompt
 from xtk.data.text_streams import RecordReadOptions
 from xtk.errors import XtkError
-from xtk.library.cache_from_model import RecordCorpus
 from xtk.rollouts.prompts import read_prompts
 from xtk.text.tokenizer import Tokenizer
 

@@ -144,7 +144,7 @@ TEST_FOLDERS = {"artifacts": "cache", "tokens": "text", "library": "api"}
 TEST_PATHS = [
     ("tests/benchmarks/bench_scale.py", 'parent / "artifacts"', 'parent / "cache"', "cache"),
 ]
-TEST_FOLDER_WORDS = {"tests/cache": "tests/cache", "tests/text": "tests/text", "tests/library": "tests/api"}
+TEST_FOLDER_WORDS = {"tests/cache": "tests/cache", "tests/text": "tests/text", "tests/api": "tests/api"}
 
 DOCSTRINGS = {
     "api": "The Python API: the objects of `import xtk`, built of the same parts as the commands.",

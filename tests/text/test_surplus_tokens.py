@@ -10,8 +10,8 @@ import transformers
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from xtk.api.tokenizer_argument import to_tokenizer
 from xtk.errors import XtkError
-from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.text.tokenizer import Tokenizer
 
 SURPLUS_TOKEN = "<image_soft_token>"

@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from xtk.api.distillation_batch import TEACHER_KEY, DistillationBatch, TeacherBatch
+from xtk.api.distillation_collator import DOCUMENT_KEY, TEXT_KEY, DistillationCollator
+from xtk.api.distillation_loss import DistillationLoss
+from xtk.api.packing import split_packed_model
 from xtk.errors import XtkError
-from xtk.library.distillation_batch import TEACHER_KEY, DistillationBatch, TeacherBatch
-from xtk.library.distillation_collator import DOCUMENT_KEY, TEXT_KEY, DistillationCollator
-from xtk.library.distillation_loss import DistillationLoss
-from xtk.library.packing import split_packed_model
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.packed_attention import PackedSequence

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from xtk.library.tokenizer_argument import store_files
+from xtk.api.tokenizer_argument import store_files
 from xtk.text.vocabulary import BYTE_LEVEL_ENCODER
 
 START_TOKEN, END_TOKEN = "<|xtk-start|>", "<|xtk-end|>"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from xtk import terminal
+from xtk.api.cache_from_arrays import EXACT_SUPPORTS
 from xtk.cache.columns import OPTIONAL_COLUMNS, optional_columns
 from xtk.cache.reader import TeacherCache
 from xtk.cache.shard import StoredDocument
@@ -17,7 +18,6 @@ from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write
 from xtk.files.output_claims import FileKind, claim_output
-from xtk.library.cache_from_arrays import EXACT_SUPPORTS
 from xtk.rollouts.rollout_jsonl import document_fields
 from xtk.text.teacher_tokenization import teacher_views
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.api.cache_from_arrays import EXACT_SUPPORTS, CacheWriter, to_array
 from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION
 from xtk.cache.manifest import MAX_TOKEN_ID
 from xtk.cache.reader import TeacherCache
@@ -19,7 +20,6 @@ from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.library.byte_tokenizer import write_byte_tokenizer
 from xtk.library.cache_export import VERSION, VERSION_KEY
-from xtk.library.cache_from_arrays import EXACT_SUPPORTS, CacheWriter, to_array
 from xtk.library.completion_logprobs import (
     MIN_REMAINDER,
     ListedToken,

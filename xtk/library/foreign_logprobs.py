@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.api.cache_from_arrays import to_array
 from xtk.errors import XtkError
-from xtk.library.cache_from_arrays import to_array
 from xtk.library.completion_logprobs import MAX_LOGPROB
 from xtk.library.distillkit_codec import DistillKitCodec
 

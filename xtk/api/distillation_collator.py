@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.api.distillation_batch import DistillationBatch, make_batch
+from xtk.api.distillation_loss import DistillationLoss
+from xtk.api.tokenizer_argument import to_tokenizer
 from xtk.batches.combine_teachers import parse_ensemble
 from xtk.batches.losses_per_teacher import as_cache, assign_losses, open_teachers
 from xtk.batches.micro_batches import BatchBuilder
@@ -17,9 +20,6 @@ from xtk.batches.teacher_losses import TeacherLosses, combined_losses
 from xtk.cache.reader import TeacherCache
 from xtk.cache.shard import StoredDocument
 from xtk.errors import MismatchError, XtkError
-from xtk.library.distillation_batch import DistillationBatch, make_batch
-from xtk.library.distillation_loss import DistillationLoss
-from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.losses.term import TeacherOutput
 from xtk.projection.projection import SparseProjection
 from xtk.text.chat.conversation_tokens import REGIONS

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.library.tokenizer_argument import to_tokenizer
+from xtk.api.tokenizer_argument import to_tokenizer
 from xtk.text.alignment import align as align_tokens
 
 

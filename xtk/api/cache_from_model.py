@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xtk.api.tokenizer_argument import store_files, to_tokenizer
 from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION
 from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_logprobs import Support, make_support
@@ -19,7 +20,6 @@ from xtk.data.arrow_record_readers import read_dataset
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import Record
 from xtk.errors import XtkError
-from xtk.library.tokenizer_argument import store_files, to_tokenizer
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import DTYPES
 from xtk.models.resolver import base_model_and_adapter, resolve_model_folder

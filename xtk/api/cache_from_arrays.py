@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from xtk.api.tokenizer_argument import to_tokenizer
 from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION, codec_for_precision
 from xtk.cache.columns import OPTIONAL_COLUMNS
 from xtk.cache.manifest import MANIFEST
@@ -30,7 +31,6 @@ from xtk.data.record_to_document import OPT_IN_FIELDS, record_to_document
 from xtk.errors import XtkError
 from xtk.files.output_claims import claim_output
 from xtk.files.storage_folders import open_folder
-from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import compose_cache_header, vocabulary_order_for
 from xtk.teachers.cache_shard_planning import ShardPlan

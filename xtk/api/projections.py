@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from xtk.api.tokenizer_argument import to_tokenizer
 from xtk.files.output_claims import claim_output
-from xtk.library.tokenizer_argument import to_tokenizer
 from xtk.projection import build
 from xtk.projection.file import PROJECTION, read_projection, write_projection
 from xtk.projection.projection import SparseProjection

@@ -17,7 +17,7 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 import xtk
-from xtk.library.tokenizer_argument import to_tokenizer
+from xtk.api.tokenizer_argument import to_tokenizer
 
 HEAVY = {"torch", "transformers", "pyarrow", "numba", "accelerate", "datasets", "numpy", "safetensors"}
 MAX_IMPORT_SECONDS = 0.05

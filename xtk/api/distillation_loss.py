@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from xtk.api.distillation_batch import TEACHER_KEY, TeacherBatch
 from xtk.batches.cross_process_reduction import StepReduction
 from xtk.errors import MismatchError, XtkError
-from xtk.library.distillation_batch import TEACHER_KEY, TeacherBatch
 from xtk.losses import AUTO_LOSS
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.head import fused_loss
