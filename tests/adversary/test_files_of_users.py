@@ -265,7 +265,7 @@ sys.exit(main())
     [
         (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.commands.html_page.write_page"),
         (["inspect", "CACHE"], "--html", "xtk.commands.html_page.write_page"),
-        (["export-cache", "CACHE"], "-o", "xtk.library.cache_export._rows"),
+        (["export-cache", "CACHE"], "-o", "xtk.importers.cache_export._rows"),
         (["build-projection", "STUDENT", "TEACHER"], "-o", "xtk.projection.file.write_projection"),
         (["prune-projection", "PROJECTION", "--top-k", "1"], "-o", "xtk.projection.file.write_projection"),
     ],

@@ -30,7 +30,7 @@ def export_cache(options: ExportCacheOptions) -> None:
     from pathlib import Path
 
     from xtk.cache.reader import TeacherCache
-    from xtk.library.cache_export import export_cache as export
+    from xtk.importers.cache_export import export_cache as export
 
     terminal.set_quiet(options.quiet)
     cache = TeacherCache(terminal.path_argument(options.cache))

@@ -41,7 +41,7 @@ def import_cache(options: ImportCacheOptions) -> None:
         xtk import-cache answers.jsonl -o cache
         xtk import-cache logprobs.parquet --tokenizer Qwen/Qwen3-8B -o cache
     """
-    from xtk.library.cache_import import import_cache as import_files
+    from xtk.importers.cache_import import import_cache as import_files
 
     terminal.set_quiet(options.quiet)
     cache, num_skipped = import_files(

@@ -132,8 +132,8 @@ def _other_file_error(path: Path, start: bytes) -> XtkError:
     """Return the error for a file that is not an artifact: what it is, and what can be done with it."""
     from xtk.data.data_file_readers import FORMATS
     from xtk.data.text_streams import file_extension
-    from xtk.library.cache_export import EXPORT
-    from xtk.teachers.service_answers import ANSWERS
+    from xtk.importers.cache_export import EXPORT
+    from xtk.importers.service_answers import ANSWERS
 
     import_hint = f"make a teacher cache of it: xtk import-cache {path} -o CACHE"
     folder_hint = f"inspect the folder: xtk inspect {path.parent}"

@@ -41,8 +41,8 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     from xtk.data.record_to_document import record_to_prompt
     from xtk.files.output_claims import claim_output
     from xtk.files.write_locks import only_writer_of_path
-    from xtk.library.completion_logprobs import read_answer
-    from xtk.teachers.service_answers import (
+    from xtk.importers.completion_logprobs import read_answer
+    from xtk.importers.service_answers import (
         ANSWERS,
         AnswerFile,
         ServiceClient,

@@ -18,9 +18,9 @@ from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
-from xtk.library.byte_tokenizer import write_byte_tokenizer
-from xtk.library.cache_export import VERSION, VERSION_KEY
-from xtk.library.completion_logprobs import (
+from xtk.importers.byte_tokenizer import write_byte_tokenizer
+from xtk.importers.cache_export import VERSION, VERSION_KEY
+from xtk.importers.completion_logprobs import (
     MIN_REMAINDER,
     ListedToken,
     ScoredAnswer,
@@ -28,8 +28,8 @@ from xtk.library.completion_logprobs import (
     read_answer,
     upper_bound,
 )
-from xtk.library.distillkit_codec import CONFIG, DistillKitCodec
-from xtk.library.foreign_logprobs import Listed, ListedRow, fitted_row, listed_row
+from xtk.importers.distillkit_codec import CONFIG, DistillKitCodec
+from xtk.importers.foreign_logprobs import Listed, ListedRow, fitted_row, listed_row
 from xtk.options.shared import MAX_ROW_BYTES
 from xtk.text.tokenizer import Tokenizer
 from xtk.untrusted_json import parse_json

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from xtk.api.cache_from_arrays import to_array
 from xtk.errors import XtkError
-from xtk.library.completion_logprobs import MAX_LOGPROB
-from xtk.library.distillkit_codec import DistillKitCodec
+from xtk.importers.completion_logprobs import MAX_LOGPROB
+from xtk.importers.distillkit_codec import DistillKitCodec
 
 MESSAGE_COLUMNS = ("messages", "messages_combined")
 _VLLM_TOKEN = "token_id:"

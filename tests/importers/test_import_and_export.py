@@ -14,9 +14,9 @@ from xtk.api.cache_from_arrays import CacheWriter
 from xtk.cache.reader import TeacherCache
 from xtk.cache.statistics import sample_positions, summarize_cache
 from xtk.errors import XtkError
-from xtk.library.cache_export import export_cache
-from xtk.library.cache_import import import_cache
-from xtk.library.completion_logprobs import read_answer
+from xtk.importers.cache_export import export_cache
+from xtk.importers.cache_import import import_cache
+from xtk.importers.completion_logprobs import read_answer
 from xtk.teachers.cache_rescoring import verify_cache
 from xtk.text.tokenizer import Tokenizer
 

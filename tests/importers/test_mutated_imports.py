@@ -10,7 +10,7 @@ import yaml
 
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
-from xtk.library.cache_import import import_cache
+from xtk.importers.cache_import import import_cache
 from xtk.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "adversary"))

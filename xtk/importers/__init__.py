@@ -1,0 +1,1 @@
+"""Teacher caches from and for other tools, and answers of services."""
