@@ -28,8 +28,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from xtk.commands.html_page import PAGE_END, page_start
-from xtk.commands.svg_curves import CURVE_STYLE, MetricCurve, curve_color, curves_figure
+from xtk.pages.html_page import PAGE_END, page_start
+from xtk.pages.svg_curves import CURVE_STYLE, MetricCurve, curve_color, curves_figure
 
 NUMBERS, RANDOM_FRACTION = 31, 0.5
 LETTERS = string.digits + string.ascii_letters  # of base 62

@@ -263,8 +263,8 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("command", "option", "write_function"),
     [
-        (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.commands.html_page.write_page"),
-        (["inspect", "CACHE"], "--html", "xtk.commands.html_page.write_page"),
+        (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.pages.html_page.write_page"),
+        (["inspect", "CACHE"], "--html", "xtk.pages.html_page.write_page"),
         (["export-cache", "CACHE"], "-o", "xtk.importers.cache_export._rows"),
         (["build-projection", "STUDENT", "TEACHER"], "-o", "xtk.projection.file.write_projection"),
         (["prune-projection", "PROJECTION", "--top-k", "1"], "-o", "xtk.projection.file.write_projection"),

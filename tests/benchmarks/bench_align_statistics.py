@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from hard_texts import generated_documents, wikitext
 from measurement import gsm8k, real_data, report
 
-from xtk.commands.alignment_html import alignment_page
+from xtk.pages.alignment_html import alignment_page
 from xtk.text.alignment_statistics import BATCH_DOCUMENTS, AlignmentStatistics, align_documents
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xtk_processes import run_xtk
 
-from xtk.commands import svg_curves
+from xtk.pages import svg_curves
 
 VOID_TAGS = ("meta", "br", "rect", "line")
 SPECIAL_NAME = 'student <b>&"x" 日本語'

@@ -79,13 +79,13 @@ def align(options: AlignOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.commands.alignment_html import alignment_page
-    from xtk.commands.html_page import PAGE, write_page
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.files.atomic_files import canonical_json, sha256
     from xtk.files.output_claims import claim_output
     from xtk.models.resolver import resolve_model_folder
     from xtk.name_registry import unknown_name_error
+    from xtk.pages.alignment_html import alignment_page
+    from xtk.pages.html_page import PAGE, write_page
     from xtk.projection.corpus_cooccurrence_counts import corpus_fingerprint
     from xtk.text.document import Document
     from xtk.text.tokenizer import Tokenizer
@@ -171,7 +171,7 @@ def _align_all(
 
 
 def _print_statistics(statistics: AlignmentStatistics, *, as_json: bool) -> None:
-    from xtk.commands.alignment_tables import print_alignment_tables
+    from xtk.pages.alignment_tables import print_alignment_tables
 
     if as_json:
         terminal.result_json(statistics.to_json())

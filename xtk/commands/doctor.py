@@ -146,11 +146,11 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
     """
     from itertools import islice
 
-    from xtk.commands.html_page import PAGE, write_page
-    from xtk.commands.regions_html import SHOWN_DOCUMENTS, regions_page
     from xtk.data.corpus_reader import CorpusFingerprint
     from xtk.files.atomic_files import canonical_json, sha256
     from xtk.files.output_claims import claim_output
+    from xtk.pages.html_page import PAGE, write_page
+    from xtk.pages.regions_html import SHOWN_DOCUMENTS, regions_page
 
     documents = list(islice(inputs.documents(), SHOWN_DOCUMENTS))
     if not documents:

@@ -189,9 +189,9 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     cache = TeacherCache(place)
     page_request = ""
     if options.html:
-        from xtk.commands.html_page import PAGE
         from xtk.files.atomic_files import canonical_json, sha256
         from xtk.files.output_claims import claim_output
+        from xtk.pages.html_page import PAGE
 
         page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
         claim_output(Path(options.html), PAGE, page_request, force=options.force)
@@ -218,8 +218,8 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
         )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
     if options.html:
-        from xtk.commands.html_page import write_page
-        from xtk.commands.teacher_cache_html import cache_page
+        from xtk.pages.html_page import write_page
+        from xtk.pages.teacher_cache_html import cache_page
 
         write_page(Path(options.html), "".join(cache_page(record, cache, positions, page_request)))
     return record
@@ -318,7 +318,7 @@ def _describe_model(path: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def _print_description(record: dict[str, Any]) -> None:
-    from xtk.commands.projection_audit_tables import audit_lines
+    from xtk.pages.projection_audit_tables import audit_lines
 
     terminal.result_line(f"{record['path']}: {record['kind']}")
     audited = record["header"].get("audit") if record["kind"] == "projection" else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from xtk.commands.report_html import ReportedRun
+    from xtk.pages.report_html import ReportedRun
     from xtk.text.tokenizer import Tokenizer
 
 ALIGNED_DOCUMENTS = 3  # documents shown span by span
@@ -76,14 +76,14 @@ def report(options: ReportOptions) -> None:
     import json
     from pathlib import Path
 
-    from xtk.commands import alignment_html, projection_audit_html, teacher_cache_html
-    from xtk.commands.completions_html import read_samples
-    from xtk.commands.html_page import PAGE, write_page
-    from xtk.commands.report_html import report_page
     from xtk.errors import XtkError
     from xtk.evaluation.evaluation_result_files import read_results, shorten_names
     from xtk.files.atomic_files import read_json_lines, sha256
     from xtk.files.output_claims import claim_output
+    from xtk.pages import alignment_html, projection_audit_html, teacher_cache_html
+    from xtk.pages.completions_html import read_samples
+    from xtk.pages.html_page import PAGE, write_page
+    from xtk.pages.report_html import report_page
     from xtk.runs.folder import read_evaluation
 
     terminal.set_quiet(options.quiet)
@@ -178,8 +178,8 @@ def _read_run(path: Path, name: str) -> ReportedRun:
         CorruptError: one of its files is not JSON or does not match its checksum.
     """
     from xtk.commands.recorded_run_options import rerun_command
-    from xtk.commands.report_html import ReportedRun
     from xtk.files.atomic_files import read_json_lines
+    from xtk.pages.report_html import ReportedRun
     from xtk.runs.folder import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
 
     recipe = read_recipe(path)
@@ -206,7 +206,7 @@ def _cache(place: str) -> list[str]:
 
     from xtk.cache import statistics as cache_statistics
     from xtk.cache.reader import TeacherCache
-    from xtk.commands.teacher_cache_html import cache_sections
+    from xtk.pages.teacher_cache_html import cache_sections
 
     cache = TeacherCache(place)
     positions = cache_statistics.sample_positions(cache)
@@ -231,7 +231,7 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
 
     from xtk.cache import statistics as cache_statistics
     from xtk.cache.reader import TeacherCache
-    from xtk.commands import alignment_html, projection_audit_html
+    from xtk.pages import alignment_html, projection_audit_html
     from xtk.projection.disk_cache import cached_projection
     from xtk.projection.file import read_projection
     from xtk.text.alignment_statistics import AlignmentStatistics, align_documents

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from xtk.commands.alignment_html import text_direction
 from xtk.errors import XtkError
 from xtk.evaluation.evaluation_result_files import shorten_names
+from xtk.pages.alignment_html import text_direction
 
 MAX_PROMPTS, MAX_CHARACTERS = 6, 1200  # shown; characters per text
 

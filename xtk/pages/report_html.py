@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from xtk.commands import completions_html, svg_curves
-from xtk.commands.html_page import PAGE_END, page_start
 from xtk.evaluation.evaluation_result_files import finite_number, result_rows, shorten_names
 from xtk.name_registry import unknown_name_error
+from xtk.pages import completions_html, svg_curves
+from xtk.pages.html_page import PAGE_END, page_start
 
 if TYPE_CHECKING:
-    from xtk.commands.completions_html import GeneratedSample
     from xtk.evaluation.evaluation_result_files import EvaluationResult
+    from xtk.pages.completions_html import GeneratedSample
 
 CLOCK_METRICS = ("step", "training_seconds", "tokens")  # not drawn as curves
 # Teacher and student on the text of the first step: one value each, in the table of runs.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from xtk.commands.html_page import stacked_bar
-from xtk.commands.projection_audit_tables import ROW_KINDS
+from xtk.pages.html_page import stacked_bar
+from xtk.pages.projection_audit_tables import ROW_KINDS
 
 AUDIT_STYLE = """
 .share { position: relative; min-width: 7rem; }

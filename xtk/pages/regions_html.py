@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from xtk.commands.alignment_html import text_direction, visible_bytes
-from xtk.commands.html_page import COLORS, PAGE_END, page_start
+from xtk.pages.alignment_html import text_direction, visible_bytes
+from xtk.pages.html_page import COLORS, PAGE_END, page_start
 
 if TYPE_CHECKING:
     from xtk.text.document import Document

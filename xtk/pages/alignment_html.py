@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xtk.commands.alignment_tables import VISIBLE_SYMBOLS, TextTable, alignment_tables, numeric_columns, visible_symbol
-from xtk.commands.html_page import PAGE_END, page_start, stacked_bar
+from xtk.pages.alignment_tables import VISIBLE_SYMBOLS, TextTable, alignment_tables, numeric_columns, visible_symbol
+from xtk.pages.html_page import PAGE_END, page_start, stacked_bar
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from xtk.commands.html_page import COLORS
+from xtk.pages.html_page import COLORS
 
 PLOT_WIDTH, PLOT_HEIGHT = 440, 190  # plot area, in pixels
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 66, 10, 10, 26  # around the plot area

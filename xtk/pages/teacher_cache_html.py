@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xtk.commands.alignment_html import text_direction, visible_bytes
-from xtk.commands.html_page import PAGE_END, page_start, stacked_bar
+from xtk.pages.alignment_html import text_direction, visible_bytes
+from xtk.pages.html_page import PAGE_END, page_start, stacked_bar
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,0 +1,1 @@
+"""HTML pages: alignment, caches, projections, regions, completions and runs."""
