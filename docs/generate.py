@@ -1,7 +1,8 @@
-"""Write docs/reference/commands/, losses.md, rewards.md and python.md from the code; `--check` compares only."""
+"""Write docs/reference/ and the parts in architecture.md from the code; `--check` compares only."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -13,6 +14,8 @@ from pathlib import Path
 from python_reference import python_page
 
 REFERENCE = Path(__file__).parent / "reference"
+ARCHITECTURE = "../explanation/architecture.md"
+FLOORS_BEGIN, FLOORS_END = "<!-- floors: python docs/generate.py -->", "<!-- end of floors -->"
 
 
 def commands() -> dict[str, str]:
@@ -149,6 +152,22 @@ def rewards() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def floors_table() -> str:
+    """Return the parts of the package, from the table of the layer test."""
+    tree = ast.parse((REFERENCE.parent.parent / "tests" / "test_package_structure.py").read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"]
+    rows = ast.literal_eval(assigned[0].value)
+    lines = [f"| `{folder}` | {contents} | {count:,} |" for folder, contents, count in rows]
+    return "\n".join(["| part | contents | lines at most |", "| --- | --- | --- |", *lines])
+
+
+def architecture() -> str:
+    """Return docs/explanation/architecture.md with the table of the parts."""
+    text = (REFERENCE / ARCHITECTURE).read_text(encoding="utf-8")
+    head, rest = text.split(FLOORS_BEGIN)
+    return f"{head}{FLOORS_BEGIN}\n{floors_table()}\n{FLOORS_END}{rest.split(FLOORS_END)[1]}"
+
+
 def _options(name: str) -> list[str]:
     """Return the options of a loss, with their defaults."""
     from xtk.losses.divergences import DIVERGENCES
@@ -186,6 +205,7 @@ def main() -> int:
     """Write the pages; with `--check`, name those that are out of date."""
     stale = []
     pages = {f"commands/{name}": content for name, content in commands().items()}
+    pages[ARCHITECTURE] = architecture()
     (REFERENCE / "commands").mkdir(exist_ok=True)
     for name, content in {**pages, "losses.md": losses(), "rewards.md": rewards(), "python.md": python_page()}.items():
         path = REFERENCE / name

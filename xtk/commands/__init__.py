@@ -1,1 +1,1 @@
-"""Floor 6: one file a command. It parses, calls and prints; heavy imports wait in its body."""
+"""One file a command. It parses, calls and prints; heavy imports wait in its body."""

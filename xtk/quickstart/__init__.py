@@ -1,1 +1,1 @@
-"""Floor 6: the quickstart, a demonstration that runs the commands of a user."""
+"""The quickstart, a demonstration that runs the commands of a user."""

@@ -1,4 +1,4 @@
-"""Teachers that score documents, and the list of their backends. Layer 4 of the imports."""
+"""Teachers that score documents, and the list of their backends."""
 
 BACKENDS = {
     "transformers": "xtk.teachers.transformers:TransformersTeacher",

@@ -1,1 +1,1 @@
-"""Training: inputs of `distill`, the training loop (training_loop.py), on-policy rollouts, checkpoints and export."""
+"""Training: configuration and start of `distill`, the training loop (training_loop.py), on-policy and held-out runs."""
