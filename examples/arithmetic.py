@@ -24,12 +24,13 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from markupsafe import Markup
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from xtk.pages.html_page import PAGE_END, page_start
-from xtk.pages.svg_curves import CURVE_STYLE, MetricCurve, curve_color, curves_figure
+from xtk.pages.html_page import color, page
+from xtk.pages.svg_curves import MetricCurve, curves_figure
 
 NUMBERS, RANDOM_FRACTION = 31, 0.5
 LETTERS = string.digits + string.ascii_letters  # of base 62
@@ -219,14 +220,14 @@ def write_figures(folder: Path, steps: list[int], curves: dict[str, list[list[fl
         for number, (name, of_seeds) in enumerate(curves.items())
         for seed, curve in enumerate(of_seeds)
     ]
-    legend = " ".join(f'<span style="color: {curve_color(number)}">{name}</span>' for number, name in enumerate(curves))
-    figure = curves_figure("sums answered right", f"by steps of {BATCH} answers", metric_curves)
-    page = f"{page_start('Arithmetic', CURVE_STYLE)}<p>{legend}</p>\n{figure}{PAGE_END}"
-    (folder / "curves.html").write_text(page, encoding="utf-8")
+    legend = " ".join(f'<span style="color: {color(number)}">{name}</span>' for number, name in enumerate(curves))
+    figure = str(curves_figure("sums answered right", f"by steps of {BATCH} answers", metric_curves))
+    content = Markup(f"<p>{legend}</p>\n{figure}")
+    (folder / "curves.html").write_text(page("Arithmetic", content), encoding="utf-8")
     plot = figure[figure.index("<svg ") : figure.index("</svg>")]
-    style = f"{CURVE_STYLE}line {{ stroke: #ccc; }} text {{ font: 13px sans-serif; fill: #333; }}"
+    style = "polyline { fill: none; stroke-width: 1.5; } line { stroke: #ccc; } text { font: 13px sans-serif; fill: #333; }"
     names = "".join(
-        f'<text x="80" y="{28 + 18 * number}" style="fill: {curve_color(number)}">{name}</text>'
+        f'<text x="80" y="{28 + 18 * number}" style="fill: {color(number)}">{name}</text>'
         for number, name in enumerate(curves)
     )
     start, _, rest = plot.partition(">")

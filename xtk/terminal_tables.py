@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from xtk import terminal
@@ -22,9 +23,17 @@ def print_wide(console: Any, table: Any) -> None:
     console.print(table, soft_wrap=True)
 
 
-def print_table(title: str, column_titles: list[str], rows: list[list[str]]) -> None:
-    """Print a table: formatted on a terminal, plain text elsewhere. Empty columns are left out."""
+def print_table(title: str, column_titles: list[str], rows: list[list[str]], is_number: Sequence[bool] = ()) -> None:
+    """Print a table: formatted on a terminal, plain text elsewhere. Empty columns are left out.
+
+    Args:
+        title: printed above the table.
+        column_titles: a title per column.
+        rows: cells as text.
+        is_number: for each column whether it is aligned to the right; empty: none is.
+    """
     kept = [at for at in range(len(column_titles)) if any(row[at] for row in rows)]
+    right = [bool(is_number) and is_number[at] for at in kept]
     column_titles, rows = (
         [column_titles[at] for at in kept],
         [[terminal.printable(row[at]) for at in kept] for row in rows],
@@ -35,8 +44,8 @@ def print_table(title: str, column_titles: list[str], rows: list[list[str]]) -> 
         from rich.text import Text
 
         table = Table(title=Text(terminal.printable(title)))
-        for head in column_titles:
-            table.add_column(Text(head), no_wrap=True)
+        for head, at_right in zip(column_titles, right, strict=True):
+            table.add_column(Text(head), justify="right" if at_right else "left", no_wrap=True)
         for row in rows:
             table.add_row(*map(Text, row))
         print_wide(Console(file=terminal.result_stream()), table)
@@ -44,4 +53,6 @@ def print_table(title: str, column_titles: list[str], rows: list[list[str]]) -> 
     widths = [max(map(len, column)) for column in zip(column_titles, *rows, strict=True)]
     terminal.result_line(title)
     for row in [column_titles, *rows]:
-        terminal.result_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        cells = zip(row, widths, right, strict=True)
+        line = "  ".join(cell.rjust(width) if at_right else cell.ljust(width) for cell, width, at_right in cells)
+        terminal.result_line(line.rstrip())

@@ -116,10 +116,8 @@ def align(options: AlignOptions) -> None:
         claim_output(Path(options.output), PAGE, request, force=options.force)
         statistics, shown = _align_all(documents, one, other, **{options.order: options.limit})
         record = statistics.to_json()
-        write_page(
-            Path(options.output),
-            "".join(alignment_page(record, shown, one, other, order=options.order, request=request)),
-        )
+        page = alignment_page(record, shown, one, other, order=options.order, request=request)
+        write_page(Path(options.output), page)
         terminal.result_artifact({**record, "path": options.output, "kind": "alignment-page"}, as_json=options.as_json)
     elif options.stats:
         _print_statistics(_align_all(documents, one, other)[0], as_json=options.as_json)

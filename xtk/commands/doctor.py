@@ -159,7 +159,7 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
     parts = [(tokenizer.fingerprint, tokenizer.template_fingerprint) for _, tokenizer in names]
     request = sha256(canonical_json([*parts, str(CorpusFingerprint.of(documents))]))
     claim_output(path, PAGE, request, force=force)
-    write_page(path, "".join(regions_page(documents, names, request)))
+    write_page(path, regions_page(documents, names, request))
 
 
 def _print_findings(findings: list[Finding]) -> None:

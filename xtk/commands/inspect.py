@@ -221,7 +221,7 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
         from xtk.pages.html_page import write_page
         from xtk.pages.teacher_cache_html import cache_page
 
-        write_page(Path(options.html), "".join(cache_page(record, cache, positions, page_request)))
+        write_page(Path(options.html), cache_page(record, cache, positions, page_request))
     return record
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from markupsafe import Markup
+
     from xtk.pages.report_html import ReportedRun
     from xtk.text.tokenizer import Tokenizer
 
@@ -80,7 +82,6 @@ def report(options: ReportOptions) -> None:
     from xtk.evaluation.evaluation_result_files import read_results, shorten_names
     from xtk.files.atomic_files import read_json_lines, sha256
     from xtk.files.output_claims import claim_output
-    from xtk.pages import alignment_html, projection_audit_html, teacher_cache_html
     from xtk.pages.completions_html import read_samples
     from xtk.pages.html_page import PAGE, write_page
     from xtk.pages.report_html import report_page
@@ -119,18 +120,12 @@ def report(options: ReportOptions) -> None:
     shown = [_read_run(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
     generated = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
-    sections = [
-        *(
-            _alignment_sections(options.cache, Path(named[0]), options.projection)
-            if options.cache or options.projection
-            else ()
-        )
-    ]
-    sections += _cache(options.cache) if options.cache else []
-    style = alignment_html.ALIGNMENT_STYLE + teacher_cache_html.CACHE_STYLE + projection_audit_html.AUDIT_STYLE
-    write_page(
-        Path(options.output), "".join(report_page(shown, results, baselines, generated, sections, style, request))
-    )
+    sections: list[tuple[str, Markup]] = []
+    if options.cache or options.projection:
+        sections += _alignment_sections(options.cache, Path(named[0]), options.projection)
+    if options.cache:
+        sections.append((f"Cache {options.cache}", _cache(options.cache)))
+    write_page(Path(options.output), report_page(shown, results, baselines, generated, sections, request))
     records = [
         {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
     ]
@@ -200,10 +195,8 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     return ReportedRun(name, str(path), state, run_fingerprint(recipe), recipe, metrics, samples, command, best_step)
 
 
-def _cache(place: str) -> list[str]:
-    """Return the section about a cache, as HTML."""
-    from html import escape
-
+def _cache(place: str) -> Markup:
+    """Return statistics of a cache, as HTML."""
     from xtk.cache import statistics as cache_statistics
     from xtk.cache.reader import TeacherCache
     from xtk.pages.teacher_cache_html import cache_sections
@@ -216,11 +209,11 @@ def _cache(place: str) -> list[str]:
         "header": cache.header,
         "statistics": cache_statistics.summarize_cache(cache, positions, documents),
     }
-    return [f"<section>\n<h2>Cache {escape(place)}</h2>\n", *cache_sections(record, positions), "</section>\n"]
+    return cache_sections(record, positions)
 
 
-def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]:
-    """Yield sections about the alignment of student and teacher, and the audit of a projection, as HTML.
+def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[tuple[str, Markup]]:
+    """Yield titles and contents of sections: alignment of student and teacher, audit of a projection.
 
     Args:
         cache: the teacher cache; "": none.
@@ -229,9 +222,12 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
     """
     from pathlib import Path
 
+    from markupsafe import Markup
+
     from xtk.cache import statistics as cache_statistics
     from xtk.cache.reader import TeacherCache
-    from xtk.pages import alignment_html, projection_audit_html
+    from xtk.pages.alignment_html import alignment_sections
+    from xtk.pages.projection_audit_html import audit_sections
     from xtk.projection.disk_cache import cached_projection
     from xtk.projection.file import read_projection
     from xtk.text.alignment_statistics import AlignmentStatistics, align_documents
@@ -241,9 +237,8 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
     if student is not None:
         opened = TeacherCache(cache)
         teacher = opened.teacher_tokenizer
-        yield "<section>\n<h2>Alignment</h2>\n"
         if student.fingerprint == teacher.fingerprint:
-            yield "<p>Student and teacher have the same tokenizer.</p>\n"
+            yield "Alignment", Markup("<p>Student and teacher have the same tokenizer.</p>\n")
         else:
             statistics = AlignmentStatistics(student, teacher)
             documents = [
@@ -252,15 +247,11 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]
             ]
             for group in align_documents(documents, student, teacher):
                 statistics.add(group)
-            yield from alignment_html.alignment_sections(
-                statistics.to_json(), statistics.worst_documents[:ALIGNED_DOCUMENTS], student, teacher
-            )
+            worst = statistics.worst_documents[:ALIGNED_DOCUMENTS]
+            yield "Alignment", alignment_sections(statistics.to_json(), worst, student, teacher)
             audited = audited or cached_projection(student, teacher).header["audit"]
-        yield "</section>\n"
     if audited:
-        yield "<section>\n<h2>Audit of the projection</h2>\n"
-        yield from projection_audit_html.audit_sections(audited)
-        yield "</section>\n"
+        yield "Audit of the projection", audit_sections(audited)
 
 
 def _run_tokenizer(run: Path) -> Tokenizer | None:

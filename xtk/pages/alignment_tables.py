@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xtk import terminal
-from xtk.terminal_tables import print_wide
+from xtk.terminal_tables import print_table
 
 # Symbols shown in place of invisible characters.
 VISIBLE_SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"} | {
@@ -25,6 +25,12 @@ class TextTable:
     title: str
     column_titles: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+
+    @property
+    def numeric_columns(self) -> list[bool]:
+        """For each column whether its cells are numbers."""
+        columns = zip(*self.rows, strict=True)
+        return [all(not cell or cell[0].isdigit() for cell in column) and any(column) for column in columns]
 
 
 def visible_symbol(character: str) -> str | None:
@@ -43,22 +49,17 @@ def visible_text(text: str) -> str:
 
 def alignment_tables(record: dict[str, Any]) -> list[TextTable]:
     """Return the tables for the JSON statistics of `xtk align --stats`."""
-    found = [_tokenizer_table(record), _span_kind_table(record)]
-    if record["longest_spans"]:
-        found.append(_longest(record))
-    if record["worst_documents"]:
-        found.append(_worst(record))
-    return found
+    tables = [_tokenizer_table(record), _span_kind_table(record)]
+    tables += [_longest(record)] if record["longest_spans"] else []
+    tables += [_worst(record)] if record["worst_documents"] else []
+    return tables
 
 
 def print_alignment_tables(record: dict[str, Any]) -> None:
     """Print the tables: formatted on a terminal, plain text elsewhere."""
-    formatted = terminal.stdout_is_terminal()
     for table in alignment_tables(record):
-        if formatted:
-            _print_rich_table(table)
-        else:
-            _print_plain_table(table)
+        print_table(table.title, [*table.column_titles], [[*row] for row in table.rows], table.numeric_columns)
+        terminal.result_line("")
     terminal.result_line(
         f"aligned in {terminal.format_duration(record['seconds'])}, "
         f"{record['nanoseconds_per_token']:,.0f} ns per token (student and teacher tokens)"
@@ -67,67 +68,46 @@ def print_alignment_tables(record: dict[str, Any]) -> None:
 
 def _tokenizer_table(record: dict[str, Any]) -> TextTable:
     rows = [
-        (
-            side,
-            record[side],
-            _format_count(record[f"{side}_tokens"]),
-            f"{record[f'{side}_bytes_per_token']:.3f}",
-            _format_count(record["normalized_documents"][side]),
-        )
+        (side, record[side], f"{record[f'{side}_tokens']:,}", f"{record[f'{side}_bytes_per_token']:.3f}",
+         f"{record['normalized_documents'][side]:,}")
         for side in ("student", "teacher")
-    ]
-    title = f"{_format_count(record['documents'])} documents, {_format_count(record['bytes'])} bytes"
+    ]  # fmt: skip
+    title = f"{record['documents']:,} documents, {record['bytes']:,} bytes"
     return TextTable(title, ("", "tokenizer", "tokens", "bytes per token", "normalized documents"), rows)
 
 
 def _span_kind_table(record: dict[str, Any]) -> TextTable:
     rows: list[tuple[str, ...]] = [
-        (
-            name,
-            _format_count(kind["spans"]),
-            _format_percent(kind["span_fraction"]),
-            _format_count(kind["bytes"]),
-            _format_percent(kind["byte_fraction"]),
-            _format_count(kind["student_tokens"]),
-            _format_count(kind["teacher_tokens"]),
-        )
+        (name, f"{kind['spans']:,}", f"{kind['span_fraction']:.2%}", f"{kind['bytes']:,}",
+         f"{kind['byte_fraction']:.2%}", f"{kind['student_tokens']:,}", f"{kind['teacher_tokens']:,}")
         for name, kind in record["span_kinds"].items()
-    ]
-    unaligned = (_format_count(record["unaligned_bytes"]), _format_percent(record["unaligned_fraction"]))
-    in_spans = {
-        side: sum(kind[f"{side}_tokens"] for kind in record["span_kinds"].values()) for side in ("student", "teacher")
-    }
-    left = tuple(_format_count(record[f"{side}_tokens"] - in_spans[side]) for side in ("student", "teacher"))
-    rows.append(("unaligned", "", "", *unaligned, *left))
+    ]  # fmt: skip
+    left = (
+        record[f"{side}_tokens"] - sum(kind[f"{side}_tokens"] for kind in record["span_kinds"].values())
+        for side in ("student", "teacher")
+    )
+    unaligned = (f"{record['unaligned_bytes']:,}", f"{record['unaligned_fraction']:.2%}")
+    rows.append(("unaligned", "", "", *unaligned, *(f"{count:,}" for count in left)))
     heads = ("tokens per span", "spans", "% of spans", "bytes", "% of bytes", "student tokens", "teacher tokens")
-    return TextTable(f"{_format_count(record['spans'])} spans, by tokens of student:teacher", heads, rows)
+    return TextTable(f"{record['spans']:,} spans, by tokens of student:teacher", heads, rows)
 
 
 def _longest(record: dict[str, Any]) -> TextTable:
     rows = [
-        (
-            _format_count(span["document"]),
-            _format_count(span["start_byte"]),
-            _format_count(span["bytes"]),
-            f"{span['student_tokens']}:{span['teacher_tokens']}",
-            visible_text(span["excerpt"]).replace(" ", "·"),
-        )
+        (f"{span['document']:,}", f"{span['start_byte']:,}", f"{span['bytes']:,}",
+         f"{span['student_tokens']}:{span['teacher_tokens']}", visible_text(span["excerpt"]).replace(" ", "·"))
         for span in record["longest_spans"]
-    ]
+    ]  # fmt: skip
     title = "Longest spans with several tokens on both sides or on one"
     return TextTable(title, ("document", "byte offset", "bytes", "student:teacher tokens", "text"), rows)
 
 
 def _worst(record: dict[str, Any]) -> TextTable:
     rows = [
-        (
-            _format_count(document["document"]),
-            _format_percent(document["byte_fraction"]),
-            _why(document),
-            visible_text(document["excerpt"]),
-        )
+        (f"{document['document']:,}", f"{document['byte_fraction']:.2%}", _why(document),
+         visible_text(document["excerpt"]))
         for document in record["worst_documents"]
-    ]
+    ]  # fmt: skip
     title = "Worst documents, by the fraction of bytes in n:m spans or unaligned"
     return TextTable(title, ("document", "% of bytes", "reason", "text"), rows)
 
@@ -135,50 +115,9 @@ def _worst(record: dict[str, Any]) -> TextTable:
 def _why(document: dict[str, Any]) -> str:
     reasons = []
     if document["n:m_bytes"]:
-        reasons.append(f"{_format_count(document['n:m_bytes'])} bytes in n:m spans")
+        reasons.append(f"{document['n:m_bytes']:,} bytes in n:m spans")
     if document["unaligned_bytes"]:
-        reasons.append(f"{_format_count(document['unaligned_bytes'])} bytes in no span")
+        reasons.append(f"{document['unaligned_bytes']:,} bytes in no span")
     if document["normalized_by"]:
         reasons.append(f"changed by the {' and the '.join(document['normalized_by'])}")
-    return ", ".join(reasons) + f", of {_format_count(document['bytes'])}"
-
-
-def _print_rich_table(table: TextTable) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    rich_table = RichTable(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
-    for head, right in zip(table.column_titles, numeric_columns(table), strict=True):
-        rich_table.add_column(Text(head), justify="right" if right else "left", no_wrap=True)
-    for row in table.rows:
-        rich_table.add_row(*(Text(terminal.printable(cell)) for cell in row))
-    print_wide(Console(force_terminal=True, highlight=False, file=terminal.result_stream()), rich_table)
-
-
-def _print_plain_table(table: TextTable) -> None:
-    lines = [table.column_titles, *(tuple(map(terminal.printable, row)) for row in table.rows)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(table.column_titles))]
-    terminal.result_line(table.title)
-    for line in lines:
-        cells = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, numeric_columns(table), strict=True)
-        ]
-        terminal.result_line(("  " + "  ".join(cells)).rstrip())
-    terminal.result_line("")
-
-
-def numeric_columns(table: TextTable) -> list[bool]:
-    """Return for each column whether its cells are numbers."""
-    columns = zip(*table.rows, strict=True)
-    return [all(not cell or cell[0].isdigit() for cell in column) and any(column) for column in columns]
-
-
-def _format_count(number: int) -> str:
-    return f"{number:,}"
-
-
-def _format_percent(share: float) -> str:
-    return f"{share:.2%}"
+    return ", ".join(reasons) + f", of {document['bytes']:,}"

@@ -1,74 +1,91 @@
-"""Frame and parts of HTML pages: single files without scripts or external resources."""
+"""HTML pages from the templates in `templates/`: single files without scripts or external resources."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from html import escape
+import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from xtk.errors import XtkError
 from xtk.files.output_claims import FileKind
+from xtk.pages.alignment_tables import visible_symbol
 
 HEAD_BYTES = 4096
-PAGE_END = "</main>\n</body>\n</html>\n"
+DIRECTION_CHARACTERS = 16_384  # of a text, in which a letter with a direction is searched
 # Readable on white and black, and distinguishable with color blindness (after Okabe and Ito, 2008).
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#808080")
 
-PAGE_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #ffffff; --faint: #6b6b70; --line: #c9c9ce; --bar: #3d7ab8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ececee; --paper: #17171a; --faint: #9a9aa2; --line: #4a4a52;
-  --bar: #5b9bd8; } }
-body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--ink); background: var(--paper);
-  font: 1rem/1.45 system-ui, sans-serif; overflow-wrap: break-word; }
-h1 { line-height: 1.2; } h2 { margin: 2.2rem 0 0.8rem; }
-.scroll { overflow-x: auto; margin: 1rem 0; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-table { border-collapse: collapse; }
-caption { text-align: start; font-weight: 600; padding: 0.2rem 0; white-space: nowrap; }
-th, td { padding: 0.2rem 1.1rem 0.2rem 0; border-bottom: 1px solid var(--line); text-align: start;
-  font-weight: normal; vertical-align: top; }
-th[scope="col"] { color: var(--faint); vertical-align: bottom; } th[scope="row"] { white-space: nowrap; }
-.number ~ .number { padding-inline-start: 0.4rem; }
-.number { text-align: end; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.bar { display: flex; height: 1.4rem; margin: 0.6rem 0; border-radius: 0.2rem; overflow: hidden; }
-.keys { display: flex; flex-wrap: wrap; gap: 0.2rem 1.4rem; margin: 0.6rem 0; }
-.key { display: inline-block; width: 0.8em; height: 0.8em; margin-inline-end: 0.4em; border-radius: 0.15em; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); gap: 1.5rem 2rem; }
-figure { margin: 0; } figcaption { font-weight: 600; } small { font-weight: normal; color: var(--faint); }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--faint); font-size: 14px; }
-svg line { stroke: var(--line); } svg rect { fill: var(--bar); }
-"""
+
+def page(title: str, content: Markup, request_fingerprint: str | None = None) -> str:
+    """Return a page; the fingerprint is stored in its head, for comparison by a later command."""
+    return str(render("page", title=title, content=content, request=request_fingerprint))
 
 
-def page_start(title: str, extra_style: str, request_fingerprint: str | None = None) -> str:
-    """Return the start of a page, up to and including its title.
-
-    Args:
-        title: plain text.
-        extra_style: CSS added to that of all pages.
-        request_fingerprint: stored in the head of the page, for comparison by a later command; None: none.
-    """
-    kept = "" if request_fingerprint is None else f'<meta name="xtk-request" content="{escape(request_fingerprint)}">\n'
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="generator" content="xtk">\n'
-        f"{kept}<style>{PAGE_STYLE}{extra_style}</style>\n</head>\n<body>\n<header>\n<h1>{escape(title)}</h1>\n</header>\n<main>\n"
-    )
+def render(template: str, **values: Any) -> Markup:
+    """Return HTML from a template, with all values escaped that are not HTML from `render`."""
+    return Markup(ENVIRONMENT.get_template(f"{template}.jinja").render(values))
 
 
-def stacked_bar(parts: Iterable[tuple[str, float, str]]) -> str:
-    """Return a stacked bar with a legend.
+def color(number: int) -> str:
+    """Return the color of a part or run."""
+    return COLORS[number % len(COLORS)]
 
-    Args:
-        parts: (name, fraction, additional text of the legend).
-    """
-    segments, keys = [], []
-    for at, (name, fraction, detail) in enumerate(parts):
-        paint = f"background: {COLORS[at % len(COLORS)]}"
-        words = escape(f"{name} {100 * fraction:.1f} %" + (f", {detail}" if detail else ""))
-        segments.append(f'<span style="width: {100 * fraction:.2f}%; {paint}" title="{words}"></span>')
-        keys.append(f'<span><span class="key" style="{paint}"></span>{words}</span>')
-    return f'<div class="bar">{"".join(segments)}</div>\n<p class="keys">{"".join(keys)}</p>\n'
+
+def visible_bytes(spelling: bytes, replaced: Mapping[str, str] | None = None) -> Markup:
+    """Return bytes as HTML with visible symbols for all of them; `replaced` gives other HTML for some characters."""
+    if not spelling:
+        return Markup("<i>∅</i>")
+    text = spelling.decode("utf-8", "surrogateescape")
+    # A combining mark at the start would be rendered on top of the previous character.
+    parts = ["<i>◌</i>"] if unicodedata.category(text[0]).startswith("M") else []
+    for character in text:
+        if "\udc80" <= character <= "\udcff":
+            parts.append(f"<b>{ord(character) - 0xDC00:02X}</b>")
+        elif replaced and character in replaced:
+            parts.append(replaced[character])
+        else:
+            symbol = "·" if character == " " else visible_symbol(character)
+            parts.append(f"<i>{symbol}</i>" if symbol else escape(character))
+    return Markup("".join(parts))
+
+
+def text_direction(text: str) -> str:
+    """Return the direction of a text, "ltr" or "rtl", from its first letter with a direction."""
+    kinds = map(unicodedata.bidirectional, text[:DIRECTION_CHARACTERS])
+    return "rtl" if next((kind for kind in kinds if kind in ("L", "R", "AL")), "L") != "L" else "ltr"
+
+
+def format_number(value: float) -> str:
+    """Return a number as text: four significant digits, thousands with commas."""
+    if value == int(value) and abs(value) < 1e12:
+        return f"{int(value):,}"
+    if 1e4 <= abs(value) < 1e12:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def _format_signed(difference: float) -> str:
+    return ("+" if difference > 0 else "\N{MINUS SIGN}") + format_number(abs(difference))
+
+
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+ENVIRONMENT.globals |= {"color": color, "MAX_CHARACTERS": 1200}  # of a completion
+ENVIRONMENT.filters |= {
+    "formatted": lambda value, specification=",": format(value, specification),
+    "number": format_number,
+    "signed": _format_signed,
+    "direction": text_direction,
+}
 
 
 def _is_page(path: Path) -> bool:
@@ -93,12 +110,12 @@ def _has(path: Path, text: str) -> bool:
 PAGE = FileKind[None]("pages", _is_page, _check_request)
 
 
-def write_page(path: Path, page: str) -> None:
+def write_page(path: Path, content: str) -> None:
     """Write a page, unless the file has the same content."""
     from xtk.files.atomic_files import atomic_write
 
-    content = page.encode("utf-8", "replace")  # a name may be invalid UTF-8
-    if path.is_file() and path.read_bytes() == content:
+    encoded = content.encode("utf-8", "replace")  # a name may be invalid UTF-8
+    if path.is_file() and path.read_bytes() == encoded:
         return
     with atomic_write(path, keep_others=True) as temporary:
-        temporary.write_bytes(content)
+        temporary.write_bytes(encoded)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from xtk.evaluation.evaluation_result_files import finite_number, result_rows, shorten_names
 from xtk.name_registry import unknown_name_error
-from xtk.pages import completions_html, svg_curves
-from xtk.pages.html_page import PAGE_END, page_start
+from xtk.pages.completions_html import MAX_PROMPTS, evenly_spaced, samples_by_prompt
+from xtk.pages.html_page import page, render
+from xtk.pages.svg_curves import MetricCurve, curves_figure
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from xtk.evaluation.evaluation_result_files import EvaluationResult
     from xtk.pages.completions_html import GeneratedSample
 
@@ -34,17 +36,6 @@ METRIC_UNITS = {
     "rollout_environment_token_fraction": "fraction", "staleness_steps": "steps",
     "teacher_seconds": "s", "generation_seconds": "s", "skipped_steps": "steps",
 }  # fmt: skip
-
-REPORT_STYLE = """
-.swatch { display: inline-block; width: 1.4em; height: 0.35em; margin-inline-end: 0.45em; vertical-align: middle; }
-.legend { position: sticky; top: 0; padding: 0.4rem 0; background: var(--paper); border-bottom: 1px solid var(--line); }
-.legend span { display: inline-block; } .legend > span { margin-inline-end: 1.2em; }
-.legend .swatch { margin-inline-end: 0.45em; }
-td small { display: block; }
-.compared th[scope="row"] { position: sticky; inset-inline-start: 0; background: var(--paper); }
-td.wide { min-width: 14rem; max-width: 34rem; overflow-wrap: anywhere; } .differs th { font-weight: 600; }
-summary { cursor: pointer; }
-"""
 
 
 @dataclass(frozen=True)
@@ -75,15 +66,15 @@ class ReportedRun:
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric."""
-        return [(one["step"], one[metric]) for one in self.metrics if finite_number(one.get(metric)) is not None]
+        return [(line["step"], line[metric]) for line in self.metrics if finite_number(line.get(metric)) is not None]
 
     def last_values(self) -> dict[str, float]:
         """Return the last value of each metric, up to the step of the student's weights."""
         return {
             name: value
-            for one in self.metrics
-            if self.best_step is None or one["step"] <= self.best_step
-            for name, value in one.items()
+            for line in self.metrics
+            if self.best_step is None or line["step"] <= self.best_step
+            for name, value in line.items()
             if finite_number(value) is not None
         }
 
@@ -114,71 +105,47 @@ class ReportCell:
     baselines: Sequence[tuple[float, str]]
 
 
+# Title, heads, and the name and cells of each row.
+ComparisonTable = tuple[str, Sequence[str], Sequence[tuple[str, Sequence[ReportCell | None]]]]
+
+
 def report_page(
     runs: Sequence[ReportedRun],
     results: Sequence[EvaluationResult],
     baselines: Sequence[str],
     samples: Sequence[GeneratedSample],
-    extra_sections: Iterable[str],
-    style: str,
+    sections: Iterable[tuple[str, Markup]],
     request: str,
-) -> Iterator[str]:
-    """Yield the HTML of the page.
+) -> str:
+    """Return the page.
 
     Args:
         runs: the runs; the others are compared with the first.
         results: evaluation results.
         baselines: names of models in `results` with which the others are compared.
         samples: completions of several models for the same prompts.
-        extra_sections: further sections, as HTML.
-        style: CSS of the extra sections.
+        sections: titles and contents of further sections.
         request: fingerprint of the inputs, stored in the head of the page.
-
-    Yields:
-        HTML.
     """
-    title = ("Runs " if len(runs) > 1 else "Run ") + ", ".join(run.name for run in runs)
-    yield page_start(title, style + svg_curves.CURVE_STYLE + completions_html.SAMPLES_STYLE + REPORT_STYLE, request)
-    yield from _runs_table(runs)
-    if len(runs) > 1:
-        legend = "".join(f"<span>{_swatch(at)}{escape(run.name)}</span>" for at, run in enumerate(runs))
-        yield f'<p class="legend">{legend}</p>\n'
-    yield from _curves(runs)
-    yield from _last_metrics_table(runs)
-    yield from _evaluations(results, baselines)
-    yield from completions_html.samples_section(samples, svg_curves.format_number)
-    for at, run in enumerate(runs):
-        if run.samples:
-            yield f"<section>\n<h2>{_swatch(at)}Completions of {escape(run.name)}</h2>\n"
-            yield from completions_html.samples_over_time(run.samples, svg_curves.format_number)
-            yield "</section>\n"
-    yield from extra_sections
-    yield from _recipes(runs)
-    yield PAGE_END
-
-
-def _swatch(number: int) -> str:
-    return f'<span class="swatch" style="background: {svg_curves.curve_color(number)}"></span>'
-
-
-def _runs_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    yield '<div class="scroll"><table>\n<tr>' + "".join(
-        f'<th scope="col">{head}</th>' for head in ("run", "state", "losses", "bits per byte, first step", "recipe")
+    flat = [dict(_flatten_recipe(run.recipe)) for run in runs]
+    values = {
+        name: [options.get(name, "") for options in flat] for name in sorted({name for at in flat for name in at})
+    }
+    differing = [name for name in values if len(set(values[name])) > 1]
+    content = render(
+        "report",
+        runs=runs,
+        curves=_curves(runs),
+        comparisons=[*_last_metrics(runs), *_evaluations(results, baselines)],
+        prompts=samples_by_prompt(samples),
+        MAX_PROMPTS=MAX_PROMPTS,
+        evenly_spaced=evenly_spaced,
+        sections=sections,
+        options=[(name, values[name]) for name in [*differing, *(name for name in values if name not in differing)]],
+        differing=differing,
+        commands=[run.command for run in runs if run.command],
     )
-    yield "</tr>\n"
-    for at, run in enumerate(runs):
-        losses = ", ".join(map(str, run.recipe["losses"]))
-        levels = "<br>".join(
-            f"{escape(name.replace('_bits_per_byte', ''))} {svg_curves.format_number(value)}"
-            for name, value in run.first_step_values().items()
-        )
-        cells = (escape(run.state), escape(losses), levels, f"<code>{run.fingerprint[:23]}</code>")
-        yield (
-            f'<tr><th scope="row" title="{escape(run.path)}">{_swatch(at)}{escape(run.name)}</th>'
-            + "".join(f"<td>{cell}</td>" for cell in cells)
-            + "</tr>\n"
-        )
-    yield "</table></div>\n"
+    return page(("Runs " if len(runs) > 1 else "Run ") + ", ".join(run.name for run in runs), content, request)
 
 
 def _metric_section(metric: str) -> str:
@@ -191,37 +158,30 @@ def _metric_section(metric: str) -> str:
 
 def curve_metrics(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the names of all plotted metrics, in the order in which runs log them."""
-    names = dict.fromkeys(name for run in runs for one in run.metrics for name in one
+    names = dict.fromkeys(name for run in runs for line in run.metrics for name in line
                           if name not in CLOCK_METRICS and not name.endswith("_error")
                           and not name.startswith(FIRST_STEP_METRICS))  # fmt: skip
-    found = {name: [value for run in runs for _, value in run.points(name)] for name in names}
-    return [name for name, values in found.items() if values and (name != "skipped_steps" or any(values))]
+    plotted = {name: [value for run in runs for _, value in run.points(name)] for name in names}
+    return [name for name, values in plotted.items() if values and (name != "skipped_steps" or any(values))]
 
 
-def _curves(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    metrics = curve_metrics(runs)
-    for section in SECTIONS:
-        here = [metric for metric in metrics if _metric_section(metric) == section]
-        if not here:
-            continue
-        yield f'<section>\n<h2>{section}</h2>\n<div class="pictures">\n'
-        for metric in here:
-            curves = [svg_curves.MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs)]
-            yield svg_curves.curves_figure(
-                metric, METRIC_UNITS.get(metric, ""), [curve for curve in curves if curve.points]
-            )
-        yield "</div>\n</section>\n"
+def _curves(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, list[Markup]]]:
+    """Yield the titles of sections that have curves, with their figures."""
+    figures: dict[str, list[Markup]] = {section: [] for section in SECTIONS}
+    for metric in curve_metrics(runs):
+        curves = [MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs) if run.points(metric)]
+        figures[_metric_section(metric)].append(curves_figure(metric, METRIC_UNITS.get(metric, ""), curves))
+    yield from ((section, drawn) for section, drawn in figures.items() if drawn)
 
 
-def _last_metrics_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
+def _last_metrics(runs: Sequence[ReportedRun]) -> Iterator[ComparisonTable]:
     """Yield a table of the last values, with differences to the first run and to the untrained student."""
     last = [run.last_values() for run in runs]
     every = dict.fromkeys(name for values in last for name in values)
-    names = [name for name in every if name != "step" and not name.startswith(FIRST_STEP_METRICS)]
-    if not names:
-        return
     rows = []
-    for name in names:
+    for name in every:
+        if name == "step" or name.startswith(FIRST_STEP_METRICS):
+            continue
         cells: list[ReportCell | None] = []
         for run, values in zip(runs, last, strict=True):
             before = run.initial_value(name)
@@ -229,85 +189,35 @@ def _last_metrics_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
             others += [] if before is None else [(before, "untrained")]
             cells.append(ReportCell(values[name], None, others) if name in values else None)
         rows.append((name, cells))
-    yield "<section>\n<h2>Last metrics</h2>\n"
-    yield _comparison_table([run.name for run in runs], rows)
-    yield "</section>\n"
+    if rows:
+        yield "Last metrics", [run.name for run in runs], rows
 
 
-def _evaluations(results: Sequence[EvaluationResult], baselines: Sequence[str]) -> Iterator[str]:
+def _evaluations(results: Sequence[EvaluationResult], baselines: Sequence[str]) -> Iterator[ComparisonTable]:
     """Yield a table of evaluation results, with differences to the baselines."""
     if not results:
         return
-    models = list(dict.fromkeys(one.model for one in results))
+    models = list(dict.fromkeys(result.model for result in results))
     for name in baselines:
         if name not in models:
             raise unknown_name_error("model of --baseline", name, models)
     compared = list(baselines) or models[:1]
-    called = shorten_names(models)
-    table: list[tuple[str, list[ReportCell | None]]] = []
+    names = shorten_names(models)
+    rows = []
     for row in result_rows(results):
-        cells: list[ReportCell | None] = []
-        for model in models:
-            others = [
-                (row.by_model[other].value, called[other])
-                for other in compared
-                if other in row.by_model and other != model
-            ]
-            cells.append(
-                ReportCell(row.by_model[model].value, row.by_model[model].error, others)
-                if model in row.by_model
-                else None
+        known = row.by_model
+        cells = [
+            ReportCell(
+                known[model].value,
+                known[model].error,
+                [(known[other].value, names[other]) for other in compared if other in known and other != model],
             )
-        table.append((f"{row.data}: {row.metric}" if row.data else row.metric, cells))
-    yield "<section>\n<h2>Evaluations</h2>\n"
-    yield _comparison_table([called[model] for model in models], table)
-    yield "</section>\n"
-
-
-def _comparison_table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[ReportCell | None]]]) -> str:
-    """Return a table of numbers with differences to their baselines."""
-    named = "".join(f'<th scope="col" class="number">{escape(head)}</th>' for head in heads)
-    parts = [f'<div class="scroll"><table class="compared">\n<tr><th scope="col"></th>{named}</tr>\n']
-    for name, cells in rows:
-        parts.append(f'<tr><th scope="row">{escape(name)}</th>')
-        for cell in cells:
-            if cell is None:
-                parts.append('<td class="number"></td>')
-                continue
-            error = "" if cell.standard_error is None else f" ± {svg_curves.format_number(cell.standard_error)}"
-            differences = "".join(
-                f" <small>{_signed(cell.value - other)} to {escape(model)}</small>"
-                for other, model in cell.baselines
-                if other != cell.value
-            )
-            parts.append(f'<td class="number">{svg_curves.format_number(cell.value)}{error}{differences}</td>')
-        parts.append("</tr>\n")
-    return "".join([*parts, "</table></div>\n"])
-
-
-def _signed(difference: float) -> str:
-    return ("+" if difference > 0 else "\N{MINUS SIGN}") + svg_curves.format_number(abs(difference))
-
-
-def _recipes(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    """Yield the options of the runs; those that differ come first."""
-    flat = [dict(_flatten_recipe(run.recipe)) for run in runs]
-    names = sorted({name for one in flat for name in one})
-    differing = [name for name in names if len({one.get(name, "") for one in flat}) > 1]
-    summary = f"{len(differing)} of {len(names)} options differ" if len(runs) > 1 else f"{len(names)} options"
-    opened_at_once = " open" if differing else ""
-    yield f"<section>\n<h2>Recipes</h2>\n<details{opened_at_once}><summary>{summary}</summary>\n"
-    yield '<div class="scroll"><table>\n<tr><th scope="col"></th>' + "".join(
-        f'<th scope="col">{escape(run.name)}</th>' for run in runs
-    )
-    yield "</tr>\n"
-    for name in [*differing, *(name for name in names if name not in differing)]:
-        kind = ' class="differs"' if name in differing else ""
-        cells = "".join(f'<td class="wide">{escape(one.get(name, ""))}</td>' for one in flat)
-        yield f'<tr{kind}><th scope="row">{escape(name)}</th>{cells}</tr>\n'
-    again = "\n".join(run.command for run in runs if run.command)
-    yield "</table></div>\n</details>\n"
-    yield f"<h3>Commands to repeat the runs</h3>\n<pre>{escape(again)}</pre>\n</section>\n" if again else "</section>\n"
+            if model in known
+            else None
+            for model in models
+        ]
+        rows.append((f"{row.data}: {row.metric}" if row.data else row.metric, cells))
+    yield "Evaluations", [names[model] for model in models], rows
 
 
 def _flatten_recipe(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
