@@ -107,11 +107,11 @@ def sweep(options: SweepOptions) -> None:
             planned, folder, started + options.max_seconds if options.max_seconds else None, force=options.force
         )
     varies = varying_options(planned)
-    records = [run_record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
+    records = [run_record(run, varied, failed.get(run.name, 0)) for run, varied in zip(planned, varies, strict=True)]
     if options.as_json:
         add_seed_means(records)
-        for one in records:
-            terminal.result_json(one)
+        for record in records:
+            terminal.result_json(record)
     else:
         print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {options.output}", *sweep_table(records))
     if failed:
@@ -137,13 +137,16 @@ def _read_run_list(runs: str) -> list[tuple[str, str]]:
     except UnicodeDecodeError:
         raise XtkError("the --runs file is not valid UTF-8", where=runs, hint="save the file as UTF-8") from None
     place = "stdin" if runs == "-" else runs
-    found = [(f"{place}, line {number}", line) for number, line in enumerate(lines, 1)]
-    found = [(where, line) for where, line in found if line.strip() and not line.lstrip().startswith("#")]
-    if not found:
+    numbered = [
+        (f"{place}, line {number}", line)
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not numbered:
         raise XtkError(
             "the --runs file has no runs", where=place, hint="write arguments of xtk distill, one run per line"
         )
-    return found
+    return numbered
 
 
 def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None, *, force: bool) -> dict[str, int]:
@@ -161,8 +164,8 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
 
     for run in planned:
         claim_output(run_log_path(run), LOG)
-    found = {run.name: find_finished_run(run, force=force) for run in planned}
-    left = [run for run in planned if found[run.name][0] is None]
+    checked = {run.name: find_finished_run(run, force=force) for run in planned}
+    left = [run for run in planned if checked[run.name][0] is None]
     terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} already finished")
     failed: dict[str, int] = {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +177,7 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
                 if seconds <= 0:
                     raise _stopped(run, "--max-seconds is over")
                 command += ["--max-seconds", f"{seconds:.3f}"]
-            if found[run.name][1]:
+            if checked[run.name][1]:
                 command.append("--force")
             log, begun = run_log_path(run), time.monotonic()
             terminal.note(f"sweep: run {number:,} of {len(planned):,}: {run.name}, log: {log}")

@@ -25,8 +25,10 @@ from xtk.options.spec_parsing import parse_pair
 
 # Set by the sweep itself.
 FIXED_OPTIONS = ("output", "help", "json", "quiet", "force", "max-seconds")
-_UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
 MAX_NAME_LENGTH = 150
+_UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
+# Words of a shell up to a comment, which a number sign at the beginning of a word begins; `shlex` also takes others.
+_BEFORE_COMMENT = re.compile(r"""(\\.|'[^']*'|"(\\.|[^"\\])*"|(?<=\S)#|[^'"\\#])*""", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,8 @@ class PlannedRun:
     @property
     def options(self) -> dict[str, Any]:
         """The options without the output folder."""
-        return {
-            one.name: getattr(self.distill_options, one.name)
-            for one, _ in declared_options(DistillOptions)
-            if one.name != "output"
-        }
+        names = (option.name for option, _ in declared_options(DistillOptions))
+        return {name: getattr(self.distill_options, name) for name in names if name != "output"}
 
 
 @dataclass(frozen=True)
@@ -108,32 +107,32 @@ def plan_runs(
     parts = [[_of_line(where, line) for where, line in lines]] if lines else []
     parts += [_of_option(name, values) for name, values in _read_vary(vary).items()]
     runs: dict[str, PlannedRun] = {}
+    equal: dict[str, str] = {}
     for chosen in itertools.product(*parts):
-        name = _shorten_name(",".join(part.name for part in chosen))
         place = "".join(f"{part.source}: " for part in chosen if part.source)
-        front = [word for part in chosen for word in part.words_before]
-        words = [*front, *arguments, *(word for part in chosen for word in part.words_after), "-o", str(folder / name)]
+        words = [*(word for part in chosen for word in part.words_before), *arguments]
+        words += [word for part in chosen for word in part.words_after]
+        name = ",".join(part.name for part in chosen)
+        if len(name) > MAX_NAME_LENGTH:
+            name = f"{name[:MAX_NAME_LENGTH]}-{_hash(name)}"
         if name in runs:
             raise XtkError(
                 f"two runs have the name {name}",
-                where=f"{runs[name].source}{shlex.join(runs[name].arguments[:-2])} and {place}{shlex.join(words[:-2])}",
+                where=f"{runs[name].source}{shlex.join(runs[name].arguments[:-2])} and {place}{shlex.join(words)}",
                 hint="give each value once; in a --runs file, -o NAME names a run",
             )
-        runs[name] = run = PlannedRun(name, folder / name, tuple(words), _parse_run(f"{place}{name}", words), place)
-        logs = next((one for one in runs if f"{one}.log" == name or f"{name}.log" == one), None)
-        if logs is not None:
+        if name.endswith(".log"):
+            raise XtkError(f"the name of the run {name} ends in .log, as logs do", where=place, hint="use another name")
+        options = [*words, "-o", str(folder / name)]
+        run = PlannedRun(name, folder / name, tuple(options), _parse_run(f"{place}{name}", options), place)
+        same = equal.setdefault(repr(run.options), name)
+        if same != name:
             raise XtkError(
-                f"the log of one of the runs {logs} and {name} has the name of the other",
-                where=f"{place}{shlex.join(words[:-2])}",
-                hint="use names that do not end in .log",
-            )
-        same = next((one for one in runs.values() if one is not run and one.options == run.options), None)
-        if same is not None:
-            raise XtkError(
-                f"the runs {same.name} and {name} have the same options",
-                where=f"{place}{shlex.join(words[:-2])}",
+                f"the runs {same} and {name} have the same options",
+                where=f"{place}{shlex.join(words)}",
                 hint="remove one of them; an option of --vary must not also be among the arguments that all runs share",
             )
+        runs[name] = run
     return list(runs.values())
 
 
@@ -149,13 +148,13 @@ def _parse_run(name: str, words: Sequence[str]) -> DistillOptions:
     """
     try:
         given = _command().main(args=list(words), prog_name="xtk distill", standalone_mode=False)
-    except XtkError as wrong:
-        raise name_run_in_error(name, wrong) from None
-    except Exception as wrong:
-        if not hasattr(wrong, "format_message"):
+    except XtkError as error:
+        raise name_run_in_error(name, error) from None
+    except Exception as error:
+        if not hasattr(error, "format_message"):
             raise
         raise typer.BadParameter(
-            f"xtk distill refuses the options of the run {name}: {wrong.format_message()}"
+            f"xtk distill refuses the options of the run {name}: {error.format_message()}"
         ) from None
     if not isinstance(given, DistillOptions):
         raise typer.BadParameter(f"the run {name} has the argument --help; remove it")
@@ -181,7 +180,7 @@ def name_run_in_error(name: str, error: XtkError) -> XtkError:
 def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each varied option."""
     known = [name for name in _distill_options() if name not in FIXED_OPTIONS]
-    found: dict[str, list[str]] = {}
+    values_of: dict[str, list[str]] = {}
     for text in vary:
         key, values = parse_pair(text, f"--vary {text}")
         name = key.replace("_", "-")
@@ -190,36 +189,18 @@ def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
         words = _split_words(values, f"--vary {text}")
         if not words:
             raise typer.BadParameter(f"--vary {text}: {name} has no value; write values after =, such as {name}=VALUE")
-        found.setdefault(name, []).extend(words)
-    return found
+        values_of.setdefault(name, []).extend(words)
+    return values_of
 
 
-def _split_words(text: str, where: str, *, comments: bool = False) -> list[str]:
-    """Return a text split into words as in a shell; with `comments`, a word that begins with # begins a comment."""
+def _split_words(text: str, where: str) -> list[str]:
+    """Return a text split into words as in a shell."""
     try:
-        return shlex.split(_without_comment(text) if comments else text)
-    except ValueError as wrong:
+        return shlex.split(text)
+    except ValueError as error:
         raise XtkError(
-            f"the arguments cannot be split into words: {str(wrong).lower()}", where=where, hint="close all quotes"
+            f"the arguments cannot be split into words: {str(error).lower()}", where=where, hint="close all quotes"
         ) from None
-
-
-def _without_comment(line: str) -> str:
-    """Return a line up to an unquoted # at the beginning of a word; `shlex` also takes one inside of a word."""
-    quote = ""
-    at = 0
-    while at < len(line):
-        letter = line[at]
-        if letter == "\\" and quote != "'":
-            at += 1
-        elif quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter == "#" and (at == 0 or line[at - 1].isspace()):
-            return line[:at]
-        at += 1
-    return line
 
 
 def _of_option(name: str, values: Sequence[str]) -> list[_Part]:
@@ -230,8 +211,8 @@ def _of_option(name: str, values: Sequence[str]) -> list[_Part]:
     """
     option = _distill_options()[name]
     several = getattr(option, "multiple", False) or option.nargs == -1
-    parts = []
-    for value, short in zip(values, _shortened(values), strict=True):
+    parts: list[_Part] = []
+    for value in values:
         words = _split_words(value, f"--vary {name}={value}") if several else [value]
         front: tuple[str, ...] = ()
         if getattr(option, "is_flag", False):
@@ -242,7 +223,9 @@ def _of_option(name: str, values: Sequence[str]) -> list[_Part]:
             words = [part for word in words for part in _as_option(name, word)]
         elif not several:
             front, words = tuple(words), []
-        parts.append(_Part(f"{name}={short}", front, tuple(words)))
+        named = f"{name}={_safe(value)}"
+        named += f"-{_hash(value)}" if any(part.name == named for part in parts) else ""
+        parts.append(_Part(named, front, tuple(words)))
     return parts
 
 
@@ -252,56 +235,33 @@ def _as_option(name: str, value: str) -> list[str]:
 
 def _of_line(where: str, line: str) -> _Part:
     """Return what a line of `--runs` adds to a run; the run's name comes from `-o`, or from all arguments."""
-    words, name, name_parts = _split_words(line, where, comments=True), "", []
+    match = _BEFORE_COMMENT.match(line)
+    end = match.end() if match else 0
+    words, name = _split_words(line[:end] if line[end : end + 1] == "#" else line, where), ""
     if words[:2] == ["xtk", "distill"]:  # as --dry-run prints it
         del words[:2]
-    options, kept, at = _distill_options(), [], 0
-    while at < len(words):
-        key, equals, value = words[at].partition("=")
-        long = key.startswith("--")
-        option = options.get("output" if key == "-o" else key[2:].replace("_", "-") if long else "")
-        taken = 1
-        if option is not None and option.param_type_name == "option":
-            if not equals and not getattr(option, "is_flag", False):
-                value, taken = next(iter(words[at + 1 : at + 2]), ""), 2
-            if config_name(option) == "output":
-                name, at = ",".join(map(_safe, Path(value).name.split(","))).lstrip(".-"), at + taken
-                continue
-            name_parts.append(f"{config_name(option)}={_safe(_last(value))}" if value else config_name(option))
-        else:
-            name_parts.append(_safe(_last(words[at])) if not long else _safe(words[at][2:]))
-        kept += words[at : at + taken]
-        at += taken
-    name = name or ",".join(name_parts).lstrip(".-")
+    words = [part for word in words for part in (("-o", word[9:]) if word.startswith("--output=") else (word,))]
+    for at in reversed(range(len(words))):
+        if words[at] in ("-o", "--output"):
+            name = name or "".join(words[at + 1 : at + 2])
+            del words[at : at + 2]
+    named = "".join(
+        f"={word}" if before.startswith("--") and not word.startswith("--") else f",{word.lstrip('-')}"
+        for before, word in zip(["", *words], words, strict=False)
+    )
+    name = ",".join(map(_safe, (Path(name).name or named).split(","))).lstrip(".-,")
     if not name:
         raise XtkError(
             "a line of the --runs file has no arguments from which the run can get its name",
             where=where,
             hint="add options of xtk distill to the line, or -o NAME",
         )
-    return _Part(name, words_after=tuple(kept), source=where)
-
-
-def _shortened(values: Sequence[str]) -> list[str]:
-    """Return values as distinct parts of folder names: the last parts of paths, if these are distinct."""
-    for short in (lambda value: _safe("+".join(map(_last, value.split()))), _safe):
-        found = [short(value) for value in values]
-        if all(found) and len(set(found)) == len(set(values)):
-            return found
-    return [f"{_safe(value)}-{_hash(value)}" for value in values]
-
-
-def _last(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
+    return _Part(name, words_after=tuple(words), source=where)
 
 
 def _safe(text: str) -> str:
-    """Return a text without characters that are special in shells or file systems."""
-    return _UNSAFE.sub("-", text.strip("/")).rstrip("-")
-
-
-def _shorten_name(name: str) -> str:
-    return name if len(name) <= MAX_NAME_LENGTH else f"{name[:MAX_NAME_LENGTH]}-{_hash(name)}"
+    """Return a text without characters that are special in shells or file systems; a list of words is joined by +."""
+    return _UNSAFE.sub("-", "+".join(text.strip("/").split())).rstrip("-")
 
 
 def _hash(text: str) -> str:
@@ -311,8 +271,8 @@ def _hash(text: str) -> str:
 def varying_options(runs: Iterable[PlannedRun]) -> list[dict[str, str]]:
     """Return, for each run, the options that differ between runs, as text."""
     shown = [{name: _format_option(value) for name, value in run.options.items()} for run in runs]
-    names = [name for name in shown[0] if len({one[name] for one in shown}) > 1]
-    return [{name.replace("_", "-"): one[name] for name in names} for one in shown]
+    names = [name for name in shown[0] if len({texts[name] for texts in shown}) > 1]
+    return [{name.replace("_", "-"): texts[name] for name in names} for texts in shown]
 
 
 def _format_option(value: Any) -> str:
@@ -357,8 +317,8 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
             if not force:
                 raise
             return RUN_FOLDER.find_finished(run.folder, identity, force=True), True
-    except XtkError as wrong:
-        raise name_run_in_error(f"{run.source}{run.name}", wrong) from None
+    except XtkError as error:
+        raise name_run_in_error(f"{run.source}{run.name}", error) from None
 
 
 def replace_piped_arguments(arguments: Sequence[str], piped: str) -> list[str]:

@@ -29,7 +29,7 @@ MIN_SHOWN_ERROR = 1e-4  # of errors that four decimals show
 INTEGER_METRICS = ("steps", "tokens_per_second", "training_seconds")
 
 
-def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[str, Any]:
+def run_record(run: PlannedRun, varies: dict[str, str], exit_code: int) -> dict[str, Any]:
     """Return the JSON record of a run.
 
     Args:
@@ -40,12 +40,7 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
     from xtk.runs.folder import METRICS_FILE, read_run_manifest
     from xtk.runs.metrics_file import read_metrics
 
-    entry: dict[str, Any] = {
-        "path": str(run.folder),
-        "kind": "student",
-        "name": run.name,
-        "varied_options": dict(varies),
-    }
+    entry: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varied_options": varies}
     if exit_code:
         return {**entry, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
     content = read_run_manifest(run.folder)
@@ -54,11 +49,11 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
         metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
     try:
         lines = read_metrics(run.folder / METRICS_FILE)
-    except CorruptError as wrong:  # the student is complete; only its speed is unknown
-        terminal.error(name_run_in_error(run.name, wrong))
+    except CorruptError as error:  # the student is complete; only its speed is unknown
+        terminal.error(name_run_in_error(run.name, error))
         lines = []
     metrics |= {"steps": content["steps"], "training_seconds": total_seconds(lines) if lines else math.nan}
-    rates = [one["tokens_per_second"] for one in lines if "tokens_per_second" in one]
+    rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     # The median, since the first one includes compilation.
     metrics["tokens_per_second"] = statistics.median(rates or [math.nan])
     figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
@@ -81,7 +76,7 @@ LOG = FileKind[None]("logs", _is_log)
 
 def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of a run, over all processes that went on with it: each counts from its own beginning."""
-    seconds = [one["training_seconds"] for one in metrics if "training_seconds" in one]
+    seconds = [line["training_seconds"] for line in metrics if "training_seconds" in line]
     ends = [now for now, after in zip(seconds, [*seconds[1:], -math.inf], strict=True) if after < now]
     return float(sum(ends))
 
@@ -93,42 +88,33 @@ def add_seed_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any
     single run.
     """
     groups: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
-    for one in records:
-        key = tuple((name, value) for name, value in one["varied_options"].items() if name != SEED_OPTION)
-        groups.setdefault(key, []).append(one)
+    for record in records:
+        key = tuple((name, value) for name, value in record["varied_options"].items() if name != SEED_OPTION)
+        groups.setdefault(key, []).append(record)
     for group in groups.values():
-        if len(group) > 1:
-            done = [one for one in group if one["state"] == "finished"]
-            figures = {name: _mean([one[name] for one in done if name in one]) for name in COLUMN_TITLES}
-            means = {"runs": len(done), **{name: figure for name, figure in figures.items() if figure is not None}}
-            for one in group:
-                one["seed_means"] = means
+        finished = [record for record in group if record["state"] == "finished"]
+        means: dict[str, Any] = {"runs": len(finished)}
+        for name in COLUMN_TITLES:
+            if values := [record[name] for record in finished if name in record]:
+                error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+                means[name] = {"mean": statistics.fmean(values), "standard_error": error}
+        for record in group if len(group) > 1 else ():
+            record["seed_means"] = means
     return list(groups.values())
-
-
-def _mean(values: Sequence[float]) -> dict[str, float | None] | None:
-    if not values:
-        return None
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "standard_error": error}
 
 
 def sweep_table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and rows of the table: a row for all seeds of one recipe, or for one run."""
-    names = [name for name in records[0]["varied_options"] if name != SEED_OPTION]
     rows = []
+    names = [name for name in records[0]["varied_options"] if name != SEED_OPTION]
     for group in add_seed_means(records):
         first = group[0]
-        done = [one for one in group if one["state"] == "finished"]
-        seeds = " ".join(one["varied_options"].get(SEED_OPTION, "") for one in done)
-        failed = len(group) - len(done)
-        figures = [
-            _figure(first["seed_means"].get(name) if len(group) > 1 else first.get(name), name)
-            for name in COLUMN_TITLES
-        ]
-        rows.append(
-            [*(first["varied_options"][name] for name in names), seeds, *figures, f"{failed} failed" if failed else ""]
-        )
+        finished = [record for record in group if record["state"] == "finished"]
+        seeds = " ".join(record["varied_options"].get(SEED_OPTION, "") for record in finished)
+        figures = [_figure(first.get("seed_means", first).get(name), name) for name in COLUMN_TITLES]
+        failed = len(group) - len(finished)
+        varied = [first["varied_options"][name] for name in names]
+        rows.append([*varied, seeds, *figures, f"{failed} failed" if failed else ""])
     return [*names, SEED_OPTION, *COLUMN_TITLES.values(), "state"], rows
 
 
@@ -137,9 +123,7 @@ def _figure(value: Any, name: str) -> str:
     if value is None:
         return ""
     shown = ",.0f" if name in INTEGER_METRICS else ".4f"
-    if not isinstance(value, dict):
-        return f"{value:{shown}}"
-    error = value["standard_error"]
+    mean, error = (value["mean"], value["standard_error"]) if isinstance(value, dict) else (value, None)
     if not error:
-        return f"{value['mean']:{shown}}"
-    return f"{value['mean']:{shown}} ± " + (f"{error:{shown}}" if error >= MIN_SHOWN_ERROR else f"{error:.0e}")
+        return f"{mean:{shown}}"
+    return f"{mean:{shown}} ± " + (f"{error:{shown}}" if error >= MIN_SHOWN_ERROR else f"{error:.0e}")
