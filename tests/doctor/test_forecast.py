@@ -1,4 +1,4 @@
-"""The memory estimates of the doctor are within 15 % of the peak of a real process."""
+"""The memory estimates of the doctor are within 25 % of the peak of a real process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.data.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
-from xtk.doctor.memory_disk_and_time_estimates import estimate_caching_memory, estimate_training_memory
+from xtk.doctor.memory_and_disk_estimates import estimate_caching_memory, estimate_training_memory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from /proc")
 
-TOLERANCE = 0.15
+TOLERANCE = 0.25
 # ru_maxrss would start at the memory of this process.
 PEAK_SCRIPT = (
     "import sys; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "

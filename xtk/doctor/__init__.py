@@ -23,7 +23,7 @@ CHECKS = (
     "xtk.doctor.cache_and_loss_checks:cache_identity",
     "xtk.doctor.cache_and_loss_checks:projection",
     "xtk.doctor.cache_and_loss_checks:auto_loss",
-    "xtk.doctor.memory_disk_and_time_estimates:memory",
-    "xtk.doctor.memory_disk_and_time_estimates:disk",
+    "xtk.doctor.memory_and_disk_estimates:memory",
+    "xtk.doctor.memory_and_disk_estimates:disk",
     "xtk.doctor.environment_checks:library_versions",
 )
