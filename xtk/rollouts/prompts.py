@@ -16,7 +16,7 @@ from xtk.data.record_to_document import Record, record_to_document, record_to_pr
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards, name_row_in_errors
 from xtk.rollouts.rollout_record import Prompt
-from xtk.text.chat.jinja_subprocess import PROMPT_TEMPLATE, SandboxedTemplate
+from xtk.text.chat.jinja_template import PROMPT_TEMPLATE, SandboxedTemplate
 from xtk.text.document import Conversation, Document
 from xtk.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.text.chat.jinja_subprocess import CHAT_TEMPLATE, SandboxedTemplate
+from xtk.text.chat.jinja_template import CHAT_TEMPLATE, SandboxedTemplate
 from xtk.text.chat.parts import CONTENT, REASONING, REASONING_KEY, MessagePart
 from xtk.text.chat.positions import (
     PartPosition,
@@ -43,7 +43,7 @@ class RenderedConversation:
 
 
 class ChatTemplate:
-    """A chat template, compiled and rendered in a process with resource limits.
+    """A chat template.
 
     Args:
         source: the Jinja template, in Hugging Face's dialect.
@@ -51,7 +51,7 @@ class ChatTemplate:
         where: name of its tokenizer in errors.
 
     Raises:
-        XtkError: it has a syntax error, or exceeds the limits of `jinja_subprocess` during compilation.
+        XtkError: it has a syntax error.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
@@ -69,7 +69,7 @@ class ChatTemplate:
             arguments: other variables of the template; `add_generation_prompt=True` appends the start of a reply.
 
         Raises:
-            XtkError: the template refuses the messages (e.g. roles that do not alternate), or exceeds its limits.
+            XtkError: the template refuses the messages (e.g. roles that do not alternate), or its output is too long.
         """
         return self._render_as_given(self.conventions.apply(messages), tools, **arguments)
 
