@@ -118,8 +118,8 @@ def test_an_edited_recipe_is_refused_and_command_line_options_override_a_recipe(
 
 
 def test_recipes_of_another_version_or_with_invalid_content_are_refused(two_teacher_run, tmp_path):
-    old = json.loads((two_teacher_run / "run" / "recipe.json").read_text())["identity"]
-    (tmp_path / "recipe.json").write_text(json.dumps(old))
+    recipe = json.loads((two_teacher_run / "run" / "recipe.json").read_text())
+    (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "version": 1}))
     done = run_xtk("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
     assert "this recipe of xtk distill has version 1; this xtk reads version 3" in done.stderr
     mutated = {"kind": "recipe", "version": 3, "identity": {"losses": 5, "inputs": []}}

@@ -85,13 +85,6 @@ def test_a_cache_records_the_start_of_its_teacher(run, pair, corpus, tmp_path):
         run(*command, "eos" if start_token != "auto" else "none", code=1)
 
 
-def test_a_cache_without_a_recorded_start_has_bos_else_eos(cache, tmp_path):
-    older = shutil.copytree(cache, tmp_path / "cache")
-    opened = TeacherCache(older)
-    del opened.header["teacher"]["start_ids"]
-    assert opened.teacher_tokenizer.start_ids == (EOS,)
-
-
 @pytest.mark.parametrize(("start_token", "ids"), [("none", []), ("eos", [EOS]), ("auto", [BOS])])
 def test_rollouts_begin_with_the_start_token(run, pair, tmp_path, start_token, ids):
     prompts = tmp_path / "prompts.jsonl"

@@ -19,7 +19,6 @@ from xtk.cache import shard_writing
 from xtk.cache import writer as cache_writer
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
-from xtk.data.record_to_document import record_to_document
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json
 from xtk.files.storage_folders import LocalFolder
@@ -40,18 +39,13 @@ def error_of(call: Any, *arguments: Any) -> XtkError:
 
 
 def make_shard_version_5(path: Path) -> None:
-    """Rewrite a shard as one of version 5, whose position metadata has other keys and no version."""
+    """Rewrite a shard as one of version 5."""
     reader = pa.ipc.open_file(path.read_bytes())
     batch, metadata = reader.get_batch_with_custom_metadata(0)
-    position = json.loads(metadata[b"xtk"])
-    position_metadata = {
-        "first_row": position["first_document"],
-        "rows": position["documents"],
-        "shard": position["shard"],
-    }
-    metadata = canonical_json({"checksum": "xxh3_128:" + "0" * shard_writing.CHECKSUM_DIGITS, **position_metadata})
+    stated = {**json.loads(metadata[b"xtk"]), "version": 5}
+    seal = canonical_json({**stated, "checksum": "xxh3_128:" + "0" * shard_writing.CHECKSUM_DIGITS})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch, custom_metadata={"xtk": metadata})
+        writer.write_batch(batch, custom_metadata={"xtk": seal})
     content = path.read_bytes()
     start = content.find(shard_writing.CHECKSUM_PREFIX) + len(shard_writing.CHECKSUM_PREFIX)
     with path.open("r+b") as stream:
@@ -76,7 +70,7 @@ def test_older_shard_and_the_unfinished_cache_that_contains_it_are_refused(cache
     shard = tmp_path / "c" / "shard-00000.arrow"
     make_shard_version_5(shard)
     failure = error_of(teacher_cache.open_verified_shard, shard, str(shard))
-    assert failure.what == "this shard has version 5 of the teacher cache format; this xtk reads version 6"
+    assert failure.what == "this teacher cache has version 5; this xtk reads version 6"
     assert REBUILD_COMMAND in str(failure.hint)
     result = run(
         "cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", tmp_path / "c", code=1
@@ -87,7 +81,9 @@ def test_older_shard_and_the_unfinished_cache_that_contains_it_are_refused(cache
 
 def test_older_unfinished_cache_without_shards_is_refused(cache, tmp_path):
     header = TeacherCache(cache).header
-    (tmp_path / ".xtk-unfinished").write_text(canonical_json({"format": cache_manifest.FORMAT, "header": header}))
+    (tmp_path / ".xtk-unfinished").write_text(
+        canonical_json({"format": cache_manifest.FORMAT, "version": 5, "header": header})
+    )
     failure = error_of(cache_writer.start_cache, LocalFolder(tmp_path), header)
     assert failure.what == "this teacher cache has version 5; this xtk reads version 6"
 
@@ -135,10 +131,3 @@ def test_older_unfinished_counts_are_discarded_and_counted_again(pair, corpus, t
     documents = Corpus([str(corpus)])
     found = corpus_cooccurrence_counts.count_corpus_cooccurrences(student, teacher, documents, tmp_path / "p")
     assert found.num_documents == 40
-
-
-def test_older_rollout_is_refused():
-    record = {"prompt": "a", "completion": "b", "student_ids": [1, 2], "student_mask": [0, 1], "ends": True}
-    failure = error_of(record_to_document, record, {}, "r.jsonl, line 1")
-    assert "an older version of xtk wrote this rollout" in failure.what
-    assert "xtk rollout MODEL PROMPTS -o FILE --force" in str(failure.hint)

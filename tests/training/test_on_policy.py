@@ -427,7 +427,6 @@ def test_a_prompt_template_trains_like_data_with_rendered_prompts(pair, tmp_path
     assert weights[0] == weights[1]
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())["identity"]["on_policy"]
     assert recipe["prompt_template"] == "{{who}} gives some.\nHow many?"
-    assert "prompt_template" not in json.loads((tmp_path / "same" / "recipe.json").read_text())["identity"]["on_policy"]
     refused = run_xtk(
         "distill", student, tmp_path / "rows.jsonl", *common, *template_options[:-2], "-o", tmp_path / "x", code=1
     )

@@ -257,9 +257,9 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
 
 
 def cache_version_error(version: object, where: str) -> XtkError:
-    """Return the error for a cache of another version of the format."""
+    """Return the error for a cache, or a shard of one, of another version of the format."""
     return XtkError(
-        f"this teacher cache has version {str(version)[:20]}; this xtk reads version {VERSION}",
+        f"this teacher cache has version {version!s:.20}; this xtk reads version {VERSION}",
         where=where,
         hint="make it again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
     )
@@ -274,13 +274,13 @@ def cache_totals(manifest: dict[str, Any]) -> dict[str, int]:
 def teacher_bits_per_byte(manifest: dict[str, Any]) -> float | None:
     """Return the bits per byte of the teacher, over the text of all scored tokens.
 
-    Infinite if the probability of one of them is 0; None if no token has text, or an older xtk wrote a shard.
+    Infinite if the probability of one of them is 0; None if no token has text.
     """
     shards = manifest["shards"]
-    num_bytes = sum(int(shard.get("text_bytes", 0)) for shard in shards)
-    if not num_bytes or any("text_bytes" not in shard for shard in shards):
+    num_bytes = sum(int(shard["text_bytes"]) for shard in shards)
+    if not num_bytes:
         return None
-    bits = [shard.get("text_bits") for shard in shards]
+    bits = [shard["text_bits"] for shard in shards]
     return math.inf if None in bits else sum(bits) / num_bytes
 
 

@@ -28,7 +28,6 @@ from xtk.files.write_locks import LOCK_PREFIX
 
 # Written first and removed last: marks a folder as an unfinished cache of xtk, even without shards.
 UNFINISHED_MARKER = ".xtk-unfinished"
-_OLD_VERSION_FILE_NAMES = re.compile(r"ranks-[0-9a-f]+\.arrow")  # --force removes them
 _TEMPORARY_SHARD_NAME = re.compile(re.escape(TEMPORARY_PREFIX) + ".*" + SHARD_NAME.pattern)
 
 
@@ -47,7 +46,7 @@ def is_cache_file(name: str) -> bool:
         name in (MANIFEST, UNFINISHED_MARKER, *TOKENIZER_FILES)
         or name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX))
         or bool(SHARD_NAME.fullmatch(name))
-        or bool(VOCABULARY_ORDER_NAME.fullmatch(name) or _OLD_VERSION_FILE_NAMES.fullmatch(name))
+        or bool(VOCABULARY_ORDER_NAME.fullmatch(name))
     )
 
 

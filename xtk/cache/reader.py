@@ -38,7 +38,6 @@ from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import sha256
 from xtk.files.storage_folders import StorageFolder, open_folder
-from xtk.text.start_tokens import START_ROLES
 from xtk.text.tokenizer import Tokenizer
 from xtk.text.vocabulary import ByteVocabulary
 
@@ -53,7 +52,7 @@ def open_verified_shard(path: Path, name: str) -> CacheShard:
 
     Raises:
         CorruptError: the checksum does not match, or it is not a shard.
-        XtkError: an older version of the format.
+        XtkError: another version of the format.
     """
     check_file_checksum(path, name)
     return CacheShard(path, name)
@@ -64,7 +63,7 @@ def check_unfinished_cache(folder: StorageFolder) -> None:
 
     Raises:
         CorruptError: names the first shard that does not match its checksum or its file name.
-        XtkError: a shard is of an older version.
+        XtkError: a shard is of another version.
     """
     held = folder.file_sizes()
     if MANIFEST in held:
@@ -198,9 +197,7 @@ class TeacherCache:
         try:
             place = places.pop() if places else Path(self.folder.name)
             tokenizer = Tokenizer(place, name=str(identity["name"]), embedding_rows=int(identity["embedding_rows"]))
-            roles = tokenizer.special_token_ids  # older caches always have a start token: bos, else eos
-            older = [roles[role] for role in START_ROLES if role in roles][:1]
-            tokenizer = tokenizer.with_start_token(tuple(identity.get("start_ids", older)))
+            tokenizer = tokenizer.with_start_token(tuple(identity["start_ids"]))
         except CorruptError:
             raise
         except XtkError as wrong:
@@ -361,7 +358,7 @@ def read_shard_counts(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
     Raises:
         CorruptError: the checksum does not match, or it is not a shard.
-        XtkError: an older version of the format.
+        XtkError: another version of the format.
     """
     shard = open_verified_shard(path, str(path))
     return shard.header, {**shard.counts(), "bytes": shard.num_bytes}

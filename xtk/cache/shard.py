@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from xtk.cache.codec.shard_codec_registry import CODECS, Codec
 from xtk.cache.columns import BLOB_COLUMNS, ShardColumns, shard_schema
-from xtk.cache.manifest import VERSION, VOCABULARY_ORDER_NAME
+from xtk.cache.manifest import VERSION, VOCABULARY_ORDER_NAME, cache_version_error
 from xtk.cache.shard_writing import (
     TEXT_KEYS,
     ShardPosition,
     count_text_bits,
-    shard_version_error,
     write_sealed,
 )
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
@@ -39,7 +38,6 @@ from xtk.text.token_sequence import TokenSequence
 
 PAYLOAD_PARTS = ("text", *BLOB_COLUMNS)  # in this order in `payload_ranges`
 MAX_DOCUMENT_TOKENS = 1 << 24  # a larger number means a corrupt shard, and would allocate gigabytes
-UNNUMBERED_VERSION = 5  # the last version whose shards do not contain their version
 
 
 class CacheShard:
@@ -81,11 +79,11 @@ class CacheShard:
             self._options = dict(self.header["codec"])
             self._tables = base64.b64decode(metadata[b"codec_tables"], validate=True)
             stated = dict(json.loads(seal[b"xtk"]))
-            version = stated.get("version", UNNUMBERED_VERSION)
-            if version != VERSION:
-                raise shard_version_error(version, self.name)
+            if stated.get("version") != VERSION:
+                raise cache_version_error(stated.get("version"), self.name)
             self.position = ShardPosition(*(int(stated[name]) for name in ("shard", "first_document", "documents")))
-            self._text = _text_bits(stated)
+            bits, size = (stated[name] for name in TEXT_KEYS)
+            self._text = dict(zip(TEXT_KEYS, (None if bits is None else float(bits), int(size)), strict=True))
             schema = shard_schema(self.header)
         check_columns(self._batch, schema, self.name, frozenset({"conversation"}))
         with self._corruption_as_error("the offsets of a column are invalid"):
@@ -241,14 +239,6 @@ class CacheShard:
         return found
 
 
-def _text_bits(stated: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `count_text_bits` in the custom metadata; none in shards of an older xtk."""
-    if not stated.keys() >= set(TEXT_KEYS):
-        return {}
-    bits, size = (stated[name] for name in TEXT_KEYS)
-    return dict(zip(TEXT_KEYS, (None if bits is None else float(bits), int(size)), strict=True))
-
-
 def corrupt_document_error(name: str, row: int) -> CorruptError:
     """Return the error for a document of a shard that does not match its checksum."""
     return CorruptError(
@@ -321,7 +311,7 @@ class StoredDocument:
             return Document(
                 segments,
                 is_complete=bool(self.columns.complete[self._number]),
-                conversation=_conversation_from_json(written, segments, self._shard.name),
+                conversation=_conversation_from_json(written, segments),
                 weight=float(self.columns.weights[self._number]),
                 teacher_name=self.columns.route(self._number),
                 sampled_tokens=self.columns.sampled_tokens(self._number),
@@ -374,7 +364,7 @@ class StoredDocument:
         trained[self.trained_positions] = True
         # A token without bytes is a space that the tokenizer prepended, or a part of a rewritten character.
         no_bytes = ids[pieces[ends[pieces[:, 0]] == pieces[:, 2], 0]]
-        space_ids = self.header.get("teacher", {}).get("space_ids", no_bytes)  # absent in older caches
+        space_ids = self.header.get("teacher", {}).get("space_ids", no_bytes)
         exact = not len(no_bytes) or bool(np.isin(no_bytes, space_ids).all())
         sequence = TokenSequence(ids, ends, trained, pieces, closers, exact=exact)
         if sequence.border_mask.any():
@@ -420,12 +410,8 @@ def _all_between(numbers: NDArray[np.int32], lowest: int, highest: int) -> bool:
     return not numbers.size or (int(numbers.min()) >= lowest and int(numbers.max()) <= highest)
 
 
-def _conversation_from_json(written: str, segments: Sequence[Segment], where: str) -> Conversation | None:
-    """Return a conversation from its messages without contents and reasoning, which are segments.
-
-    Raises:
-        XtkError: an older version of xtk wrote it, with a segment for each message.
-    """
+def _conversation_from_json(written: str, segments: Sequence[Segment]) -> Conversation | None:
+    """Return a conversation from its messages without contents and reasoning, which are segments."""
     if not written:
         return None
     content = json.loads(written)
@@ -446,12 +432,6 @@ def _conversation_from_json(written: str, segments: Sequence[Segment], where: st
         messages.append(message)
     tools = content["tools"]
     conversation = Conversation(tuple(messages), None if tools is None else tuple(tools))
-    if len(segments) == len(messages) and None in (message[CONTENT] for message in messages):
-        raise XtkError(
-            "an older version of xtk wrote this cache: it has no reasoning and no tool calls of its conversations",
-            where=where,
-            hint="make the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
-        )
     if [part.text for part in conversation.parts] != [segment.text for segment in segments]:
         raise ValueError("segments and messages differ")
     return conversation

@@ -34,7 +34,6 @@ from xtk.text.token_sequence import TokenSequence
 # so that its first occurrence in a file is the checksum, whatever the header or the texts contain.
 CHECKSUM_PREFIX = b'{"checksum":"xxh3_128:'
 CHECKSUM_DIGITS = 32
-OLD_KL_COLUMN, NEW_KL_COLUMN = b"codec_kl", b"quantization_kl"  # of versions up to 4, and of later ones
 TEXT_KEYS = ("text_bits", "text_bytes")
 
 
@@ -195,7 +194,6 @@ def check_file_checksum(path: Path, where: str) -> None:
 
     Raises:
         CorruptError: the checksum does not match.
-        XtkError: an older version of the format.
     """
     with path.open("rb") as stream:
         if not os.fstat(stream.fileno()).st_size:  # cannot be mapped
@@ -205,19 +203,7 @@ def check_file_checksum(path: Path, where: str) -> None:
             digits = content[at + len(CHECKSUM_PREFIX) :][:CHECKSUM_DIGITS] if at >= 0 else b""
             if at >= 0 and _checksum_around(content, at + len(CHECKSUM_PREFIX)).encode() == digits:
                 return
-            old = at < 0 and content.find(OLD_KL_COLUMN) >= 0 and content.find(NEW_KL_COLUMN) < 0
-    if old:
-        raise shard_version_error("4 or older", where)
     raise CorruptError("this shard of a teacher cache does not match its checksum", where=where, hint=RESTORE_HINT)
-
-
-def shard_version_error(version: object, where: str) -> XtkError:
-    """Return the error for a shard of another version of the format."""
-    return XtkError(
-        f"this shard has version {str(version)[:20]} of the teacher cache format; this xtk reads version {VERSION}",
-        where=where,
-        hint="make the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
-    )
 
 
 def _optional_value(document: Document, name: str) -> Any:

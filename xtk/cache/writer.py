@@ -27,7 +27,7 @@ from xtk.cache.output import (
     remove_writer_files,
 )
 from xtk.cache.reader import PREFETCHED_SHARDS, open_verified_shard
-from xtk.cache.shard import UNNUMBERED_VERSION, CacheShard
+from xtk.cache.shard import CacheShard
 from xtk.cache.shard_writing import ScoredDocument, ShardPosition, write_shard
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError
@@ -133,7 +133,7 @@ class ShardedCacheWriter:
         """Read shards completely; keep the manifest entries of valid ones and yield the others.
 
         Raises:
-            XtkError: a shard is from another request, or of an older version.
+            XtkError: a shard is from another request, or of another version.
         """
         if not numbers:
             return
@@ -221,8 +221,8 @@ def start_cache(folder: StorageFolder, header: dict[str, Any]) -> None:
     if UNFINISHED_MARKER in held:
         where = folder.path_of(UNFINISHED_MARKER)
         marker = parse_json_object(folder.read(UNFINISHED_MARKER, MAX_MANIFEST_BYTES), where)
-        if marker.get("version", UNNUMBERED_VERSION) != VERSION:
-            raise cache_version_error(marker.get("version", UNNUMBERED_VERSION), where)
+        if marker.get("version") != VERSION:
+            raise cache_version_error(marker.get("version"), where)
         found = marker.get("header")
         if isinstance(found, dict) and header_identity(found) != header_identity(header):
             raise other_request_error(folder, UNFINISHED_MARKER, found, header)

@@ -125,9 +125,9 @@ def _check_recipe(content: dict[Any, Any], path: Path) -> tuple[str, ...]:
     Raises:
         XtkError: it is a recipe of another version.
     """
-    from xtk.runs.folder import RECIPE_KEYS, identity_in_recipe, recipe_version
+    from xtk.runs.folder import RECIPE_KEYS, identity_in_recipe, is_recipe
 
-    if recipe_version(content) is None:
+    if not is_recipe(content):
         return ()
     identity_in_recipe(content, str(path))
     return RECIPE_KEYS

@@ -16,7 +16,7 @@ from xtk.errors import MismatchError, path_exists
 from xtk.files.run_names import RECIPE_FILE
 from xtk.files.storage_folders import is_remote
 from xtk.options.declaration import INPUTS, REPORTING, declared_options, option_of
-from xtk.runs.folder import RECIPE_KEYS, read_recipe, recipe_version
+from xtk.runs.folder import RECIPE_KEYS, is_recipe, read_recipe
 
 _USERS_CODE = re.compile(r"(?P<place>.+\.py)(?P<rest>:.*)", re.DOTALL)
 _WITH_OPTIONS = re.compile(r"(?P<place>.*?)(?P<rest>:[a-z][a-z_.-]*=.*)?", re.DOTALL)
@@ -117,7 +117,7 @@ def _recipe(config: str) -> dict[str, Any] | None:
         content = json.loads(Path(config).read_text(encoding="utf-8")) if config else None
     except ValueError:
         return None
-    return content if isinstance(content, dict) and recipe_version(content) is not None else None
+    return content if isinstance(content, dict) and is_recipe(content) else None
 
 
 def _flatten_identity(content: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:

@@ -41,7 +41,6 @@ CONTENT_FIELDS = {
 IGNORE_INDEX = -100  # untrained labels, the default of PyTorch's cross-entropy
 MAX_WEIGHT = 1e12  # of a document: sums of larger weights are not finite in float32
 ROLLOUT_CHECKSUM = "rollout_checksum"
-OLD_MASK_FIELD = "student_mask"  # of rollouts of older versions
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -303,15 +302,8 @@ def check_rollout_checksum(record: Record, where: str) -> None:
     """Compare a rollout record with its checksum; a record without one is not checked.
 
     Raises:
-        XtkError: an older version of xtk wrote it.
         CorruptError: they differ.
     """
-    if OLD_MASK_FIELD in record and "student_ids" in record and "sampled_mask" not in record:
-        raise XtkError(
-            f"an older version of xtk wrote this rollout: it has {OLD_MASK_FIELD} instead of sampled_mask",
-            where=where,
-            hint="generate it again: xtk rollout MODEL PROMPTS -o FILE --force",
-        )
     stated = record.get(ROLLOUT_CHECKSUM)
     if stated is not None and stated != rollout_checksum(record):
         raise CorruptError(

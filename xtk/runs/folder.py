@@ -107,18 +107,18 @@ def identity_in_recipe(content: Mapping[str, Any], where: str) -> dict[str, Any]
         XtkError: it has another version.
         CorruptError: it is not valid.
     """
-    version = recipe_version(content)
-    if version is None:
+    if not is_recipe(content):
         raise XtkError(
             "this recipe.json was not written by xtk distill",
             where=where,
             hint="use the recipe.json of a run folder",
         )
-    if version != RECIPE_VERSION:
+    if content.get("version") != RECIPE_VERSION:
         raise XtkError(
-            f"this recipe of xtk distill has version {version}; this xtk reads version {RECIPE_VERSION}",
+            f"this recipe of xtk distill has version {content.get('version')!s:.20}; this xtk reads version "
+            f"{RECIPE_VERSION}",
             where=where,
-            hint="train it again: xtk distill ... -o FOLDER --force; or use the xtk version that started the run",
+            hint="train it again: xtk distill ... -o FOLDER --force",
         )
     identity = content.get("identity")
     if not isinstance(identity, dict) or not _is_identity(identity):
@@ -130,11 +130,9 @@ def identity_in_recipe(content: Mapping[str, Any], where: str) -> dict[str, Any]
     return {key: value for key, value in identity.items() if key != EVALUATION_KEY}
 
 
-def recipe_version(content: Mapping[str, Any]) -> object:
-    """Return the version of a recipe; None if the content is not a recipe."""
-    if {"losses", "inputs"} <= set(content):
-        return 1
-    return content.get("version", 0) if content.get("kind") == RECIPE_KIND else None
+def is_recipe(content: Mapping[str, Any]) -> bool:
+    """Return whether the content of a file is a recipe of `xtk distill`, of any version."""
+    return content.get("kind") == RECIPE_KIND
 
 
 def _is_identity(content: Mapping[str, Any]) -> bool:
@@ -250,11 +248,10 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
             where=str(path),
             hint="use a finished checkpoint or model folder; to finish a run, run the same xtk distill command again",
         ) from None
-    version = content.get("version", 1)
-    if version != VERSION:
-        shown = version if _is_count(version) else "unknown"
+    if content.get("version") != VERSION:
         raise XtkError(
-            f"this {content.get('kind') or 'folder'!s:.40} has version {shown}; this xtk reads version {VERSION}",
+            f"this {content.get('kind') or 'folder'!s:.40} has version {content.get('version')!s:.20}; this xtk reads "
+            f"version {VERSION}",
             where=str(path),
             hint="make it again: xtk distill ... -o FOLDER --force (an export: xtk export RUN -o FOLDER --force)",
         )

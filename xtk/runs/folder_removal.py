@@ -34,8 +34,7 @@ _SUBFOLDER_FILE_NAMES = {
     "adapter": re.compile(r"adapter_config\.json|adapter_model(-\d{5}-of-\d{5})?\.safetensors"),
 }
 _STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*|best-0")
-# Folders of a run's rollouts; `rounds` is that of versions up to 2 of the recipe, which --force replaces.
-ROLLOUT_BATCHES, _OLD_ROLLOUT_BATCHES, _TRACKERS = "rollout_batches", "rounds", "trackers"
+ROLLOUT_BATCHES, _TRACKERS = "rollout_batches", "trackers"
 COMPARISON_FILE = "comparison.json"
 ROLLOUT_FILE_NAMES = re.compile(r"rollouts-(\d{5})-of-(\d{5})\.jsonl")
 # `name` holds the name of the run; the others are what TensorBoard (through Accelerate), Weights & Biases and Trackio
@@ -200,7 +199,7 @@ def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
             found += [f"{prefix}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
         elif on_policy and name == ROLLOUT_BATCHES and is_folder:
             found += [f"{prefix}{name}/{file}" for file in _foreign_batch_files(path)]
-        elif on_policy and name == (_OLD_ROLLOUT_BATCHES if is_folder else ROLLOUTS_FILE):
+        elif on_policy and name == ROLLOUTS_FILE and not is_folder:
             continue
         elif (
             is_folder

@@ -21,11 +21,11 @@ from xtk.runs.folder import (
     RUN_MANIFEST,
     add_evaluation,
     check_listed_files,
+    is_recipe,
     prefix_entry,
     read_evaluation,
     read_recipe,
     read_run_manifest,
-    recipe_version,
     run_fingerprint,
     verify_files,
     write_recipe,
@@ -37,7 +37,7 @@ from xtk.runs.trainer_state import TrainerState
 
 def _is_run(folder: Path) -> bool:
     recipe = folder / RECIPE_FILE
-    return recipe.is_file() and recipe_version(read_json(recipe)) is not None
+    return recipe.is_file() and is_recipe(read_json(recipe))
 
 
 def _find_finished_run(output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:

@@ -35,8 +35,6 @@ ROLLOUT_METRICS = {
     "logprob_difference": "nats per token, mean absolute difference between the engine's log-probabilities of "
     "sampled tokens and the student's",
 }
-# Newer options, left out of a run's identity at their default so that older runs can be resumed.
-KEYS_OMITTED_BY_DEFAULT = ("prompt_template", "apply_chat_template", "chat_template_kwargs")
 _COMPARISON = re.compile(r"\s*(?P<name>[a-z0-9_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
 _SIGNS = {"<": operator.lt, ">": operator.gt}
 
@@ -172,9 +170,6 @@ class OnPolicyConfig(OnPolicyOptions):
             for name, value in asdict(self).items()
             if name not in ("batch_tokens", "devices", "server", "stop_if")
         }
-        for name in KEYS_OMITTED_BY_DEFAULT:
-            if not content[name]:
-                del content[name]
         content["sampling"]["stop"] = list(self.sampling.stop)
         content["environment"] = paths_as_checksums(self.environment)
         rewards = [paths_as_checksums(str(reward)) for reward in self.rewards]
