@@ -46,9 +46,14 @@ def write_cache(folder: Path, precision: str, rows: list[ScoredDocument], order:
     """Write a cache and open it."""
     codec = {"name": PRECISION_CODECS[precision], "precision": precision, "num_samples": 0, "num_sample_sets": 0}
     codec["vocabulary_order"] = order.file_name
-    writer = ShardedCacheWriter(
-        LocalFolder(folder), {"codec": codec, "data": {"documents": SHARDS * ROWS}}, [ROWS] * SHARDS
-    )
+    teacher = {"name": "", "weights": "", "tokenizer": "", "template": None, "embedding_rows": 1_000_000}
+    header = {
+        "codec": codec,
+        "teacher": {**teacher, "special_tokens": {}, "space_ids": [], "start_ids": []},
+        "data": {"fingerprint": "", "documents": SHARDS * ROWS},
+        "options": {"support": SUPPORT.kind, "dtype": "float32"},
+    }
+    writer = ShardedCacheWriter(LocalFolder(folder), header, [ROWS] * SHARDS)
     writer.write_shared_files({order.file_name: order.file_content})
     for number in range(SHARDS):
         documents = [rows[(number * ROWS + at) % len(rows)] for at in range(ROWS)]

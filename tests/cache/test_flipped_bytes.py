@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_teacher_cache import random_row
+from test_teacher_cache import HEADER, random_row
 
 from xtk.cache.reader import TeacherCache
 from xtk.cache.writer import ShardedCacheWriter
@@ -14,10 +14,6 @@ from xtk.errors import CorruptError, XtkError
 from xtk.files.storage_folders import LocalFolder
 from xtk.text.document import Document
 
-HEADER = {
-    "codec": {"name": "raw", "num_samples": 5, "num_sample_sets": 2},
-    "teacher": {"name": "t", "tokenizer": "x", "weights": "y"},
-}
 TEXTS = [["Anna has 12.", "日本 é"], ["Ida"]]
 FILES = {"tokenizer.json": b'{"model": {}}', "tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages }}"}
 

@@ -33,7 +33,7 @@ def rows() -> list[ScoredDocument]:
 def header_of(name: str, **changed: dict[str, object]) -> dict[str, object]:
     sections_of_cache = {
         "data": {"fingerprint": f"sha256:{name}"},
-        "options": {"support": "top-k", "top_k": 4, "max_length": len(name)},
+        "options": {"support": "top-k", "dtype": "float32", "top_k": 4, "max_length": len(name)},
     }
     return {
         **HEADER,
@@ -93,7 +93,7 @@ def test_merged_cache_has_all_rows_in_order_and_hard_links_the_shards(caches, ro
     assert (tmp_path / "all/tokenizer.json").read_bytes() == b"{}"
     header = TeacherCache(tmp_path / "all").header
     assert header["teacher"] == HEADER["teacher"]
-    assert header["options"] == {"support": "top-k", "top_k": 4, "max_length": 1}
+    assert header["options"] == {"support": "top-k", "dtype": "float32", "top_k": 4, "max_length": 1}
     assert [part["fingerprint"] for part in header["data"]["sources"]] == ["sha256:a", "sha256:b", "sha256:c"]
 
 

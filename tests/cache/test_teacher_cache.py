@@ -25,10 +25,19 @@ from xtk.text.document import Document, Segment
 from xtk.text.token_sequence import TokenSequence
 
 HEADER = {
-    "codec": {"name": "raw", "num_samples": 5, "num_sample_sets": 2},
-    "teacher": {"name": "qwen", "tokenizer": "sha256:one", "weights": "sha256:two"},
+    "codec": {"name": "raw", "precision": "float32", "num_samples": 5, "num_sample_sets": 2},
+    "teacher": {
+        "name": "qwen",
+        "tokenizer": "sha256:one",
+        "weights": "sha256:two",
+        "template": None,
+        "special_tokens": {},
+        "embedding_rows": 151_936,
+        "space_ids": [],
+        "start_ids": [],
+    },
     "data": {"fingerprint": "sha256:three"},
-    "options": {"top_k": 4, "max_length": 128},
+    "options": {"support": "top-k", "dtype": "float32", "top_k": 4, "max_length": 128},
 }
 SIZES = [3, 1, 4, 2]  # documents per shard
 DOCUMENTS = [

@@ -105,7 +105,8 @@ def write_changed_copy(cache: TeacherCache, folder: Path, change) -> Path:
         arrays = {name: np.array(value) for name, value in vars(scores).items()}
         change(arrays)
         rows.append(ScoredDocument(row.document, row.tokens, type(scores)(**arrays)))
-    codec = {"name": "raw", **{name: cache.header["codec"][name] for name in ("num_samples", "num_sample_sets")}}
+    sizes = {name: cache.header["codec"][name] for name in ("num_samples", "num_sample_sets")}
+    codec = {"name": "raw", "precision": "float32", **sizes}
     writer = ShardedCacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, [len(rows)])
     writer.write_shard(0, rows)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from xtk.cache.codec.shard_codec_registry import PRECISION_CODECS
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json, parse_json_object, sha256
-from xtk.files.json_validation import (
-    CheckedObject,
-    SchemaViolation,
-    any_json,
-    check_schema,
-    integer,
-    json_object,
-    list_of,
-    map_of,
-    number,
-    one_of,
-    optional,
-    text,
-)
+from xtk.files.json_validation import check_json
 from xtk.files.safe_artifact_files import check_file_name
 from xtk.files.storage_folders import StorageFolder
 from xtk.text.tokenizer_validation import MAX_TOKENS
@@ -37,8 +23,8 @@ VOCABULARY_ORDER_NAME = re.compile(r"vocabulary-order-[0-9a-f]+\.arrow")
 CODEC_FILE_KEYS = ("vocabulary_order",)
 MAX_MANIFEST_BYTES = 1 << 30  # two million shards
 MAX_TOKEN_ID = 2**31 - 1
-_CHECKSUM = text(r"sha256:[0-9a-f]{64}")
-_DTYPES = ("float32", "bfloat16", "float16")
+Checksum = Annotated[str, r"sha256:[0-9a-f]{64}"]
+Count = Annotated[int, 0, MAX_TOKEN_ID]
 
 
 def shard_file_name(number: int) -> str:
@@ -46,177 +32,136 @@ def shard_file_name(number: int) -> str:
     return f"shard-{number:05d}.arrow"
 
 
-def _check_byte_ranges(value: Any, place: str) -> None:
-    """Accept the byte ranges of texts, tokens and log-probabilities."""
-    if type(value) is not list or len(value) != 3 or not all(map(_is_range, value)):
-        raise SchemaViolation(place, value, "three ranges [start, stop]")
+class CodecHeader(TypedDict):
+    """How log-probabilities are stored; the caches of a merged one may differ in what is not required."""
+
+    name: str
+    precision: Literal["float32", "fine", "standard", "coarse"]
+    num_samples: NotRequired[Count]
+    num_sample_sets: NotRequired[Count]
+    vocabulary_order: NotRequired[str]
 
 
-def _is_range(value: Any) -> bool:
-    return (
-        type(value) is list and len(value) == 2 and all(type(one) is int for one in value) and 0 <= value[0] <= value[1]
-    )
+class TeacherHeader(TypedDict):
+    """The teacher and its tokenizer; `weights`, `tokenizer` and `template` are fingerprints."""
+
+    name: str
+    weights: Any
+    tokenizer: str
+    template: str | None
+    embedding_rows: Annotated[int, 1, MAX_TOKENS]
+    special_tokens: dict[str, Count]
+    space_ids: list[Count]
+    start_ids: list[Count]
 
 
-_DATA_RANGE = json_object(
-    {"fingerprint": text(), "first": integer(), "stop": integer()},
-    {
-        "documents": integer(),
-        "options": map_of(any_json(2)),
-        "optional_columns": list_of(text(), 8),
-        "values": text(),
-    },
-)
-_HEADER_SCHEMA = json_object(
-    {
-        "codec": json_object(
-            {"name": text()},
-            {
-                "precision": one_of(tuple(PRECISION_CODECS)),
-                "num_samples": integer(0, MAX_TOKEN_ID),
-                "num_sample_sets": integer(0, MAX_TOKEN_ID),
-                "vocabulary_order": text(),
-            },
-        ),
-    },
-    {
-        "kind": text(),
-        "teacher": json_object(
-            {},
-            {
-                "name": text(),
-                "weights": any_json(3),
-                "tokenizer": text(),
-                "template": optional(text()),
-                "embedding_rows": integer(1, MAX_TOKENS),
-                "start_ids": list_of(integer(0, MAX_TOKEN_ID), 16),
-                "special_tokens": map_of(integer(0, MAX_TOKEN_ID)),
-                "space_ids": list_of(integer(0, MAX_TOKEN_ID)),
-            },
-        ),
-        "data": json_object(
-            {},
-            {
-                "fingerprint": text(),
-                "values": text(),
-                "documents": integer(),
-                "optional_columns": list_of(text(), 8),
-                "sources": list_of(_DATA_RANGE),
-            },
-        ),
-        "options": json_object(
-            {},
-            {
-                "support": text(),
-                "top_k": optional(integer(0, MAX_TOKEN_ID)),
-                "top_p": optional(number(0, 1)),
-                "num_samples": optional(integer(0, MAX_TOKEN_ID)),
-                "num_sample_sets": optional(integer(0, MAX_TOKEN_ID)),
-                "dtype": one_of(_DTYPES),
-                "max_length": optional(integer()),
-                "batch_tokens": integer(),
-                "shard_tokens": integer(),
-            },
-        ),
-    },
-)
-_SHARD_SCHEMA = json_object(
-    {
-        "file": text(),
-        "documents": integer(1, MAX_TOKEN_ID),
-        "positions": integer(),
-        "tokens": integer(),
-        "bytes": integer(),
-        "payload_ranges": _check_byte_ranges,
-        "checksum": _CHECKSUM,
-    },
-    {
-        "entries": integer(),
-        "source_header": integer(0, MAX_TOKEN_ID),
-        "entropy": number(),
-        "quantization_kl": number(),
-        "text_bits": optional(number()),
-        "text_bytes": integer(),
-    },
-    any_json(2),
-)
-_MANIFEST_SCHEMA = json_object(
-    {"header": _HEADER_SCHEMA, "shards": list_of(_SHARD_SCHEMA)},
-    {"files": map_of(_CHECKSUM), "source_headers": list_of(_HEADER_SCHEMA)},
-)
+class DataRange(TypedDict):
+    """Documents `[first, stop)` of the data of a merged cache."""
+
+    fingerprint: str
+    first: int
+    stop: int
+    optional_columns: NotRequired[list[str]]
+    options: NotRequired[dict[str, Any]]
 
 
-def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dict[str, Any]:
-    """Return a manifest after checking types, ranges, and that no file name leads out of the cache.
+class DataHeader(TypedDict):
+    """The documents: a fingerprint, or the ranges of a merged cache."""
 
-    Args:
-        manifest: its JSON.
-        where: the file, for errors.
-        hint: next step for errors.
+    documents: NotRequired[int]
+    fingerprint: NotRequired[str]
+    values: NotRequired[str]
+    optional_columns: NotRequired[list[str]]
+    sources: NotRequired[list[DataRange]]
 
-    Returns:
-        The manifest, with objects that raise CorruptError for a missing key.
+
+class OptionsHeader(TypedDict):
+    """Options of `cache-teacher`, as far as the support has them."""
+
+    support: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    top_k: NotRequired[Count | None]
+    top_p: NotRequired[Annotated[float, 0, 1] | None]
+    num_samples: NotRequired[Count | None]
+    num_sample_sets: NotRequired[Count | None]
+    max_length: NotRequired[int | None]
+
+
+class CacheHeader(TypedDict):
+    """What a cache was made from."""
+
+    codec: CodecHeader
+    teacher: TeacherHeader
+    data: DataHeader
+    options: OptionsHeader
+
+
+class ShardEntry(TypedDict):
+    """A shard; `payload_ranges` are the byte ranges of texts, tokens and log-probabilities."""
+
+    file: str
+    documents: Annotated[int, 1, MAX_TOKEN_ID]
+    positions: int
+    tokens: int
+    entries: int
+    bytes: int
+    entropy: float
+    quantization_kl: float
+    text_bits: float | None
+    text_bytes: int
+    payload_ranges: list[list[int]]
+    checksum: Checksum
+    source_header: NotRequired[Count]
+
+
+class CacheManifest(TypedDict):
+    """The content of `manifest.json`; `source_headers` are those of the caches that were merged."""
+
+    header: CacheHeader
+    shards: list[ShardEntry]
+    files: dict[str, Checksum]
+    source_headers: NotRequired[list[CacheHeader]]
+
+
+def _check_manifest(manifest: dict[str, Any], where: str, hint: str) -> None:
+    """Check types, ranges and counts of a manifest, and that no file name leads out of the cache.
 
     Raises:
         CorruptError: names the first invalid value.
     """
-    check_schema(manifest, _MANIFEST_SCHEMA, where, hint)
-    if not manifest["shards"]:
-        raise CorruptError("the manifest of this cache lists no shards", where=where, hint=hint)
-    files = manifest.get("files", {})
+    check_json(manifest, CacheManifest, where, hint)
+
+    def refuse(what: str) -> CorruptError:
+        return CorruptError(what, where=where, hint=hint)
+
+    shards, files = manifest["shards"], manifest["files"]
+    if not shards:
+        raise refuse("the manifest of this cache lists no shards")
     for name in files:
         check_file_name(name, (*TOKENIZER_FILES, VOCABULARY_ORDER_NAME), where=where)
-    headers = manifest.get("source_headers") or [manifest["header"]]
+    headers = source_headers(manifest)
     for header in (manifest["header"], *headers):
-        for key in CODEC_FILE_KEYS:
-            if (
-                header["codec"].get(key) is not None
-                and check_file_name(header["codec"][key], (VOCABULARY_ORDER_NAME,), where=where) not in files
-            ):
-                raise CorruptError(
-                    f"the manifest of this cache has no checksum for the file {header['codec'][key]}",
-                    where=where,
-                    hint=hint,
-                )
-    for at, shard in enumerate(manifest["shards"]):
+        if not {"fingerprint", "sources"} & header["data"].keys():
+            raise refuse("this file lacks the key header.data.fingerprint")
+        for name in codec_files(header):
+            if check_file_name(name, (VOCABULARY_ORDER_NAME,), where=where) not in files:
+                raise refuse(f"the manifest of this cache has no checksum for the file {name}")
+    for at, shard in enumerate(shards):
         check_file_name(shard["file"], (shard_file_name(at),), where=where)
         if shard.get("source_header", 0) >= len(headers):
-            raise CorruptError(
+            raise refuse(
                 f"shards[{at}].source_header in the manifest is {shard['source_header']}, but must be below "
-                f"{len(headers)}",
-                where=where,
-                hint=hint,
+                f"{len(headers)}"
             )
-        if max(stop for _, stop in shard["payload_ranges"]) > shard["bytes"]:
-            raise CorruptError(
-                f"shards[{at}].payload_ranges in the manifest ends after the last byte of the shard",
-                where=where,
-                hint=hint,
-            )
-    documents = sum(shard["documents"] for shard in manifest["shards"])
-    if documents != manifest["header"].get("data", {}).get("documents", documents):
-        raise CorruptError(
-            f"header.data.documents in the manifest is {manifest['header']['data']['documents']:,}; "
-            f"its shards have {documents:,} documents",
-            where=where,
-            hint=hint,
-        )
-    stated = CheckedObject(manifest, "", where)
-    stated["header"] = _checked_header(manifest["header"], "header", where)
-    if "source_headers" in manifest:
-        stated["source_headers"] = [
-            _checked_header(one, f"source_headers[{at}]", where) for at, one in enumerate(manifest["source_headers"])
-        ]
-    stated["shards"] = [CheckedObject(one, f"shards[{at}]", where) for at, one in enumerate(manifest["shards"])]
-    return stated
-
-
-def _checked_header(header: dict[str, Any], place: str, where: str) -> CheckedObject:
-    sections = {
-        name: CheckedObject(section, f"{place}.{name}", where) if isinstance(section, dict) else section
-        for name, section in header.items()
-    }
-    return CheckedObject(sections, place, where)
+        ranges = shard["payload_ranges"]
+        if len(ranges) != 3 or any(len(ends) != 2 or ends[0] > ends[1] for ends in ranges):
+            raise refuse(f"shards[{at}].payload_ranges in the manifest must be three ranges [start, stop]")
+        if max(stop for _, stop in ranges) > shard["bytes"]:
+            raise refuse(f"shards[{at}].payload_ranges in the manifest ends after the last byte of the shard")
+    documents = sum(shard["documents"] for shard in shards)
+    stated = manifest["header"]["data"].get("documents", documents)
+    if documents != stated:
+        raise refuse(f"header.data.documents in the manifest is {stated:,}; its shards have {documents:,} documents")
 
 
 def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
@@ -253,7 +198,8 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
         whole = False
     if not whole:
         raise CorruptError("the manifest of this teacher cache does not match its checksum", where=where, hint=again)
-    return check_cache_manifest(manifest, where, again)
+    _check_manifest(manifest, where, again)
+    return manifest
 
 
 def cache_version_error(version: object, where: str) -> XtkError:

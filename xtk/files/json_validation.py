@@ -1,193 +1,144 @@
-"""Validators for JSON in artifacts: types, ranges and names."""
+"""Checks of JSON in artifacts: a `TypedDict` declares the keys of an object, their types and ranges."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-import sys
-from collections.abc import Callable, Collection, Mapping
+import types
+import typing
+from collections.abc import Callable
 from typing import Any
 
 from xtk.errors import CorruptError
 
-# A validator takes a value and its path ("shards[3].file") and raises SchemaViolation.
-Validator = Callable[[Any, str], None]
+# Checks a value at a path ("shards[3].file") and raises InvalidValueError.
+Check = Callable[[Any, str], None]
 MAX_SAFE_INTEGER = 2**53  # JSON parsers that use doubles round larger integers
-MAX_SHOWN_CHARACTERS = 60
+MAX_TEXT, MAX_DEPTH, MAX_SHOWN_CHARACTERS = 4096, 6, 60
 
 
-class SchemaViolation(ValueError):
-    """A value that its schema does not allow."""
+class InvalidValueError(ValueError):
+    """A value that its type does not allow."""
 
     def __init__(self, path: str, value: object, expected: str) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
-        super().__init__(f"{path or 'its content'} is {shown}, but must be {expected}")
+        super().__init__(f"has an invalid value: {path or 'its content'} is {shown}, but must be {expected}")
 
 
-class CheckedObject(dict[str, Any]):
-    """A JSON object of an artifact; reading a missing key raises CorruptError with the path of the key.
+def check_json(content: object, expected: type, where: str, hint: str | None = None) -> None:
+    """Check the content of a file against a `TypedDict`.
 
-    Args:
-        content: the object.
-        path: its path in the file, such as "shards[3]".
-        where: the file, for the error.
-    """
+    Keys must be present unless they are `NotRequired`; other keys may have any JSON value. Types of values:
 
-    def __init__(self, content: Mapping[str, Any], path: str, where: str) -> None:
-        super().__init__(content)
-        self._place, self._where = path, where
-
-    def __missing__(self, key: str) -> Any:
-        raise CorruptError(
-            f"this file lacks the key {_child_path(self._place, key)}",
-            where=self._where,
-            hint="copy the file again, or create it again with the command that wrote it",
-        )
-
-    def __reduce__(self) -> tuple[type[CheckedObject], tuple[dict[str, Any], str, str]]:
-        """Pickle with path and file, for other processes."""
-        return CheckedObject, (dict(self), self._place, self._where)
-
-
-def check_schema(content: object, schema: Validator, where: str, hint: str | None = None) -> None:
-    """Check the content of a file.
+    - `int` from 0, `float` (finite), `str`, `Annotated[int, LOWEST, HIGHEST]`, `Annotated[str, PATTERN]`, `Literal`
+    - `list[...]`, `dict[str, ...]`, another `TypedDict`, `... | None`
+    - `Any`: JSON with finite numbers, nested at most `MAX_DEPTH` deep
 
     Raises:
-        CorruptError: names the first value that the schema does not allow.
+        CorruptError: names the first key that is missing or has another value.
     """
     try:
-        schema(content, "")
-    except SchemaViolation as wrong:
-        raise CorruptError(f"this file has an invalid value: {wrong}", where=where, hint=hint) from None
+        _check_of(expected)(content, "")
+    except InvalidValueError as error:
+        raise CorruptError(f"this file {error}", where=where, hint=hint) from None
+    except KeyError as error:
+        raise CorruptError(f"this file lacks the key {error.args[0]}", where=where, hint=hint) from None
 
 
-def integer(minimum: int = 0, maximum: int = MAX_SAFE_INTEGER) -> Validator:
-    """Accept integers from `minimum` to `maximum`."""
-
-    def checked(value: Any, place: str) -> None:
-        if type(value) is not int or not minimum <= value <= maximum:
-            raise SchemaViolation(place, value, f"an integer from {minimum:,} to {maximum:,}")
-
-    return checked
-
-
-_LARGEST = sys.float_info.max
-
-
-def number(minimum: float = -math.inf, maximum: float = math.inf) -> Validator:
-    """Accept finite numbers from `minimum` to `maximum`."""
-
-    def checked(value: Any, place: str) -> None:
-        is_finite = abs(value) <= _LARGEST if type(value) in (int, float) else False  # NaN is not
-        if not is_finite or not minimum <= value <= maximum:
-            raise SchemaViolation(place, value, f"a finite number from {minimum:g} to {maximum:g}")
-
-    return checked
-
-
-def text(pattern: str = "", max_length: int = 4096) -> Validator:
-    """Accept text of at most `max_length` characters that matches `pattern`, if given."""
-    matching = re.compile(pattern) if pattern else None
-
-    def checked(value: Any, place: str) -> None:
-        if not isinstance(value, str) or len(value) > max_length or (matching and not matching.fullmatch(value)):
-            raise SchemaViolation(place, value, f"text of the form {pattern}" if pattern else "text")
-
-    return checked
-
-
-def one_of(values: Collection[str]) -> Validator:
-    """Accept one of the given strings."""
-
-    def checked(value: Any, place: str) -> None:
-        if not isinstance(value, str) or value not in values:
-            raise SchemaViolation(place, value, f"one of {', '.join(values)}")
-
-    return checked
+@functools.cache
+def _check_of(expected: Any) -> Check:
+    """Return the check of a type."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if typing.is_typeddict(expected):
+        return _check_of_object(expected)
+    if origin in (typing.Union, types.UnionType):
+        inner = _check_of(arguments[0])
+        return lambda value, path: None if value is None else inner(value, path)
+    if origin is typing.NotRequired:
+        return _check_of(arguments[0])
+    if origin is list:
+        return _check_of_list(_check_of(arguments[0]))
+    if origin is dict:
+        return _check_of_object(None, _check_of(arguments[1]))
+    if origin is typing.Literal:
+        return _require(lambda value: isinstance(value, str) and value in arguments, f"one of {', '.join(arguments)}")
+    kind, *limits = arguments if origin is typing.Annotated else (expected,)
+    if kind is str:
+        pattern = re.compile(limits[0] if limits else r"[\s\S]*")
+        return _require(
+            lambda value: isinstance(value, str) and len(value) <= MAX_TEXT and pattern.fullmatch(value) is not None,
+            f"text of the form {limits[0]}" if limits else f"text of at most {MAX_TEXT:,} characters",
+        )
+    if kind is int:
+        low, high = limits or (0, MAX_SAFE_INTEGER)
+        return _require(
+            lambda value: type(value) is int and low <= value <= high, f"an integer from {low:,} to {high:,}"
+        )
+    if kind is float:
+        low, high = limits or (-math.inf, math.inf)
+        shown = f"a finite number from {low:g} to {high:g}"
+        return _require(lambda value: type(value) in (int, float) and _is_finite(value) and low <= value <= high, shown)
+    return _check_any_json
 
 
-def optional(content: Validator) -> Validator:
-    """Accept null and what `content` accepts."""
+def _require(is_valid: Callable[[Any], bool], description: str) -> Check:
+    def check(value: Any, path: str) -> None:
+        if not is_valid(value):
+            raise InvalidValueError(path, value, description)
 
-    def checked(value: Any, place: str) -> None:
-        if value is not None:
-            content(value, place)
-
-    return checked
+    return check
 
 
-def list_of(items: Validator, max_length: int = MAX_SAFE_INTEGER) -> Validator:
-    """Accept lists whose elements `items` accepts."""
-
-    def checked(value: Any, place: str) -> None:
-        if not isinstance(value, list) or len(value) > max_length:
-            raise SchemaViolation(
-                place, value, "a list" if max_length == MAX_SAFE_INTEGER else f"a list of at most {max_length:,}"
-            )
-        for at, one in enumerate(value):
-            items(one, f"{place}[{at}]")
-
-    return checked
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer above the largest float
+        return False
 
 
-def map_of(values: Validator) -> Validator:
-    """Accept objects with any keys whose values `values` accepts."""
+def _check_of_list(check_item: Check) -> Check:
+    def check(value: Any, path: str) -> None:
+        if not isinstance(value, list):
+            raise InvalidValueError(path, value, "a list")
+        for at, item in enumerate(value):
+            check_item(item, f"{path}[{at}]")
 
-    def checked(value: Any, place: str) -> None:
+    return check
+
+
+def _check_of_object(declared: Any, check_others: Check | None = None) -> Check:
+    """Return the check of an object with the keys of a `TypedDict`, if given, and other keys."""
+    hints = typing.get_type_hints(declared, include_extras=True) if declared else {}
+    required = [name for name, hint in hints.items() if typing.get_origin(hint) is not typing.NotRequired]
+    checks = {name: _check_of(hint) for name, hint in hints.items()}
+    others = check_others or _check_any_json
+
+    def check(value: Any, path: str) -> None:
         if not isinstance(value, dict):
-            raise SchemaViolation(place, value, "an object")
-        for key, one in value.items():
-            values(one, _child_path(place, key))
-
-    return checked
-
-
-def any_json(max_depth: int = 6, *, finite: bool = True) -> Validator:
-    """Accept any JSON value nested at most `max_depth` deep; with `finite`, only finite numbers."""
-
-    def checked(value: Any, place: str, left: int = max_depth) -> None:
-        if isinstance(value, dict | list):
-            if not left:
-                raise SchemaViolation(place, "...", f"nested at most {max_depth} deep")
-            parts = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, one in parts:
-                checked(one, _child_path(place, key), left - 1)
-        elif finite and isinstance(value, float) and not math.isfinite(value):
-            raise SchemaViolation(place, value, "finite")
-        elif isinstance(value, int) and abs(value) >= 2**64:
-            raise SchemaViolation(place, "...", "an integer of at most 64 bits")
-
-    return checked
-
-
-def json_object(
-    required: Mapping[str, Validator],
-    optional_keys: Mapping[str, Validator] | None = None,
-    other_keys: Validator | None = None,
-) -> Validator:
-    """Accept objects whose values match the validators of their keys.
-
-    Args:
-        required: validators of required keys.
-        optional_keys: validators of optional keys.
-        other_keys: validator of all other keys; default: any JSON.
-    """
-    optional_keys = {**required, **(optional_keys or {})}
-    other_keys = other_keys or any_json()
-
-    def checked(value: Any, place: str) -> None:
-        if not isinstance(value, dict):
-            raise SchemaViolation(place, value, "an object")
+            raise InvalidValueError(path, value, "an object")
         for key in required:
             if key not in value:
-                raise SchemaViolation(_child_path(place, key), None, "present")
-        for key, one in value.items():
-            optional_keys.get(key, other_keys)(one, _child_path(place, key))
+                raise KeyError(_child_path(path, key))
+        for key, part in value.items():
+            checks.get(key, others)(part, _child_path(path, key))
 
-    return checked
+    return check
 
 
-def _child_path(place: str, key: object) -> str:
+def _check_any_json(value: Any, path: str, levels: int = MAX_DEPTH) -> None:
+    if isinstance(value, dict | list):
+        if not levels:
+            raise InvalidValueError(path, "...", f"nested at most {MAX_DEPTH} deep")
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_any_json(part, _child_path(path, key), levels - 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InvalidValueError(path, value, "finite")
+    elif isinstance(value, int) and abs(value) >= 2**64:
+        raise InvalidValueError(path, "...", "an integer of at most 64 bits")
+
+
+def _child_path(path: str, key: object) -> str:
     shown = str(key)[:MAX_SHOWN_CHARACTERS]
-    return f"{place}.{shown}" if place else shown
+    return f"{path}.{shown}" if path else shown

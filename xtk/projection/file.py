@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 import safetensors.numpy
 
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
-from xtk.files.json_validation import any_json, check_schema, integer, json_object, list_of, map_of, number, text
+from xtk.files.json_validation import check_json
 from xtk.files.output_claims import FileKind
-from xtk.projection.coverage_audit import VOCABULARY_KEYS
 from xtk.projection.projection import SparseProjection
 
 FORMAT, VERSION = "xtk-projection", 2
@@ -32,37 +31,52 @@ _REBUILD_HINT = "build it again: xtk build-projection STUDENT TEACHER -o FILE"
 # The first bytes of a safetensors file with this one metadata key, after 8 bytes of length.
 HEADER_PREFIX = b'{"__metadata__":{"xtk":'
 MAX_TOKEN_ID = 2**31 - 1
-_TOKENIZER_SCHEMA = json_object(
-    {
-        "tokenizer": text(),
-        "special_tokens": map_of(integer(0, MAX_TOKEN_ID)),
-        "tokens": integer(0, MAX_TOKEN_ID),
-        "embedding_rows": integer(1, MAX_TOKEN_ID),
-    }
-)
-_CATEGORY_SCHEMA = json_object(
-    {name: integer() for name in VOCABULARY_KEYS},
-    {"unmapped": integer(), "unmapped_mass": number(0, 1), "unreachable_teacher_tokens": integer()},
-)
-_AUDIT_SCHEMA = json_object(
-    {
-        "rows": map_of(integer(-MAX_TOKEN_ID, MAX_TOKEN_ID)),
-        "unmapped_mass": number(0, 1),
-        "unreachable_teacher_tokens": integer(-MAX_TOKEN_ID, MAX_TOKEN_ID),
-    },
-    {"categories": map_of(_CATEGORY_SCHEMA), "poorly_matched_categories": list_of(text())},
-)
-_HEADER_SCHEMA = json_object(
-    {"student": _TOKENIZER_SCHEMA, "teacher": _TOKENIZER_SCHEMA},
-    {
-        "kind": text(),
-        "method": text(),
-        "options": map_of(any_json()),
-        "audit": _AUDIT_SCHEMA,
-        "prunings": list_of(map_of(any_json())),
-        "merges": list_of(any_json()),
-    },
-)
+Count = Annotated[int, 0, MAX_TOKEN_ID]
+Fraction = Annotated[float, 0, 1]
+
+
+class TokenizerHeader(TypedDict):
+    """One of the two tokenizers."""
+
+    tokenizer: str
+    special_tokens: dict[str, Count]
+    tokens: Count
+    embedding_rows: Annotated[int, 1, MAX_TOKEN_ID]
+
+
+class CategoryAudit(TypedDict):
+    """Tokens of a category; the last three are not known after pruning."""
+
+    student_tokens: int
+    unmatched_student_tokens: int
+    teacher_tokens: int
+    unmatched_teacher_tokens: int
+    unmapped: NotRequired[int]
+    unmapped_mass: NotRequired[Fraction]
+    unreachable_teacher_tokens: NotRequired[int]
+
+
+class ProjectionAudit(TypedDict):
+    """What a projection covers; differences of a pruned one may be negative."""
+
+    rows: dict[str, Annotated[int, -MAX_TOKEN_ID, MAX_TOKEN_ID]]
+    unmapped_mass: Fraction
+    unreachable_teacher_tokens: Annotated[int, -MAX_TOKEN_ID, MAX_TOKEN_ID]
+    categories: NotRequired[dict[str, CategoryAudit]]
+    poorly_matched_categories: NotRequired[list[str]]
+
+
+class ProjectionHeader(TypedDict):
+    """The header of a projection file."""
+
+    student: TokenizerHeader
+    teacher: TokenizerHeader
+    kind: NotRequired[str]
+    method: NotRequired[str]
+    options: NotRequired[dict[str, Any]]
+    audit: NotRequired[ProjectionAudit]
+    prunings: NotRequired[list[dict[str, Any]]]
+    merges: NotRequired[list[Any]]
 
 
 def write_projection(projection: SparseProjection, path: Path, *, keep_others: bool = True) -> None:
@@ -142,7 +156,7 @@ def read_projection_header(path: Path) -> dict[str, Any]:
             where=str(path),
             hint="build it again: xtk build-projection STUDENT TEACHER -o FILE",
         )
-    check_schema(header, _HEADER_SCHEMA, str(path), _REBUILD_HINT)
+    check_json(header, ProjectionHeader, str(path), _REBUILD_HINT)
     audited = header.get("audit", {})
     if strange := [
         name for name in audited.get("poorly_matched_categories", []) if name not in audited.get("categories", {})
