@@ -90,7 +90,7 @@ def from_os_error(error: BaseException) -> XtkError | None:
     path = getattr(error, "filename", None)
     where = str(path) if path else None
     for words, (what, hint) in _CANNOT_WRITE.items():
-        if any(one in text for one in words):
+        if any(word in text for word in words):
             return XtkError(what, where=where or text, hint=hint)
     if isinstance(error, MemoryError) or "Cannot allocate memory" in text or "not enough memory" in text:
         return XtkError(

@@ -38,15 +38,15 @@ def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGTE
 
 def children_with_variable(variable: str) -> list[int]:
     """Return the ids of this process's children that have a variable in their environment (Linux only)."""
-    found = []
+    children = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             _, _, after_the_name = (folder / "stat").read_text(errors="replace").rpartition(")")
             if int(after_the_name.split()[1]) == os.getpid():
                 words = (folder / "environ").read_bytes().split(b"\0")
                 if any(word.startswith(variable.encode() + b"=") for word in words):
-                    found.append(int(folder.name))
-    return found
+                    children.append(int(folder.name))
+    return children
 
 
 def environment_without_launcher_variables() -> dict[str, str]:

@@ -46,7 +46,7 @@ def printable(text: str) -> str:
 
     Newlines and tabs are kept. All output of xtk is escaped, except for results that another program reads.
     """
-    return _CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def redirect_stdout_to_stderr() -> None:
@@ -109,10 +109,10 @@ def _write_result(line: str) -> None:
     except BrokenPipeError:  # the reader has ended, as in `xtk align ... | head`: exit as Unix filters do
         os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())
         sys.exit(128 + signal.SIGPIPE)
-    except OSError as wrong:
+    except OSError as failure:
         os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())  # discards the rest of the line
         raise XtkError(
-            f"the result cannot be written: {wrong.strerror}",
+            f"the result cannot be written: {failure.strerror}",
             where="standard output",
             hint="check the disk space or the program that reads the output",
         ) from None
@@ -120,16 +120,16 @@ def _write_result(line: str) -> None:
 
 def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nan(one) for name, one in value.items()}
+        return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(one) for one in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def result_json(record: dict[str, Any]) -> None:
     """Write one JSON object as a line of stdout, with control characters in JSON escapes; NaN and infinity as null."""
     text = json.dumps(_without_nan(record), ensure_ascii=False)
-    result_line(_CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    result_line(_CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def result_artifact(record: dict[str, Any], *, as_json: bool) -> None:
@@ -289,9 +289,9 @@ def _parse_piped_record(line: str) -> dict[str, Any]:
         return {"path": line.strip()}
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as wrong:
+    except (ValueError, RecursionError) as failure:
         raise XtkError(
-            f"a line of standard input is not valid JSON: {wrong}", where="argument -", hint=_PIPE_HINT
+            f"a line of standard input is not valid JSON: {failure}", where="argument -", hint=_PIPE_HINT
         ) from None
     if not isinstance(record, dict) or not isinstance(record.get("path"), str):
         raise XtkError(

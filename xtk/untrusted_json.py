@@ -45,8 +45,8 @@ def parse_json(text: str, *, what: str, where: str, refuse_duplicate_keys: bool 
         value = UNIQUE_KEY_DECODER.decode(text) if refuse_duplicate_keys else json.loads(text)
     except DuplicateKeyError as duplicate:
         raise duplicate_key_error(duplicate, what, where) from None
-    except ValueError as wrong:
-        raise XtkError(f"{what} is not valid JSON: {wrong}", where=where, hint=_HINT) from None
+    except ValueError as failure:
+        raise XtkError(f"{what} is not valid JSON: {failure}", where=where, hint=_HINT) from None
     except RecursionError:
         raise _too_deep(what, where) from None
     check_depth(value, text.count("[") + text.count("{"), what=what, where=where)
@@ -77,9 +77,9 @@ def check_depth(value: Any, max_brackets: int, *, what: str, where: str) -> None
         inner: list[Any] = []
         for part in level:
             if isinstance(part, dict):
-                inner += (one for one in part.values() if isinstance(one, dict | list))
+                inner += (item for item in part.values() if isinstance(item, dict | list))
             elif isinstance(part, list):
-                inner += (one for one in part if isinstance(one, dict | list))
+                inner += (item for item in part if isinstance(item, dict | list))
         if not inner:
             return
         level = inner

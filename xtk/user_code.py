@@ -113,8 +113,8 @@ def load_user_object(spec: str, option: str, kind: str) -> Any:
     sys.modules[full_name] = module  # dataclasses resolve the types of their fields there
     with user_code_errors(f"importing {path}", hint="correct the Python file, and run it alone with python FILE.py"):
         specification.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise unknown_name_error(f"{kind} in {path}", name, known)
-    return found
+    return loaded

@@ -64,9 +64,9 @@ def use_writable_cache_folders(*, quiet: bool) -> None:
     named = [name for name, wanted in changed.items() if isinstance(wanted, str) and name != INDUCTOR_CACHE_VARIABLE]
     if not named or quiet or os.environ.get("RANK", "0") != "0":
         return
-    wrong = next((value for name in named if (value := before.get(name))), None) or home
+    failure = next((value for name in named if (value := before.get(name))), None) or home
     sys.stderr.write(
-        f"xtk: cannot write to {wrong}; using {folder} for caches (set XDG_CACHE_HOME or TMPDIR to change it)\n"
+        f"xtk: cannot write to {failure}; using {folder} for caches (set XDG_CACHE_HOME or TMPDIR to change it)\n"
     )
     sys.stderr.flush()
 
@@ -83,17 +83,17 @@ def _home_folder() -> Path | None:
 
 def _changes() -> dict[str, str | Path]:
     """Return the variables to set: a path, or a name inside the temporary folder."""
-    caches, found = _cache_path(os.environ.get("XDG_CACHE_HOME"), _home_folder(), ".cache"), dict[str, str | Path]()
+    caches, changes = _cache_path(os.environ.get("XDG_CACHE_HOME"), _home_folder(), ".cache"), dict[str, str | Path]()
     for base, table in ((caches, USER_CACHE_VARIABLES), (_home_folder(), HOME_VARIABLES)):
         for name, below in table.items():
             if not _can_write(_cache_path(os.environ.get(name), base, below)):
-                found[name] = below
+                changes[name] = below
     if not _can_write(caches and caches / "any"):
-        found["XDG_CACHE_HOME"] = "caches"
+        changes["XDG_CACHE_HOME"] = "caches"
     numba = os.environ.get("NUMBA_CACHE_DIR")
     if (numba or not _package_cache_is_writable()) and not _can_write(_cache_path(numba, caches, "numba")):
-        found["NUMBA_CACHE_DIR"] = "numba"
-    if "HF_HOME" in found:
+        changes["NUMBA_CACHE_DIR"] = "numba"
+    if "HF_HOME" in changes:
         home = _cache_path(os.environ.get("HF_HOME"), caches, USER_CACHE_VARIABLES["HF_HOME"])
         for name, below in READABLE_HF_VARIABLES.items():
             place = _cache_path(os.environ.get(name), home, below)
@@ -102,13 +102,13 @@ def _changes() -> dict[str, str | Path]:
                 and _is_readable(place)
                 and not (below == "hub" and "HUGGINGFACE_HUB_CACHE" in os.environ)
             ):
-                found[name] = place
+                changes[name] = place
     for name, below in HF_HOME_VARIABLES.items():
         if os.environ.get(name) and not _can_write(_cache_path(os.environ.get(name), None, "")):
-            found[name] = f"huggingface/{below}"
+            changes[name] = f"huggingface/{below}"
     if _has_no_user_name() and INDUCTOR_CACHE_VARIABLE not in os.environ:
-        found[INDUCTOR_CACHE_VARIABLE] = "torchinductor"
-    return found
+        changes[INDUCTOR_CACHE_VARIABLE] = "torchinductor"
+    return changes
 
 
 def _cache_path(value: str | None, base: Path | None, below: str) -> Path | None:
@@ -206,5 +206,5 @@ def _temporary_folder() -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

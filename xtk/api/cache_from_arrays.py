@@ -471,9 +471,9 @@ def to_array(name: str, values: Any, dtype: Any, where: str) -> NDArray[Any]:
             ):
                 raise ValueError("it has a number that is not an integer")
             return result
-    except (TypeError, ValueError, OverflowError) as wrong:
+    except (TypeError, ValueError, OverflowError) as failure:
         raise XtkError(
-            f"{name} is not an array of numbers: {wrong}",
+            f"{name} is not an array of numbers: {failure}",
             where=where,
             hint="give arrays or tensors with one row per position; fill rows with fewer ids with -1",
         ) from None

@@ -81,8 +81,8 @@ class DistillationBatch(dict[str, Any]):
         entries = {name: tensors.add(value) for name, value in self.items() if name != TEACHER_KEY}
         teacher: TeacherBatch = self[TEACHER_KEY]
         cells = [
-            (type(one), {field.name: tensors.add(getattr(one, field.name)) for field in dataclasses.fields(one)})
-            for one in teacher.cells
+            (type(cell), {field.name: tensors.add(getattr(cell, field.name)) for field in dataclasses.fields(cell)})
+            for cell in teacher.cells
         ]
         return _read_batch, (entries, {**vars(teacher), "cells": ()}, cells, tensors.joined())
 

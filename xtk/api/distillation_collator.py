@@ -81,7 +81,7 @@ class DistillationCollator:
         assigned, _ = assign_losses(loss.specs, teachers)
         parts = TeacherLosses(self._student, combination, teachers, combined_losses(combination, teachers, assigned))
         self._objectives, self._names = parts.objectives, parts.names
-        self._losses = tuple(str(one.loss) for one in assigned)
+        self._losses = tuple(str(assignment.loss) for assignment in assigned)
         loss.bind(self._losses, self._objectives, self._names)
         self.loss: DistillationLoss = loss
 
@@ -146,12 +146,12 @@ class DistillationCollator:
 
     def _check_teacher(self, stored: StoredDocument) -> None:
         """Refuse a document of a cache whose teacher has another tokenizer, or whose support stores less."""
-        found, own = stored.header, self.cache.header
-        same = found["teacher"]["tokenizer"] == own["teacher"]["tokenizer"]
-        if not same or found["options"].get("support") != own["options"].get("support"):
+        stored_header, own = stored.header, self.cache.header
+        same = stored_header["teacher"]["tokenizer"] == own["teacher"]["tokenizer"]
+        if not same or stored_header["options"].get("support") != own["options"].get("support"):
             raise MismatchError(
                 "a document is from a cache of another teacher or support than the collator's",
-                where=f"{found['teacher']['name']}, {found['options'].get('support')}; "
+                where=f"{stored_header['teacher']['name']}, {stored_header['options'].get('support')}; "
                 f"{own['teacher']['name']}, {own['options'].get('support')}",
                 hint="create a DistillationCollator with that cache",
             )
@@ -177,12 +177,12 @@ class _Documents:
 
     def text_bytes(self) -> NDArray[np.int64]:
         """Return [documents], the length of each text in UTF-8 bytes."""
-        return np.array([len(one.document.text.encode()) for one in self._documents], np.int64)
+        return np.array([len(document.document.text.encode()) for document in self._documents], np.int64)
 
     def conversations(self) -> NDArray[np.bool_]:
         """Return [documents], which of them are conversations."""
-        return np.array([one.document.conversation is not None for one in self._documents], np.bool_)
+        return np.array([document.document.conversation is not None for document in self._documents], np.bool_)
 
     def weights(self) -> NDArray[np.float64]:
         """Return [documents], the weight of each document in the loss."""
-        return np.array([one.document.weight for one in self._documents], np.float64)
+        return np.array([document.document.weight for document in self._documents], np.float64)

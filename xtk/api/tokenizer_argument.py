@@ -86,20 +86,22 @@ def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
     caches and projections of the command line state.
     """
     try:
-        found = Tokenizer(resolve_model_folder(name, with_weights=False), name=name)
+        in_folder = Tokenizer(resolve_model_folder(name, with_weights=False), name=name)
     except XtkError:
         return None
     template = getattr(tokenizer, "chat_template", None)
-    if found.template_fingerprint != _template_fingerprint(template):
+    if in_folder.template_fingerprint != _template_fingerprint(template):
         return None
-    if found.special_token_ids != {role: number for role, number in _role_ids(tokenizer).items() if number is not None}:
+    if in_folder.special_token_ids != {
+        role: number for role, number in _role_ids(tokenizer).items() if number is not None
+    }:
         return None
-    with_start = [*found.start_ids, *found.encode(["a"])[0].ids.tolist()]
+    with_start = [*in_folder.start_ids, *in_folder.encode(["a"])[0].ids.tolist()]
     if list(tokenizer("a")["input_ids"])[: len(with_start)] != with_start:
         return None
     expected = [list(tokenizer(probe, add_special_tokens=False)["input_ids"]) for probe in _PROBES]
-    same = [encoded.ids.tolist() for encoded in found.encode(list(_PROBES))] == expected
-    return found if same and len(found) + found.num_left_out == len(tokenizer) else None
+    same = [encoded.ids.tolist() for encoded in in_folder.encode(list(_PROBES))] == expected
+    return in_folder if same and len(in_folder) + in_folder.num_left_out == len(tokenizer) else None
 
 
 def _template_fingerprint(template: Any) -> str | None:
@@ -141,9 +143,9 @@ def store_files(kind: str, files: dict[str, str], name: str = "") -> Path:
             if not path.is_file() or path.read_text(encoding="utf-8") != content:
                 with atomic_write(path) as temporary:
                     temporary.write_text(content, encoding="utf-8")
-    except (OSError, RuntimeError) as wrong:
+    except (OSError, RuntimeError) as failure:
         raise XtkError(
-            f"files cannot be written to xtk's cache folder: {wrong}",
+            f"files cannot be written to xtk's cache folder: {failure}",
             where=kind,
             hint="set the environment variable XTK_CACHE to a writable folder",
         ) from None

@@ -46,8 +46,8 @@ def _wait_for(copies_end: Any, terms: Sequence[LossCells], device: torch.device)
     current = torch.cuda.current_stream(device)
     current.wait_event(copies_end)
     for term in terms:
-        for one in dataclasses.fields(term):
-            tensor = getattr(term, one.name)
+        for field in dataclasses.fields(term):
+            tensor = getattr(term, field.name)
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(current)  # its memory was allocated for the other stream
 

@@ -114,11 +114,11 @@ def report_killed_workers() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as wrong:
-        if "DataLoader worker" not in str(wrong):
+    except RuntimeError as failure:
+        if "DataLoader worker" not in str(failure):
             raise
         raise XtkError(
-            f"a process of --dataloader-num-workers was killed: {' '.join(str(wrong).split())}",
+            f"a process of --dataloader-num-workers was killed: {' '.join(str(failure).split())}",
             where="--dataloader-num-workers",
             hint="use fewer workers if memory ran out; run the same command again to resume from the last checkpoint",
         ) from None
@@ -133,8 +133,8 @@ class _Steps(torch.utils.data.Dataset[Any]):
     def __getitem__(self, step: int) -> list[MicroBatch] | XtkError:
         try:
             return [_with_terms(batch, torch.Tensor, torch.Tensor.numpy) for batch in self._make(step)]
-        except XtkError as wrong:
-            return wrong
+        except XtkError as failure:
+            return failure
 
 
 def _identity(made: Any) -> Any:
@@ -157,9 +157,9 @@ def _converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, kind):
         return convert(value)
     if isinstance(value, list | tuple):
-        return type(value)(_converted(one, kind, convert) for one in value)
+        return type(value)(_converted(item, kind, convert) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {name: _converted(one, kind, convert) for name, one in fields.items()}
+        changed = {name: _converted(field, kind, convert) for name, field in fields.items()}
         return dataclasses.replace(value, **changed)
     return value

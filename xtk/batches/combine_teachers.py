@@ -148,8 +148,8 @@ def _parse_score_weighting(text: str) -> ScoreWeighting:
         raise unknown_name_error("score in --teacher-weights", score, TEACHER_SCORES)
     known = option_names(_ScoreOptions)
     pairs = parse_pairs(options, f"--teacher-weights {text}", known, noun="option of --teacher-weights")
-    found = from_pairs(_ScoreOptions, pairs, f"--teacher-weights {text}")
-    return ScoreWeighting(score, found.alpha, found.per)
+    parsed = from_pairs(_ScoreOptions, pairs, f"--teacher-weights {text}")
+    return ScoreWeighting(score, parsed.alpha, parsed.per)
 
 
 @dataclass(frozen=True)

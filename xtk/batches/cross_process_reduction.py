@@ -123,7 +123,7 @@ class StepReduction:
         shares = {objective.teacher_index: objective.teacher_weight for objective in distilling}
         weight = sum(objective.weight * objective.teacher_weight for objective in distilling) / sum(shares.values())
         distilled = float((means * self._weights)[self._distils].sum())
-        if ce <= 0 or (distilled <= 0 and any(isinstance(one.loss, PolicyGradient) for one in distilling)):
+        if ce <= 0 or (distilled <= 0 and any(isinstance(objective.loss, PolicyGradient) for objective in distilling)):
             return 1.0
         return float(ce) * weight / max(distilled, float(ce) * weight / MAX_KD_SCALE)
 
@@ -166,7 +166,9 @@ class StepReduction:
         weights = self._weights * np.where(self._distils, kd_scale, 1.0)
         means = np.divide(region_sums[:, :-1], items, out=np.zeros(items.shape), where=items > 0)
         metrics: dict[str, float] = {}
-        is_surrogate = np.array([isinstance(one.loss, PolicyGradient) for one in self._objectives], np.bool_)
+        is_surrogate = np.array(
+            [isinstance(objective.loss, PolicyGradient) for objective in self._objectives], np.bool_
+        )
         for number, name in enumerate(REGIONS):
             if not tokens[0, number]:
                 continue

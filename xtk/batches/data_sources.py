@@ -85,11 +85,11 @@ class CacheSource:
         return self._collected([cache.document_weights() for cache in self._caches])
 
     def _collected(self, of_caches: list[NDArray[Any]]) -> NDArray[Any]:
-        found = np.zeros(len(self), of_caches[0].dtype)
+        collected = np.zeros(len(self), of_caches[0].dtype)
         for number, values in enumerate(of_caches):
             held = self._holders == number
-            found[held] = values[self._rows[number, held]]
-        return found
+            collected[held] = values[self._rows[number, held]]
+        return collected
 
 
 def _read_teacher_output(cache: TeacherCache, row: int, sample_set: int | None) -> TeacherOutput:
@@ -127,7 +127,9 @@ class MixtureSource(CacheSource):
                     where=f"document {number}: {len(trained_ids[0]):,} and {len(trained_ids[-1]):,} trained tokens",
                     hint="use --combine-teachers sum",
                 )
-        return (TeacherOutput(first.tokens, mix_teacher_logprobs([one.logprobs for one in outputs], self._weights)),)
+        return (
+            TeacherOutput(first.tokens, mix_teacher_logprobs([output.logprobs for output in outputs], self._weights)),
+        )
 
 
 class TextSource:
@@ -242,7 +244,7 @@ def _check_routes(
 ) -> None:
     """Raise XtkError for documents whose teacher is ambiguous, or missing in the cache of their teacher."""
     unnamed = named.max(axis=0) == NO_ROW
-    for wrong, what, hint in (
+    for failure, what, hint in (
         (
             unnamed & ((rows != NO_ROW).sum(axis=0) > 1),
             "a document without a value in --route-column is in several caches, so its teacher is ambiguous",
@@ -259,8 +261,8 @@ def _check_routes(
             "run xtk cache-teacher with that teacher and all documents that name it",
         ),
     ):
-        if wrong.any():
-            at = int(wrong.argmax())
+        if failure.any():
+            at = int(failure.argmax())
             holder = int((rows[:, at] != NO_ROW).argmax())
             where = f"{held[holder].name}, document {rows[holder, at]}; teacher: {names[int(teachers[at])]}"
             raise XtkError(what, where=where, hint=hint)

@@ -263,7 +263,9 @@ def open_teachers(
     """
     caches: list[TeacherCache | OnlineTeacher] = [*(online_teachers or map(as_cache, caches_or_models))]
     paths = [teacher.request.teacher_name for teacher in online_teachers]
-    paths = paths or [one.folder.name if isinstance(one, TeacherCache) else one for one in caches_or_models]
+    paths = paths or [
+        teacher.folder.name if isinstance(teacher, TeacherCache) else teacher for teacher in caches_or_models
+    ]
     names = number_duplicate_names([str(cache.header["teacher"]["name"]) for cache in caches])
     teachers = [DistillationTeacher(*three, student) for three in zip(names, paths, caches, strict=True)]
     for given in projections:
@@ -374,8 +376,8 @@ def assign_losses(
             )
     assigned = [one for loss in requested if loss.name != AUTO_LOSS for one in _assign(loss, teachers)]
     if all(loss.name != AUTO_LOSS for loss in requested):
-        idle = set(range(len(teachers))) - {one.teacher for one in assigned}
-        if idle and any(one.teacher is not None for one in assigned):
+        idle = set(range(len(teachers))) - {assignment.teacher for assignment in assigned}
+        if idle and any(assignment.teacher is not None for assignment in assigned):
             name = teachers[min(idle)].name
             raise XtkError(
                 f"no --loss can be computed from the teacher {name}",
@@ -387,7 +389,11 @@ def assign_losses(
         for loss in parse_losses(names):
             teacher = None if load_registered(LOSSES, loss.name, "loss").comparison_space == "text" else number
             chosen = AssignedLoss(loss, teacher, is_auto=True)
-            same = [at for at, one in enumerate(assigned) if (one.loss.name, one.teacher) == (loss.name, teacher)]
+            same = [
+                at
+                for at, assignment in enumerate(assigned)
+                if (assignment.loss.name, assignment.teacher) == (loss.name, teacher)
+            ]
             if not same:
                 assigned.append(chosen)
             elif assigned[same[0]].is_auto and loss.weight < assigned[same[0]].loss.weight:
@@ -398,12 +404,12 @@ def assign_losses(
 
 def describe_auto_losses(losses: Sequence[AssignedLoss], reasons: Sequence[str]) -> Iterator[str]:
     """Yield the losses of `--loss auto` for each teacher, and why; with several teachers, the common ones first."""
-    shared = [str(one.loss) for one in losses if one.is_auto and one.teacher is None]
+    shared = [str(loss.loss) for loss in losses if loss.is_auto and loss.teacher is None]
     if len(reasons) > 1:
         yield from shared
         shared = []
     for number, why in enumerate(reasons):
-        own = [str(one.loss) for one in losses if one.is_auto and one.teacher == number]
+        own = [str(loss.loss) for loss in losses if loss.is_auto and loss.teacher == number]
         yield f"{' and '.join(shared + own)}, because {why}"
 
 

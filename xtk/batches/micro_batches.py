@@ -181,7 +181,7 @@ class BatchBuilder:
             with_compared_text: as in `build`.
         """
         read = self._tokenize(numbers)
-        groups = group_by_tokens([len(one.student) for one in read], max_tokens, padded=not self._packing)
+        groups = group_by_tokens([len(own.student) for own in read], max_tokens, padded=not self._packing)
         return [
             self._build(
                 [numbers[at] for at in group],
@@ -194,14 +194,14 @@ class BatchBuilder:
 
     def _tokenize(self, numbers: Sequence[int]) -> list[_StudentDocument]:
         documents = [self._source.document(number) for number in numbers]
-        found = []
+        student_documents = []
         for document, sequence in zip(documents, tokenize_documents(self._tokenizer, documents), strict=True):
             student = sequence if self._limit is None else sequence.truncate(self._limit)
             regions = token_regions(document, student)
             student = self._region_weights.select(student, regions, with_template=self._trains_template)
             mask = student.whitespace_mask(document.text) if self._masks_whitespace else None
-            found.append(_StudentDocument(document, student, mask, regions))
-        return found
+            student_documents.append(_StudentDocument(document, student, mask, regions))
+        return student_documents
 
     def _loss_inputs(self, read: _StudentDocument, output: TeacherOutput | None) -> LossInputs:
         regions = read.regions if read.has_regions else None
@@ -216,8 +216,8 @@ class BatchBuilder:
         *,
         with_compared_text: bool = False,
     ) -> MicroBatch:
-        documents, students = [one.document for one in own_tokens], [one.student for one in own_tokens]
-        without_teacher = [self._loss_inputs(one, None) for one in own_tokens]
+        documents, students = [own.document for own in own_tokens], [own.student for own in own_tokens]
+        without_teacher = [self._loss_inputs(own, None) for own in own_tokens]
         read = {
             with_samples: self._read(numbers, own_tokens, sample_set if with_samples else None)
             for with_samples in self._sampling_modes
@@ -235,7 +235,7 @@ class BatchBuilder:
         weights = np.repeat([document.weight for document in documents], lengths)
         if (self._region_weights.weights != 1).any():
             weights = weights * np.concatenate(
-                [np.zeros(0), *(self._region_weights.weights[one.regions[one.student.loss_mask]] for one in own_tokens)]
+                [np.zeros(0), *(self._region_weights.weights[own.regions[own.student.loss_mask]] for own in own_tokens)]
             )
         text_weights = weights
         if self._ce_on_data_only:
@@ -256,7 +256,7 @@ class BatchBuilder:
         return MicroBatch(
             input_ids=ids,
             document_lengths=document_lengths,
-            loss_positions=np.concatenate([np.zeros(0, np.int64), *(one.positions for one in without_teacher)])
+            loss_positions=np.concatenate([np.zeros(0, np.int64), *(example.positions for example in without_teacher)])
             + np.repeat(starts, lengths),
             terms=terms,
             lengths=tuple(len(student) for student in students),
@@ -337,10 +337,12 @@ class BatchBuilder:
         factors = [np.zeros((self._teachers, 0))]
         for examples, student, document in zip(read, students, documents, strict=True):
             sizes = np.diff(student.byte_ends, prepend=0).astype(np.int64)
-            found, parts = score_tallies(self.score_weighting, examples, sizes)
+            score_sums, parts = score_tallies(self.score_weighting, examples, sizes)
             if document.weight:  # scores of other documents may be infinite
-                tallies += document.weight * found.sum(axis=1)
-            factors.append(self.score_weighting.teacher_weights(found)[:, parts[np.flatnonzero(student.loss_mask)]])
+                tallies += document.weight * score_sums.sum(axis=1)
+            factors.append(
+                self.score_weighting.teacher_weights(score_sums)[:, parts[np.flatnonzero(student.loss_mask)]]
+            )
         return None if self.score_weighting.scope == "batch" else np.concatenate(factors, axis=1), tallies
 
 

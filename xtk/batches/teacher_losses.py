@@ -38,7 +38,9 @@ class TeacherLosses:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The teachers' names in metrics; a mixture has one."""
-        return ("mixture",) if self.combination.method == "mixture" else tuple(one.name for one in self.teachers)
+        return (
+            ("mixture",) if self.combination.method == "mixture" else tuple(teacher.name for teacher in self.teachers)
+        )
 
     @cached_property
     def objectives(self) -> tuple[LossTerm, ...]:
@@ -106,7 +108,7 @@ def _check_score(score: str, teachers: Sequence[DistillationTeacher]) -> None:
     Raises:
         XtkError: a cache does not have the exact top-1 tokens that the score needs.
     """
-    lacking = next((one for one in teachers if score == "max-probability" and not one.has_exact_top1), None)
+    lacking = next((teacher for teacher in teachers if score == "max-probability" and not teacher.has_exact_top1), None)
     if lacking is not None:
         raise XtkError(
             "--teacher-weights max-probability needs the exact most likely token of each position",
@@ -133,9 +135,9 @@ def _losses_on_mixture(assigned: Sequence[AssignedLoss], teachers: Sequence[Dist
         XtkError: a loss cannot be computed from one of the teachers.
     """
     least = next((number for number, teacher in enumerate(teachers) if teacher.support == "none"), 0)
-    losses = [one for one in assigned if one.teacher in (None, least)]
-    for one in losses:
+    losses = [assignment for assignment in assigned if assignment.teacher in (None, least)]
+    for loss in losses:
         for teacher in teachers:
-            if refusal := teacher.refusal(one.loss):
+            if refusal := teacher.refusal(loss.loss):
                 raise refusal
-    return [one if one.teacher is None else replace(one, teacher=0) for one in losses]
+    return [loss if loss.teacher is None else replace(loss, teacher=0) for loss in losses]

@@ -132,10 +132,10 @@ class ByProjection:
     def matches(self, student_tokens: NDArray[np.int64], teacher_tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Return bool [n]; student tokens outside of the projection match no token."""
         known = student_tokens < len(self.mapped_ids)
-        found: NDArray[np.bool_] = (
+        is_match: NDArray[np.bool_] = (
             known & (self.mapped_ids[np.where(known, student_tokens, 0)] == teacher_tokens) & (teacher_tokens >= 0)
         )
-        return found
+        return is_match
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ class BySpelling:
     def matches(self, student_tokens: NDArray[np.int64], teacher_tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Return bool [n]."""
         pairs, pair_indices = np.unique(np.column_stack([student_tokens, teacher_tokens]), axis=0, return_inverse=True)
-        found = np.array([self._is_same(*pair) for pair in pairs.tolist()], np.bool_)
-        return found[pair_indices.reshape(-1)]
+        is_match = np.array([self._is_same(*pair) for pair in pairs.tolist()], np.bool_)
+        return is_match[pair_indices.reshape(-1)]
 
     def _is_same(self, student: int, teacher: int) -> bool:
         if self.special_tokens.get(student) == teacher:

@@ -49,8 +49,8 @@ def optional_columns(header: dict[str, Any]) -> list[str]:
     data = header.get("data", {})
     if "sources" not in data:
         return list(data.get("optional_columns", []))
-    found = {name for source in data["sources"] for name in source.get("optional_columns", [])}
-    return [name for name in OPTIONAL_COLUMNS if name in found]
+    columns = {name for source in data["sources"] for name in source.get("optional_columns", [])}
+    return [name for name in OPTIONAL_COLUMNS if name in columns]
 
 
 class ShardColumns:

@@ -260,8 +260,8 @@ def header_identity(header: dict[str, Any]) -> dict[str, Any]:
 
 def header_section(header: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a section of an unchecked header; {} if it is missing."""
-    found = header.get(name)
-    return found if isinstance(found, dict) else {}
+    section = header.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:

@@ -285,8 +285,8 @@ def _refuse_other_unfinished_cache(
         first = min(held)
         number = list(wanted).index(first)
         with contextlib.suppress(CorruptError):  # a corrupt shard is rewritten
-            found = open_verified_shard(folder.local_path(first), folder.path_of(first)).header
-            if header_identity(found) != header_identity(parts[taken[number].header_index]):
+            header = open_verified_shard(folder.local_path(first), folder.path_of(first)).header
+            if header_identity(header) != header_identity(parts[taken[number].header_index]):
                 strange = [first]
     if strange:
         raise XtkError(

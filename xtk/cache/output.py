@@ -165,20 +165,20 @@ def remove_writer_files(folder: StorageFolder) -> None:
         folder.remove_stale_locks()
 
 
-def other_request_error(folder: StorageFolder, file: str, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
+def other_request_error(folder: StorageFolder, file: str, header: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
     """Return the error for an output folder with a cache of another header.
 
     Args:
         folder: of the cache.
         file: that contains the header.
-        found: the header.
+        header: the header.
         wanted: the header of the request.
     """
     differences = [
-        f"{section}.{key}: {_shorten(found, section, key)} there, {_shorten(wanted, section, key)} in this command"
+        f"{section}.{key}: {_shorten(header, section, key)} there, {_shorten(wanted, section, key)} in this command"
         for section in ("teacher", "data", "options", "codec")
-        for key in sorted({*header_section(found, section), *header_section(wanted, section)})
-        if header_section(found, section).get(key) != header_section(wanted, section).get(key)
+        for key in sorted({*header_section(header, section), *header_section(wanted, section)})
+        if header_section(header, section).get(key) != header_section(wanted, section).get(key)
     ]
     return XtkError(
         "the output folder contains a cache with different inputs or options",

@@ -73,8 +73,8 @@ def check_unfinished_cache(folder: StorageFolder) -> None:
         where = folder.path_of(file)
         try:
             shard = open_verified_shard(folder.local_path(file), where)
-        except CorruptError as wrong:
-            raise CorruptError(wrong.what, where=where, hint=again) from None
+        except CorruptError as failure:
+            raise CorruptError(failure.what, where=where, hint=again) from None
         if shard_file_name(shard.position.shard) != file:
             raise CorruptError(
                 f"this file contains shard {shard.position.shard}, not the shard in its name", where=where, hint=again
@@ -173,13 +173,13 @@ class TeacherCache:
         at = number - self._first_rows[shard]
         opened = self._open(shard)
         try:
-            found = opened.read_document(at, sample_set)
-        except CorruptError as wrong:
+            stored = opened.read_document(at, sample_set)
+        except CorruptError as failure:
             raise CorruptError(
-                wrong.what, where=wrong.where, hint=repair_hint(self.folder, self._shard_file(shard))
+                failure.what, where=failure.where, hint=repair_hint(self.folder, self._shard_file(shard))
             ) from None
-        found.index = int(number)
-        return found
+        stored.index = int(number)
+        return stored
 
     @property
     def teacher_tokenizer(self) -> Tokenizer:
@@ -200,14 +200,14 @@ class TeacherCache:
             tokenizer = tokenizer.with_start_token(tuple(identity["start_ids"]))
         except CorruptError:
             raise
-        except XtkError as wrong:
+        except XtkError as failure:
             raise CorruptError(
-                f"the teacher's tokenizer cannot be loaded from the cache: {wrong.what}",
+                f"the teacher's tokenizer cannot be loaded from the cache: {failure.what}",
                 where=self.folder.name,
                 hint="copy the tokenizer files of the teacher into this folder, or use --projection FILE",
             ) from None
-        found = (tokenizer.fingerprint, tokenizer.template_fingerprint)
-        if found != (identity["tokenizer"], identity["template"]):
+        fingerprints = (tokenizer.fingerprint, tokenizer.template_fingerprint)
+        if fingerprints != (identity["tokenizer"], identity["template"]):
             raise CorruptError(
                 "the tokenizer in this cache is not the one that the cache was built with",
                 where=self.folder.name,
@@ -269,13 +269,13 @@ class TeacherCache:
             self._verified.discard(number)
             shard = self._open_shard(number)
             for row in shard.damaged_documents():
-                wrong = corrupt_document_error(shard.name, row)
+                failure = corrupt_document_error(shard.name, row)
                 raise CorruptError(
-                    wrong.what, where=wrong.where, hint=repair_hint(self.folder, self._shard_file(number))
+                    failure.what, where=failure.where, hint=repair_hint(self.folder, self._shard_file(number))
                 )
             entry = self.manifest["shards"][number]
-            found = {**shard.counts(), **shard.entropy_sums()}
-            if any(entry[name] != value for name, value in found.items()):
+            sums = {**shard.counts(), **shard.entropy_sums()}
+            if any(entry[name] != value for name, value in sums.items()):
                 raise self._damaged_error(
                     "the counts or sums of this shard differ from the manifest of the cache", entry["file"]
                 )

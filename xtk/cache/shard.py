@@ -68,9 +68,9 @@ class CacheShard:
         try:
             with pa.memory_map(str(path)) as source:
                 self._buffer = source.read_buffer()
-        except (pa.ArrowException, ValueError, OSError) as wrong:
+        except (pa.ArrowException, ValueError, OSError) as failure:
             raise CorruptError(
-                f"this shard of a teacher cache cannot be read: {wrong}", where=self.name, hint=RESTORE_HINT
+                f"this shard of a teacher cache cannot be read: {failure}", where=self.name, hint=RESTORE_HINT
             ) from None
         self._batch, seal = read_single_batch(self._buffer, self.name, full=False)
         with self._corruption_as_error("its header is invalid"):
@@ -119,9 +119,9 @@ class CacheShard:
         where = self.name if row is None else f"{self.name}, row {row}"
         try:
             yield
-        except CorruptError as wrong:
+        except CorruptError as failure:
             raise (
-                wrong if wrong.where else CorruptError(wrong.what, where=where, hint=wrong.hint or RESTORE_HINT)
+                failure if failure.where else CorruptError(failure.what, where=where, hint=failure.hint or RESTORE_HINT)
             ) from None
         except XtkError:
             raise
@@ -225,7 +225,7 @@ class CacheShard:
             CorruptError: a checksum does not match; names shard and row.
         """
         documents = map(self.read_document, range(start, stop))
-        text = count_text_bits((one.tokens, one.stored_logprobs) for one in documents)
+        text = count_text_bits((document.tokens, document.stored_logprobs) for document in documents)
         place = ShardPosition(self.position.shard, self.position.first_document + start, stop - start)
         write_sealed(path, self._batch.slice(start, stop - start), place, text)
 
@@ -235,8 +235,8 @@ class CacheShard:
 
     def is_conversation(self) -> NDArray[np.bool_]:
         """Return bool [documents], whether each is a conversation."""
-        found: NDArray[np.bool_] = self._batch.column("conversation").is_valid().to_numpy(zero_copy_only=False)
-        return found
+        is_valid: NDArray[np.bool_] = self._batch.column("conversation").is_valid().to_numpy(zero_copy_only=False)
+        return is_valid
 
 
 def corrupt_document_error(name: str, row: int) -> CorruptError:
@@ -395,8 +395,8 @@ class StoredDocument:
     def _check_ids(self, ids: NDArray[np.int32]) -> None:
         width = self._shard.vocab_size
         if not _all_between(ids, 0, width - 1):
-            wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise self._corruption_error(f"token id {wrong} is outside of the teacher's vocabulary of {width:,} ids")
+            failure = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise self._corruption_error(f"token id {failure} is outside of the teacher's vocabulary of {width:,} ids")
 
     def _corruption_error(self, what: str) -> CorruptError:
         return CorruptError(

@@ -163,9 +163,9 @@ def write_sealed(path: Path, batch: pa.RecordBatch, place: ShardPosition, text: 
     with path.open("r+b") as stream:
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             at = content.find(CHECKSUM_PREFIX) + len(CHECKSUM_PREFIX)
-            found = _checksum_around(content, at)
+            checksum = _checksum_around(content, at)
         stream.seek(at)  # not through the map, where a full disk raises SIGBUS instead of an error
-        stream.write(found.encode())
+        stream.write(checksum.encode())
 
 
 def _checksum_around(content: mmap.mmap, at: int) -> str:

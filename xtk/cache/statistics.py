@@ -105,8 +105,8 @@ def _observed_outside_top(scores: StoredLogprobs, options: dict[str, Any], longe
     lowest = np.full(len(scores), np.inf)
     np.minimum.at(lowest, owner, scores.logprobs)
     full = np.diff(scores.offsets) - 1 >= int(options["top_k"])
-    found: NDArray[np.bool_] = (full | (others >= options["top_p"] - 1e-6)) & (scores.observed_logprobs <= lowest)
-    return found
+    is_outside: NDArray[np.bool_] = (full | (others >= options["top_p"] - 1e-6)) & (scores.observed_logprobs <= lowest)
+    return is_outside
 
 
 def bytes_by_section(manifest: dict[str, Any]) -> dict[str, int]:

@@ -94,10 +94,10 @@ def make_support(
         "--num-sample-sets": num_sample_sets != 1 and not has_samples,
         "--seed": seed != 0 and not has_samples,
     }
-    if wrong := next((name for name, is_unused in unused.items() if is_unused), ""):
+    if failure := next((name for name, is_unused in unused.items() if is_unused), ""):
         raise XtkError(
-            f"{wrong} has no effect with --support {kind}",
-            hint=f"remove {wrong}, or use another --support, such as {DEFAULT_SUPPORT}",
+            f"{failure} has no effect with --support {kind}",
+            hint=f"remove {failure}, or use another --support, such as {DEFAULT_SUPPORT}",
         )
     sampling = {}
     if has_samples:

@@ -66,13 +66,13 @@ class ShardedCacheWriter:
         self._existing_files = set(folder.file_sizes())
         self._entries: dict[int, dict[str, Any]] = {}
         self._files: dict[str, bytes] = {}
-        found = [
+        unfinished = [
             number
             for number in (range(self.num_shards) if assigned_shards is None else assigned_shards)
             if shard_file_name(number) in self._existing_files
         ]
-        for number, wrong in self._check(found):
-            terminal.note(f"cache-teacher: {wrong.where}: {wrong.what}; writing this shard again")
+        for number, failure in self._check(unfinished):
+            terminal.note(f"cache-teacher: {failure.where}: {failure.what}; writing this shard again")
             self.folder.remove(shard_file_name(number))
             self._existing_files.remove(shard_file_name(number))
 
@@ -114,10 +114,10 @@ class ShardedCacheWriter:
             CorruptError: a shard that another machine wrote is corrupt.
         """
         others = [number for number in range(self.num_shards) if number not in self._entries]
-        for _, wrong in self._check(others):
+        for _, failure in self._check(others):
             raise CorruptError(
-                wrong.what,
-                where=wrong.where,
+                failure.what,
+                where=failure.where,
                 hint="run the same xtk cache-teacher command again on the machine that wrote this shard",
             )
         for name, content in self._files.items():
@@ -143,8 +143,8 @@ class ShardedCacheWriter:
                     self.folder.prefetch([shard_file_name(other) for other in numbers[at : at + PREFETCHED_SHARDS]])
                 try:
                     self._entries[number] = self._checked(number)
-                except CorruptError as wrong:
-                    yield number, wrong
+                except CorruptError as failure:
+                    yield number, failure
                 progress.advance(1)
 
     def _checked(self, number: int) -> dict[str, Any]:
@@ -223,9 +223,9 @@ def start_cache(folder: StorageFolder, header: dict[str, Any]) -> None:
         marker = parse_json_object(folder.read(UNFINISHED_MARKER, MAX_MANIFEST_BYTES), where)
         if marker.get("version") != VERSION:
             raise cache_version_error(marker.get("version"), where)
-        found = marker.get("header")
-        if isinstance(found, dict) and header_identity(found) != header_identity(header):
-            raise other_request_error(folder, UNFINISHED_MARKER, found, header)
+        marked_header = marker.get("header")
+        if isinstance(marked_header, dict) and header_identity(marked_header) != header_identity(header):
+            raise other_request_error(folder, UNFINISHED_MARKER, marked_header, header)
     elif MANIFEST not in held:
         write_file(folder, UNFINISHED_MARKER, _unfinished_marker_content(header))
 

@@ -192,8 +192,8 @@ def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher:
             if document.is_text:
                 lost[0] += count_normalization_loss(student, [document.text], [document.student])
                 lost[1] += count_normalization_loss(teacher, [document.text], [document.teacher])
-    for found in lost:
-        _warn(found)
+    for loss in lost:
+        _warn(loss)
 
 
 def _print_different_texts(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
@@ -205,16 +205,16 @@ def _print_different_texts(text: str, teacher_text: str, sides: list[str], *, as
     one, other = (Tokenizer(resolve_model_folder(side, with_weights=False), name=side) for side in sides)
     texts = _decode_argument(text), _decode_argument(teacher_text)
     (student,), (teacher,) = one.encode(texts[:1]), other.encode(texts[1:])
-    found = align_different_texts(texts[0], student.byte_ends, texts[1], teacher.byte_ends)
+    spans = align_different_texts(texts[0], student.byte_ends, texts[1], teacher.byte_ends)
     record = {
         "text": texts[0],
         "teacher_text": texts[1],
         "student_ids": student.ids.tolist(),
         "teacher_ids": teacher.ids.tolist(),
-        "spans": found.spans.tolist(),
-        "exact": bool(found.equal.all()),
-        "equal": found.equal.tolist(),
-        "similarity": [round(value, 4) for value in found.similarity.tolist()],
+        "spans": spans.spans.tolist(),
+        "exact": bool(spans.equal.all()),
+        "equal": spans.equal.tolist(),
+        "similarity": [round(value, 4) for value in spans.similarity.tolist()],
     }
     if terminal.stdout_is_terminal() and not as_json:
         _print_spans(record, one, other)

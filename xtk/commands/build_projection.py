@@ -161,9 +161,9 @@ def _matching(value: str) -> Any:
             root = yaml.compose(text)
             if isinstance(root, yaml.MappingNode):
                 _unique_dict([(key.value, None) for key, _ in root.value])
-    except (yaml.YAMLError, ValueError, RecursionError) as wrong:
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:
         raise XtkError(
-            f"the file of --special-tokens is neither valid JSON nor YAML: {wrong}",
+            f"the file of --special-tokens is neither valid JSON nor YAML: {failure}",
             where=value,
             hint='write pairs such as {"<|im_end|>": "</s>"}, the student token first',
         ) from None
@@ -223,8 +223,8 @@ def _counts_projection(
         CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64)), **chosen
     )  # checks the options before counting
     if path.exists():
-        found = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
-        header = projection_header(student, teacher, "cooccurrence", matching, counts=found, **chosen)
+        empty_counts = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
+        header = projection_header(student, teacher, "cooccurrence", matching, counts=empty_counts, **chosen)
         projection = PROJECTION.find_finished(path, header, force=force)
         if projection is not None:
             remove_counting_state(path)

@@ -79,9 +79,9 @@ class ConfigFileCommand(TyperCommand):
             )
         try:
             root = yaml.compose(content.decode())
-        except (yaml.YAMLError, RecursionError) as wrong:
+        except (yaml.YAMLError, RecursionError) as failure:
             raise XtkError(
-                f"the --config file is not valid YAML or JSON: {wrong}",
+                f"the --config file is not valid YAML or JSON: {failure}",
                 where=str(path),
                 hint="write one option a line, such as max-steps: 500",
             ) from None

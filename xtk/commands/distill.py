@@ -162,14 +162,14 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
         eval_caches=options.eval_data if all(map(is_cache, options.eval_data)) else (),
         online_teachers=tuple(
             parse_online_teacher(
-                one,
+                spec,
                 # Completions of the student cannot be refused.
                 long_documents="truncate" if options.on_policy else options.long_documents,
                 trust_remote_code=options.trust_remote_code,
                 student=folder,
                 devices=teacher_devices,
             )
-            for one in options.teacher
+            for spec in options.teacher
         ),
         max_document_bytes=options.max_document_bytes,
     )

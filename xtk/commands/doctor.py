@@ -165,10 +165,10 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
 def _print_findings(findings: list[Finding]) -> None:
     """Print the findings: a table on a terminal, lines elsewhere."""
     if not terminal.stdout_is_terminal():
-        for one in findings:
-            next_step = f"\n  try:   {one.hint}" if one.hint else ""
-            where = f"\n  where: {one.where}" if one.where else ""
-            terminal.result_line(f"{one.level:8} {one.check}: {one.what}{where}{next_step}")
+        for finding in findings:
+            next_step = f"\n  try:   {finding.hint}" if finding.hint else ""
+            where = f"\n  where: {finding.where}" if finding.where else ""
+            terminal.result_line(f"{finding.level:8} {finding.check}: {finding.what}{where}{next_step}")
         terminal.result_line(_summary(findings))
         return
     from rich.console import Console
@@ -178,9 +178,9 @@ def _print_findings(findings: list[Finding]) -> None:
     table = Table(show_lines=False, pad_edge=False)
     for head in ("level", "check", "finding", "where", "next step"):
         table.add_column(head, overflow="fold")
-    for one in findings:
-        texts = [terminal.printable(text or "") for text in (one.check, one.what, one.where, one.hint)]
-        cells: list[Any] = [Text(one.level, LEVEL_STYLES[one.level]), *map(Text, texts)]
+    for finding in findings:
+        texts = [terminal.printable(text or "") for text in (finding.check, finding.what, finding.where, finding.hint)]
+        cells: list[Any] = [Text(finding.level, LEVEL_STYLES[finding.level]), *map(Text, texts)]
         table.add_row(*cells)
     console = Console(file=terminal.result_stream())
     console.print(table)
@@ -188,5 +188,5 @@ def _print_findings(findings: list[Finding]) -> None:
 
 
 def _summary(findings: list[Finding]) -> str:
-    counts = {level: sum(one.level == level for one in findings) for level in LEVEL_STYLES}
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVEL_STYLES}
     return ", ".join(f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}" for level, count in counts.items())

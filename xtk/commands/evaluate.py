@@ -84,13 +84,13 @@ def _check_mode_options(options: EvaluateOptions, mode: str) -> None:
         BadParameter: such options are set.
     """
     known = sorted(set().union(*OPTIONS_BY_MODE.values()) - OPTIONS_BY_MODE[mode])
-    wrong = [
+    failure = [
         f"{flag} applies only to {' or '.join(one for one, names in OPTIONS_BY_MODE.items() if name in names)}"
         for name in known
         for flag in flags_of_set_options(options, [name], including_defaults=True)
     ]
-    if wrong:
-        raise typer.BadParameter(f"{'; '.join(wrong)}; this command measures {mode}: remove the option")
+    if failure:
+        raise typer.BadParameter(f"{'; '.join(failure)}; this command measures {mode}: remove the option")
 
 
 def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, options: EvaluateOptions) -> None:
@@ -171,12 +171,12 @@ def _print_reward_results(results: dict[str, AnswerScores], corpus: Corpus, opti
     data = corpus.sources
     first = next(iter(results))
     lines: list[dict[str, Any]] = []
-    for name, found in results.items():
+    for name, result in results.items():
         line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else data, "reward": options.reward}
         line |= {"temperature": options.temperature, "seed": options.seed, "limit": options.max_prompts}
-        line |= found.to_json()
+        line |= result.to_json()
         if name != first:
-            gain = results[first].difference(found)
+            gain = results[first].difference(result)
             line["difference"] = gain.value
             line["difference_error"] = None if math.isnan(gain.error) else gain.error
         lines.append(line)

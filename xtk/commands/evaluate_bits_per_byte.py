@@ -142,7 +142,7 @@ def _measured(
     bits = evaluate_bits_per_byte(
         model, tokenizer, documents, by_category=options.by_category, compared_with=others, **sizes
     )
-    sample = [one.text for one in islice(documents, SAMPLED_DOCUMENTS) if one.conversation is None]
+    sample = [document.text for document in islice(documents, SAMPLED_DOCUMENTS) if document.conversation is None]
     if warning := count_normalization_loss(tokenizer, sample).warning():
         terminal.note(
             f"evaluate: warning: {warning}; dropped characters count as bytes but cost no bits, so that bits per byte "
@@ -191,13 +191,13 @@ def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
 def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teacher: str) -> Iterable[dict[str, Any]]:
     """Yield the JSON record of each model."""
     first = next(iter(results.values()))
-    for name, found in results.items():
+    for name, result in results.items():
         line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else list(data)}
         if teacher:
             line["teacher"] = teacher
-        for measure, ratio in found.measures().items():
-            line |= _measure_with_error(measure, ratio, None if found is first else first.measures().get(measure))
-        bits = found.bits
+        for measure, ratio in result.measures().items():
+            line |= _measure_with_error(measure, ratio, None if result is first else first.measures().get(measure))
+        bits = result.bits
         line |= {
             "bytes": bits.bytes,
             "skipped_bytes": bits.num_skipped_bytes,
@@ -209,7 +209,7 @@ def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teach
         if bits.per_category:
             line["categories"] = {
                 kind: _measure_with_error(
-                    BITS_METRIC, ratio, None if found is first else first.bits.per_category.get(kind)
+                    BITS_METRIC, ratio, None if result is first else first.bits.per_category.get(kind)
                 )
                 | {"bytes": int(ratio.counts.sum()), "bits": _nan_to_none(float(ratio.sums.sum()))}
                 for kind, ratio in bits.per_category.items()
@@ -219,12 +219,12 @@ def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teach
 
 def _measure_with_error(measure: str, ratio: Ratio, reference: Ratio | None) -> dict[str, Any]:
     """Return a measure with its standard error, and the first model's difference to it."""
-    found: dict[str, Any] = {measure: _nan_to_none(ratio.value), f"{measure}_error": ratio.estimate().finite_error}
+    record: dict[str, Any] = {measure: _nan_to_none(ratio.value), f"{measure}_error": ratio.estimate().finite_error}
     if reference is not None:
         gain = reference.difference(ratio)
         name = "difference" if measure == BITS_METRIC else f"{measure}_difference"
-        found |= {name: _nan_to_none(gain.value), f"{name}_error": gain.finite_error}
-    return found
+        record |= {name: _nan_to_none(gain.value), f"{name}_error": gain.finite_error}
+    return record
 
 
 def _nan_to_none(value: float) -> float | None:
@@ -242,7 +242,7 @@ def _print_bits_results(
         value = _table_cell(lines[0], BITS_METRIC)
         terminal.result_line(f"{value} bits per byte  {first}  ({of_data}{_windows(bits)})")
     else:
-        measures = list(dict.fromkeys(measure for found in results.values() for measure in found.measures()))
+        measures = list(dict.fromkeys(measure for result in results.values() for measure in result.measures()))
         heads = ["model"]
         rows = [[name] for name in results]
         for measure in measures:
@@ -251,8 +251,8 @@ def _print_bits_results(
                 gain = "difference" if measure == BITS_METRIC else f"{measure}_difference"
                 row += [_table_cell(line, measure), _table_cell(line, gain, "+")]
         heads += ["windows"]
-        for row, found in zip(rows, results.values(), strict=True):
-            row.append(_windows(found.bits).removeprefix("; "))
+        for row, result in zip(rows, results.values(), strict=True):
+            row.append(_windows(result.bits).removeprefix("; "))
         print_table(of_data + (f"; teacher: {teacher}" if teacher else ""), heads, rows)
     if bits.per_category:
         kinds = sorted(bits.per_category, key=lambda kind: -bits.per_category[kind].counts.sum())

@@ -56,9 +56,9 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: Evalua
         for name, places in folders.items():
             model, tokenizer = load_model_and_tokenizer(name, places, options)
             limits = [limit for limit in (max_context_length(model.config), options.max_length) if limit]
-            found = harness.evaluate(model, tokenizer, max_length=min(limits, default=None))
-            results[name] = found
-            for sample in found.samples if stream is not None else ():
+            evaluated = harness.evaluate(model, tokenizer, max_length=min(limits, default=None))
+            results[name] = evaluated
+            for sample in evaluated.samples if stream is not None else ():
                 assert stream is not None
                 stream.write(json.dumps({"model": name, **sample}, ensure_ascii=False) + "\n")
             del model
@@ -69,7 +69,7 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: Evalua
 
 def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options: EvaluateOptions) -> None:
     first = next(iter(results))
-    lines = {name: found.to_json(results[first] if name != first else None) for name, found in results.items()}
+    lines = {name: result.to_json(results[first] if name != first else None) for name, result in results.items()}
     if options.as_json:
         for name, line in lines.items():
             record: dict[str, Any] = {"model": name, "data": list(tasks), "seed": options.seed}
@@ -77,7 +77,7 @@ def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options
         return
     rows = []
     for task in results[first].top_level_tasks:
-        for metric in dict.fromkeys(metric for found in results.values() for metric in found.metrics.get(task, {})):
+        for metric in dict.fromkeys(metric for result in results.values() for metric in result.metrics.get(task, {})):
             for name, line in lines.items():
                 scores = line.get(task, {})
                 gain = scores.get(f"{metric}_difference")

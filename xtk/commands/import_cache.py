@@ -45,7 +45,7 @@ def import_cache(options: ImportCacheOptions) -> None:
 
     terminal.set_quiet(options.quiet)
     cache, num_skipped = import_files(
-        [terminal.path_argument(one) if one == "-" else one for one in options.data],
+        [terminal.path_argument(path) if path == "-" else path for path in options.data],
         options.output,
         tokenizer=options.tokenizer,
         name=options.name,

@@ -230,9 +230,9 @@ def _describe_rollouts(path: Path) -> dict[str, Any]:
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
 
     request = read_request_fingerprint(path)
-    found = read_statistics(path)
-    statistics = {**found.summary(), "bytes": path.stat().st_size, "verified": True}
-    statistics["has_all_lines"] = found.has_all_lines
+    summary = read_statistics(path)
+    statistics = {**summary.summary(), "bytes": path.stat().st_size, "verified": True}
+    statistics["has_all_lines"] = summary.has_all_lines
     return {"path": str(path), "kind": "rollouts", "header": {"request": request}, "statistics": statistics}
 
 

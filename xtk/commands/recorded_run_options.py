@@ -39,7 +39,7 @@ def recipe_options(options: DistillOptions, piped: str = "", num_processes: int 
         if declared.comma_separated:
             kept[field.name] = ",".join(value)
         elif isinstance(value, tuple):
-            kept[field.name] = [_absolute(field.name, piped if one == "-" else one) for one in value]
+            kept[field.name] = [_absolute(field.name, piped if item == "-" else item) for item in value]
         else:
             kept[field.name] = _absolute(field.name, piped if value == "-" else value)
     return {**kept, "num_processes": num_processes or options.num_processes}
@@ -52,15 +52,15 @@ def _absolute(name: str, value: Any) -> Any:
     if name == "prompt_template":
         return _absolute_path(value) if value.endswith(".jinja") else value
     if name in ("reward", "environment"):
-        value = _SCHEMA.sub(lambda found: _absolute_path(found[0]), value)
-        found = _USERS_CODE.fullmatch(value)
+        value = _SCHEMA.sub(lambda match: _absolute_path(match[0]), value)
+        match = _USERS_CODE.fullmatch(value)
     elif name in ("teacher", "eval_tasks"):
-        found = _WITH_OPTIONS.fullmatch(value)
+        match = _WITH_OPTIONS.fullmatch(value)
     else:
         return value
-    if found is None or (name, found["place"]) == ("teacher", "self"):
+    if match is None or (name, match["place"]) == ("teacher", "self"):
         return value
-    return _absolute_path(found["place"]) + (found["rest"] or "")
+    return _absolute_path(match["place"]) + (match["rest"] or "")
 
 
 def _absolute_path(path: str) -> str:
@@ -121,14 +121,14 @@ def _recipe(config: str) -> dict[str, Any] | None:
 
 
 def _flatten_identity(content: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    found = []
+    entries = []
     for name, value in content.items():
-        found += (
+        entries += (
             _flatten_identity(value, f"{before}{name}.")
             if isinstance(value, dict)
             else [(before + name, json.dumps(value))]
         )
-    return found
+    return entries
 
 
 def rerun_command(run: Path) -> str:

@@ -190,12 +190,13 @@ def rollout(options: RolloutOptions) -> None:
         size = max(1, COMPLETIONS_PER_BATCH // options.num_generations)
         for start in range(0, len(prompts), size):
             group = prompts[start : start + size]
-            found = generate_rollouts(
+            generated = generate_rollouts(
                 group, generator, tokenizer, sampling, num_generations=options.num_generations, seed=options.seed,
                 rewards=rewards if rewards.specs else None, environment=environment, max_turns=options.max_turns,
                 scale_rewards=options.scale_rewards, template_arguments=template_arguments,
             )  # fmt: skip
-            yield from ((prompt, [one for one in found if one.prompt == prompt.number]) for prompt in group)
+            for prompt in group:
+                yield prompt, [sample for sample in generated if sample.prompt == prompt.number]
 
     with only_writer_of_path(path.resolve(), "file"):
         _checked_output(options.output, [student, *options.prompts])  # a file may have appeared since the first check
@@ -338,6 +339,6 @@ def _prompts_fingerprint(prompts: list[Prompt]) -> str:
 
     digest = hashlib.sha256()
     for prompt in prompts:
-        found = [dict(prompt.record), document_fields(prompt.document)]
-        digest.update(json.dumps(found, sort_keys=True, default=str).encode() + b"\n")
+        contents = [dict(prompt.record), document_fields(prompt.document)]
+        digest.update(json.dumps(contents, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()

@@ -139,7 +139,7 @@ def transplant(options: TransplantOptions) -> None:
         )
         _note_template(config)
     names = ("method", "tokens", *KINDS, "categories", "embedding_rows", "tied", "dtype", "parameters", "eos_token_ids")
-    record = {"path": options.output, "kind": manifest["kind"], **{one: manifest[one] for one in names}}
+    record = {"path": options.output, "kind": manifest["kind"], **{name: manifest[name] for name in names}}
     if held_out is not None:
         after = _bits_per_byte(Path(options.output), None, Tokenizer(options.output), held_out, options)
         record["bits_per_byte"] = {"before": before, "after": after}

@@ -193,10 +193,10 @@ class CorpusFingerprint:
     @classmethod
     def of(cls, documents: Iterable[Document]) -> CorpusFingerprint:
         """Return the fingerprint of documents."""
-        found = cls()
+        counts = cls()
         for document in documents:
-            found.add(document)
-        return found
+            counts.add(document)
+        return counts
 
     def add(self, document: Document) -> None:
         """Add one document."""
@@ -218,22 +218,22 @@ class CorpusFingerprint:
 
 def _extra_content(document: Document) -> dict[str, bytes]:
     """Return the encoded content of a document in addition to its segments and messages."""
-    found = {}
+    extra = {}
     if not document.is_complete:
-        found["complete"] = b"false"
+        extra["complete"] = b"false"
     if document.teacher_prompt is not None:
-        found["teacher_prompt"] = json.dumps(document.teacher_prompt).encode()
+        extra["teacher_prompt"] = json.dumps(document.teacher_prompt).encode()
     if document.teacher_tokens is not None:
-        found["input_ids"] = document.teacher_tokens.to_bytes()
+        extra["input_ids"] = document.teacher_tokens.to_bytes()
     if document.candidate_ids is not None:
-        found["candidate_ids"] = document.candidate_ids.to_bytes()
+        extra["candidate_ids"] = document.candidate_ids.to_bytes()
     if document.weight != 1:
-        found["weight"] = repr(document.weight).encode()
+        extra["weight"] = repr(document.weight).encode()
     if document.teacher_name:
-        found["route"] = document.teacher_name.encode()
+        extra["route"] = document.teacher_name.encode()
     if document.sampled_tokens is not None:
-        found["student_ids"] = document.sampled_tokens.to_bytes()
-    return found
+        extra["student_ids"] = document.sampled_tokens.to_bytes()
+    return extra
 
 
 def _data_files(path: Path, split: str = "") -> list[Path]:
@@ -281,8 +281,8 @@ def _read_hub_dataset(name: str, split: str, reading: RecordReadOptions) -> Iter
         yield from read_dataset(stream, name, reading)
     except XtkError:
         raise
-    except Exception as wrong:  # errors of the hub client, the network, and each format's reader
-        reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
+    except Exception as failure:  # errors of the hub client, the network, and each format's reader
+        reason = next(iter(str(failure).splitlines()), "") or type(failure).__name__
         raise XtkError(
             f"this dataset cannot be loaded from the Hugging Face hub: {reason}", where=name,
             hint=f"check the name and the split ({name}:SPLIT), or download its files: "

@@ -49,15 +49,17 @@ def _with_read_errors(name: str, records: Iterator[Record]) -> Iterator[Record]:
         yield from records
     except XtkError:
         raise
-    except Exception as wrong:
+    except Exception as failure:
         local = not _URL_PREFIX.match(name)
-        if isinstance(wrong, OSError) and wrong.errno and local:  # of the operating system: no such file, no permission
+        if (
+            isinstance(failure, OSError) and failure.errno and local
+        ):  # of the operating system: no such file, no permission
             raise
         known = ValueError | EOFError | OSError | OverflowError | MemoryError | zlib.error | lzma.LZMAError | csv.Error
         # pyarrow is imported only for its formats; some of its errors are TypeErrors and KeyErrors.
-        if local and not isinstance(wrong, known) and type(wrong).__module__ != "pyarrow.lib":
+        if local and not isinstance(failure, known) and type(failure).__module__ != "pyarrow.lib":
             raise
-        reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
+        reason = next(iter(str(failure).splitlines()), "") or type(failure).__name__
         hint = "check that the file is complete and that its extension matches its format"
         raise XtkError(
             f"this data file cannot be read completely: {reason}",
@@ -96,11 +98,11 @@ def read_csv(name: str, reading: RecordReadOptions) -> Iterator[Record]:
             first, lines.size = lines.number + 1, 0
             try:
                 row = next(rows, None)
-            except csv.Error as wrong:
-                if "field limit" in str(wrong):
+            except csv.Error as failure:
+                if "field limit" in str(failure):
                     raise reading.too_large_error(f"{name}, line {first}") from None
                 raise XtkError(
-                    f"this row is not valid CSV: {wrong}",
+                    f"this row is not valid CSV: {failure}",
                     where=f"{name}, line {first}",
                     hint='put fields with a comma, a quote or a newline in double quotes, and write inner quotes as ""',
                 ) from None

@@ -144,14 +144,16 @@ class _JsonBuffer:
                 raise duplicate_key_error(duplicate, "this document", where) from None
             except RecursionError:
                 return parse_json(self._text[self._at :], what="this document", where=where)  # which refuses it
-            except ValueError as wrong:
-                cut = getattr(wrong, "pos", 0) > len(self._text) - 100 or "Unterminated" in str(wrong)
+            except ValueError as failure:
+                cut = getattr(failure, "pos", 0) > len(self._text) - 100 or "Unterminated" in str(failure)
                 if cut and held > reading.max_record_bytes:
                     raise reading.too_large_error(where) from None
                 # The value may be incomplete: read more, unless the error is not near the end of two chunks.
                 if held > max(reading.max_record_bytes, 2 * READ_BYTES) or not self._read_more():
                     reason = (
-                        f"{wrong.msg} (line {self.line}" if isinstance(wrong, json.JSONDecodeError) else f"{wrong} ("
+                        f"{failure.msg} (line {self.line}"
+                        if isinstance(failure, json.JSONDecodeError)
+                        else f"{failure} ("
                     )
                     raise XtkError(
                         f"this document is not valid JSON: {reason})",

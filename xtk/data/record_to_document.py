@@ -75,8 +75,8 @@ def record_to_document(record: Record, columns: Mapping[str, str], where: str) -
             )
         document = _with_candidate_ids(_with_teacher_prompt(document, row), row)
         return _with_sampled_tokens(_with_weight_and_route(document, row), row)
-    except ValueError as wrong:
-        raise XtkError(str(wrong), where=where, hint=_RECORD_HINT) from None
+    except ValueError as failure:
+        raise XtkError(str(failure), where=where, hint=_RECORD_HINT) from None
 
 
 def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> Document:
@@ -112,8 +112,8 @@ def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> 
         else:
             document = _without_last_answer(document, document.conversation)
         return _with_weight_and_route(_with_teacher_prompt(document, row), row)
-    except ValueError as wrong:
-        raise XtkError(str(wrong), where=where, hint=_RECORD_HINT) from None
+    except ValueError as failure:
+        raise XtkError(str(failure), where=where, hint=_RECORD_HINT) from None
 
 
 def _without_last_answer(document: Document, conversation: Conversation) -> Document:
@@ -177,28 +177,28 @@ def _missing_column_hint(field: str) -> str:
 def _content_kind(row: _RecordReader) -> str:
     """Return the key of CONTENT_FIELDS to read from a record; fields named in `--columns` take precedence."""
     requested = {field for fields in CONTENT_FIELDS.values() for field in fields if field in row.columns}
-    found = [name for name, fields in CONTENT_FIELDS.items() if requested.intersection(fields)]
+    kinds = [name for name, fields in CONTENT_FIELDS.items() if requested.intersection(fields)]
     there = [name for name, fields in CONTENT_FIELDS.items() if all(field in row for field in fields)]
     if not requested:
-        found = [name for name in there if any(row[field] is not None for field in CONTENT_FIELDS[name])] or there
-    if "input_ids" in found and len(found) > 1:
+        kinds = [name for name in there if any(row[field] is not None for field in CONTENT_FIELDS[name])] or there
+    if "input_ids" in kinds and len(kinds) > 1:
         raise XtkError(
-            f"this document has {' and '.join(found)}, but xtk reads only one of them; --columns selects it",
+            f"this document has {' and '.join(kinds)}, but xtk reads only one of them; --columns selects it",
             where=row.where,
             hint=f"to use the teacher's token ids: --columns input_ids={row.column_name('input_ids')}; "
             "to tokenize the text again: --columns "
-            + ",".join(f"{field}={row.column_name(field)}" for field in CONTENT_FIELDS[found[0]]),
+            + ",".join(f"{field}={row.column_name(field)}" for field in CONTENT_FIELDS[kinds[0]]),
         )
-    if found and found[0] not in there:
-        raise row.missing_column_error(next(field for field in CONTENT_FIELDS[found[0]] if field not in row))
-    if not found:
+    if kinds and kinds[0] not in there:
+        raise row.missing_column_error(next(field for field in CONTENT_FIELDS[kinds[0]] if field not in row))
+    if not kinds:
         raise XtkError(
             "this document has no column text, messages, prompt and completion, or input_ids; its columns: "
             f"{', '.join(map(str, row.record)) or 'none'}",
             where=row.where,
             hint="use --columns text=COLUMN, messages=COLUMN, prompt=COLUMN,completion=COLUMN or input_ids=COLUMN",
         )
-    return found[0]
+    return kinds[0]
 
 
 def _text_or_conversation(values: list[Any], row: _RecordReader, fields: tuple[str, ...]) -> Document:
@@ -365,9 +365,9 @@ def _ids_and_trained(row: _RecordReader) -> tuple[NDArray[np.int64], NDArray[np.
     if row.get("labels") is not None:
         labels = _integer_column(row, "labels", len(ids))
         trained = labels != IGNORE_INDEX
-        wrong = np.flatnonzero(kept & trained & (labels != ids))
-        if len(wrong):
-            at = wrong[0]
+        failure = np.flatnonzero(kept & trained & (labels != ids))
+        if len(failure):
+            at = failure[0]
             raise ValueError(
                 f"{row.column_name('labels')}[{at}] is {labels[at]}, but {row.column_name('input_ids')}[{at}] is "
                 f"{ids[at]}; labels must be the same ids, not shifted, or {IGNORE_INDEX} for untrained tokens"

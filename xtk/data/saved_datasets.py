@@ -58,7 +58,7 @@ def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
             where=str(folder), hint="save it again: dataset.flatten_indices().save_to_disk(...)",
         )  # fmt: skip
     listed = state.get("_data_files")
-    files = [one.get("filename") if isinstance(one, dict) else one for one in listed if one] if listed else []
+    files = [entry.get("filename") if isinstance(entry, dict) else entry for entry in listed if entry] if listed else []
     return [folder / check_file_name(file, [_ARROW_FILE], where=str(folder / _STATE_FILE)) for file in files]
 
 

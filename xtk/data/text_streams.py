@@ -100,11 +100,11 @@ class _XzReader(io.RawIOBase):
                 self._input = self._raw.read(io.DEFAULT_BUFFER_SIZE)
                 if not self._input:
                     raise EOFError("the .xz file is truncated")
-            found = self._decompressor.decompress(self._input, len(buffer))
+            decompressed = self._decompressor.decompress(self._input, len(buffer))
             self._input = b""
-            if found:
-                buffer[: len(found)] = found
-                return len(found)
+            if decompressed:
+                buffer[: len(decompressed)] = decompressed
+                return len(decompressed)
 
 
 def read_lines(stream: Any, name: str, options: RecordReadOptions) -> Iterator[tuple[int, str]]:
@@ -186,10 +186,10 @@ def decode_utf8(raw: bytes, offset: int, name: str) -> str:
     """
     try:
         return raw.decode()
-    except UnicodeDecodeError as wrong:
-        at = offset + wrong.start
+    except UnicodeDecodeError as failure:
+        at = offset + failure.start
         raise XtkError(
-            f"this data file is not UTF-8: byte {raw[wrong.start]:#04x} at offset {at:,}",
+            f"this data file is not UTF-8: byte {raw[failure.start]:#04x} at offset {at:,}",
             where=name,
             hint="convert it from its encoding, for example: iconv -f LATIN1 -t UTF-8 FILE",
         ) from None

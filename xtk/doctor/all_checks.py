@@ -20,8 +20,8 @@ def run_checks(inputs: DoctorInputs) -> Iterator[Finding]:
                 if finding.level == "error":
                     reported.append((finding.what, finding.where))
                 yield finding
-        except XtkError as wrong:
-            where = wrong.where or ""
-            if not any(wrong.what == what and where in other for what, other in reported):
-                yield Finding(name, "error", wrong.what, where, wrong.hint or "")
-            reported.append((wrong.what, where))
+        except XtkError as failure:
+            where = failure.where or ""
+            if not any(failure.what == what and where in other for what, other in reported):
+                yield Finding(name, "error", failure.what, where, failure.hint or "")
+            reported.append((failure.what, where))

@@ -54,14 +54,14 @@ def template_content(inputs: DoctorInputs) -> Iterator[Finding]:
                 continue
             try:  # to report the same error as the commands
                 _ = side.tokenizer.chat_template
-            except XtkError as wrong:
-                yield Finding("template_content", "error", wrong.what, side.name, wrong.hint or "")
+            except XtkError as failure:
+                yield Finding("template_content", "error", failure.what, side.name, failure.hint or "")
             continue
         try:
             findings = list(_try_template(side, contents))
-        except XtkError as wrong:
+        except XtkError as failure:
             level = "error" if contents.conversations else "warning"
-            yield Finding("template_content", level, wrong.what, side.name, wrong.hint or "")
+            yield Finding("template_content", level, failure.what, side.name, failure.hint or "")
             continue
         what = "the chat template does not change answers like those of the data"
         if not contents.conversations:

@@ -56,17 +56,15 @@ def special_tokens_in_text(inputs: DoctorInputs) -> Iterator[Finding]:
     """Find texts that contain the strings of special tokens, as rendered chats do."""
     for side in inputs.models:
         names = list(side.tokenizer.vocabulary.special_tokens)
-        found = [
+        listed = [
             (at, name)
             for at, (document, _) in enumerate(inputs.data_sample.documents)
             for name in names
             if name in document.text
         ]
-        if found:
-            fraction = len({at for at, _ in found}) / len(inputs.data_sample.documents)
-            what = (
-                f"{fraction:.0%} of the documents contain special tokens such as {found[0][1]}, which xtk reads as text"
-            )
+        if listed:
+            fraction = len({at for at, _ in listed}) / len(inputs.data_sample.documents)
+            what = f"{fraction:.0%} of the documents contain special tokens such as {listed[0][1]}, read by xtk as text"
             hint = "give conversations as messages, so that each model's chat template renders them"
             yield Finding(
                 "special_tokens_in_text", "warning", what, side.name, hint, {"document_fraction": round(fraction, 6)}

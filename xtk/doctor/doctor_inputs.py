@@ -130,8 +130,8 @@ class DoctorModel:
             "word_embeddings.weight",
             "embeddings.weight",
         )
-        found = [name for ending in endings for name in self.tensor_headers if name.endswith(ending)]
-        return (found[0], self.tensor_headers[found[0]][1][0]) if found else None
+        names = [name for ending in endings for name in self.tensor_headers if name.endswith(ending)]
+        return (names[0], self.tensor_headers[names[0]][1][0]) if names else None
 
 
 @dataclass(frozen=True)
@@ -286,14 +286,14 @@ class DataSample:
                 break
             for number, side in enumerate(inputs.models):
                 limit = max_document_tokens(side, inputs.plan)
-                found = tokenize_documents(side.tokenizer, group)
-                sizes = [(len(tokens), reading.num_documents + at) for at, tokens in enumerate(found)]
+                sequences = tokenize_documents(side.tokenizer, group)
+                sizes = [(len(tokens), reading.num_documents + at) for at, tokens in enumerate(sequences)]
                 reading.num_tokens[number] += sum(size for size, _ in sizes)
-                reading.num_trained_tokens[number] += sum(int(tokens.train_mask.sum()) for tokens in found)
+                reading.num_trained_tokens[number] += sum(int(tokens.train_mask.sum()) for tokens in sequences)
                 reading.longest[number] = sorted([*reading.longest[number], *sizes], reverse=True)[:64]
                 reading.num_too_long[number] += sum(limit is not None and size > limit for size, _ in sizes)
                 if number == 0:
-                    for document, tokens in zip(group, found, strict=True):
+                    for document, tokens in zip(group, sequences, strict=True):
                         sample.add(document, tokens)
             reading.num_bytes += sum(len(document.text.encode()) for document in group)
             reading.num_documents += len(group)

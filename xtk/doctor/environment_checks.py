@@ -17,13 +17,15 @@ def library_versions(inputs: DoctorInputs) -> Iterator[Finding]:
     """Report the versions of libraries, and the devices."""
     import torch
 
-    found = {name: version for name in (*LIBRARIES, *OPTIONAL_LIBRARIES) if (version := _version(name))}
-    versions = ", ".join(f"{name} {version}" for name, version in found.items())
-    yield Finding("library_versions", "ok", f"Python {platform.python_version()}, {versions}", figures=found)
+    installed = {name: version for name in (*LIBRARIES, *OPTIONAL_LIBRARIES) if (version := _version(name))}
+    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
+    yield Finding("library_versions", "ok", f"Python {platform.python_version()}, {versions}", figures=installed)
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
         yield Finding(
-            "library_versions", "ok", "; ".join(f"{one.name}, {one.total_memory / 2**30:.0f} GiB" for one in devices)
+            "library_versions",
+            "ok",
+            "; ".join(f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices),
         )
         if inputs.plan.parallel.num_processes > len(devices):
             what = (

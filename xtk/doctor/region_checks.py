@@ -35,11 +35,11 @@ def regions(inputs: DoctorInputs) -> Iterator[Finding]:
     documents = [document for document, _ in inputs.data_sample.documents if document.conversation is not None]
     if not documents or not all(side.has_chat_template for side in inputs.models):
         return
-    found = RegionStatistics()
+    statistics = RegionStatistics()
     tokens = [tokenize_documents(side.tokenizer, documents) for side in inputs.models]
     for document, own, theirs in zip(documents, *tokens, strict=True):
-        found.add(document, own, theirs)
-    for name, figures in found.to_json().items():
+        statistics.add(document, own, theirs)
+    for name, figures in statistics.to_json().items():
         unit = "tokens" if name in (END_OF_TURN, MARKUP) else "bytes"
         what = (
             f"{name}: {figures['size']:,} {unit}, {100 * figures['trained_fraction']:.1f} % trained by the student, "
@@ -48,7 +48,7 @@ def regions(inputs: DoctorInputs) -> Iterator[Finding]:
         if name == MARKUP:
             what = f"{name}: {figures['size']:,} {unit} of the student's chat template, not trained by default"
         yield Finding("regions", "ok", what, inputs.student.name, figures={"region": name, **figures})
-    num_turns, num_ends = (int(sizes[REGIONS.index(END_OF_TURN)]) for sizes in (found.in_data, found.trained))
+    num_turns, num_ends = (int(sizes[REGIONS.index(END_OF_TURN)]) for sizes in (statistics.in_data, statistics.trained))
     if num_turns and not num_ends:
         what = "no end of a turn is trained: the student does not learn to stop"
         hint = "use a chat template that writes an end token after the assistant's last message"

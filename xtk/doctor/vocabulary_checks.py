@@ -50,10 +50,10 @@ def special_tokens(inputs: DoctorInputs) -> Iterator[Finding]:
     student, teacher = (side.tokenizer for side in inputs.models)
     pairs = list(zip(*(ids.tolist() for ids in match_special_tokens(student, teacher)), strict=True))
     named = [
-        f"{student.special_token_names.get(one, one)} = {teacher.special_token_names.get(other, other)}"
-        for one, other in pairs
+        f"{student.special_token_names.get(pair, pair)} = {teacher.special_token_names.get(other, other)}"
+        for pair, other in pairs
     ]
-    ends = any(one in student.end_ids and other in teacher.end_ids for one, other in pairs)
+    ends = any(pair in student.end_ids and other in teacher.end_ids for pair, other in pairs)
     shown = "; ".join(named[:6]) + (f"; and {len(named) - 6:,} more" if len(named) > 6 else "")
     if ends:
         yield Finding("special_tokens", "ok", f"matched special tokens: {shown}", figures={"matched": len(pairs)})
@@ -94,10 +94,10 @@ def _check_roles(side: DoctorModel) -> Iterator[Finding]:
 def _generation_config(side: DoctorModel) -> dict[str, Any]:
     path = side.folder / "generation_config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError:
-        found = {}
-    return found if isinstance(found, dict) else {}
+        config = {}
+    return config if isinstance(config, dict) else {}
 
 
 def _token_id_list(value: Any) -> list[int]:

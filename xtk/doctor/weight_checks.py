@@ -90,18 +90,20 @@ def _compare_headers(side: DoctorModel, level: str, hint: str) -> Iterator[Findi
         headers[side.adapter] = read_weight_headers(side.adapter)
     try:
         configuration = load_model_config(side.folder)
-    except XtkError as wrong:
+    except XtkError as failure:
         if "auto_map" not in side.config:  # the check `attention` reports models with custom code
-            yield Finding("weight_tensors", level, wrong.what, side.name, wrong.hint or "")
+            yield Finding("weight_tensors", level, failure.what, side.name, failure.hint or "")
         return
     rows = side.embedding[1] if side.embedding else None
-    for folder, found in compare_headers_with_config(configuration, headers).items():
+    for folder, mismatches in compare_headers_with_config(configuration, headers).items():
         part = "adapter" if folder == side.adapter else "model"
-        if missing := list(found.missing):
+        if missing := list(mismatches.missing):
             what = f"missing tensors of the {part}: {len(missing):,} ({format_names(missing)})"
             yield Finding("weight_tensors", level, what, side.name, hint, {"missing_tensors": len(missing)})
         # The check `embedding_rows` reports embedding and head.
-        if others := [name for name, shape, _ in found.reshaped if part == "adapter" or not shape or shape[0] != rows]:
+        if others := [
+            name for name, shape, _ in mismatches.reshaped if part == "adapter" or not shape or shape[0] != rows
+        ]:
             what = f"tensors whose shape does not match config.json: {len(others):,} ({format_names(others)})"
             yield Finding(
                 "weight_tensors",
@@ -111,7 +113,7 @@ def _compare_headers(side: DoctorModel, level: str, hint: str) -> Iterator[Findi
                 "use the config.json of these weights",
                 {"mismatched_tensors": len(others)},
             )
-        if more := list(found.unexpected):
+        if more := list(mismatches.unexpected):
             what = f"unused tensors in the {part}: {len(more):,} ({format_names(more)})"
             yield Finding("weight_tensors", "note", what, side.name, "", {"unexpected_tensors": len(more)})
 

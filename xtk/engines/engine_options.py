@@ -28,9 +28,9 @@ def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, 
             raise XtkError(f"--engine {name} is given twice", hint="remove one of them")
         try:
             options[name] = yaml.safe_load(value)
-        except yaml.YAMLError as wrong:
+        except yaml.YAMLError as failure:
             raise XtkError(
-                f"--engine {name}: {value!r} is not valid YAML: {wrong}",
+                f"--engine {name}: {value!r} is not valid YAML: {failure}",
                 hint='use a number, true, false, text, or {"key": value}',
             ) from None
     return options

@@ -221,11 +221,13 @@ class EndpointPool:
         while True:
             await asyncio.sleep(min(1.0, REPORT_INTERVAL_SECONDS / 4))
             now = asyncio.get_running_loop().time()
-            for one in self.endpoints:
-                since = one.waiting_since
+            for endpoint in self.endpoints:
+                since = endpoint.waiting_since
                 if since is not None and now - since >= REPORT_INTERVAL_SECONDS:
-                    state = "retrying" if one.consecutive_failures else f"{one.num_inflight} request(s) pending"
-                    self._report(one, f"no response for {terminal.format_duration(now - since)}; {state}")
+                    state = (
+                        "retrying" if endpoint.consecutive_failures else f"{endpoint.num_inflight} request(s) pending"
+                    )
+                    self._report(endpoint, f"no response for {terminal.format_duration(now - since)}; {state}")
 
     def _report(self, endpoint: Endpoint, why: str) -> None:
         """Print a line about a server, at most once per `REPORT_INTERVAL_SECONDS`."""
@@ -264,12 +266,12 @@ class EndpointPool:
         for attempt in range(1, max_attempts + 1):
             try:
                 return await self._attempt(endpoint, url, body, parse, max_bytes)
-            except (RetryableError, _NoResponse) as wrong:
+            except (RetryableError, _NoResponse) as failure:
                 if attempt == max_attempts:
                     raise NoResponseError(
-                        f"no valid response from the server: {wrong}",
+                        f"no valid response from the server: {failure}",
                         where=str(endpoint),
-                        hint=getattr(wrong, "hint", None) or self._response_hint,
+                        hint=getattr(failure, "hint", None) or self._response_hint,
                     ) from None
                 await asyncio.sleep(self._retry_policy.backoff(attempt))
         raise AssertionError("max_attempts must be at least 1")
@@ -320,14 +322,14 @@ class EndpointPool:
                     endpoint.may_have_restarted = False
                     address = (endpoint.root_url if at_root else endpoint.url) + path
                     return await self._attempt(endpoint, address, body_for(endpoint), parse, max_bytes)
-                except (RetryableError, _NoResponse, NoResponseError) as wrong:
+                except (RetryableError, _NoResponse, NoResponseError) as failure:
                     failed, last = (
                         endpoint,
-                        f"{endpoint}: {wrong.what if isinstance(wrong, NoResponseError) else wrong}",
+                        f"{endpoint}: {failure.what if isinstance(failure, NoResponseError) else failure}",
                     )
-                    hint = getattr(wrong, "hint", None)
-                    bad += isinstance(wrong, RetryableError)
-                    internal += getattr(wrong, "failed", False)
+                    hint = getattr(failure, "hint", None)
+                    bad += isinstance(failure, RetryableError)
+                    internal += getattr(failure, "failed", False)
             raise XtkError(
                 f"no server gave a valid response in {attempts} attempts; last error: {last}",
                 where=what,
@@ -369,11 +371,11 @@ class EndpointPool:
             why = f"no response within {timeout:g} seconds"
             self._back_off(endpoint, 0.0, why)
             raise _NoResponse(why) from None
-        except _NoResponse as wrong:
-            self._back_off(endpoint, wrong.retry_after, str(wrong))
+        except _NoResponse as failure:
+            self._back_off(endpoint, failure.retry_after, str(failure))
             raise
-        except RetryableError as wrong:
-            self._report(endpoint, f"{wrong}; retrying")
+        except RetryableError as failure:
+            self._report(endpoint, f"{failure}; retrying")
             raise
         finally:
             endpoint.num_inflight -= 1
@@ -386,8 +388,8 @@ class EndpointPool:
             if body is not None:
                 _check_model(endpoint, answer)
             return parse(answer)
-        except RetryableError as wrong:
-            self._report(endpoint, f"{wrong}; retrying")
+        except RetryableError as failure:
+            self._report(endpoint, f"{failure}; retrying")
             raise
 
     async def _exchange(self, url: str, body: dict[str, Any] | None, most: int) -> Any:
@@ -401,14 +403,14 @@ class EndpointPool:
         try:
             raw = await self._response_body(url, body, most)
             return self._secrets.answer(parse_response(raw), raw.decode("utf-8", "replace"))
-        except RetryableError as wrong:
-            raise RetryableError(self._without_key(wrong), wrong.hint or self._response_hint) from None
-        except PermanentError as wrong:
-            raise PermanentError(wrong.status, self._without_key(wrong)) from None
-        except _NoResponse as wrong:
-            raise _NoResponse(self._without_key(wrong), wrong.retry_after, failed=wrong.failed) from None
-        except (httpx.HTTPError, httpx.InvalidURL) as wrong:
-            raise _NoResponse(f"{type(wrong).__name__} {self._without_key(wrong)}".strip()) from None
+        except RetryableError as failure:
+            raise RetryableError(self._without_key(failure), failure.hint or self._response_hint) from None
+        except PermanentError as failure:
+            raise PermanentError(failure.status, self._without_key(failure)) from None
+        except _NoResponse as failure:
+            raise _NoResponse(self._without_key(failure), failure.retry_after, failed=failure.failed) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as failure:
+            raise _NoResponse(f"{type(failure).__name__} {self._without_key(failure)}".strip()) from None
 
     def _without_key(self, error: Exception) -> str:
         return self._secrets.message(str(error))[:MAX_MESSAGE_LENGTH]

@@ -95,10 +95,10 @@ def _any_form_of(character: str) -> str:
     search would take exponential time.
     """
     cases = {character, character.lower(), character.upper(), _BASE64_OF_URLS.get(character, character)}
-    literals = sorted(one for one in cases if len(one) == 1)
-    codes = "|".join(f"u{{?0{{0,6}}{ord(one):x}}}?|x{ord(one):02x}" for one in literals)
-    numbers = "|".join(f"0{{0,6}}{ord(one)};|x0{{0,6}}{ord(one):x};" for one in literals)
-    percent = "|".join("%".join(f"(?:25){{0,3}}{byte:02x}" for byte in one.encode()) for one in literals)
+    literals = sorted(case for case in cases if len(case) == 1)
+    codes = "|".join(f"u{{?0{{0,6}}{ord(literal):x}}}?|x{ord(literal):02x}" for literal in literals)
+    numbers = "|".join(f"0{{0,6}}{ord(literal)};|x0{{0,6}}{ord(literal):x};" for literal in literals)
+    percent = "|".join("%".join(f"(?:25){{0,3}}{byte:02x}" for byte in literal.encode()) for literal in literals)
     texts = "|".join(map(re.escape, literals))
     # Only from the first one of some backslashes: a text of backslashes would take quadratic time.
     escaped = rf"\\(?<!\\\\)\\{{0,15}}(?:{texts}|(?i:{codes}))"

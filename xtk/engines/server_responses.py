@@ -63,8 +63,8 @@ def parse_response(raw: bytes) -> Any:
     try:
         text = raw.decode("utf-8-sig", "surrogatepass")  # JSON between programs is UTF-8 (RFC 8259)
         return json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as wrong:
-        raise RetryableError(f"the server's response is not valid JSON: {wrong}") from None
+    except (ValueError, RecursionError) as failure:
+        raise RetryableError(f"the server's response is not valid JSON: {failure}") from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -143,11 +143,11 @@ def checked_logprobs(values: Iterable[Any]) -> NDArray[np.float32]:
     if not set(map(type, values)) <= {float, int}:
         raise RetryableError("the server's response has a log-probability that is not a number", VLLM_SERVER_HINT)
     try:
-        found = np.array(values, np.float64)
+        logprobs = np.array(values, np.float64)
     except OverflowError:
         raise RetryableError("the server's response has a log-probability that is not finite", _NOT_FINITE) from None
-    if not np.isfinite(found).all():
+    if not np.isfinite(logprobs).all():
         raise RetryableError("the server's response has a log-probability that is not finite", _NOT_FINITE)
-    if (found > LOGPROB_TOLERANCE).any():
-        raise RetryableError(f"the server's response has a log-probability above 0: {found.max():.4g}", _ABOVE_0)
-    return found.astype(np.float32)
+    if (logprobs > LOGPROB_TOLERANCE).any():
+        raise RetryableError(f"the server's response has a log-probability above 0: {logprobs.max():.4g}", _ABOVE_0)
+    return logprobs.astype(np.float32)

@@ -43,9 +43,9 @@ def import_vllm() -> Any:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     try:
         import vllm
-    except ImportError as wrong:
+    except ImportError as failure:
         raise XtkError(
-            f"the backend vllm needs the package vllm, which cannot be imported: {wrong}",
+            f"the backend vllm needs the package vllm, which cannot be imported: {failure}",
             hint="run pip install '.[vllm]' in xtk's repository, or use the backend server with a running vLLM server",
         ) from None
     return vllm
@@ -86,8 +86,8 @@ class VllmEngine:
         try:
             with _preserve_random_state():
                 self.llm = vllm.LLM(**{**own, **settings, **engine})
-        except Exception as wrong:  # vLLM and torch raise dozens of types; all mean that the model cannot be run
-            raise self.error("vLLM cannot run this model", wrong) from wrong
+        except Exception as failure:  # vLLM and torch raise dozens of types; all mean that the model cannot be run
+            raise self.error("vLLM cannot run this model", failure) from failure
         self._guard = _guard([child.pid for child in multiprocessing.active_children() if child not in others])
         atexit.register(self.close)
 
@@ -109,8 +109,8 @@ class VllmEngine:
         """
         try:
             return list(self.llm.generate(list(prompts), list(sampling_params), use_tqdm=False))
-        except Exception as wrong:
-            raise self.error(f"vLLM cannot {action}", wrong) from wrong
+        except Exception as failure:
+            raise self.error(f"vLLM cannot {action}", failure) from failure
 
     def close(self) -> None:
         """Stop the engine and free its memory."""

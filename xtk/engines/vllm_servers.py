@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end and return its result, even if an event loop is already running."""
-    found: list[T] = []
+    returned: list[T] = []
 
     async def keep() -> None:
         # Not returned: asyncio leaves its task in a signal handler, whose repr Python computes, including that of the
         # result. For arrays that takes longer than all requests.
-        found.append(await coroutine)
+        returned.append(await coroutine)
 
     try:
         asyncio.get_running_loop()
@@ -41,7 +41,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     else:
         with ThreadPoolExecutor(1) as other:  # inside a notebook, whose loop is running
             other.submit(asyncio.run, keep()).result()
-    return found[0]
+    return returned[0]
 
 
 def gather_responses(pool: EndpointPool, requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -88,7 +88,7 @@ def connect_servers(
     """
 
     async def connect() -> tuple[int | None, list[T]]:
-        lengths, found = [], []
+        lengths, context_lengths = [], []
         async with pool.connected():
             for endpoint in pool.endpoints:
                 try:
@@ -98,10 +98,10 @@ def connect_servers(
                     model = select_model(models, endpoint, name)
                     endpoint.model, endpoint.owner = model["id"], str(model.get("owned_by") or "")
                     lengths.append(model.get("max_model_len"))
-                    found.append(await probe(endpoint, lengths[-1]))
+                    context_lengths.append(await probe(endpoint, lengths[-1]))
                 except PermanentError as error:
                     raise refusal_error(error, str(endpoint)) from None
-        return min((length for length in lengths if length is not None), default=None), found
+        return min((length for length in lengths if length is not None), default=None), context_lengths
 
     return run_coroutine(connect())
 
@@ -127,9 +127,9 @@ def parse_models(answer: Any) -> list[dict[str, Any]]:
     models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not models:
         raise RetryableError("the server's response to /models is not a list of models", VLLM_SERVER_HINT)
-    if not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in models):
+    if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
         raise RetryableError("the server's list of models has a model whose id is not a string", VLLM_SERVER_HINT)
-    for length in (one.get("max_model_len") for one in models):
+    for length in (model.get("max_model_len") for model in models):
         if length is not None and (type(length) is not int or length < 1):
             raise RetryableError(
                 f"the server's context length (max_model_len) is {str(length)[:40]!r}, but must be a positive integer",
@@ -144,18 +144,18 @@ def select_model(models: list[dict[str, Any]], endpoint: Endpoint, name: str) ->
     Raises:
         XtkError: the server has several models, or none of the requested name.
     """
-    names = ", ".join(one["id"] for one in models)[:500]
+    names = ", ".join(model["id"] for model in models)[:500]
     if endpoint.requested_model:
-        found = [one for one in models if one["id"] == endpoint.requested_model]
-        if not found:
+        requested = [model for model in models if model["id"] == endpoint.requested_model]
+        if not requested:
             raise XtkError(
                 f"the server has no model {endpoint.requested_model!r}",
                 where=str(endpoint),
                 hint=f"write one of its models after # in the server's URL: {names}",
             )
-        return found[0]
-    same_name = [one for one in models if name in (one["id"], one.get("root"))]
-    roots = {str(one.get("root") or one["id"]) for one in models}
+        return requested[0]
+    same_name = [model for model in models if name in (model["id"], model.get("root"))]
+    roots = {str(model.get("root") or model["id"]) for model in models}
     if not same_name and len(roots) > 1:
         raise XtkError(
             f"the server has several models: {names}",

@@ -138,15 +138,15 @@ def evaluate_bits_per_byte(
             for window in document_windows(sequence, limit, tokenizer.start_ids, start)
         ]
         texts = _CategoryCosts(documents, read, starts) if by_category else None
-        found = np.zeros(len(documents))
+        document_bits = np.zeros(len(documents))
         for batch in _batch_windows(pending, batch_tokens):
             scored = _score_batch(model, batch, bytes_of)
-            found += np.bincount([window.document_index for window in batch], scored.bits(), len(documents))
+            document_bits += np.bincount([window.document_index for window in batch], scored.bits(), len(documents))
             tokens += len(scored.logprobs)
             if texts is not None:
                 texts.add(batch, scored)
         windows += len(pending)
-        bits.append(found)
+        bits.append(document_bits)
         counted = [num_predicted_bytes(*parts) for parts in zip(documents, read, starts, strict=True)]
         skipped += sum(num_predicted_bytes(*parts, 0) for parts in zip(documents, read, strict=True)) - sum(counted)
         sizes.append(np.array(counted, np.float64))

@@ -64,17 +64,17 @@ def _categorize_text(text: str) -> NDArray[np.int8]:
 
 def fenced_ranges(text: str) -> list[tuple[int, int]]:
     """Return the character ranges `[start, stop)` between each pair of fences, without the lines of the fences."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     fence, start = "", 0
     for line in _FENCE.finditer(text):
         if not fence:
             fence, start = line["fence"], min(line.end() + 1, len(text))
         elif line["fence"].startswith(fence) and not line["rest"].strip():
-            found.append((start, line.start()))
+            ranges.append((start, line.start()))
             fence = ""
     if fence:
-        found.append((start, len(text)))
-    return found
+        ranges.append((start, len(text)))
+    return ranges
 
 
 def _categorize_character(character: str) -> int:

@@ -103,8 +103,8 @@ def compare_with_teacher(
                 tokenizer, cache, numbers, objectives, limit, with_top_tokens=matching is not None
             )
             for batch, states in _hidden_states(model, read, batch_tokens):
-                found = _document_losses(model, batch, states)
-                for one, own, losses in zip(batch, states, found, strict=True):
+                document_losses = _document_losses(model, batch, states)
+                for one, own, losses in zip(batch, states, document_losses, strict=True):
                     sums[: len(objectives), one.row_number] = losses
                     counts[: len(objectives), one.row_number] = [term.denominator for term in one.terms]
                     if matching is not None:
@@ -134,7 +134,7 @@ def _prepare_documents(
     documents = [cache.read_document(number).document for number in numbers]
     sampled = sorted({objective.accepts_samples for objective in objectives}, reverse=True)
     regions, with_template = RegionWeights(), not all(objective.uses_teacher for objective in objectives)
-    found = []
+    prepared = []
     for number, document, sequence in zip(numbers, documents, tokenize_documents(tokenizer, documents), strict=True):
         student = sequence if limit is None else sequence.truncate(limit)
         student = regions.select(student, token_regions(document, student), with_template=with_template)
@@ -147,7 +147,7 @@ def _prepare_documents(
         example = examples[sampled[0]]
         if len(example.positions):
             terms = tuple(objective.build_cells(examples[objective.accepts_samples]) for objective in objectives)
-            found.append(
+            prepared.append(
                 _PreparedDocument(
                     number,
                     student.ids,
@@ -156,7 +156,7 @@ def _prepare_documents(
                     TeacherTopTokens.from_example(example) if with_top_tokens else None,
                 )
             )
-    return found
+    return prepared
 
 
 def _hidden_states(
@@ -169,10 +169,10 @@ def _hidden_states(
     while start < len(ordered):
         batch = ordered[start : start + max(1, batch_tokens // len(ordered[start].ids))]
         ids = torch.zeros(len(batch), len(batch[0].ids), dtype=torch.int64)
-        for row, one in enumerate(batch):
-            ids[row, : len(one.ids)] = torch.from_numpy(one.ids)
+        for row, document in enumerate(batch):
+            ids[row, : len(document.ids)] = torch.from_numpy(document.ids)
         states = model(ids.to(device))
-        yield batch, [states[row, torch.from_numpy(one.rows).to(device)] for row, one in enumerate(batch)]
+        yield batch, [states[row, torch.from_numpy(document.rows).to(device)] for row, document in enumerate(batch)]
         start += len(batch)
 
 
@@ -180,12 +180,12 @@ def _document_losses(
     model: BackboneWithHead, batch: list[_PreparedDocument], states: list[torch.Tensor]
 ) -> list[NDArray[np.float64]]:
     """Return the loss sums of each document, float64 [losses]."""
-    found = []
+    document_losses = []
     for one, own in zip(batch, states, strict=True):
         terms = [term.to(own.device, 1.0) for term in one.terms]
         parts = fused_loss(own, model.head, terms, chunk_rows(model.head.num_logits(own)))[1]
-        found.append(parts.double().cpu().numpy())
-    return found
+        document_losses.append(parts.double().cpu().numpy())
+    return document_losses
 
 
 def _count_agreements(

@@ -84,14 +84,14 @@ def read_results(path: Path) -> list[EvaluationResult]:
     Raises:
         CorruptError: the file does not have this form, or contains no metric.
     """
-    found = [result for record in _read_records(path) for result in _results_of_record(record, path)]
-    if not found:
+    read = [result for record in _read_records(path) for result in _results_of_record(record, path)]
+    if not read:
         raise CorruptError(
             "the file of evaluation results has no result",
             where=str(path),
             hint="write one with xtk evaluate MODEL DATA --json > FILE",
         )
-    return found
+    return read
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
@@ -101,9 +101,9 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
             whole = json.loads(text)
         except ValueError:
             whole = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (ValueError, RecursionError) as wrong:
+    except (ValueError, RecursionError) as failure:
         raise CorruptError(
-            f"the file of evaluation results is not valid JSON: {wrong}",
+            f"the file of evaluation results is not valid JSON: {failure}",
             where=str(path),
             hint="write it again with xtk evaluate MODEL DATA --json > FILE",
         ) from None
@@ -196,30 +196,30 @@ def result_rows(results: Sequence[EvaluationResult]) -> list[ResultRow]:
     Raises:
         XtkError: a model has two different values in one row.
     """
-    short_names = shorten_names(one.data for one in results)  # without local folders
+    short_names = shorten_names(result.data for result in results)  # without local folders
     groups: dict[tuple[str, ...], list[EvaluationResult]] = {}
-    for one in results:
-        groups.setdefault((short_names[one.data], *one.settings, one.metric), []).append(one)
+    for result in results:
+        groups.setdefault((short_names[result.data], *result.settings, result.metric), []).append(result)
     rows: dict[tuple[str, str], dict[str, EvaluationResult]] = {}
     for (data, *settings, metric), group in groups.items():
         distinguishing = [
             name
             for name in OTHER_SETTING_LABELS
-            if len({one.other_settings.get(name) for one in group}) > 1 and _has_conflict(group)
+            if len({result.other_settings.get(name) for result in group}) > 1 and _has_conflict(group)
         ]
-        for one in group:
+        for result in group:
             name = ", ".join(
-                filter(None, [data, *settings, *(one.other_settings.get(other) for other in distinguishing)])
+                filter(None, [data, *settings, *(result.other_settings.get(other) for other in distinguishing)])
             )
             row = rows.setdefault((name, metric), {})
-            if row.setdefault(one.model, one).value != one.value:
-                raise _conflict_error(name, row[one.model], one)
+            if row.setdefault(result.model, result).value != result.value:
+                raise _conflict_error(name, row[result.model], result)
     return [ResultRow(data, metric, row) for (data, metric), row in rows.items()]
 
 
 def _has_conflict(group: Sequence[EvaluationResult]) -> bool:
     """Return whether a model has two different values among these."""
-    return len({(one.model, one.value) for one in group}) > len({one.model for one in group})
+    return len({(result.model, result.value) for result in group}) > len({result.model for result in group})
 
 
 def _conflict_error(name: str, one: EvaluationResult, other: EvaluationResult) -> XtkError:
@@ -242,7 +242,7 @@ def shorten_names(names: Iterable[str]) -> dict[str, str]:
     known = list(dict.fromkeys(names))
     parts = [Path(name).parts if Path(name).is_absolute() else (name,) for name in known]
     for length in range(1, max(map(len, parts), default=0)):
-        ends = ["/".join(one[-length:]) for one in parts]
+        ends = ["/".join(part[-length:]) for part in parts]
         if len(set(ends)) == len(known):
             return dict(zip(known, ends, strict=True))
     return dict(zip(known, known, strict=True))
@@ -256,7 +256,7 @@ def add_evaluation_table(card: str, results: Sequence[EvaluationResult]) -> str:
     """
     if not results:
         return card
-    models = list(dict.fromkeys(one.model for one in results))
+    models = list(dict.fromkeys(result.model for result in results))
     short_names = shorten_names(models)  # without local paths
     rows = [
         f"| {row.data} | {row.metric} | "

@@ -111,7 +111,7 @@ class AnswerScores:
         """Return the metrics as JSON values."""
         samples = self.scores.shape[1]
         answers = self.lengths.size - self.prompts_too_long * samples
-        found: dict[str, Any] = {
+        record: dict[str, Any] = {
             "problems": int(self.is_scored.sum()),
             "unscored": int((~self.is_scored).sum()),
             "prompts_too_long": self.prompts_too_long,
@@ -124,9 +124,9 @@ class AnswerScores:
             **{f"pass@{k}": self.pass_at(k) for k in powers_of_two_up_to(samples)},
         }
         for name, estimate in named.items():
-            found[name] = estimate.value
-            found[f"{name}_error"] = estimate.finite_error
-        return found
+            record[name] = estimate.value
+            record[f"{name}_error"] = estimate.finite_error
+        return record
 
 
 def powers_of_two_up_to(samples: int) -> list[int]:
@@ -193,19 +193,22 @@ def evaluate_answers(
     mine = prompts[process_share.rank :: process_share.num_processes]
     with terminal.Progress("evaluate", len(mine), "problems") as progress:
         for group in _batched(mine, max(1, COMPLETIONS_PER_BATCH // num_generations)):
-            found = generate_rollouts(
+            rollouts = generate_rollouts(
                 group, generator, tokenizer, sampling, num_generations=num_generations, seed=seed,
                 rewards=rewards_to_stop, template_arguments=template_arguments,
             )  # fmt: skip
-            for one in found:
-                sampled = one.document.sampled_tokens
+            for rollout in rollouts:
+                sampled = rollout.document.sampled_tokens
                 assert sampled is not None
-                at = index_of[one.prompt]
-                not_finite[at] |= one.unusable_reason == "not finite"
-                scores[at, one.sample], lengths[at, one.sample] = one.reward, int(sampled.sampled_mask.sum())
-                truncated[at, one.sample], answered[at] = one.finish_reason == "length", True
+                at = index_of[rollout.prompt]
+                not_finite[at] |= rollout.unusable_reason == "not finite"
+                scores[at, rollout.sample], lengths[at, rollout.sample] = (
+                    rollout.reward,
+                    int(sampled.sampled_mask.sum()),
+                )
+                truncated[at, rollout.sample], answered[at] = rollout.finish_reason == "length", True
                 if on_answer is not None:
-                    on_answer(prompts[at], one)
+                    on_answer(prompts[at], rollout)
             progress.advance(len(group))
     gathered = process_share.all_gather_object((scores, lengths, truncated, answered, not_finite))
     scores, lengths, truncated, answered, not_finite = (sum(parts) for parts in zip(*gathered, strict=True))

@@ -104,9 +104,9 @@ class HarnessResults:
         Args:
             compared_to: results of another model; its differences to this one are added.
         """
-        found: dict[str, dict[str, Any]] = {}
+        by_task: dict[str, dict[str, Any]] = {}
         for task, values in self.metrics.items():
-            line = found[task] = {}
+            line = by_task[task] = {}
             for metric, (value, error) in values.items():
                 line[metric] = value if math.isfinite(value) else None
                 line[f"{metric}_error"] = error if math.isfinite(error) else None
@@ -118,7 +118,7 @@ class HarnessResults:
                 line["problems"] = self.num_problems[task]
             if task in self.num_fewshot:
                 line["num_fewshot"] = self.num_fewshot[task]
-        return found
+        return by_task
 
 
 class Harness:
@@ -178,8 +178,8 @@ class Harness:
                     _refuse_code(name, (manager.task_index[name].cfg or {}).get("unsafe_code"))
                 try:
                     return manager.load(list(config.tasks))
-                except Exception as wrong:
-                    raise _harness_error("lm-evaluation-harness cannot load the tasks", config, wrong) from wrong
+                except Exception as failure:
+                    raise _harness_error("lm-evaluation-harness cannot load the tasks", config, failure) from failure
         missing = next(name for name in config.tasks if name not in known)
         near = nearest_name(missing, known)
         raise XtkError(
@@ -221,8 +221,10 @@ class Harness:
         process_share = process_share or ProcessShare()
         with preserve_random_states():
             parts = [
-                _code_results(one, *one.evaluate(model, tokenizer, process_share, keep_samples=keep_samples))
-                for one in self._code_problems
+                _code_results(
+                    code_problem, *code_problem.evaluate(model, tokenizer, process_share, keep_samples=keep_samples)
+                )
+                for code_problem in self._code_problems
             ]
         if self._loaded is not None:
             parts.append(self._evaluate_harness(model, tokenizer, max_length, process_share, keep_samples=keep_samples))
@@ -246,16 +248,16 @@ class Harness:
                 lm = HarnessModel(inner, tokenizer, batch_size=config.batch_size, max_length=max_length,
                                   template_arguments=dict(config.template_arguments), process_share=share,
                                   stderr=stderr)  # fmt: skip
-                found = evaluator.evaluate(
+                output = evaluator.evaluate(
                     lm, self._loaded, limit=config.limit or None, bootstrap_iters=BOOTSTRAP_SAMPLES,
                         log_samples=keep_samples,
                     apply_chat_template=config.apply_chat_template, fewshot_as_multiturn=config.apply_chat_template,
                 )  # fmt: skip
         except XtkError:
             raise
-        except Exception as wrong:
-            raise _harness_error("lm-evaluation-harness failed", config, wrong) from wrong
-        return _parse_results(found)
+        except Exception as failure:
+            raise _harness_error("lm-evaluation-harness failed", config, failure) from failure
+        return _parse_results(output)
 
     def _seed(self) -> None:
         """Seed as the harness does, unless a seed is set; each model gets the same few-shot examples."""
@@ -300,14 +302,14 @@ def _merge_results(parts: Sequence[HarnessResults]) -> HarnessResults:
     )
 
 
-def _parse_results(found: Mapping[str, Any]) -> HarnessResults:
+def _parse_results(output: Mapping[str, Any]) -> HarnessResults:
     """Return the results in the harness's output."""
     values = {
-        task: _parse_metrics(figures) for task, figures in {**found["results"], **found.get("groups", {})}.items()
+        task: _parse_metrics(figures) for task, figures in {**output["results"], **output.get("groups", {})}.items()
     }
     single: dict[tuple[str, str], dict[int, float]] = {}
     samples: list[dict[str, Any]] = []
-    for task, records in (found.get("samples") or {}).items():
+    for task, records in (output.get("samples") or {}).items():
         for record in records:
             scores = {_metric_name(metric, record["filter"]): record[metric] for metric in record["metrics"]}
             scores = {name: float(value) for name, value in scores.items() if _is_number(value)}
@@ -322,24 +324,24 @@ def _parse_results(found: Mapping[str, Any]) -> HarnessResults:
         value = values.get(task, {}).get(name, (math.nan, math.nan))[0]
         if not math.isclose(float(np.mean(list(of_problems.values()))), value, abs_tol=1e-9):  # not a mean
             del single[task, name]
-    problems = {task: int(count["effective"]) for task, count in found["n-samples"].items()}
-    shots = {task: int(number) for task, number in found["n-shot"].items()}
-    within = {child for children in found["group_subtasks"].values() for child in children}
+    problems = {task: int(count["effective"]) for task, count in output["n-samples"].items()}
+    shots = {task: int(number) for task, number in output["n-shot"].items()}
+    within = {child for children in output["group_subtasks"].values() for child in children}
     return HarnessResults(values, problems, shots, [task for task in values if task not in within], single, samples)
 
 
 def _parse_metrics(figures: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
+    metrics: dict[str, tuple[float, float]] = {}
     for key, value in figures.items():
         metric, _, chosen = key.partition(",")
         if key in _NOT_SCORES or metric.endswith("_stderr") or not isinstance(value, int | float | np.number):
             continue
         error = figures.get(f"{metric}_stderr,{chosen}")
-        found[_metric_name(metric, chosen)] = (
+        metrics[_metric_name(metric, chosen)] = (
             float(value),
             float(error) if error is not None and _is_number(error) else math.nan,
         )
-    return found
+    return metrics
 
 
 def _metric_name(metric: str, chosen: str) -> str:
@@ -361,10 +363,10 @@ def _to_json_value(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _harness_error(what: str, config: HarnessConfig, wrong: Exception) -> XtkError:
-    first_line = (str(wrong) or type(wrong).__name__).strip().splitlines()[0][:300]
+def _harness_error(what: str, config: HarnessConfig, failure: Exception) -> XtkError:
+    first_line = (str(failure) or type(failure).__name__).strip().splitlines()[0][:300]
     return XtkError(
-        f"{what}: {type(wrong).__name__}: {first_line}",
+        f"{what}: {type(failure).__name__}: {first_line}",
         where=f"--tasks {','.join(config.tasks)}",
         hint="run lm-eval ls tasks for the task names, and check --include-path and the options of the task",
     )

@@ -84,7 +84,7 @@ class HarnessModel:
 
     def _run_in_batches(self, method: Callable[..., list[Any]], requests: Sequence[Any]) -> list[Any]:
         """Answer this process's requests in batches with progress, and return the answers of all processes."""
-        share, found = self._share, list[Any]()
+        share, results = self._share, list[Any]()
         indices = range(len(requests))
         by_rank = [
             [at for at in indices if at // REQUESTS_PER_TURN % share.num_processes == one]
@@ -97,9 +97,9 @@ class HarnessModel:
         ):
             for start in range(0, len(mine), PROGRESS_BATCH_SIZE):
                 part = [requests[at] for at in mine[start : start + PROGRESS_BATCH_SIZE]]
-                found += method(part, disable_tqdm=True)
+                results += method(part, disable_tqdm=True)
                 progress.advance(len(part))
-        answers = dict(zip(itertools.chain(*by_rank), itertools.chain(*share.all_gather_object(found)), strict=True))
+        answers = dict(zip(itertools.chain(*by_rank), itertools.chain(*share.all_gather_object(results)), strict=True))
         return [answers[at] for at in range(len(requests))]
 
 

@@ -219,10 +219,10 @@ class CodeProblems:
                             "answers": [text], "pass@1": one.reward})  # fmt: skip
 
         stop: Sequence[str] = () if self._chat else self._task.stop_strings
-        found = evaluate_answers(
+        evaluated = evaluate_answers(
             self._prompts, TransformersGenerator(model, tokenizer, batch_tokens=BATCH_TOKENS), tokenizer,
             SamplingConfig(temperature=0.0, max_completion_length=MAX_ANSWER_TOKENS, stop=tuple(stop)), self._rewards,
             process_share=process_share,
             template_arguments=self._template_arguments, on_answer=keep if keep_samples else None,
         )  # fmt: skip
-        return found, [prompt.number for prompt in self._prompts], samples
+        return evaluated, [prompt.number for prompt in self._prompts], samples

@@ -45,11 +45,11 @@ class TokenByteCosts:
         """
         if token not in self._ranges:
             spelling = self._spellings[token] if token < len(self._spellings) else b""
-            found = [
+            ranges = [
                 (bisect_left(self._sorted, spelling[:size]), self._range_end(spelling[:size]))
                 for size in range(1, len(spelling) + 1)
             ]
-            self._ranges[token] = np.array(found or [(0, len(self._sorted))], np.int64)
+            self._ranges[token] = np.array(ranges or [(0, len(self._sorted))], np.int64)
         return self._ranges[token]
 
     def _range_end(self, beginning: bytes) -> int:
@@ -72,7 +72,7 @@ class TokenByteCosts:
         self._order = self._order.to(exps.device)
         ranges = [self.prefix_ranges(token) for token in tokens]
         offsets = np.cumsum([0, *map(len, ranges)])
-        found = np.zeros(int(offsets[-1]))
+        prefix_sums = np.zeros(int(offsets[-1]))
         for start in range(0, len(tokens), BATCH_ROWS):
             part = exps[start : start + BATCH_ROWS]
             sums = torch.zeros(len(part), len(self._order) + 1, dtype=torch.float64, device=exps.device)
@@ -81,8 +81,8 @@ class TokenByteCosts:
             rows = torch.from_numpy(np.repeat(np.arange(len(part)), np.diff(edges))).to(exps.device)
             byte_indices = torch.from_numpy(np.concatenate(ranges[start : start + len(part)])).to(exps.device)
             masses = (sums[rows, byte_indices[:, 1]] - sums[rows, byte_indices[:, 0]]) / part.double().sum(1)[rows]
-            found[edges[0] : edges[-1]] = masses.cpu().numpy()
-        return found, offsets
+            prefix_sums[edges[0] : edges[-1]] = masses.cpu().numpy()
+        return prefix_sums, offsets
 
 
 @numba_kernel

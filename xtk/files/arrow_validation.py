@@ -51,13 +51,13 @@ def read_single_batch(content: Any, where: str, *, full: bool) -> tuple[pa.Recor
                 where=where,
                 hint=RESTORE_HINT,
             )
-        found = file.get_batch_with_custom_metadata(0)
-        found.batch.validate(full=full)
-    except (pa.ArrowException, ValueError, OSError, MemoryError, OverflowError) as wrong:
+        batch_with_metadata = file.get_batch_with_custom_metadata(0)
+        batch_with_metadata.batch.validate(full=full)
+    except (pa.ArrowException, ValueError, OSError, MemoryError, OverflowError) as failure:
         raise CorruptError(
-            f"this file is not a valid Arrow file: {_first_line(wrong)}", where=where, hint=RESTORE_HINT
+            f"this file is not a valid Arrow file: {_first_line(failure)}", where=where, hint=RESTORE_HINT
         ) from None
-    return found.batch, dict(found.custom_metadata or {})
+    return batch_with_metadata.batch, dict(batch_with_metadata.custom_metadata or {})
 
 
 def check_columns(batch: pa.RecordBatch, schema: pa.Schema, where: str, nullable: frozenset[str] = frozenset()) -> None:
@@ -96,5 +96,5 @@ def _has_nulls(column: pa.Array) -> bool:
     return False
 
 
-def _first_line(wrong: BaseException) -> str:
-    return (str(wrong) or type(wrong).__name__).splitlines()[0][:200]
+def _first_line(failure: BaseException) -> str:
+    return (str(failure) or type(failure).__name__).splitlines()[0][:200]

@@ -158,7 +158,7 @@ def write_json(path: Path, content: Any) -> None:
     """Write indented JSON atomically; a YAML parser reads the same content."""
     with atomic_write(path) as temporary:
         text = json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False)
-        text = _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        text = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
@@ -174,16 +174,16 @@ def parse_json_object(content: bytes, where: str, hint: str | None = None) -> di
         CorruptError: not JSON, not UTF-8, nested too deep, or not an object.
     """
     try:
-        found = parse_json(content.decode("utf-8"), what="this file", where=where)
-    except UnicodeDecodeError as wrong:
-        raise CorruptError(f"this file is not UTF-8, as JSON must be: {wrong}", where=where, hint=hint) from None
-    except XtkError as wrong:
-        raise CorruptError(wrong.what, where=where, hint=hint) from None
-    if not isinstance(found, dict):
+        parsed = parse_json(content.decode("utf-8"), what="this file", where=where)
+    except UnicodeDecodeError as failure:
+        raise CorruptError(f"this file is not UTF-8, as JSON must be: {failure}", where=where, hint=hint) from None
+    except XtkError as failure:
+        raise CorruptError(failure.what, where=where, hint=hint) from None
+    if not isinstance(parsed, dict):
         raise CorruptError(
             "this file must contain a JSON object, but contains another JSON value", where=where, hint=hint
         )
-    return found
+    return parsed
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -207,10 +207,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     # Not splitlines: it also splits at U+2028, which texts may contain.
     lines = content.decode("utf-8", "replace").rstrip("\n").split("\n")
-    found = []
+    records = []
     for number, line in enumerate(lines):
         try:
-            found.append(dict(json.loads(line)))
+            records.append(dict(json.loads(line)))
         except (ValueError, TypeError, RecursionError):
             if number + 1 < len(lines):
                 raise CorruptError(
@@ -218,7 +218,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
                     where=f"{path}, line {number + 1}",
                     hint="remove this line, or restore the file from a copy",
                 ) from None
-    return found
+    return records
 
 
 def remove_stale_temporary_files(folder: Path, name: str | None = None) -> None:

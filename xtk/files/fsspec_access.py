@@ -34,17 +34,19 @@ def open_file_system(place: str) -> tuple[Any, str]:
     protocol = place.partition("://")[0]
     try:
         fs, root = url_to_fs(place)
-    except ImportError as wrong:
-        cause = wrong.__cause__ or wrong
+    except ImportError as failure:
+        cause = failure.__cause__ or failure
         package = getattr(cause, "name", None) or protocol
         raise XtkError(
             f"{protocol}:// needs the Python package {package}, which is not installed",
             where=place,
             hint=f"run pip install {package}",
         ) from None
-    except Exception as wrong:  # of the storage library, or ValueError for an unknown protocol
+    except Exception as failure:  # of the storage library, or ValueError for an unknown protocol
         raise XtkError(
-            f"this remote folder cannot be opened: {_error_line(wrong)}", where=place, hint=_error_hint(wrong, protocol)
+            f"this remote folder cannot be opened: {_error_line(failure)}",
+            where=place,
+            hint=_error_hint(failure, protocol),
         ) from None
     return fs, str(root).rstrip("/")
 
@@ -63,10 +65,10 @@ def store_errors(what: str, where: str, protocol: str, *, missing: bool = False)
         yield
     except XtkError:
         raise
-    except Exception as wrong:
-        if missing and isinstance(wrong, FileNotFoundError):
+    except Exception as failure:
+        if missing and isinstance(failure, FileNotFoundError):
             raise
-        raise XtkError(f"{what}: {_error_line(wrong)}", where=where, hint=_error_hint(wrong, protocol)) from wrong
+        raise XtkError(f"{what}: {_error_line(failure)}", where=where, hint=_error_hint(failure, protocol)) from failure
 
 
 def listed_name(path: object, root: str) -> str:
@@ -91,19 +93,19 @@ def version_tag(entry: Mapping[str, Any]) -> str:
     return next((f"{key} {entry[key]}" for key in VERSION_TAG_KEYS if entry.get(key) is not None), "")
 
 
-def _error_line(wrong: BaseException) -> str:
-    text = str(wrong).strip()
-    return text.splitlines()[0] if text else type(wrong).__name__
+def _error_line(failure: BaseException) -> str:
+    text = str(failure).strip()
+    return text.splitlines()[0] if text else type(failure).__name__
 
 
-def _error_hint(wrong: BaseException, protocol: str) -> str:
-    name = type(wrong).__name__
-    if isinstance(wrong, PermissionError) or "Credential" in name or "Token" in name or "Forbidden" in str(wrong):
+def _error_hint(failure: BaseException, protocol: str) -> str:
+    name = type(failure).__name__
+    if isinstance(failure, PermissionError) or "Credential" in name or "Token" in name or "Forbidden" in str(failure):
         return {
             "s3": "set credentials with permission: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
             "gs": "set credentials with permission: gcloud auth application-default login",
             "hf": "run hf auth login with a token that has the needed permission",
         }.get(protocol, "set credentials with permission, as the tools of the storage provider read them")
-    if isinstance(wrong, FileNotFoundError):
+    if isinstance(failure, FileNotFoundError):
         return "check the spelling; create a missing bucket with the tools of the storage provider"
     return "check the network and the address, and run the same command again; finished parts are kept"

@@ -33,16 +33,16 @@ def hub_error(name: str, kind: str) -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return None
-    found: list[str | None] = []
+    reasons: list[str | None] = []
 
     def request_repo_info() -> None:
         try:
             HfApi().repo_info(name, repo_type=kind, timeout=HUB_TIMEOUT_SECONDS / 2)
-            found.append(None)
-        except Exception as wrong:  # the hub client has dozens of error types
-            found.append(next(iter(str(wrong).splitlines()), "") or type(wrong).__name__)
+            reasons.append(None)
+        except Exception as failure:  # the hub client has dozens of error types
+            reasons.append(next(iter(str(failure).splitlines()), "") or type(failure).__name__)
 
     thread = threading.Thread(target=request_repo_info, daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT_SECONDS)
-    return found[0] if found else f"{constants.ENDPOINT} did not respond within {HUB_TIMEOUT_SECONDS:.0f} seconds"
+    return reasons[0] if reasons else f"{constants.ENDPOINT} did not respond within {HUB_TIMEOUT_SECONDS:.0f} seconds"

@@ -42,9 +42,9 @@ class DownloadCache:
     def __init__(self, name: str) -> None:
         try:
             self._all = user_cache_folder() / "remote"
-        except RuntimeError as wrong:
+        except RuntimeError as failure:
             raise XtkError(
-                f"the cache folder for downloaded files cannot be found: {wrong}", hint="set XTK_CACHE=FOLDER"
+                f"the cache folder for downloaded files cannot be found: {failure}", hint="set XTK_CACHE=FOLDER"
             ) from None
         self.folder = self._all / sha256(name).removeprefix("sha256:")[:24]
         self._limit = _size_limit()

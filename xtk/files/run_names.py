@@ -24,9 +24,9 @@ def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Pa
         folder: of the run; it does not have to exist.
         kind: CHECKPOINT, or BEST for the weights that early stopping keeps.
     """
-    found = []
+    checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
         name, _, number = path.name.partition("-")
         if name == kind and _NUMBERS[kind].fullmatch(number) and path.is_dir() and not path.is_symlink():
-            found.append((int(number), path))
-    return sorted(found)
+            checkpoints.append((int(number), path))
+    return sorted(checkpoints)

@@ -58,8 +58,8 @@ def open_regular_file(folder: Path, name: str) -> int:
     path = folder / name
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as wrong:
-        if wrong.errno in (errno.ELOOP, errno.ENXIO):
+    except OSError as failure:
+        if failure.errno in (errno.ELOOP, errno.ENXIO):
             raise _not_regular_error(path) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

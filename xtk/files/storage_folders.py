@@ -162,8 +162,8 @@ def _try_hard_link(path: str, name: str) -> bool:
         except FileExistsError:
             os.unlink(name)  # noqa: PTH108
             os.link(path, name)
-    except OSError as wrong:
-        if isinstance(wrong, FileNotFoundError) or wrong.errno in (errno.ENOSPC, errno.EDQUOT):
+    except OSError as failure:
+        if isinstance(failure, FileNotFoundError) or failure.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         return False
     return True
@@ -211,17 +211,17 @@ class RemoteFolder:
         with self._store_errors("this remote folder cannot be listed"):
             self._fs.invalidate_cache(self._root)
             try:
-                found = self._fs.ls(self._root, detail=True)
+                entries = self._fs.ls(self._root, detail=True)
             except (FileNotFoundError, NotADirectoryError):
-                found = []
+                entries = []
                 self._refuse_missing_bucket()
         # Some stores list a folder among its own files, as an empty object.
-        itself = [entry for entry in found if str(entry["name"]).rstrip("/") == self._root]
+        itself = [entry for entry in entries if str(entry["name"]).rstrip("/") == self._root]
         if any(entry["type"] == "file" and entry.get("size") for entry in itself):
             raise XtkError(
                 "a cache must be a folder, but this path is a file", where=self._name, hint="use another path"
             )
-        self._listing = {listed_name(entry["name"], self._root): entry for entry in found if entry not in itself}
+        self._listing = {listed_name(entry["name"], self._root): entry for entry in entries if entry not in itself}
         return {file: int(entry.get("size") or 0) for file, entry in self._listing.items()}
 
     def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -361,8 +361,8 @@ class RemoteFolder:
             # sent again.
             if self._fs.cat_file(self._path(file)) != path.read_bytes():
                 raise self._already_exists_error(file) from None
-        except OSError as wrong:
-            if not exclusive or wrong.errno != errno.ENOSYS:
+        except OSError as failure:
+            if not exclusive or failure.errno != errno.ENOSYS:
                 raise
             self._upload(path, file, exclusive=False)  # a store without conditional writes
 

@@ -81,8 +81,8 @@ def _held(lock: Path, what: str, where: Path) -> Iterator[None]:
             where=f"{where}: {_lock_holder(lock)}",
             hint="wait until it ends, or stop it and run this command again; or use another output path (-o)",
         ) from None
-    except OSError as wrong:
-        if wrong.errno not in LOCKS_UNAVAILABLE_ERRNOS:
+    except OSError as failure:
+        if failure.errno not in LOCKS_UNAVAILABLE_ERRNOS:
             raise
         descriptor = None
     try:

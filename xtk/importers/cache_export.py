@@ -113,17 +113,17 @@ def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[st
 
 def _row(stored: StoredDocument) -> dict[str, Any]:
     """Return a stored document as a row, without weight and route."""
-    tokens, found = stored.tokens, stored.teacher_logprobs
+    tokens, stored_logprobs = stored.tokens, stored.teacher_logprobs
     size = len(tokens)
     logprobs: list[float | None] = [None] * size
     top_ids: list[list[int] | None] = [None] * size
     top_logprobs: list[list[float] | None] = [None] * size
-    for at, position in enumerate(found.positions.tolist()):
-        entries = slice(int(found.offsets[at]), int(found.offsets[at + 1]))
-        order = np.argsort(-found.logprobs[entries], kind="stable")
-        logprobs[position] = float(found.observed_logprobs[at])
-        top_ids[position] = found.ids[entries][order].tolist()
-        top_logprobs[position] = found.logprobs[entries][order].astype(float).tolist()
+    for at, position in enumerate(stored_logprobs.positions.tolist()):
+        entries = slice(int(stored_logprobs.offsets[at]), int(stored_logprobs.offsets[at + 1]))
+        order = np.argsort(-stored_logprobs.logprobs[entries], kind="stable")
+        logprobs[position] = float(stored_logprobs.observed_logprobs[at])
+        top_ids[position] = stored_logprobs.ids[entries][order].tolist()
+        top_logprobs[position] = stored_logprobs.logprobs[entries][order].astype(float).tolist()
     document = stored.document
     fields = document_fields(document)
     content = {name: fields.get(name) for name in CONTENT_COLUMNS}

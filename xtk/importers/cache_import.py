@@ -111,7 +111,7 @@ def _support_of(row: Row) -> str:
     """Return the support that a row needs: `none` if it lists observed tokens only."""
     if isinstance(row, ScoredAnswer):
         pairs = zip(row.tokens, row.top, strict=True)
-        lists_others = any(one.spelling != observed.spelling for observed, listed in pairs for one in listed)
+        lists_others = any(pair.spelling != observed.spelling for observed, listed in pairs for pair in listed)
     elif isinstance(row, ListedRow):
         lists_others = True
     else:
@@ -216,8 +216,8 @@ class _Rows:
             self._where = where
             try:
                 row = self._read(record)
-            except XtkError as wrong:
-                self._refuse(wrong)
+            except XtkError as failure:
+                self._refuse(failure)
                 continue
             yield row
 
@@ -261,15 +261,15 @@ class _Rows:
                 _add_listed(writer, row, self._where, self.counts)
             else:
                 _add_columns(writer, row, self._where, self.counts)
-        except XtkError as wrong:
-            self._refuse(XtkError(wrong.what, where=self._where, hint=wrong.hint))
+        except XtkError as failure:
+            self._refuse(XtkError(failure.what, where=self._where, hint=failure.hint))
 
-    def _refuse(self, wrong: XtkError) -> None:
+    def _refuse(self, failure: XtkError) -> None:
         if not self._skip:
-            raise wrong
+            raise failure
         self.num_skipped += 1
         if self.num_skipped <= MAX_NOTES and self._num_passes == 2:
-            terminal.note(f"import-cache: skipping {wrong.where}: {wrong.what}")
+            terminal.note(f"import-cache: skipping {failure.where}: {failure.what}")
 
 
 def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
@@ -289,18 +289,18 @@ def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
     for number, (_, position) in enumerate(scored):
         for at, (token, logprob) in enumerate(_listed_ids(position, tokenizer).items()):
             ids[number, at], logprobs[number, at] = token, logprob
-    writer.add_tokenized(row.document, tokens, ids, logprobs, [one.logprob or 0.0 for one, _ in scored])
+    writer.add_tokenized(row.document, tokens, ids, logprobs, [token.logprob or 0.0 for token, _ in scored])
 
 
 def _listed_ids(position: Sequence[ListedToken], tokenizer: Tokenizer) -> dict[int, float]:
     """Return {id: log-probability} of listed tokens; those without bytes stay in the remainder."""
     known = tokenizer.vocabulary.token_of_bytes
-    found: dict[int, float] = {}
+    logprob_of: dict[int, float] = {}
     for one in position:
         token = -1 if one.spelling is None else known.get(one.spelling, -1)
         if token >= 0:
-            found.setdefault(token, -np.inf if one.logprob is None else one.logprob)
-    return found
+            logprob_of.setdefault(token, -np.inf if one.logprob is None else one.logprob)
+    return logprob_of
 
 
 def _add_listed(writer: CacheWriter, row: ListedRow, where: str, counts: _ImportCounts) -> None:
@@ -338,9 +338,9 @@ def _observed_logprob(token: int, listed: Listed, counts: _ImportCounts) -> floa
     counts.listed += 1
     remainder = 1 - float(np.exp(logprobs).sum())
     counts.normalized += remainder < MIN_REMAINDER
-    found = np.flatnonzero(ids == token)
-    if len(found):
-        return float(logprobs[found[0]])
+    places = np.flatnonzero(ids == token)
+    if len(places):
+        return float(logprobs[places[0]])
     bound = upper_bound(logprobs)
     counts.unknown += bound is None
     counts.bounded += bound is not None
@@ -355,8 +355,8 @@ def _has_tokens(
     is_conversation = "messages" in content or isinstance(content.get("prompt"), list)
     if not is_document or (is_conversation and not writer.tokenizer.template_fingerprint):
         return False
-    found, positions = writer.tokenize(content)
-    return np.array_equal(found, token_ids) and np.array_equal(positions, np.flatnonzero(scored))
+    tokenized, positions = writer.tokenize(content)
+    return np.array_equal(tokenized, token_ids) and np.array_equal(positions, np.flatnonzero(scored))
 
 
 def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts: _ImportCounts) -> None:
@@ -385,7 +385,9 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts
             counts.other_text += 1
     numbers = np.flatnonzero(scored)
     lists = [(row["top_ids"][at] or [], row["top_logprobs"][at] or []) for at in numbers]
-    if not all(isinstance(one, list) for pair in lists for one in pair) or any(len(a) != len(b) for a, b in lists):
+    if not all(isinstance(entries, list) for pair in lists for entries in pair) or any(
+        len(a) != len(b) for a, b in lists
+    ):
         what = "top_ids and top_logprobs must be lists of the same length at each position"
         raise XtkError(what, where=where, hint="use null where nothing is listed")
     width = max((len(listed) for listed, _ in lists), default=0)

@@ -73,7 +73,7 @@ class ScoredAnswer:
     def spellings(self) -> Iterator[bytes]:
         """All bytes of tokens that it lists."""
         listed = [*self.tokens, *(one for position in self.top for one in position)]
-        return (one.spelling for one in listed if one.spelling)
+        return (entry.spelling for entry in listed if entry.spelling)
 
     def tokenized(self, token_id: Callable[[bytes], int], start_id: int, end_id: int) -> TokenSequence:
         """Return the answer as the teacher's tokens, after a start token.
@@ -84,9 +84,9 @@ class ScoredAnswer:
             end_id: of the end token.
         """
         first_is_start = bool(self.tokens) and self.tokens[0].logprob is None and self.tokens[0].spelling is None
-        spellings = [one.spelling for one in self.tokens[first_is_start:]]
+        spellings = [token.spelling for token in self.tokens[first_is_start:]]
         ids = [end_id if spelling is None else token_id(spelling) for spelling in spellings]
-        scored = [one.logprob is not None for one in self.tokens[first_is_start:]]
+        scored = [token.logprob is not None for token in self.tokens[first_is_start:]]
         has_end = bool(spellings) and spellings[-1] is None
         size = len(self.document.segments[-1].text.encode())
         first = len(self.document.text.encode()) - size
@@ -179,11 +179,11 @@ def _mapping(value: Any, name: str, where: str) -> Mapping[str, Any]:
 
 
 def _response_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    found = record.get("response", record)
+    response = record.get("response", record)
     for key in ("body", "response"):
-        if isinstance(found, Mapping) and key in found and "choices" not in found:
-            found = found[key]
-    return found if isinstance(found, Mapping) and isinstance(found.get("choices"), list) else None
+        if isinstance(response, Mapping) and key in response and "choices" not in response:
+            response = response[key]
+    return response if isinstance(response, Mapping) and isinstance(response.get("choices"), list) else None
 
 
 def _document(request: Mapping[str, Any], content: str, is_chat: bool, complete: bool, where: str) -> Document:
@@ -200,16 +200,16 @@ def _document(request: Mapping[str, Any], content: str, is_chat: bool, complete:
             document = Document.from_completion(prompt, content)
         else:
             raise ValueError("the row has no messages or prompt of its request")
-    except ValueError as wrong:
-        raise XtkError(str(wrong), where=where, hint="write the request's messages or prompt into each row") from None
+    except ValueError as failure:
+        raise XtkError(str(failure), where=where, hint="write the request's messages or prompt into each row") from None
     return Document(document.segments, is_complete=complete, conversation=document.conversation)
 
 
 def _read_chat_logprobs(content: Any, where: str) -> tuple[list[ListedToken], list[list[ListedToken]]]:
     entries = _list(content, "logprobs.content", where)
-    tokens = [_listed(one, where) for one in entries]
-    lists = [_list(one.get("top_logprobs") or [], "top_logprobs", where) for one in entries]
-    return tokens, [[_listed(one, where) for one in listed] for listed in lists]
+    tokens = [_listed(entry, where) for entry in entries]
+    lists = [_list(entry.get("top_logprobs") or [], "top_logprobs", where) for entry in entries]
+    return tokens, [[_listed(entry, where) for entry in listed] for listed in lists]
 
 
 def _with_bounds(
@@ -219,19 +219,19 @@ def _with_bounds(
 
     A token outside of a list has at most the probability of the remainder, and that of the least likely listed token.
     """
-    lists = [[one for one in listed if one.logprob is None or one.logprob > UNLISTED_LOGPROB] for listed in top]
-    found: list[ListedToken] = []
+    lists = [[entry for entry in listed if entry.logprob is None or entry.logprob > UNLISTED_LOGPROB] for listed in top]
+    bounded: list[ListedToken] = []
     num_bounded = num_unknown = 0
     for one, listed in zip(tokens, lists, strict=True):
         if one.logprob is None or one.logprob > UNLISTED_LOGPROB:
-            found.append(one)
+            bounded.append(one)
             continue
         logprobs = np.array([other.logprob for other in listed if other.logprob is not None], np.float64)
         bound = upper_bound(logprobs)
         num_bounded += bound is not None
         num_unknown += bound is None
-        found.append(replace(one, logprob=bound))
-    return found, lists, num_bounded, num_unknown
+        bounded.append(replace(one, logprob=bound))
+    return bounded, lists, num_bounded, num_unknown
 
 
 def upper_bound(listed: NDArray[np.floating]) -> float | None:
@@ -296,7 +296,7 @@ def _listed(given_entry: Any, where: str) -> ListedToken:
     text, given = entry.get("token"), entry.get("bytes")
     spelling = None
     if isinstance(given, list) and given:
-        if not all(isinstance(one, int) and 0 <= one < 256 for one in given):
+        if not all(isinstance(item, int) and 0 <= item < 256 for item in given):
             raise XtkError("the bytes of a token are not numbers from 0 to 255", where=where, hint=_ROW_HINT)
         spelling = bytes(given)
     if spelling is None and isinstance(text, str) and "\ufffd" not in text:
@@ -329,9 +329,9 @@ def _read_text_logprobs(
     return tokens, [
         [
             _listed({"token": name, "logprob": value}, where)
-            for name, value in _mapping(one or {}, "top_logprobs", where).items()
+            for name, value in _mapping(entry or {}, "top_logprobs", where).items()
         ]
-        for one in listed
+        for entry in listed
     ]
 
 
@@ -341,7 +341,7 @@ def _without_cut_character(
     """Return a truncated answer without tokens of an incomplete character at its end."""
     for dropped in range(min(4, len(tokens) + 1)):
         kept = len(tokens) - dropped
-        written = b"".join(one.spelling or b"" for one in tokens[:kept])
+        written = b"".join(token.spelling or b"" for token in tokens[:kept])
         try:
             text = written.decode()
         except UnicodeDecodeError:
@@ -357,10 +357,10 @@ def _without_generated(
 ) -> tuple[list[ListedToken], list[list[ListedToken]]]:
     """Return the tokens of a scored text, without those that the service generated after it."""
     left, size = len(content.encode()), 0
-    for count, one in enumerate(tokens):
+    for count, token in enumerate(tokens):
         if size >= left and count:
             return tokens[:count], top[:count]
-        size += len(one.spelling or b"")
+        size += len(token.spelling or b"")
     return tokens, top
 
 
@@ -380,9 +380,9 @@ def _checked_tokens(
     inner = tokens[:-1] if tokens and tokens[-1].spelling is None else tokens
     if inner and inner[0].logprob is None and inner[0].spelling is None:  # the start token of a scored text
         inner = inner[1:]
-    if any(one.spelling is None for one in inner):
+    if any(item.spelling is None for item in inner):
         raise XtkError("the bytes of a token are missing", where=where, hint=_ROW_HINT)
-    written = b"".join(one.spelling or b"" for one in inner)
+    written = b"".join(item.spelling or b"" for item in inner)
     if written != content.encode():
         raise XtkError(
             f"the log-probabilities are of another text than the answer: {written[:40]!r} and {content[:40]!r}",

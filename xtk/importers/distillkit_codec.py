@@ -84,15 +84,15 @@ class DistillKitCodec:
             ArithmeticError,
             ValueError,
             RecursionError,
-        ) as wrong:
-            what = f"this is not a compression configuration of DistillKit: {type(wrong).__name__}: {wrong}"
+        ) as failure:
+            what = f"this is not a compression configuration of DistillKit: {type(failure).__name__}: {failure}"
             raise XtkError(what, where=str(path), hint="use the file that DistillKit wrote with the data") from None
         if problem := codec._problem():
             raise XtkError(problem, where=str(path), hint="use the file that DistillKit wrote with the data")
         return codec
 
     def _problem(self) -> str | None:
-        types = {self.exact_dtype, self.term_dtype, *(one for one, _, _ in self.bins)}
+        types = {self.exact_dtype, self.term_dtype, *(bin_ for bin_, _, _ in self.bins)}
         if unknown := types - _NUM_BYTES.keys():
             return f"the type {min(unknown)!r} is unknown"
         if not (0 < self.k <= _MAX_K and 0 <= self.exact_k <= self.k and 1 < self.vocab_size <= _MAX_VOCABULARY):
@@ -101,7 +101,7 @@ class DistillKitCodec:
             return "a residual bin has an invalid size"
         if sum(count for _, _, count in self.bins) > self.k - self.exact_k:
             return "the residual bins have more elements than there are values"
-        if any(isinstance(one, str) and one not in ("sqrt", "exp") for one in self.terms):
+        if any(isinstance(term, str) and term not in ("sqrt", "exp") for term in self.terms):
             return f"the polynomial has an unknown term: {self.terms}"
         return None
 
@@ -138,9 +138,9 @@ class DistillKitCodec:
         ids_of, values_of = _bytes(packed_ids), _bytes(packed_logprobs)
         wanted = ((self.k * self.index_bits + 7) // 8, self.logprob_bytes)
         if ids_of is None or values_of is None or (ids_of.shape[1], values_of.shape[1]) != wanted:
-            found = [None if one is None else one.shape[1] for one in (ids_of, values_of)]
+            widths = [None if one is None else one.shape[1] for one in (ids_of, values_of)]
             raise XtkError(
-                f"a position has {found[0]} and {found[1]} bytes, but {CONFIG} describes {wanted[0]} and {wanted[1]}",
+                f"a position has {widths[0]} and {widths[1]} bytes, but {CONFIG} describes {wanted[0]} and {wanted[1]}",
                 where=where,
                 hint=f"keep the Parquet files in one folder with their own {CONFIG}",
             )
@@ -176,7 +176,7 @@ class DistillKitCodec:
             start, first = start + size, first + elements
         if self.terms and count:
             ranks = np.linspace(0, 1, count) if self.is_normalized else np.arange(count, dtype=np.float64)
-            curves = [getattr(np, one)(ranks) if isinstance(one, str) else ranks**one for one in self.terms]
+            curves = [getattr(np, term)(ranks) if isinstance(term, str) else ranks**term for term in self.terms]
             others += coefficients @ np.stack(curves)
         values = np.concatenate([exact, others], axis=1)
         return np.cumsum(values, axis=1) if self.is_delta else values
@@ -185,11 +185,11 @@ class DistillKitCodec:
 def _bytes(packed: Any) -> NDArray[np.uint8] | None:
     """Return rows of bytes as an array; None: they are not."""
     try:
-        found = np.asarray(packed)
+        unpacked = np.asarray(packed)
     except ValueError:
         return None
-    is_bytes = found.ndim == 2 and found.dtype.kind in "iu" and found.size
-    return found.astype(np.uint8) if is_bytes and found.min() >= 0 and found.max() < 256 else None
+    is_bytes = unpacked.ndim == 2 and unpacked.dtype.kind in "iu" and unpacked.size
+    return unpacked.astype(np.uint8) if is_bytes and unpacked.min() >= 0 and unpacked.max() < 256 else None
 
 
 def _floats(packed: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:

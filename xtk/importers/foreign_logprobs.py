@@ -105,10 +105,10 @@ def fitted_row(row: ListedRow, token_ids: NDArray[np.int64], where: str) -> tupl
             hint="use the teacher's own --tokenizer, with the chat template that the other tool used",
         )
     placed: list[Listed] = [None] * size
-    for at, one in enumerate(row.lists):
+    for at, entries in enumerate(row.lists):
         if 0 < at + best < size:
-            placed[at + best] = one
-    trained = np.array([one is not None for one in placed], np.bool_)
+            placed[at + best] = entries
+    trained = np.array([item is not None for item in placed], np.bool_)
     if row.trained is not None:
         trained &= row.trained[:size] if len(row.trained) >= size else np.zeros(size, np.bool_)
     return placed, trained
@@ -116,7 +116,7 @@ def fitted_row(row: ListedRow, token_ids: NDArray[np.int64], where: str) -> tupl
 
 def _listed_share(lists: Sequence[Listed], token_ids: NDArray[np.int64], first: int) -> float:
     """Return the share of lists that have the token `first` places later."""
-    pairs = [(one[0], first + at) for at, one in enumerate(lists) if one is not None and first + at > 0]
+    pairs = [(entries[0], first + at) for at, entries in enumerate(lists) if entries is not None and first + at > 0]
     hits = [token < len(token_ids) and token_ids[token] in ids for ids, token in pairs]
     return float(np.mean(hits)) if hits else 0.0
 
@@ -125,10 +125,10 @@ def _pairs(ids: Any, logprobs: Any, names: tuple[str, str], where: str) -> list[
     """Return lists of ids and log-probabilities without entries that fill them up."""
     if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
         raise XtkError(f"{names[0]} and {names[1]} are not lists of the same length", where=where, hint=_HINT)
-    found: list[Listed] = []
+    listed_pairs: list[Listed] = []
     for some, values in zip(ids, logprobs, strict=True):
         if some is None or values is None:
-            found.append(None)
+            listed_pairs.append(None)
             continue
         if not isinstance(some, list) or not isinstance(values, list) or len(some) != len(values):
             raise XtkError(f"{names[0]} and {names[1]} have different shapes", where=where, hint=_HINT)
@@ -142,8 +142,8 @@ def _pairs(ids: Any, logprobs: Any, names: tuple[str, str], where: str) -> list[
         if not (amounts <= MAX_LOGPROB).all() or (numbers[kept] < 0).any():
             what = f"{names[0]} has an id below 0, or {names[1]} a value that is not a log-probability"
             raise XtkError(what, where=where, hint=_ROW_HINT)
-        found.append((numbers[kept], amounts[kept]) if kept.any() else None)
-    return found
+        listed_pairs.append((numbers[kept], amounts[kept]) if kept.any() else None)
+    return listed_pairs
 
 
 def _read_trl(record: Mapping[str, Any], where: str) -> ListedRow:
@@ -164,12 +164,12 @@ def _with_observed(lists: list[Listed], tokens: NDArray[np.int64], observed: Any
     values = to_array("actual_logprobs", observed, np.float64, where).reshape(-1)
     if len(values) != len(tokens):
         raise XtkError("actual_logprobs has not one value per token of the completion", where=where, hint=_HINT)
-    found = []
+    completed = []
     for one, token, value in zip(lists, tokens, values, strict=True):
         if one is not None and token not in one[0] and np.isfinite(value):
             one = (np.append(one[0], token), np.append(one[1], value))
-        found.append(one)
-    return found
+        completed.append(one)
+    return completed
 
 
 def _read_axolotl_prepared(record: Mapping[str, Any], where: str) -> ListedRow:
@@ -195,14 +195,16 @@ def _read_axolotl_lists(record: Mapping[str, Any], where: str) -> ListedRow:
 def _read_vllm_lists(record: Mapping[str, Any], where: str) -> ListedRow | None:
     """Read such a row with lists of vLLM: [{"token": "token_id:7", "logprob": -0.5}, ...]."""
     for name, value in record.items():
-        first = next((one for one in value if one), None) if isinstance(value, list) else None
+        first = next((item for item in value if item), None) if isinstance(value, list) else None
         if not isinstance(first, list) or not isinstance(first[0], Mapping):
             continue
         if not str(first[0].get("token", "")).startswith(_VLLM_TOKEN):
             continue
         try:
-            ids = [[str(entry["token"]).removeprefix(_VLLM_TOKEN) for entry in one] if one else None for one in value]
-            logprobs = [[entry["logprob"] for entry in one] if one else None for one in value]
+            ids = [
+                [str(entry["token"]).removeprefix(_VLLM_TOKEN) for entry in item] if item else None for item in value
+            ]
+            logprobs = [[entry["logprob"] for entry in item] if item else None for item in value]
         except (KeyError, TypeError):
             what = f"{name} has an entry that is not a token with its log-probability"
             raise XtkError(what, where=where, hint=_ROW_HINT) from None

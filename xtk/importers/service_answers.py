@@ -71,7 +71,7 @@ def make_requests(documents: Iterable[Document], server: str, options: ServiceOp
             where=str(endpoint),
             hint="use for example https://api.example.com/v1#model-name",
         )
-    return [_make_request(*one, endpoint.requested_model, options) for one in enumerate(documents)]
+    return [_make_request(*document, endpoint.requested_model, options) for document in enumerate(documents)]
 
 
 def _make_request(number: int, document: Document, model: str, options: ServiceOptions) -> ServiceRequest:
@@ -136,7 +136,10 @@ def _service_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def estimate(requests: Sequence[ServiceRequest], options: ServiceOptions) -> dict[str, float]:
     """Return `requests`, estimated `prompt_tokens`, the largest number of `answer_tokens`, and the largest `cost`."""
-    prompts, answers = sum(one.prompt_tokens for one in requests), sum(one.answer_tokens for one in requests)
+    prompts, answers = (
+        sum(request.prompt_tokens for request in requests),
+        sum(request.answer_tokens for request in requests),
+    )
     return {
         "requests": len(requests),
         "prompt_tokens": round(prompts),
@@ -158,7 +161,7 @@ def _num_listed(response: Mapping[str, Any]) -> int:
     """Return the largest number of tokens that an answer lists at a position."""
     logprobs = response["choices"][0].get("logprobs") or {}
     content = logprobs.get("content") or []
-    lists = [one.get("top_logprobs") for one in content if isinstance(one, Mapping)] or logprobs.get("top_logprobs")
+    lists = [item.get("top_logprobs") for item in content if isinstance(item, Mapping)] or logprobs.get("top_logprobs")
     return max((len(one) for one in lists or () if isinstance(one, list | Mapping)), default=0)
 
 
@@ -223,7 +226,7 @@ class AnswerFile:
         self.answers: dict[str, StoredAnswer] = {}
         self._lines: list[tuple[str, int]] = []  # key and index of each line
         if path.exists():
-            self._read({one.key for one in requests})
+            self._read({request.key for request in requests})
 
     def _read(self, keys: set[str]) -> None:
         start = 0
@@ -271,17 +274,17 @@ class AnswerFile:
 
     def sort(self) -> None:
         """Sort the file, in which all requests have an answer; an answer to equal requests is repeated."""
-        if self._lines == [(one.key, one.index) for one in self._requests]:
+        if self._lines == [(request.key, request.index) for request in self._requests]:
             return
         with (
             atomic_write(self.path) as temporary,  # which this process has locked
             self.path.open("rb") as source,
             temporary.open("wb") as stream,
         ):
-            for one in self._requests:
-                place = self.answers[one.key]
+            for request in self._requests:
+                place = self.answers[request.key]
                 source.seek(place.start)
-                stream.write(_to_line({**json.loads(source.read(place.size)), "index": one.index}))
+                stream.write(_to_line({**json.loads(source.read(place.size)), "index": request.index}))
 
 
 def _to_line(row: Mapping[str, Any]) -> bytes:
@@ -361,14 +364,14 @@ class ServiceClient:
             ResumableStop: the limit of the cost is reached.
             XtkError: the service refuses a request, does not respond, or its first answers cannot be used.
         """
-        unique = {one.key: one for one in requests}
+        unique = {request.key: request for request in requests}
         for key, stored in file.answers.items():
             self._usage.add(stored.prompt_tokens, stored.answer_tokens, unique[key])
             # An answer of another model than those of the file is refused.
             self._endpoint.answers_as = self._endpoint.answers_as or stored.model
         left = {key: one for key, one in unique.items() if key not in file.answers}
         with terminal.Progress("query-teacher", len(requests), "answers", done=len(requests) - len(left)) as progress:
-            gather_responses(self._pool, [self._request_answer(one, file, progress) for one in left.values()])
+            gather_responses(self._pool, [self._request_answer(request, file, progress) for request in left.values()])
         self._note_unusable()
         if self._error is not None:
             raise self._error
@@ -396,8 +399,8 @@ class ServiceClient:
                 file.add(request, response)
                 self._check_answer(request, response)
                 progress.advance(1, f"cost {self.cost:.4f}" if self.cost else "")
-            except XtkError as wrong:  # answers in flight are paid for: they are awaited and kept
-                self._error = self._error or wrong
+            except XtkError as failure:  # answers in flight are paid for: they are awaited and kept
+                self._error = self._error or failure
                 self._failed.set()
             finally:
                 async with self._turn:
@@ -414,8 +417,8 @@ class ServiceClient:
         try:
             self._check({"request": request.body, "response": response}, f"document {request.index}")
             self._num_usable += 1
-        except XtkError as wrong:
-            self._unusable.append(wrong)
+        except XtkError as failure:
+            self._unusable.append(failure)
             if not self._num_usable and len(self._unusable) == NUM_CHECKED_ANSWERS:
                 raise XtkError(
                     f"import-cache can use none of the first {NUM_CHECKED_ANSWERS} answers: {self._unusable[0].what}",
@@ -443,11 +446,11 @@ class ServiceClient:
                 weight=1.0,
                 max_bytes=max_response_bytes(0) + int(entries * _BYTES_PER_ENTRY * 4),
             )
-        except PermanentError as wrong:
+        except PermanentError as failure:
             raise XtkError(
-                f"the service refuses a request: HTTP {wrong.status} {wrong.message}",
+                f"the service refuses a request: HTTP {failure.status} {failure.message}",
                 where=f"document {request.index}, {self._endpoint}",
-                hint=_refusal_hint(wrong, self._options),
+                hint=_refusal_hint(failure, self._options),
             ) from None
 
     def _max_cost_of(self, request: ServiceRequest) -> float:
@@ -496,27 +499,27 @@ def _checked_response(response: Any) -> dict[str, Any]:
     message = choice.get("message", choice) if isinstance(choice, dict) else None
     if not isinstance(choice, dict) or not isinstance(message, dict):
         raise RetryableError("the service's response has no choice", _SERVICE_HINT)
-    found = choice.get("logprobs") or {}
-    is_object = isinstance(found, dict)
-    lists = [found.get(key) for key in ("content", "tokens", "top_logprobs")] if is_object else []
-    if not is_object or not all(one is None or isinstance(one, list) for one in lists):
+    logprobs = choice.get("logprobs") or {}
+    is_object = isinstance(logprobs, dict)
+    lists = [logprobs.get(key) for key in ("content", "tokens", "top_logprobs")] if is_object else []
+    if not is_object or not all(entries is None or isinstance(entries, list) for entries in lists):
         raise RetryableError("the service's log-probabilities are not lists", _SERVICE_HINT)
     return answer
 
 
 def _refuse_without_logprobs(response: Mapping[str, Any]) -> None:
     choice = response["choices"][0]
-    message, found = choice.get("message", choice), choice.get("logprobs") or {}
+    message, logprobs = choice.get("message", choice), choice.get("logprobs") or {}
     has_text = bool(message.get("content") or message.get("text"))
-    if has_text and not found.get("content") and not found.get("tokens"):
+    if has_text and not logprobs.get("content") and not logprobs.get("tokens"):
         raise XtkError(
             "the service's answer has no log-probabilities", hint="use a model and a service with log-probabilities"
         )
 
 
-def _refusal_hint(wrong: PermanentError, options: ServiceOptions) -> str:
-    if wrong.status in (401, 403):
+def _refusal_hint(failure: PermanentError, options: ServiceOptions) -> str:
+    if failure.status in (401, 403):
         return "set the API key: --api-key-env NAME"
-    if "logprob" in wrong.message:
+    if "logprob" in failure.message:
         return f"use a smaller --top-logprobs (now {options.top_logprobs}); services allow 5 or 20"
     return "check the data and the options; answers so far are kept"

@@ -98,7 +98,7 @@ class DistillationTrainerMixin:
         super().log(logs, *arguments, **options)  # type: ignore[misc]
 
     def _count_losses(self, cells: Sequence[LossCells], sums: Tensor) -> None:
-        items = torch.tensor([float(one.denominator) for one in cells])
+        items = torch.tensor([float(cell.denominator) for cell in cells])
         sums = sums.detach().float()
         self._loss_sums = sums if self._loss_sums is None else self._loss_sums + sums
         self._loss_items = items if self._loss_items is None else self._loss_items + items

@@ -318,12 +318,12 @@ def _loss_and_gradients(
         ]
         if part.alternatives is not None:
             sums.append(_group_sums(part.alternatives, next(alternatives), log_totals))
-        leaves = [one.log_sums for one in sums]
+        leaves = [tensor.log_sums for tensor in sums]
         if part.largest is not None:
-            found, included = next(by_rank)
+            largest, included = next(by_rank)
             item_rows = to_device(part.largest.rows, included.device)
             rank_rows = item_rows[part.largest.rank_items]
-            leaves.append(found.logits - log_totals[rank_rows])
+            leaves.append(largest.logits - log_totals[rank_rows])
             leaves.append(
                 torch.ones_like(included)
                 if part.largest.excluded_tokens is None
@@ -354,8 +354,8 @@ def _loss_and_gradients(
             gradients.ranks.append(
                 RankGradients(
                     rank_rows,
-                    found.tokens.clamp_min(0),
-                    of_leaves[-2].masked_fill(found.tokens < 0, -0.0),
+                    largest.tokens.clamp_min(0),
+                    of_leaves[-2].masked_fill(largest.tokens < 0, -0.0),
                     of_leaves[-1],
                     leaves[-1].detach(),
                     part.largest,

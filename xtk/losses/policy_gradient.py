@@ -160,5 +160,5 @@ def _token_gains(
     old_sums = np.bincount(owners, logprobs, minlength=len(gains))
     is_sure = old_sums[owners] == 0
     parts = np.where(is_sure, 1 / sizes[owners], logprobs / np.where(is_sure, 1, old_sums[owners]))
-    found = np.zeros(len(parts))
-    return np.multiply(gains[owners], parts, out=found, where=parts > 0)  # a gain may be infinite
+    token_gains = np.zeros(len(parts))
+    return np.multiply(gains[owners], parts, out=token_gains, where=parts > 0)  # a gain may be infinite

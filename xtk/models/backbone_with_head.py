@@ -74,13 +74,13 @@ class BackboneWithHead(nn.Module):
         try:
             made = self.model(input_ids=ids, use_cache=False).logits
             states = body(input_ids=ids, use_cache=False).last_hidden_state
-        except Exception as wrong:  # a configuration that fits its weights may still be impossible to run
-            cause = " ".join(str(wrong).split())[:300]
+        except Exception as failure:  # a configuration that fits its weights may still be impossible to run
+            cause = " ".join(str(failure).split())[:300]
             raise XtkError(
-                f"the model's forward pass fails: {type(wrong).__name__}: {cause}",
+                f"the model's forward pass fails: {type(failure).__name__}: {cause}",
                 where=str(getattr(inner, "name_or_path", "") or type(inner).__name__),
                 hint="check that config.json belongs to these weights; if memory is short, use a smaller model",
-            ) from wrong
+            ) from failure
         finally:
             watch.remove()
         self.model.train(training)
@@ -100,9 +100,9 @@ class BackboneWithHead(nn.Module):
         """The output head with the model's parameters; without a weight if the model cannot be split."""
         if self._logit_transform is None:
             return OutputHead(None)
-        found = _split_head(self._base_model.get_output_embeddings(), shared=True)
-        assert found is not None
-        linear, adapters = found
+        split_head = _split_head(self._base_model.get_output_embeddings(), shared=True)
+        assert split_head is not None
+        linear, adapters = split_head
         bias = None if linear.bias is None else to_local_tensor(linear.bias)
         weight = to_local_tensor(linear.weight)
         return OutputHead(
@@ -228,9 +228,9 @@ def _candidate_transforms(configuration: Any) -> list[LogitTransform]:
     return [LogitTransform(scale, softcap) for scale in scales for softcap in caps]
 
 
-def _is_close(found: Tensor, expected: Tensor, tolerance: float = RELATIVE_TOLERANCE) -> bool:
+def _is_close(computed: Tensor, expected: Tensor, tolerance: float = RELATIVE_TOLERANCE) -> bool:
     scale = expected.abs().max().clamp_min(1)
-    return found.shape == expected.shape and bool((found - expected).abs().max() <= tolerance * scale)
+    return computed.shape == expected.shape and bool((computed - expected).abs().max() <= tolerance * scale)
 
 
 def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[HeadAdapter]] | None:

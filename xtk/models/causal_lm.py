@@ -88,8 +88,8 @@ def load_causal_lm(
                 ignore_mismatched_sizes=True,  # refused below, with their names
                 **options,
             )
-    except Exception as wrong:
-        raise loading_error(folder, wrong) from wrong
+    except Exception as failure:
+        raise loading_error(folder, failure) from failure
     WeightMismatches.from_loading_info(loading_info).check(folder)
     for module in model.modules():
         # On CPUs with AVX512-BF16, bitsandbytes 0.50 repacks a matrix in its first eval-mode forward pass. This suits
@@ -194,8 +194,8 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
             return transformers.AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-    except Exception as wrong:
-        raise loading_error(folder, wrong) from wrong
+    except Exception as failure:
+        raise loading_error(folder, failure) from failure
 
 
 def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -> None:
@@ -204,9 +204,9 @@ def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: boo
     Raises:
         XtkError: a name is a hub repository, and remote code is not trusted.
     """
-    if found := [] if trust_remote_code else [name for name in names if "/" in name]:
+    if repositories := [] if trust_remote_code else [name for name in names if "/" in name]:
         raise XtkError(
-            f"the model needs the attention kernel {found[0]}, which is code from the Hugging Face hub",
+            f"the model needs the attention kernel {repositories[0]}, which is code from the Hugging Face hub",
             where=where,
             hint='use --trust-remote-code if you trust it, or set attn_implementation to "sdpa"',
         )
@@ -251,8 +251,8 @@ def _load_adapter(model: Any, adapter: Path) -> Any:
             adapted = PeftModel.from_pretrained(model, str(adapter))
             check_adapter_weights(adapted, adapter)
             return adapted.merge_and_unload()
-    except Exception as wrong:
-        raise loading_error(adapter, wrong) from wrong
+    except Exception as failure:
+        raise loading_error(adapter, failure) from failure
 
 
 def check_adapter(adapter: Path) -> None:
@@ -296,11 +296,11 @@ def check_adapter(adapter: Path) -> None:
         )
 
 
-def loading_error(folder: Path, wrong: Exception) -> XtkError:
+def loading_error(folder: Path, failure: Exception) -> XtkError:
     """Return an XtkError for an exception that transformers or peft raised while loading a folder."""
-    if isinstance(wrong, XtkError):
-        return wrong
-    text = " ".join(str(wrong).split())
+    if isinstance(failure, XtkError):
+        return failure
+    text = " ".join(str(failure).split())
     if "trust_remote_code" in text:
         return XtkError(
             "the model needs Python code from its own folder",
@@ -313,12 +313,14 @@ def loading_error(folder: Path, wrong: Exception) -> XtkError:
             where=str(folder),
             hint="use a model for text alone, such as the language model from which this one was made",
         )
-    if type(wrong).__name__ == "SafetensorError" or "safetensors" in text.lower():
+    if type(failure).__name__ == "SafetensorError" or "safetensors" in text.lower():
         return CorruptError(
             f"the model's weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
-    if not isinstance(wrong, ValueError | OSError | RuntimeError | ImportError) or isinstance(wrong, RecursionError):
-        text = f"{type(wrong).__name__}: {text}"  # the text of other types may be a bare name, or empty
+    if not isinstance(failure, ValueError | OSError | RuntimeError | ImportError) or isinstance(
+        failure, RecursionError
+    ):
+        text = f"{type(failure).__name__}: {text}"  # the text of other types may be a bare name, or empty
     return XtkError(
         f"transformers cannot load the model: {text[:300]}",
         where=str(folder),

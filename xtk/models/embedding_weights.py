@@ -35,16 +35,16 @@ def read_input_embedding(folder: Path) -> NDArray[np.float32]:
             where=str(folder),
             hint="use a model folder with weights, or another --method, which needs only the tokenizers",
         )
-    found = [(file, name, entry) for file in files for name, entry in _tensor_entries(file).items()
+    entries = [(file, name, entry) for file in files for name, entry in _tensor_entries(file).items()
              if name.endswith(EMBEDDING_NAMES) and len(entry["shape"]) == 2]  # fmt: skip
-    if not found:
+    if not entries:
         raise XtkError(
             "the weights of this model contain no input embedding",
             where=str(folder),
             hint=f"use a model whose embedding tensor has a name that ends in {', '.join(EMBEDDING_NAMES)}",
         )
     # If a model has several (such as a vision tower), the text embedding has the most rows.
-    file, name, entry = max(found, key=lambda each: each[2]["shape"][0])
+    file, name, entry = max(entries, key=lambda each: each[2]["shape"][0])
     if entry["dtype"] not in _DTYPES:
         raise XtkError(
             f"this model's input embedding has dtype {entry['dtype']}, which this method does not support",

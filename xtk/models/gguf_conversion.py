@@ -186,6 +186,6 @@ def _loader_errors(path: Path, what: str, hint: str) -> Iterator[None]:
     """Turn any error of transformers' loader into an `XtkError` with its first line."""
     try:
         yield
-    except Exception as wrong:
-        line = next(iter(str(wrong).splitlines()), type(wrong).__name__)[:200]
-        raise XtkError(f"transformers cannot read {what}: {line}", where=str(path), hint=hint) from wrong
+    except Exception as failure:
+        line = next(iter(str(failure).splitlines()), type(failure).__name__)[:200]
+        raise XtkError(f"transformers cannot read {what}: {line}", where=str(path), hint=hint) from failure

@@ -70,36 +70,36 @@ def gguf_model_folder(path: Path) -> Path:
     key = _checksum(path.resolve(), status.st_size, status.st_mtime_ns)
     try:
         cache = user_cache_folder() / "gguf"
-    except RuntimeError as wrong:
+    except RuntimeError as failure:
         raise XtkError(
-            f"the cache folder for converted GGUF models cannot be found: {wrong}", hint="set XTK_CACHE=FOLDER"
+            f"the cache folder for converted GGUF models cannot be found: {failure}", hint="set XTK_CACHE=FOLDER"
         ) from None
     short = f"{key.removeprefix('sha256:')[:_KEY_LENGTH]}-{CONVERSION_VERSION}"
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-.")[:80] or "model"  # hidden folders are not searched
     folder = cache / f"{name}-{short}"
-    found = _find_converted(cache, short, folder.name)
-    if found is not None and found.name == folder.name:
-        return found
+    converted = _find_converted(cache, short, folder.name)
+    if converted is not None and converted.name == folder.name:
+        return converted
     cache.mkdir(parents=True, exist_ok=True)
     with _wait_for_lock(cache / f".{short}.lock"):
-        found = _find_converted(cache, short, folder.name)  # another process may have converted it meanwhile
-        if found is not None:
-            return found if found.name == folder.name else _copy_conversion(found, folder)
+        converted = _find_converted(cache, short, folder.name)  # another process may have converted it meanwhile
+        if converted is not None:
+            return converted if converted.name == folder.name else _copy_conversion(converted, folder)
         for incomplete in cache.glob(f"[!.]*-{short}"):  # files were removed from it
             shutil.rmtree(incomplete, ignore_errors=True)
         try:
             return _convert(path, key, folder)
-        except OSError as wrong:
-            found = _find_converted(
+        except OSError as failure:
+            converted = _find_converted(
                 cache, short, folder.name
             )  # without locks, another process may have renamed its own
-            if found is not None:
-                return found
+            if converted is not None:
+                return converted
             raise XtkError(
-                f"the model folder of a GGUF file cannot be written: {str(wrong.strerror or wrong).lower()}",
+                f"the model folder of a GGUF file cannot be written: {str(failure.strerror or failure).lower()}",
                 where=str(folder),
                 hint="remove what is at this path, free some space, or set XTK_CACHE=FOLDER",
-            ) from wrong
+            ) from failure
 
 
 def gguf_fingerprint(folder: Path, fingerprint: str) -> str | None:
@@ -115,8 +115,8 @@ def gguf_fingerprint(folder: Path, fingerprint: str) -> str | None:
 
 def gguf_name(folder: Path) -> str | None:
     """Return the name of the GGUF file that a folder was converted from, without its suffix; None for other folders."""
-    found = re.fullmatch(rf"(.+)-[0-9a-f]{{{_KEY_LENGTH}}}-\d+", folder.resolve().name)
-    return found[1] if found and _read_record(folder) is not None else None
+    match = re.fullmatch(rf"(.+)-[0-9a-f]{{{_KEY_LENGTH}}}-\d+", folder.resolve().name)
+    return match[1] if match and _read_record(folder) is not None else None
 
 
 @lru_cache

@@ -80,7 +80,7 @@ def _llama3(path: Path, factors: np.ndarray, theta: float) -> dict[str, Any]:
 def _read_tensor(path: Path, name: str) -> np.ndarray:
     from gguf import GGUFReader, dequantize
 
-    tensor = next(one for one in GGUFReader(path).tensors if one.name == name)
+    tensor = next(tensor for tensor in GGUFReader(path).tensors if tensor.name == name)
     return np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float64).reshape(-1)
 
 

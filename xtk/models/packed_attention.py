@@ -159,13 +159,13 @@ def _segments_of(
 def _split_ranges(some: Tensor, ranges: list[tuple[int, int]]) -> list[Tensor]:
     """Return ranges of dimension 2; those that follow each other are splits of one slice."""
     breaks = [at for at in range(1, len(ranges)) if ranges[at][0] != ranges[at - 1][1]]
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for first, last in itertools.pairwise([0, *breaks, len(ranges)]):
         together = ranges[first:last]
         start, stop = together[0][0], together[-1][1]
         whole = some if (start, stop) == (0, some.shape[2]) else some[:, :, start:stop]
-        found += torch.split(whole, [high - low for low, high in together], dim=2)
-    return found
+        parts += torch.split(whole, [high - low for low, high in together], dim=2)
+    return parts
 
 
 def _attend_segment(
@@ -245,8 +245,8 @@ _last_documents: list[tuple[Any, PackedSequence]] = []  # all layers of a forwar
 def _documents_of_positions(position_ids: Tensor) -> PackedSequence:
     if not _last_documents or _last_documents[0][0]() is not position_ids:
         begins = [0, *(position_ids[0, 1:] == 0).nonzero().flatten().add(1).tolist(), position_ids.shape[1]]
-        found = PackedSequence(tuple(stop - start for start, stop in itertools.pairwise(begins)))
-        _last_documents[:] = [(weakref.ref(position_ids), found)]
+        packed = PackedSequence(tuple(stop - start for start, stop in itertools.pairwise(begins)))
+        _last_documents[:] = [(weakref.ref(position_ids), packed)]
     return _last_documents[0][1]
 
 

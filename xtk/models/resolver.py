@@ -24,8 +24,8 @@ _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", 
 def hub_id(folder: Path) -> str:
     """Return the hub id of a model in the Hugging Face cache; "" for other folders."""
     for part in reversed(folder.resolve().parts):
-        if found := _HUB_CACHE_FOLDER.match(part):
-            return f"{found[1]}/{found[2]}"
+        if match := _HUB_CACHE_FOLDER.match(part):
+            return f"{match[1]}/{match[2]}"
     return ""
 
 
@@ -73,8 +73,8 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
         # Without network, use an earlier download.
         local = unreachable is not None
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns, local_files_only=local))
-    except Exception as wrong:  # the hub client has dozens of error types
-        reason = unreachable or next(iter(str(wrong).splitlines()), type(wrong).__name__)
+    except Exception as failure:  # the hub client has dozens of error types
+        reason = unreachable or next(iter(str(failure).splitlines()), type(failure).__name__)
         raise XtkError(
             f"this model is not a local folder, and loading it from the Hugging Face hub failed: {reason}",
             where=source,
@@ -120,9 +120,9 @@ def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
         )
     try:
         return resolve_model_folder(base, with_weights=True), folder
-    except XtkError as wrong:
+    except XtkError as failure:
         where = f"{base}, the base model of the adapter in {folder}"
-        raise XtkError(wrong.what, where=where, hint=wrong.hint) from None
+        raise XtkError(failure.what, where=where, hint=failure.hint) from None
 
 
 def weights_fingerprint(folder: Path) -> str:
@@ -131,5 +131,5 @@ def weights_fingerprint(folder: Path) -> str:
     Raises:
         CorruptError: a weight file is a pipe or a device.
     """
-    found = hash_weights(folder)
-    return gguf_fingerprint(folder, found) or found
+    digest = hash_weights(folder)
+    return gguf_fingerprint(folder, digest) or digest

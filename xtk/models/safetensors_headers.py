@@ -87,8 +87,8 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     try:
         header.pop("__metadata__", None)  # type: ignore[union-attr]
         end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)  # type: ignore[union-attr]
-        found = {
-            str(name): (str(tensor["dtype"]), tuple(int(one) for one in tensor["shape"]))
+        tensors = {
+            str(name): (str(tensor["dtype"]), tuple(int(size) for size in tensor["shape"]))
             for name, tensor in header.items()  # type: ignore[union-attr]
         }
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
@@ -98,7 +98,7 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         actual, expected = path.stat().st_size, 8 + size + end
         what = f"the weight file has {actual:,} bytes, but its safetensors header requires {expected:,}"
         raise CorruptError(what, where=str(path), hint=_HINT)
-    return found
+    return tensors
 
 
 def format_names(names: list[str]) -> str:

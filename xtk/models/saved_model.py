@@ -38,4 +38,4 @@ def stop_token_ids(model: Any) -> set[int]:
     """Return the ids at which a model's configurations end a text."""
     configured = [getattr(part, "eos_token_id", None) for part in (model.generation_config,
                                                                    model.config.get_text_config())]  # fmt: skip
-    return {token for one in configured if one is not None for token in (one if isinstance(one, list) else [one])}
+    return {token for name in configured if name is not None for token in (name if isinstance(name, list) else [name])}

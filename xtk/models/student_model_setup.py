@@ -62,12 +62,16 @@ class StudentModelConfig(StudentModelOptions):
 
     def _non_default_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        values = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def identity_options(self) -> dict[str, Any]:
         """Return the non-default options that change the trained student, as JSON values."""
-        speed = {one.name for one, declared in declared_options(type(self)) if declared.effect == SPEED}
+        speed = {field.name for field, declared in declared_options(type(self)) if declared.effect == SPEED}
         return {name: value for name, value in self._non_default_options().items() if name not in speed}
 
 
@@ -140,7 +144,7 @@ def load_student(
             "use --dtype float32 --mixed-precision bf16 to keep them"
         )
     if adapted or config.identity_options():
-        count, of = (sum(one.numel() for one in some) for some in (trained, model.parameters()))
+        count, of = (sum(item.numel() for item in some) for some in (trained, model.parameters()))
         terminal.note(f"distill: {count:,} of {of:,} parameters are trained")
     return model
 
@@ -155,7 +159,7 @@ def _freeze_other_modalities(model: Any) -> int:
         return 0
     parts = (inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings())
     kept = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-    others = [one for one in inner.parameters() if one.requires_grad and id(one) not in kept]
+    others = [parameter for parameter in inner.parameters() if parameter.requires_grad and id(parameter) not in kept]
     for parameter in others:
         parameter.requires_grad_(False)
     return sum(parameter.numel() for parameter in others)
@@ -197,10 +201,10 @@ def _load_base_model(
             trust_remote_code=trust_remote_code,
             options=options,
         )
-    except XtkError as wrong:
-        if config.attn_implementation and re.search("attention|attn|kernel", wrong.what, re.IGNORECASE):
+    except XtkError as failure:
+        if config.attn_implementation and re.search("attention|attn|kernel", failure.what, re.IGNORECASE):
             where = f"--attn-implementation {config.attn_implementation}, {folder}"
-            raise XtkError(wrong.what, where=where, hint="use --attn-implementation sdpa or eager") from wrong
+            raise XtkError(failure.what, where=where, hint="use --attn-implementation sdpa or eager") from failure
         raise
 
 
@@ -237,7 +241,7 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
             "LoRA adapters need the package peft, which is not installed",
             hint="run pip install '.[peft]' in xtk's repository",
         )
-    found = source.checkpoint or source.adapter
+    adapter_folder = source.checkpoint or source.adapter
     if source.adapter and config.lora_r:
         raise XtkError(
             "--lora-r does not apply: the student is a LoRA adapter already, and training continues this adapter",
@@ -250,13 +254,13 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft uses deprecated functions of transformers
-        if found is not None:
+        if adapter_folder is not None:
             try:
-                trained = PeftModel.from_pretrained(model, str(found), is_trainable=True)
-                check_adapter_weights(trained, found)
+                trained = PeftModel.from_pretrained(model, str(adapter_folder), is_trainable=True)
+                check_adapter_weights(trained, adapter_folder)
                 return _set_base_model_name(trained, source.model)
-            except Exception as wrong:
-                raise loading_error(found, wrong) from wrong
+            except Exception as failure:
+                raise loading_error(adapter_folder, failure) from failure
         names = [name for name, _ in model.named_modules()]
         targets = config.lora_target_modules
         for module_names in (() if targets == ALL_LINEAR else targets, config.lora_modules_to_save):
@@ -281,18 +285,20 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
         )
         try:
             return _set_base_model_name(get_peft_model(model, described), source.model)
-        except ValueError as wrong:
+        except ValueError as failure:
             raise XtkError(
-                f"peft cannot add LoRA adapters with these options: {' '.join(str(wrong).split())[:300]}",
+                f"peft cannot add LoRA adapters with these options: {' '.join(str(failure).split())[:300]}",
                 hint="change --lora-target-modules, --lora-modules-to-save or --use-dora",
-            ) from wrong
+            ) from failure
 
 
 def _check_module_names(names: Sequence[str], suffixes: Sequence[str]) -> None:
     """Refuse names that are not a suffix of any module's name."""
-    for one in suffixes:
-        if not any(name == one or name.endswith(f".{one}") for name in names):
-            raise unknown_name_error("module of the student", one, {name.rpartition(".")[2] for name in names} - {""})
+    for suffix in suffixes:
+        if not any(name == suffix or name.endswith(f".{suffix}") for name in names):
+            raise unknown_name_error(
+                "module of the student", suffix, {name.rpartition(".")[2] for name in names} - {""}
+            )
 
 
 def _tied_embedding_names(model: Any) -> set[str]:
@@ -305,10 +311,10 @@ def _tied_embedding_names(model: Any) -> set[str]:
 
 def _set_base_model_name(model: Any, folder: Path) -> Any:
     """Set the adapter's base model to a hub id or an absolute path, which is valid wherever it is loaded."""
-    found = _HUB_SNAPSHOT.search(folder.resolve().as_posix())
+    match = _HUB_SNAPSHOT.search(folder.resolve().as_posix())
     described = model.peft_config[model.active_adapter]
-    described.base_model_name_or_path = f"{found['owner']}/{found['name']}" if found else str(folder.resolve())
-    described.revision = found["revision"] if found else None
+    described.base_model_name_or_path = f"{match['owner']}/{match['name']}" if match else str(folder.resolve())
+    described.revision = match["revision"] if match else None
     return model
 
 
@@ -323,16 +329,16 @@ def freeze_parameters(model: Any, patterns: Sequence[str]) -> None:
     parameters = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         try:
-            found = [parameter for name, parameter in parameters if re.search(pattern, name)]
-        except re.error as wrong:
+            matching = [parameter for name, parameter in parameters if re.search(pattern, name)]
+        except re.error as failure:
             raise XtkError(
-                f"--freeze {pattern} is not a valid regular expression: {wrong}",
+                f"--freeze {pattern} is not a valid regular expression: {failure}",
                 hint="use a part of a parameter's name, such as --freeze embed_tokens",
             ) from None
-        if not found:
+        if not matching:
             parts = {part for name, _ in parameters for part in name.split(".") if not part.isdigit()}
             raise unknown_name_error("parameter of the student", pattern, parts)
-        for parameter in found:
+        for parameter in matching:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise XtkError(

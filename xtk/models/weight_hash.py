@@ -68,15 +68,15 @@ def _hash_of_version(file: Path, version: str, size: int) -> str:
     except RuntimeError:  # there is no cache folder
         return _read_hash(file, size)
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        known, _, found = stored.read_text().partition("\n")
-        if known == version and len(found) == hashlib.sha256().digest_size * 2:
-            return found
-    found = _read_hash(file, size)
+        known, _, stored_hash = stored.read_text().partition("\n")
+        if known == version and len(stored_hash) == hashlib.sha256().digest_size * 2:
+            return stored_hash
+    stored_hash = _read_hash(file, size)
     with contextlib.suppress(OSError):  # if it cannot be stored, it is computed again
         stored.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(stored) as temporary:
-            temporary.write_text(f"{version}\n{found}")
-    return found
+            temporary.write_text(f"{version}\n{stored_hash}")
+    return stored_hash
 
 
 def _read_hash(file: Path, size: int) -> str:

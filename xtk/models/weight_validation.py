@@ -90,12 +90,12 @@ def compare_headers_with_config(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-            found = {folder: WeightMismatches.from_loading_info(loading_info)}
+            mismatches = {folder: WeightMismatches.from_loading_info(loading_info)}
             for adapter, of_adapter in adapters:
-                found[adapter] = _compare_adapter_header(model, adapter, of_adapter)
+                mismatches[adapter] = _compare_adapter_header(model, adapter, of_adapter)
     except Exception:  # some models cannot be built from meta tensors; then there is nothing to check
         return {}
-    return found
+    return mismatches
 
 
 def _compare_adapter_header(

@@ -81,8 +81,8 @@ def option(default: T, help: str, **details: Any) -> T:  # noqa: A002 (as in typ
         help: one phrase, or two.
         details: attributes of `Option`.
     """
-    found: T = dataclasses.field(default=default, metadata={_KEY: Option(help, **details)})
-    return found
+    field: T = dataclasses.field(default=default, metadata={_KEY: Option(help, **details)})
+    return field
 
 
 def argument(default: T, help: str, *, metavar: str, **details: Any) -> T:  # noqa: A002
@@ -117,12 +117,12 @@ def option_of(kind: type, name: str) -> Option:
 
 def declared_options(kind: type) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
     """Yield (field, option) of a dataclass: arguments first, then its own options, then those of its bases in order."""
-    order = [name for one in kind.__mro__ for name in inspect.get_annotations(one)]
+    order = [name for base in kind.__mro__ for name in inspect.get_annotations(base)]
     fields = sorted(
-        (one for one in dataclasses.fields(kind) if _KEY in one.metadata), key=lambda f: order.index(f.name)
+        (field for field in dataclasses.fields(kind) if _KEY in field.metadata), key=lambda f: order.index(f.name)
     )
-    found = [(one, one.metadata[_KEY]) for one in fields]
-    yield from sorted(found, key=lambda pair: not pair[1].is_argument)
+    declared = [(field, field.metadata[_KEY]) for field in fields]
+    yield from sorted(declared, key=lambda pair: not pair[1].is_argument)
 
 
 def options_of(kind: type[T], given: Any, **others: Any) -> T:
@@ -133,7 +133,7 @@ def options_of(kind: type[T], given: Any, **others: Any) -> T:
         given: an object with options as attributes.
         others: values of further fields, or instead of those of `given`.
     """
-    names = [one.name for one in dataclasses.fields(kind) if one.init and hasattr(given, one.name)]  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(kind) if field.init and hasattr(given, field.name)]  # type: ignore[arg-type]
     return kind(**{name: getattr(given, name) for name in names} | others)
 
 
@@ -148,8 +148,8 @@ def check_options(options: Any) -> None:
     Raises:
         XtkError: a value is outside of them.
     """
-    for one, declared in declared_options(type(options)):
-        value, name = getattr(options, one.name), flag(one.name)
+    for field, declared in declared_options(type(options)):
+        value, name = getattr(options, field.name), flag(field.name)
         if declared.choices and value not in declared.choices:
             raise unknown_name_error(f"value of {name}", value, declared.choices)
         if isinstance(value, int | float) and not isinstance(value, bool) and not declared.allows(value):

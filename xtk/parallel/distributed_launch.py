@@ -92,7 +92,7 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     command += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if sys.platform == "linux":
         handled = without_ignored((signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
-        command += ["--signals-to-handle", ",".join(one.name for one in handled)]
+        command += ["--signals-to-handle", ",".join(number.name for number in handled)]
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _forward_signal)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported here

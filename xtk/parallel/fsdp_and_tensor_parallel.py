@@ -58,9 +58,9 @@ def apply_tensor_parallel(model: Any, mesh: Any) -> None:
             if tied:
                 plan = {key: style for key, style in plan.items() if key.removesuffix(".weight") != name}
             apply_tensor_parallelism(model, mesh, plan)
-    except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as wrong:
+    except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as failure:
         raise XtkError(
-            f"transformers cannot apply tensor parallelism to the model: {' '.join(str(wrong).split())[:200]}",
+            f"transformers cannot apply tensor parallelism to the model: {' '.join(str(failure).split())[:200]}",
             where=f"{getattr(model, 'name_or_path', '') or type(model).__name__}, --parallel tp={mesh.size()}",
             hint="use --parallel fsdp instead of tp",
         ) from None

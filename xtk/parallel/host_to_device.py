@@ -23,8 +23,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
     """Return the elements of each tensor as floats, with one read per device."""
     values: list[list[float]] = [[] for _ in tensors]
-    for device in dict.fromkeys(one.device for one in tensors):
-        numbers = [number for number, one in enumerate(tensors) if one.device == device]
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
         flat = torch.cat([tensors[number].detach().double().reshape(-1) for number in numbers]).tolist()
         for number in numbers:
             count = tensors[number].numel()

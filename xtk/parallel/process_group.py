@@ -122,8 +122,8 @@ def report_lost_processes() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as wrong:
-        text = str(wrong).lower()
+    except RuntimeError as failure:
+        text = str(failure).lower()
         if world_size() == 1 or not any(words in text for words in PROCESS_LOST_MESSAGES):
             raise
         silent = any(words in text for words in TIMEOUT_MESSAGES)
@@ -131,7 +131,7 @@ def report_lost_processes() -> Iterator[None]:
             "a process of this run did not respond within --ddp-timeout"
             if silent
             else "a process of this run has ended",
-            where=str(wrong).splitlines()[0][:200],
+            where=str(failure).splitlines()[0][:200],
             hint="see the error of that process; run the same command again to resume from the last checkpoint"
             + ("; if it was only slow, use a longer --ddp-timeout" if silent else ""),
         ) from None

@@ -130,9 +130,9 @@ class _FingerprintedTexts:
 
     def fingerprint_at(self, count: int) -> str:
         """Return the fingerprint of the first `count` documents, and drop those of fewer documents."""
-        found = self._hashes[count]
+        stored = self._hashes[count]
         self._hashes = {number: digest for number, digest in self._hashes.items() if number >= count}
-        return found
+        return stored
 
 
 def _joined_messages(document: Document) -> str:

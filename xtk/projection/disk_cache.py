@@ -99,9 +99,9 @@ def cached_next_bytes(
     path = None
     with contextlib.suppress(RuntimeError):  # this user has no home folder
         path = user_cache_folder() / "next-bytes" / f"{key}.safetensors"
-    found = None if path is None else _read_next_bytes(path)
-    if found is not None:
-        return found
+    cached = None if path is None else _read_next_bytes(path)
+    if cached is not None:
+        return cached
     made = build_byte_partition(student, teacher, special_tokens)
     if path is not None:
         with contextlib.suppress(OSError, XtkError):

@@ -191,9 +191,9 @@ def read_projection(path: Path) -> SparseProjection:
     header = read_projection_header(path)
     try:
         tensors = safetensors.numpy.load(path.read_bytes())
-    except Exception as wrong:  # safetensors raises a private exception class
+    except Exception as failure:  # safetensors raises a private exception class
         raise CorruptError(
-            f"this projection file cannot be read: {wrong}", where=str(path), hint=_REBUILD_HINT
+            f"this projection file cannot be read: {failure}", where=str(path), hint=_REBUILD_HINT
         ) from None
     for name, dtype in TENSOR_DTYPES.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
@@ -212,8 +212,8 @@ def read_projection(path: Path) -> SparseProjection:
     projection = SparseProjection(**{name: tensors[name] for name in TENSOR_DTYPES}, header=header)
     try:
         projection.validate()
-    except XtkError as wrong:
-        raise CorruptError(wrong.what, where=str(path), hint=_REBUILD_HINT) from None
+    except XtkError as failure:
+        raise CorruptError(failure.what, where=str(path), hint=_REBUILD_HINT) from None
     return projection
 
 
@@ -229,10 +229,10 @@ def _read_requested_projection(path: Path, request: dict[str, Any]) -> SparsePro
         XtkError: the file has another projection, or is corrupt.
     """
     try:
-        header, found = read_projection_header(path), read_projection(path)
-    except XtkError as wrong:
-        kind = CorruptError if isinstance(wrong, CorruptError) else XtkError
-        raise kind(wrong.what, where=wrong.where, hint="use another -o, or --force to replace it") from None
+        header, projection = read_projection_header(path), read_projection(path)
+    except XtkError as failure:
+        kind = CorruptError if isinstance(failure, CorruptError) else XtkError
+        raise kind(failure.what, where=failure.where, hint="use another -o, or --force to replace it") from None
     different = [key for key, value in request.items() if header.get(key) != value]
     if different:
         raise XtkError(
@@ -240,7 +240,7 @@ def _read_requested_projection(path: Path, request: dict[str, Any]) -> SparsePro
             where=f"{path} (different {', '.join(different)})",
             hint="use another -o, or --force to replace it",
         )
-    return found
+    return projection
 
 
 # A request is a header, without keys that do not matter.

@@ -102,11 +102,11 @@ class ProjectionColumns:
             order = np.argsort(-self.log_weights[entries], kind="stable")
             teachers = np.searchsorted(self.offsets, entries[order], side="right") - 1
             self._teachers_of[student] = teachers.tolist()
-        found = self._teachers_of[student]
-        if not found:
+        paired = self._teachers_of[student]
+        if not paired:
             is_unmapped = teacher >= self.width or self.offsets[teacher] == self.offsets[teacher + 1]
             return teacher if is_unmapped else -1
-        return teacher if teacher in found else found[0]
+        return teacher if teacher in paired else paired[0]
 
     @cached_property
     def _teachers_of(self) -> dict[int, list[int]]:

@@ -46,11 +46,11 @@ def token_categories(vocabulary: ByteVocabulary) -> NDArray[np.int8]:
     bits = _character_bits(codes)
     spelled = np.flatnonzero(sizes)
     starts = (np.cumsum(sizes) - sizes)[spelled]
-    found = np.full(len(texts), PARTIAL_UTF8, np.int8)
+    categories = np.full(len(texts), PARTIAL_UTF8, np.int8)
     if len(spelled):
-        found[spelled] = _categories_from_bits(bits, codes, starts)
-    found[(vocabulary.byte_lengths == 0) | vocabulary.special_mask] = SPECIAL
-    return found
+        categories[spelled] = _categories_from_bits(bits, codes, starts)
+    categories[(vocabulary.byte_lengths == 0) | vocabulary.special_mask] = SPECIAL
+    return categories
 
 
 def _decode_or_empty(spelling: bytes) -> str:

@@ -214,19 +214,19 @@ def _count_equal_before(side: SortedVocabulary) -> NDArray[np.int32]:
 
 
 @numba_kernel
-def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, found: NDArray[np.int32]) -> None:
+def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, longest: NDArray[np.int32]) -> None:
     """Write at `byte_offsets[i] + k` the longest student token that token i without its first k bytes begins with.
 
     Args:
         student: the student's vocabulary.
         teacher: the teacher's vocabulary.
-        found: output, [teacher's bytes], the first index in byte order of a token with these bytes; -1: there is none.
+        longest: output, [teacher's bytes], first index in byte order of a token with these bytes; -1: there is none.
     """
     token_bytes, offsets, read = student.token_bytes, student.byte_offsets, teacher.token_bytes
     for token in range(len(teacher.token_ids)):
         stop = teacher.byte_offsets[token + 1]
         for start in range(teacher.byte_offsets[token], stop):
-            found[start] = -1
+            longest[start] = -1
             low, high = 0, len(student.token_ids)  # the student tokens that begin with the bytes so far
             for size in range(stop - start):
                 low = first_with_byte(token_bytes, offsets, low, high, size, np.int64(read[start + size]))
@@ -234,7 +234,7 @@ def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, f
                 if low == high:
                     break
                 if offsets[low + 1] - offsets[low] == size + 1:
-                    found[start] = low
+                    longest[start] = low
 
 
 @numba_kernel

@@ -81,8 +81,8 @@ class VocabularyPair:
         if self.student.fingerprint == self.teacher.fingerprint:
             # Several tokens can have the same bytes ("s" and "##s", "." and "<0x2E>"): each maps to itself.
             return np.where(vocabulary.byte_lengths > 0, np.arange(len(vocabulary), dtype=np.int32), np.int32(-1))
-        found = map(self.teacher.vocabulary.token_of_bytes.get, vocabulary.bytes_by_id, itertools.repeat(-1))
-        return np.fromiter(found, np.int32, len(vocabulary))
+        teacher_ids = map(self.teacher.vocabulary.token_of_bytes.get, vocabulary.bytes_by_id, itertools.repeat(-1))
+        return np.fromiter(teacher_ids, np.int32, len(vocabulary))
 
     @cached_property
     def exact_entries(self) -> SparseEntries:
@@ -102,9 +102,9 @@ class VocabularyPair:
     @cached_property
     def first_token_entries(self) -> SparseEntries:
         """An entry of weight 1 per student token: the token of equal bytes, else the first token of its spelling."""
-        found = self.spellings
-        ones = np.ones(len(found.token_ids), np.float32)
-        return concatenate_entries(self.exact_entries, SparseEntries(found.token_ids, found.first_ids, ones))
+        spellings = self.spellings
+        ones = np.ones(len(spellings.token_ids), np.float32)
+        return concatenate_entries(self.exact_entries, SparseEntries(spellings.token_ids, spellings.first_ids, ones))
 
 
 def concatenate_entries(*parts: SparseEntries) -> SparseEntries:

@@ -107,10 +107,10 @@ def size_in_bytes(text: str) -> int:
     Raises:
         XtkError: it is not a size.
     """
-    found = _SIZE.fullmatch(text)
-    if not found:
+    match = _SIZE.fullmatch(text)
+    if not match:
         raise XtkError(f"--max-shard-size {text!r} is not a size", hint="use a size such as 500MB or 5GB")
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
@@ -145,9 +145,9 @@ def export_student(
     }
     _check_output(output, config.run)
     with only_writer_of_path(output.resolve(), "export"):
-        found = EXPORT_FOLDER.find_finished(output, request, force=force)
-        if found is not None:
-            return found
+        finished = EXPORT_FOLDER.find_finished(output, request, force=force)
+        if finished is not None:
+            return finished
         with replacing_folder(output, EXPORT_FOLDER) as folder:
             tokenizer = Tokenizer(source)
             with _merged_weights(source, config, content["recipe"], tokenizer, folder, trust_remote_code) as merged:
@@ -273,7 +273,7 @@ def _merged_weights(
         yield source
         return
     prepared = recipe.get("student_model", {})
-    values: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in prepared.items()}
+    values: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in prepared.items()}
     quantized = [values.pop(name, False) for name in ("load_in_4bit", "load_in_8bit")]
     if any(quantized):
         terminal.note("export: the adapter was trained on quantized weights and is merged into the unquantized weights")
@@ -282,9 +282,9 @@ def _merged_weights(
         preparation = (
             StudentModelConfig(**values) if adapter else StudentModelConfig(dtype=values.get("dtype", "float32"))
         )
-    except TypeError as wrong:
+    except TypeError as failure:
         raise CorruptError(
-            f"the recipe.json of the run has an unknown option for the student: {wrong}",
+            f"the recipe.json of the run has an unknown option for the student: {failure}",
             where=str(source),
             hint="export with the version of xtk that trained this run",
         ) from None
@@ -436,9 +436,9 @@ def upload_to_hub(folder: Path, repository: str) -> str:
     try:
         address = api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export by xtk")
-    except Exception as wrong:  # huggingface_hub has dozens of error classes
+    except Exception as failure:  # huggingface_hub has dozens of error classes
         raise XtkError(
-            f"the upload to the Hugging Face Hub failed: {str(wrong).splitlines()[0]}",
+            f"the upload to the Hugging Face Hub failed: {str(failure).splitlines()[0]}",
             where=f"--push-to-hub {repository}",
             hint=f"the local folder is complete; upload it with: hf upload {repository} {folder}",
         ) from None

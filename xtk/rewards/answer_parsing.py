@@ -29,8 +29,8 @@ _FRACTION = re.compile(r"^([-+]?)\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}
 
 def answer_after_hashes(text: str) -> str | None:
     """Return the rest of the line after the last `####`; None without `####` (GSM8K)."""
-    _, found, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0].strip() if found else None
+    _, hashes, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0].strip() if hashes else None
 
 
 def last_boxed_content(text: str) -> str | None:
@@ -61,8 +61,8 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 def last_number_text(text: str) -> str | None:
     """Return the last number in a text, as written."""
-    found = _LAST_NUMBER.findall(without_thin_spaces(text.replace("−", "-")))
-    return found[-1] if found else None
+    numbers = _LAST_NUMBER.findall(without_thin_spaces(text.replace("−", "-")))
+    return numbers[-1] if numbers else None
 
 
 def without_thin_spaces(text: str) -> str:
@@ -107,21 +107,21 @@ def parse_number(text: str, *, in_formula: bool = False) -> Fraction | None:
         text = f"{sign}{parts[0] or parts[1]}/{parts[2] or parts[3]}"
     if len(text) > 400:
         return None
-    found = _NUMBER.fullmatch(text)
-    if not found or (found["sign"] and found["sign2"]):
+    match = _NUMBER.fullmatch(text)
+    if not match or (match["sign"] and match["sign2"]):
         return None
-    words = re.split(r"[ /]", found["unit"] or "")
-    is_variable = in_formula and found["unit"] and (not found["space"] or (len(words[0]) == 1 and not is_text))
+    words = re.split(r"[ /]", match["unit"] or "")
+    is_variable = in_formula and match["unit"] and (not match["space"] or (len(words[0]) == 1 and not is_text))
     if is_variable or not _NO_UNITS.isdisjoint(words):
         return None
-    factor = Fraction(-1 if "-" in (found["sign"], found["sign2"]) else 1) * math.prod(
+    factor = Fraction(-1 if "-" in (match["sign"], match["sign2"]) else 1) * math.prod(
         _SCALES[word] for word in itertools.takewhile(_SCALES.__contains__, words)
     )
     try:
-        if found["whole"]:
-            return factor * (_parse_digits(found["whole"]) + Fraction(int(found["up"]), int(found["down"])))
-        value = _parse_digits(found["decimal"]) * Fraction(10) ** int(found["power"] or 0)
-        return factor * value / (_parse_digits(found["divisor"]) if found["divisor"] else 1)
+        if match["whole"]:
+            return factor * (_parse_digits(match["whole"]) + Fraction(int(match["up"]), int(match["down"])))
+        value = _parse_digits(match["decimal"]) * Fraction(10) ** int(match["power"] or 0)
+        return factor * value / (_parse_digits(match["divisor"]) if match["divisor"] else 1)
     except ZeroDivisionError:
         return None
 

@@ -130,13 +130,13 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
     Otherwise it ends at the next fence, or at the end.
     """
     place = 0
-    while found := _FENCE.search(answer, place):
-        indent = "" if found["before"] else re.escape(found["indent"])
+    while fence := _FENCE.search(answer, place):
+        indent = "" if fence["before"] else re.escape(fence["indent"])
         ends = (re.compile(rf"^{one}```[ \t]*$", re.MULTILINE) for one in (indent, r"[ \t]*"))
-        end = next((end for one in ends if (end := one.search(answer, found.end()))), None)
-        end = end or re.compile("```|\\Z").search(answer, found.end())
+        end = next((end for one in ends if (end := one.search(answer, fence.end()))), None)
+        end = end or re.compile("```|\\Z").search(answer, fence.end())
         assert end is not None
-        yield found["language"], answer[found.end() : end.start()].rstrip() + "\n"
+        yield fence["language"], answer[fence.end() : end.start()].rstrip() + "\n"
         place = end.end()
 
 

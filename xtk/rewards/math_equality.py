@@ -105,8 +105,10 @@ def compare_formulas() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
 
     def read(text: str) -> list[object]:
-        found: list[object] = parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
-        return found
+        expressions: list[object] = parse(
+            f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None
+        )
+        return expressions
 
     for line in sys.stdin:
         result = math.nan

@@ -61,12 +61,12 @@ class RegexReward:
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
         """Return 1 or 0; nan if the row lacks the field."""
         text = completion.strip()
-        found = self._compiled.fullmatch(text) if self.match == "full" else self._compiled.search(text)
+        match = self._compiled.fullmatch(text) if self.match == "full" else self._compiled.search(text)
         if not self.column:
-            return float(found is not None)
+            return float(match is not None)
         if row.get(self.column) is None:
             return math.nan
-        return float(found is not None and (found[self._key] or "").strip() == str(row[self.column]).strip())
+        return float(match is not None and (match[self._key] or "").strip() == str(row[self.column]).strip())
 
 
 @dataclass(frozen=True)

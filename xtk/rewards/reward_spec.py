@@ -76,10 +76,10 @@ def _check_parameters(name: str, reward: RewardFunction) -> None:
 def paths_as_checksums(text: str) -> str:
     """Return `FILE.py:NAME`, or a reward with `schema=FILE`, with file paths replaced by file name and checksum."""
 
-    def named(found: re.Match[str]) -> str:
-        path = Path(found[0])
-        is_file = path_exists(found[0]) and path.is_file()
-        return f"{path.name}@{sha256_of_file(path)}" if is_file else found[0]
+    def named(match: re.Match[str]) -> str:
+        path = Path(match[0])
+        is_file = path_exists(match[0]) and path.is_file()
+        return f"{path.name}@{sha256_of_file(path)}" if is_file else match[0]
 
     return _USER_FILE.sub(named, text)
 
@@ -190,6 +190,6 @@ def _checked_score(
             return math.nan
         number = float_of_reward(value)
     if number is None or abs(number) > LARGEST:
-        wrong = "not a number" if number is None else "not finite in float32"
-        raise XtkError(f"--reward {specification} returned {shown}, which is {wrong}", where=where, hint=hint)
+        failure = "not a number" if number is None else "not finite in float32"
+        raise XtkError(f"--reward {specification} returned {shown}, which is {failure}", where=where, hint=hint)
     return number

@@ -252,13 +252,13 @@ def seccomp_program(without_namespaces: bool) -> bytes:
 
 def process_tree(process: int, proc: int) -> list[int]:
     """Return a process and all its descendants, also those started by its threads."""
-    found, todo = list[int](), [process]
+    processes, todo = list[int](), [process]
     while todo:
-        found.append(todo.pop())
-        for task in _list_proc_folder(f"{found[-1]}/task", proc):
-            text = _content(f"{found[-1]}/task/{task}/children", proc) or b""
-            todo += [int(word) for word in text.split() if int(word) not in found]
-    return found
+        processes.append(todo.pop())
+        for task in _list_proc_folder(f"{processes[-1]}/task", proc):
+            text = _content(f"{processes[-1]}/task/{task}/children", proc) or b""
+            todo += [int(word) for word in text.split() if int(word) not in processes]
+    return processes
 
 
 BYTES_PER_OPEN_FILE = 512 << 10  # the buffer of a pipe or socket, which /proc attributes to no process

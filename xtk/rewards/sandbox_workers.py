@@ -61,8 +61,8 @@ def _program(text: str) -> Any:
     while True:
         try:
             return compile("".join(lines), "<code>", "exec")
-        except SyntaxError as wrong:
-            del lines[min((wrong.lineno or 1) - 1, len(lines) - 1) :]
+        except SyntaxError as failure:
+            del lines[min((failure.lineno or 1) - 1, len(lines) - 1) :]
             if not any(line.strip() for line in lines):
                 raise
 

@@ -25,8 +25,8 @@ def group_advantages(rewards: Sequence[float], *, scale: bool = True) -> NDArray
     """
     values = np.asarray(rewards, np.float64)
     judged = np.isfinite(values)
-    found = np.zeros(len(values))
+    advantages = np.zeros(len(values))
     if judged.sum() < 2 or np.ptp(values[judged]) == 0:
-        return found
-    found[judged] = values[judged] - values[judged].mean()
-    return found / (values[judged].std(ddof=1) + STD_EPSILON) if scale else found
+        return advantages
+    advantages[judged] = values[judged] - values[judged].mean()
+    return advantages / (values[judged].std(ddof=1) + STD_EPSILON) if scale else advantages

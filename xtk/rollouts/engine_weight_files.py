@@ -48,8 +48,8 @@ class WeightNames:
         """The input embedding that is also the output head (tied weights); None: the head is stored, or unknown."""
         if any(map(_OTHER_HEADS.fullmatch, self.names)):
             return None
-        found = [name for name in self.names if _EMBEDDING.fullmatch(name)]
-        return found[0] if len(found) == 1 else None
+        embeddings = [name for name in self.names if _EMBEDDING.fullmatch(name)]
+        return embeddings[0] if len(embeddings) == 1 else None
 
     def check_complete(self, received: WeightNames, where: str) -> None:
         """Refuse incomplete weights: an engine would silently keep its old ones.

@@ -51,14 +51,14 @@ def load_environment(spec: str) -> Callable[[], Environment]:
     Raises:
         XtkError: it does not exist, or lacks `reset` or `step`.
     """
-    found: Callable[[], Environment] = load_user_object(spec, USAGE, "class")
-    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    environment_class: Callable[[], Environment] = load_user_object(spec, USAGE, "class")
+    missing = [name for name in ("reset", "step") if not callable(getattr(environment_class, name, None))]
     if missing:
         raise XtkError(
             f"environment class {spec} has no method {' and no method '.join(missing)}",
             hint=f"add {' and '.join(missing)}; see docs/how-to/tools.md",
         )
-    return found
+    return environment_class
 
 
 class CheckedEnvironment:
@@ -86,12 +86,12 @@ class CheckedEnvironment:
         Raises:
             XtkError: it fails, or does not return a string and a bool.
         """
-        found: Any = self._try("step", lambda: self._environment.step(text))
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], str):
-            raise self._wrong("step", found, "a tuple (response, done) of a string and a bool")
-        if not isinstance(found[1], bool | np.bool_ | int):
-            raise self._wrong("step", found, "a tuple (response, done) of a string and a bool")
-        return replace_surrogates(found[0]), bool(found[1])
+        answer: Any = self._try("step", lambda: self._environment.step(text))
+        if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], str):
+            raise self._wrong("step", answer, "a tuple (response, done) of a string and a bool")
+        if not isinstance(answer[1], bool | np.bool_ | int):
+            raise self._wrong("step", answer, "a tuple (response, done) of a string and a bool")
+        return replace_surrogates(answer[0]), bool(answer[1])
 
     def reward(self) -> float | None:
         """Return the episode's reward; nan if it is None, None if the environment has no `reward`.

@@ -58,11 +58,11 @@ class PromptFormat:
         column = columns.get("completion", "completion")
         completion = record.get(column)
         if not isinstance(completion, str):
-            found = (
+            document = (
                 "is not a string" if column in record else f"is missing; the record has {', '.join(map(str, record))}"
             )
             raise XtkError(
-                f"the completion (column {column} of the data) {found}", where=where,
+                f"the completion (column {column} of the data) {document}", where=where,
                 hint="use --columns completion=COLUMN, or --lmbda 1 to train on rollouts only",
             )  # fmt: skip
         if not isinstance(own[named["prompt"]], str):
@@ -141,20 +141,20 @@ def read_template_arguments(text: str) -> dict[str, Any]:
         XtkError: it is not a JSON object, or sets an argument that xtk sets.
     """
     try:
-        found = json.loads(text) if text else {}
+        arguments = json.loads(text) if text else {}
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise XtkError(
             f"--chat-template-kwargs {text!r} is not a JSON object",
             hint="use for example --chat-template-kwargs '{\"enable_thinking\": false}'",
         )
-    if named := RESERVED_TEMPLATE_ARGUMENTS & found.keys():
+    if named := RESERVED_TEMPLATE_ARGUMENTS & arguments.keys():
         raise XtkError(
             f"--chat-template-kwargs sets {', '.join(sorted(named))}, which xtk sets itself",
             hint="remove these names from --chat-template-kwargs",
         )
-    return found
+    return arguments
 
 
 def read_prompts(
@@ -171,11 +171,11 @@ def read_prompts(
         XtkError: a record has none of these, or one of the wrong type.
     """
     prompt_format = prompt_format or PromptFormat()
-    found: Iterator[Prompt] = (
+    prompts: Iterator[Prompt] = (
         Prompt(number, prompt_format.prompt_document(record, corpus.columns, where), record)
         for number, (record, where) in enumerate(corpus.records())
     )
-    return list(islice(found, max_prompts))
+    return list(islice(prompts, max_prompts))
 
 
 def tokenize_prompts(

@@ -77,23 +77,23 @@ def number_line(record: Mapping[str, Any], number: int, *, is_last: bool) -> dic
 
 def document_fields(document: Document) -> dict[str, Any]:
     """Return a document as the fields of a record."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if document.teacher_prompt is not None:
         prompt = document.teacher_prompt
-        found["teacher_prompt"] = prompt if isinstance(prompt, str) else list(prompt)
+        fields["teacher_prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     if document.conversation is not None:
-        found["messages"] = [
+        fields["messages"] = [
             {**message, "train": train}
             for message, train in zip(document.conversation.messages, document.trained_messages, strict=True)
         ]
         return {
-            **found,
+            **fields,
             **({} if document.conversation.tools is None else {"tools": list(document.conversation.tools)}),
         }
     if [segment.role for segment in document.segments] == ["prompt", "completion"]:
-        return {**found, **{segment.role: segment.text for segment in document.segments}}
+        return {**fields, **{segment.role: segment.text for segment in document.segments}}
     parts = [{"role": part.role, "text": part.text, "train": part.train} for part in document.segments]
-    return {**found, "segments": parts}
+    return {**fields, "segments": parts}
 
 
 def read_request_fingerprint(path: Path) -> str | None:
@@ -198,14 +198,14 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics:
             where=str(path),
             hint="use another -o, or --force to replace them",
         )
-    found = read_statistics(path)
-    if not found.has_all_lines:
+    statistics = read_statistics(path)
+    if not statistics.has_all_lines:
         raise XtkError(
             "lines of the output file were removed, repeated or reordered since it was written",
             where=str(path),
             hint="use another -o, or --force to replace the file",
         )
-    return found
+    return statistics
 
 
 ROLLOUTS = FileKind("rollouts", lambda path: read_request_fingerprint(path) is not None, _finished_rollouts)

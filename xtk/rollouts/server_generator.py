@@ -86,7 +86,7 @@ class ServerGenerator(Generator):
         self._sent: Path | None = None
         self._version = ""
         self._locks: dict[str, asyncio.Lock] = {}
-        self._num_sends = dict.fromkeys((one.url for one in servers), 0)  # weight updates sent to each server
+        self._num_sends = dict.fromkeys((server.url for server in servers), 0)  # weight updates sent to each server
         self._attempts = (config.options.get("patience") or RetryPolicy()).max_attempts
         padding = range(len(self._tokenizer), self._tokenizer.embedding_rows)
         self._padding_bias = (

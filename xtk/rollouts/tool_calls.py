@@ -59,19 +59,19 @@ def parse_tool_calls(text: str, call_format: str = "tags") -> list[ToolCall | Ma
     if call_format not in ("tags", "json"):
         raise ValueError(f"unknown format of tool calls {call_format!r}; use tags or json")
     text = text.rpartition("</think>")[2]
-    found: list[ToolCall | MalformedToolCall] = []
+    calls: list[ToolCall | MalformedToolCall] = []
     for content in _tagged(text) if call_format == "tags" else _separated(text):
-        if len(found) == MAX_CALLS:
-            return [*found, MalformedToolCall(f"more than {MAX_CALLS} calls in one turn; the others were ignored")]
-        found.append(MalformedToolCall(content.reason) if isinstance(content, MalformedToolCall) else _call(content))
-    return found
+        if len(calls) == MAX_CALLS:
+            return [*calls, MalformedToolCall(f"more than {MAX_CALLS} calls in one turn; the others were ignored")]
+        calls.append(MalformedToolCall(content.reason) if isinstance(content, MalformedToolCall) else _call(content))
+    return calls
 
 
 def _tagged(text: str) -> list[str | MalformedToolCall]:
     """Return the contents of the tags; a tag inside a JSON string is part of the string."""
-    found: list[str | MalformedToolCall] = []
+    texts: list[str | MalformedToolCall] = []
     place = text.find(OPEN)
-    while place >= 0 and len(found) <= MAX_CALLS:
+    while place >= 0 and len(texts) <= MAX_CALLS:
         start = place + len(OPEN)
         end = text.find(CLOSE, start)
         inner = text.find(OPEN, start)
@@ -82,12 +82,12 @@ def _tagged(text: str) -> list[str | MalformedToolCall]:
                 break
             end = later
         if end < 0 or (0 <= inner < end and not _is_inside(inner, strings)):
-            found.append(MalformedToolCall(f"the call is not closed with {CLOSE}"))
+            texts.append(MalformedToolCall(f"the call is not closed with {CLOSE}"))
             place = inner
             continue
-        found.append(text[start:end])
+        texts.append(text[start:end])
         place = text.find(OPEN, end)
-    return found
+    return texts
 
 
 def _strings(text: str, start: int) -> list[tuple[int, int]]:
@@ -107,17 +107,17 @@ def _separated(text: str) -> list[str | MalformedToolCall]:
     text = text.strip().removeprefix(PYTHON_TAG).strip()
     if not text.startswith("{"):
         return []
-    found: list[str | MalformedToolCall] = []
+    texts: list[str | MalformedToolCall] = []
     start = depth = 0
     for match in _BRACKETS.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)
         if depth == 0 and match[0] in "}]":
-            found.append(text[start : match.end()].strip().removeprefix(";"))
+            texts.append(text[start : match.end()].strip().removeprefix(";"))
             start = match.end()
-            if len(found) > MAX_CALLS:
-                return found
+            if len(texts) > MAX_CALLS:
+                return texts
     rest = text[start:].strip().removeprefix(";").strip()
-    return [*found, rest] if rest else found
+    return [*texts, rest] if rest else texts
 
 
 def _call(content: str) -> ToolCall | MalformedToolCall:
@@ -131,8 +131,8 @@ def _call(content: str) -> ToolCall | MalformedToolCall:
         return MalformedToolCall(f"the call is nested deeper than {MAX_DEPTH} levels")
     try:
         read = json.loads(content, parse_constant=_refuse_constant)
-    except ValueError as wrong:
-        return MalformedToolCall(f"the call is not valid JSON: {wrong}")
+    except ValueError as failure:
+        return MalformedToolCall(f"the call is not valid JSON: {failure}")
     if not isinstance(read, dict) or not isinstance(read.get("name"), str):
         return MalformedToolCall('the call is not an object with a "name" and "arguments"')
     arguments = read.get("arguments", read.get("parameters", {}))
@@ -187,5 +187,5 @@ class ToolEnvironment:
             inspect.signature(tool).bind(**call.arguments)
             result = tool(**call.arguments)
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        except Exception as wrong:
-            return f"error: {type(wrong).__name__}: {wrong}"[: self.max_characters]
+        except Exception as failure:
+            return f"error: {type(failure).__name__}: {failure}"[: self.max_characters]

@@ -80,7 +80,7 @@ class TransformersGenerator(Generator):
             XtkError: a prompt is empty or fills the context.
         """
         lengths = [self._length(request, sampling) for request in requests]
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         with generation_mode(self._inner):
             for batch in _generation_batches(
                 [len(request.input_ids) for request in requests], lengths, self.batch_tokens
@@ -93,8 +93,8 @@ class TransformersGenerator(Generator):
                     self._device,
                 )
                 self._generate(sampled_batch)
-                found.update(zip(batch, sampled_batch.completions(), strict=True))
-        return [found[at] for at in range(len(requests))]
+                completions.update(zip(batch, sampled_batch.completions(), strict=True))
+        return [completions[at] for at in range(len(requests))]
 
     @property
     def _device(self) -> torch.device:
@@ -203,7 +203,7 @@ def _generation_batches(prompts: Sequence[int], lengths: Sequence[int], tokens: 
     batch: list[int] = []
     for at in order:
         grown = [*batch, at]
-        padded = max(prompts[one] for one in grown) + max(lengths[one] for one in grown)
+        padded = max(prompts[field] for field in grown) + max(lengths[field] for field in grown)
         if batch and padded * len(grown) > tokens:
             yield batch
             grown = [at]

@@ -101,10 +101,10 @@ def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = 
         damaged: corrupt checkpoints, which are always removed.
         finished: whether the finished student is written already.
     """
-    found = [path for _, path in list_checkpoints(output) if path not in damaged]
-    interrupted = [path for path in found if _was_interrupted(path)]
-    regular = [path for path in found if path not in interrupted]
-    newest = () if finished else found[-1:]
+    checkpoints = [path for _, path in list_checkpoints(output) if path not in damaged]
+    interrupted = [path for path in checkpoints if _was_interrupted(path)]
+    regular = [path for path in checkpoints if path not in interrupted]
+    newest = () if finished else checkpoints[-1:]
     for path in (*damaged, *regular[: -keep or None], *(path for path in interrupted if path not in newest)):
         remove_run_subfolder(path)
     _remove_bests(output, 0)
@@ -159,9 +159,9 @@ class CheckpointSaver:
         self._tokenizer_folder, self._start_token = tokenizer_folder, start_token
         self._averages, self._layout = averages or {}, parallel
         self._weights = dict(model.state_dict(keep_vars=True))
-        self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        optimized = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        if optimized != {id(one) for one in self._trained.values()}:
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        optimized = {id(param_group) for group in optimizer.param_groups for param_group in group["params"]}
+        if optimized != {id(parameter) for parameter in self._trained.values()}:
             raise TypeError("the optimizer must have exactly the model's trainable parameters")
         self._write_assignment = WriteAssignment(self._trained)
 
@@ -460,10 +460,10 @@ def _without_distributed_config(configuration: Any) -> Iterator[None]:
             configuration.distributed_config = kept
 
 
-def _check_dtype(key: str, name: str, found: torch.dtype, expected: torch.dtype, folder: Path) -> None:
-    if found != expected:
+def _check_dtype(key: str, name: str, stored: torch.dtype, expected: torch.dtype, folder: Path) -> None:
+    if stored != expected:
         raise CorruptError(
-            f"the checkpoint's optimizer state {key} of the parameter {name} has the dtype {found}, not {expected}",
+            f"the checkpoint's optimizer state {key} of the parameter {name} has the dtype {stored}, not {expected}",
             where=str(folder),
             hint=SKIP_HINT,
         )

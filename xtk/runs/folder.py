@@ -67,8 +67,8 @@ def write_recipe(
 def read_evaluation(folder: Path) -> dict[str, str] | None:
     """Return the fingerprints of what a run is evaluated on, by option; None if its recipe does not state them."""
     identity = _read_json_object(folder / RECIPE_FILE).get("identity")
-    found = identity.get(EVALUATION_KEY) if isinstance(identity, dict) else None
-    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else None
+    recorded = identity.get(EVALUATION_KEY) if isinstance(identity, dict) else None
+    return {str(key): str(value) for key, value in recorded.items()} if isinstance(recorded, dict) else None
 
 
 def add_evaluation(folder: Path, evaluation: Mapping[str, str]) -> None:
@@ -140,9 +140,9 @@ def _is_identity(content: Mapping[str, Any]) -> bool:
     student = inputs.get("student") if isinstance(inputs, dict) else None
     return (
         isinstance(losses, list)
-        and all(isinstance(one, str) for one in losses)
+        and all(isinstance(loss, str) for loss in losses)
         and isinstance(student, dict)
-        and all(isinstance(one, str) for one in student.values())
+        and all(isinstance(file, str) for file in student.values())
         and {"weights", "tokenizer"} <= set(student)
         and all(_is_count(content.get(name, 0)) for name in ("max_steps", "documents_per_step"))
         and all(isinstance(content.get(name, {}), dict) for name in ("student_model", "on_policy"))
@@ -170,22 +170,22 @@ def file_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]
 
 def listed_file_names(folder: Path, kind: re.Pattern[str] = _LISTED_FILE_NAMES) -> list[str]:
     """Return the names of the files in a folder that belong into its manifest."""
-    found = []
+    names = []
     for path in folder.iterdir():
         if path.name != RUN_MANIFEST and path.is_file():
             try:
-                found.append(check_file_name(path.name, [kind], where=""))
+                names.append(check_file_name(path.name, [kind], where=""))
             except CorruptError:
                 continue
-    return found
+    return names
 
 
 def fsync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
     """Fsync a folder; return size and checksum of its files, which are hashed while the disk writes."""
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(file_entries, folder, listed_file_names(folder))
+        entries = thread.submit(file_entries, folder, listed_file_names(folder))
         fsync_folder(folder)
-        return found.result()
+        return entries.result()
 
 
 def prefix_entry(folder: Path, name: str, size: int | None = None) -> dict[str, Any] | None:
@@ -201,10 +201,10 @@ def _file_entry(folder: Path, name: str, size: int | None = None) -> dict[str, A
     block = memoryview(bytearray(_BLOCK_BYTES))
     with os.fdopen(open_regular_file(folder, name), "rb", buffering=0) as stream:
         left = os.fstat(stream.fileno()).st_size if size is None else size
-        while left > 0 and (found := stream.readinto(block[: min(left, _BLOCK_BYTES)])):
-            checksum.update(block[:found])
-            count += found
-            left -= found
+        while left > 0 and (num_bytes := stream.readinto(block[: min(left, _BLOCK_BYTES)])):
+            checksum.update(block[:num_bytes])
+            count += num_bytes
+            left -= num_bytes
     return {"bytes": count, "checksum": f"xxh3:{checksum.hexdigest()}"}
 
 
@@ -403,8 +403,10 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(read_regular_file(path.parent, path.name, _MAX_JSON_BYTES).decode())
-    except (ValueError, RecursionError) as wrong:
-        raise CorruptError(f"this file is not JSON: {wrong!s:.200}", where=str(path), hint=_CHANGED_FILE_HINT) from None
+    except (ValueError, RecursionError) as failure:
+        raise CorruptError(
+            f"this file is not JSON: {failure!s:.200}", where=str(path), hint=_CHANGED_FILE_HINT
+        ) from None
     if not isinstance(content, dict):
         raise CorruptError(
             "this file must contain a JSON object, but contains another JSON value",

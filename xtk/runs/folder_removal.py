@@ -119,7 +119,7 @@ def remove_rollout_batch(folder: Path) -> None:
 
 def _foreign_batch_files(folder: Path) -> list[str]:
     """Return the relative paths of files that xtk did not write, in the folder of all rollout batches of a run."""
-    found = []
+    foreign = []
     for path in sorted(folder.rglob("*")):
         names = path.relative_to(folder).parts
         if path.is_dir() and not path.is_symlink():
@@ -133,8 +133,8 @@ def _foreign_batch_files(folder: Path) -> list[str]:
             )
         )
         if not is_own and not names[-1].startswith(TEMPORARY_PREFIX):
-            found.append("/".join(names))
-    return found
+            foreign.append("/".join(names))
+    return foreign
 
 
 def _keep(path: Path, what: str) -> None:
@@ -176,29 +176,29 @@ def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
     listed, subfolders = (one if isinstance(one, dict) else None for one in (listed, subfolders))
     code = str(_read_value(folder / "config.json", "auto_map"))
     on_policy = run and _read_value(folder / RECIPE_FILE, "on_policy") is True
-    found = []
+    foreign = []
     for path in sorted(folder.iterdir()):
         name, is_folder = path.name, path.is_dir() and not path.is_symlink()
         if name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)):
             continue
         if is_folder and run and _STEP_FOLDER_NAMES.fullmatch(name):
             is_complete = (path / RUN_MANIFEST).is_file()  # xtk's have a manifest
-            files = _foreign_files(path, run=False) if is_complete else sorted(one.name for one in path.iterdir())
-            found += [f"{prefix}{name}/{file}" for file in files] or ([] if is_complete else [f"{prefix}{name}"])
+            files = _foreign_files(path, run=False) if is_complete else sorted(entry.name for entry in path.iterdir())
+            foreign += [f"{prefix}{name}/{file}" for file in files] or ([] if is_complete else [f"{prefix}{name}"])
         elif is_folder and name in _SUBFOLDER_FILE_NAMES:
             own = None if subfolders is None else set(subfolders.get(name) or ())
-            files = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if not one.is_dir())
-            found += [
+            files = sorted(entry.relative_to(path).as_posix() for entry in path.rglob("*") if not entry.is_dir())
+            foreign += [
                 f"{prefix}{name}/{file}"
                 for file in files
                 if (path / file).is_symlink()
                 or not (_SUBFOLDER_FILE_NAMES[name].fullmatch(file) if own is None else file in own)
             ]
         elif is_folder and run and name == _TRACKERS:
-            files = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if not one.is_dir())
-            found += [f"{prefix}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
+            files = sorted(entry.relative_to(path).as_posix() for entry in path.rglob("*") if not entry.is_dir())
+            foreign += [f"{prefix}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
         elif on_policy and name == ROLLOUT_BATCHES and is_folder:
-            found += [f"{prefix}{name}/{file}" for file in _foreign_batch_files(path)]
+            foreign += [f"{prefix}{name}/{file}" for file in _foreign_batch_files(path)]
         elif on_policy and name == ROLLOUTS_FILE and not is_folder:
             continue
         elif (
@@ -207,8 +207,8 @@ def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
             or not _is_xtk_file(name, listed, code, run=run)
             or (name == RUN_MANIFEST and not _looks_like_manifest(path))
         ):
-            found.append(prefix + name)
-    return found
+            foreign.append(prefix + name)
+    return foreign
 
 
 def _is_xtk_file(name: str, listed: dict[str, Any] | None, code: str, *, run: bool) -> bool:

@@ -63,7 +63,7 @@ def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metric
         ("Base model", base_model),
         ("Teachers" if len(teachers) > 1 else "Teacher", ", ".join(teachers) or _by_fingerprint(recipe["inputs"])),
         ("Losses", ", ".join(f"`{loss}`" for loss in recipe["losses"])),
-        ("Data", ", ".join(_short_fingerprint(one) for one in provenance.data)),
+        ("Data", ", ".join(_short_fingerprint(path) for path in provenance.data)),
         ("Training", f"{manifest['steps']:,} steps of {per_step:,} documents"),
         ("Training tokens", f"{int(after['tokens']):,}" if "tokens" in after else ""),
         ("Skipped steps", f"{after['skipped_steps']:,}" if after.get("skipped_steps") else ""),
@@ -104,9 +104,9 @@ def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metric
 
 def _by_fingerprint(inputs: Mapping[str, Any]) -> str:
     """Return the fingerprints of teachers whose names are not known."""
-    found = [inputs[key] for key in ("cache", "caches", "teacher", "teachers") if inputs.get(key)]
-    fingerprints = [one for some in found for one in (some if isinstance(some, list) else [some])]
-    return ", ".join(_short_fingerprint(one) for one in fingerprints) or "none (trained on text only)"
+    listed = [inputs[key] for key in ("cache", "caches", "teacher", "teachers") if inputs.get(key)]
+    fingerprints = [entry for some in listed for entry in (some if isinstance(some, list) else [some])]
+    return ", ".join(_short_fingerprint(fingerprint) for fingerprint in fingerprints) or "none (trained on text only)"
 
 
 def _weights_description(content: Mapping[str, Any]) -> str:

@@ -47,9 +47,9 @@ def _find_finished_run(output: Path, identity: dict[str, Any]) -> dict[str, Any]
         XtkError: the folder has a run with another recipe or artifact version.
         CorruptError: the manifest of a finished run is corrupt, or a weights file has the wrong size.
     """
-    found = read_recipe(output)
-    if found != identity:
-        differences = list(_differences(found, identity))
+    recipe = read_recipe(output)
+    if recipe != identity:
+        differences = list(_differences(recipe, identity))
         changed = ", ".join(f"{key}: {_shorten(old)} there, {_shorten(new)} now" for key, old, new in differences[:3])
         raise XtkError(
             "the output folder has a run with other options or inputs",
@@ -60,11 +60,11 @@ def _find_finished_run(output: Path, identity: dict[str, Any]) -> dict[str, Any]
 
 
 def _differences(
-    found: Mapping[str, Any], identity: Mapping[str, Any], prefix: str = ""
+    recorded: Mapping[str, Any], identity: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys of different values, such as "inputs.student.weights", and both values."""
-    for key in sorted({*found, *identity}):
-        old, new = found.get(key), identity.get(key)
+    for key in sorted({*recorded, *identity}):
+        old, new = recorded.get(key), identity.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _differences(old, new, f"{prefix}{key}.")
         elif old != new:
@@ -85,9 +85,9 @@ def _finished(output: Path) -> dict[str, Any]:
     try:
         content = read_run_manifest(output, (STUDENT,))
         check_listed_files(output, content)
-    except CorruptError as wrong:
+    except CorruptError as failure:
         hint = f"run `rm {output / RUN_MANIFEST}` and the same command again; it resumes from the last checkpoint"
-        raise CorruptError(wrong.what, where=wrong.where, hint=hint) from None
+        raise CorruptError(failure.what, where=failure.where, hint=hint) from None
     return content
 
 
@@ -114,8 +114,8 @@ def check_evaluation(output: Path, evaluation: Mapping[str, str], *, is_finished
         return
     different = [
         option
-        for option, found in evaluation.items()
-        if (is_finished or option in stated) and stated.get(option) != found
+        for option, recorded in evaluation.items()
+        if (is_finished or option in stated) and stated.get(option) != recorded
     ]
     if different:
         lacking = [option for option in different if option not in stated]
@@ -205,24 +205,24 @@ def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bo
         CorruptError: all checkpoints are corrupt, or the metrics file is.
         XtkError: another artifact version.
     """
-    found = process_group.all_gather_object(list_checkpoints(output))[0]
-    run, damaged, wrong = run_fingerprint(identity), list[Path](), None
-    for step, folder in reversed(found):
-        wrong = next(
+    checkpoints = process_group.all_gather_object(list_checkpoints(output))[0]
+    run, damaged, failure = run_fingerprint(identity), list[Path](), None
+    for step, folder in reversed(checkpoints):
+        failure = next(
             filter(None, process_group.all_gather_object(_problem(output, step, folder, run, best=needs_best))), None
         )
-        if wrong is None:
+        if failure is None:
             if process_group.is_main_process():
                 _check_metrics(output, folder)
             return ResumePoint(step, folder, tuple(damaged))
-        if not isinstance(wrong, CorruptError):
-            raise wrong
+        if not isinstance(failure, CorruptError):
+            raise failure
         damaged.append(folder)
-        terminal.note(f"distill: warning: skipping {folder.name}: {wrong.what} ({wrong.where})")
-    if wrong is not None:
+        terminal.note(f"distill: warning: skipping {folder.name}: {failure.what} ({failure.where})")
+    if failure is not None:
         raise CorruptError(
-            f"all checkpoints of this run are corrupt: {wrong.what}",
-            where=wrong.where,
+            f"all checkpoints of this run are corrupt: {failure.what}",
+            where=failure.where,
             hint="restore a checkpoint from a backup, or use --force to train again from step 0",
         )
     return ResumePoint()
@@ -259,12 +259,12 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
                     hint=SKIP_HINT,
                 )
             verify_files(weights, kept, subset=here)
-    except XtkError as wrong:
-        wrong.where = wrong.where or str(folder / RUN_MANIFEST)
-        return wrong
-    except OSError as wrong:
+    except XtkError as failure:
+        failure.where = failure.where or str(folder / RUN_MANIFEST)
+        return failure
+    except OSError as failure:
         return CorruptError(
-            f"the checkpoint cannot be read: {wrong.strerror}", where=str(wrong.filename or folder), hint=SKIP_HINT
+            f"the checkpoint cannot be read: {failure.strerror}", where=str(failure.filename or folder), hint=SKIP_HINT
         )
     return None
 
@@ -277,8 +277,8 @@ def _check_metrics(output: Path, folder: Path) -> None:
     """
     stated = read_run_manifest(folder).get("metrics_file")
     size = stated.get("bytes") if isinstance(stated, dict) else None
-    found = prefix_entry(output, METRICS_FILE, size) if isinstance(size, int) else None
-    if found is not None and found != stated:
+    entry = prefix_entry(output, METRICS_FILE, size) if isinstance(size, int) else None
+    if entry is not None and entry != stated:
         raise CorruptError(
             f"the metrics file has changed since {folder.name} was written",
             where=str(output / METRICS_FILE),

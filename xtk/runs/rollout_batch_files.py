@@ -30,8 +30,8 @@ def complete_rollout_files(folder: Path) -> list[Path] | None:
     """Return the rollout files of a batch, if those of all processes exist."""
     by_ranks: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("rollouts-*.jsonl")):
-        if found := ROLLOUT_FILE_NAMES.fullmatch(path.name):
-            by_ranks.setdefault(int(found[2]), {})[int(found[1])] = path
+        if match := ROLLOUT_FILE_NAMES.fullmatch(path.name):
+            by_ranks.setdefault(int(match[2]), {})[int(match[1])] = path
     for ranks, parts in sorted(by_ranks.items()):
         if len(parts) == ranks and max(parts) < ranks:
             return [parts[rank] for rank in range(ranks)]
@@ -47,18 +47,20 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], run: str) -> None:
         run: fingerprint of the run.
     """
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
-        for number, one in enumerate(rollouts):
-            sampled, top_ids = one.document.sampled_tokens, one.top_ids
+        for number, rollout in enumerate(rollouts):
+            sampled, top_ids = rollout.document.sampled_tokens, rollout.top_ids
             record = {
-                "prompt": one.prompt,
-                "sample": one.sample,
-                "finish_reason": one.finish_reason,
-                "turns": one.num_turns,
-                "reward": None if math.isnan(one.reward) else one.reward,
-                "rewards": {name: None if math.isnan(value) else value for name, value in one.rewards.items()},
-                "complete": one.document.is_complete,
-                "segments": [[part.role, part.text, part.train] for part in one.document.segments],
-                "messages": None if one.document.conversation is None else list(one.document.conversation.messages),
+                "prompt": rollout.prompt,
+                "sample": rollout.sample,
+                "finish_reason": rollout.finish_reason,
+                "turns": rollout.num_turns,
+                "reward": None if math.isnan(rollout.reward) else rollout.reward,
+                "rewards": {name: None if math.isnan(value) else value for name, value in rollout.rewards.items()},
+                "complete": rollout.document.is_complete,
+                "segments": [[part.role, part.text, part.train] for part in rollout.document.segments],
+                "messages": None
+                if rollout.document.conversation is None
+                else list(rollout.document.conversation.messages),
                 "sampled_tokens": None if sampled is None else base64.b64encode(sampled.to_bytes()).decode(),
                 "top_ids": None if top_ids is None else np.asarray(top_ids).tolist(),
             }

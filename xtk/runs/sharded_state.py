@@ -232,10 +232,10 @@ class ShardedStateReader:
         missing = values.numel()
         for wanted, at in local_blocks(name, sharded_like):
             part = values[at]
-            for one in stored:
-                common = wanted.overlap(one.box)
+            for entry in stored:
+                common = wanted.overlap(entry.box)
                 if common is not None:
-                    part[common.slices_within(wanted.start)] = self._read(one, common).to(here.device)
+                    part[common.slices_within(wanted.start)] = self._read(entry, common).to(here.device)
                     missing -= common.num_elements
         if missing:
             where = str(stored[0].path.parent)
@@ -266,9 +266,9 @@ def as_corrupt_error(path: Path) -> Iterator[None]:
         yield
     except XtkError:
         raise
-    except Exception as wrong:
+    except Exception as failure:
         raise CorruptError(
-            f"a file of the checkpoint cannot be read: {wrong}",
+            f"a file of the checkpoint cannot be read: {failure}",
             where=str(path),
             hint=SKIP_HINT,
         ) from None

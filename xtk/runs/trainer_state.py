@@ -38,8 +38,8 @@ class TrainerState:
         Raises:
             CorruptError: a value is not a valid count.
         """
-        found = {one.name: manifest[one.name] for one in fields(cls) if one.name in manifest}
-        for name, value in found.items():
+        stored = {field.name: manifest[field.name] for field in fields(cls) if field.name in manifest}
+        for name, value in stored.items():
             if name == "best_bits_per_byte" and (value is None or (type(value) is float and math.isfinite(value))):
                 continue
             if type(value) is not int or not 0 <= value < 1 << 63:
@@ -47,7 +47,7 @@ class TrainerState:
                     f"the value of {name} in the xtk.json of a checkpoint is not valid: {value!r:.40}",
                     hint="move this checkpoint out of the run folder to resume from an earlier one",
                 )
-        return cls(**found)
+        return cls(**stored)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counters for a checkpoint's `xtk.json`."""

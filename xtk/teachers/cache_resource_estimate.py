@@ -109,11 +109,11 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
 
 def _regions(documents: list[tuple[Document, TokenSequence]]) -> dict[str, Any]:
     """Return the sizes of regions of conversations, and how much of each the teacher's chat template writes."""
-    found = RegionStatistics()
+    statistics = RegionStatistics()
     for document, tokens in documents:
         if document.conversation is not None:
-            found.add(document, tokens)
-    without_alignment = found.to_json()
+            statistics.add(document, tokens)
+    without_alignment = statistics.to_json()
     return {
         name: {"size": one["size"], "scored_fraction": one["trained_fraction"]}
         for name, one in without_alignment.items()

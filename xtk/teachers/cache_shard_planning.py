@@ -350,7 +350,7 @@ def _read_documents(
         for number, document in enumerate(documents, start=first):
             try:
                 teacher_views(tokenizer, [document])
-            except XtkError as wrong:
-                where = f"{corpus.name}, document {number}; {wrong.where}"
-                raise XtkError(wrong.what, where=where, hint=wrong.hint) from None
+            except XtkError as failure:
+                where = f"{corpus.name}, document {number}; {failure.where}"
+                raise XtkError(failure.what, where=where, hint=failure.hint) from None
         raise

@@ -147,7 +147,7 @@ def candidate_ids_of(pieces: Sequence[Chunk], support: Support, where: str) -> l
     if lacking is not None:
         raise XtkError(
             "--support candidates needs the column candidate_ids, which a document of the data lacks",
-            where=f"{where}, the document that begins {''.join(one.text for one in lacking.segments)[:40]!r}",
+            where=f"{where}, the document that begins {''.join(segment.text for segment in lacking.segments)[:40]!r}",
             hint="add one list of token ids for each trained teacher token but the first of the text, in order",
         )
     return [

@@ -44,10 +44,10 @@ def check_scored_document(
         XtkError: names what is invalid.
     """
     scores = scored.stored_logprobs
-    if wrong := _wrong_shapes(scores, scored, support):
-        raise XtkError(wrong, where=where, hint=hints["arrays"])
-    if wrong := _wrong_numbers(scores):
-        raise XtkError(wrong, where=where, hint=hints["values"])
+    if failure := _wrong_shapes(scores, scored, support):
+        raise XtkError(failure, where=where, hint=hints["arrays"])
+    if failure := _wrong_numbers(scores):
+        raise XtkError(failure, where=where, hint=hints["values"])
     finite = scores.observed_logprobs[np.isfinite(scores.observed_logprobs)]
     if len(finite) and (lowest := float(finite.min())) < (limit := min_observed_logprob(precision)):
         raise XtkError(
@@ -56,8 +56,8 @@ def check_scored_document(
             where=where,
             hint=hints["logits"],
         )
-    if wrong := _wrong_ids(scores, scored, vocab_size) or _wrong_samples(scores, vocab_size, support):
-        raise XtkError(wrong, where=where, hint=hints["arrays"])
+    if failure := _wrong_ids(scores, scored, vocab_size) or _wrong_samples(scores, vocab_size, support):
+        raise XtkError(failure, where=where, hint=hints["arrays"])
 
 
 def _wrong_shapes(scores: StoredLogprobs, row: ScoredDocument, support: Support | None) -> str | None:

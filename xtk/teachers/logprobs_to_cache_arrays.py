@@ -65,11 +65,11 @@ def arrays_to_stored(documents: Sequence[TokenSequence], arrays: LogprobArrays) 
     sample_offsets, sample_ids, counts = _sampled_entries(arrays.sampled_ids)
     remainder_mass = remainder if arrays.remainder_mass is None else arrays.remainder_mass
     edges = np.cumsum([0, *map(len, positions)])
-    found = []
+    stored = []
     for at, low, high in zip(positions, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         first, stop = int(offsets[low]), int(offsets[high])
         sample_first, sample_stop = int(sample_offsets[low * sets]), int(sample_offsets[high * sets])
-        found.append(
+        stored.append(
             StoredLogprobs(
                 positions=at,
                 offsets=offsets[low : high + 1] - first,
@@ -83,7 +83,7 @@ def arrays_to_stored(documents: Sequence[TokenSequence], arrays: LogprobArrays) 
                 entropy=arrays.entropy[low:high],
             )
         )
-    return found
+    return stored
 
 
 def sampling_uniforms(document: TokenSequence, support: Support) -> NDArray[np.float64]:

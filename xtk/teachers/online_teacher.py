@@ -243,9 +243,9 @@ def parse_online_teacher(
     Raises:
         XtkError: the model or an option does not exist, or a value is invalid.
     """
-    found = _TEACHER_SPEC.fullmatch(text)
-    model = text if found is None else found["model"]
-    given, engine, servers = _parse_options(text, "" if found is None else found["options"] or "")
+    match = _TEACHER_SPEC.fullmatch(text)
+    model = text if match is None else match["model"]
+    given, engine, servers = _parse_options(text, "" if match is None else match["options"] or "")
     backend = str(given.get("backend", "transformers"))
     kind: type[TeacherBackend] = load_registered(BACKENDS, backend, "backend")
     dtype, precision = str(given.get("dtype", "float32")), str(given.get("precision", "float32"))
@@ -360,7 +360,9 @@ def read_corpus_for_all(
             sizes.append(lengths)
             reading = InMemoryCorpus(documents, corpus.sources, corpus.columns)
             # Each teacher would convert the ids to its own tokenization, and this loop would not end.
-            if several and any(one.teacher_tokens is not None or one.candidate_ids is not None for one in documents):
+            if several and any(
+                document.teacher_tokens is not None or document.candidate_ids is not None for document in documents
+            ):
                 raise XtkError(
                     "the data contains token ids of one tokenizer, but the teachers have different tokenizers",
                     where=corpus.name,

@@ -37,7 +37,7 @@ def prompt_entries(answer: Any) -> tuple[list[Any], list[Any]]:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     own = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     top = meta.get("input_top_logprobs") if isinstance(meta, dict) else None
-    if not isinstance(own, list) or not all(isinstance(one, list) and len(one) >= 2 for one in own):
+    if not isinstance(own, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in own):
         raise RetryableError("the server's response has no input_token_logprobs", _HINT)
     if top is not None and not isinstance(top, list):
         raise RetryableError("the server's response has no valid input_top_logprobs", _HINT)
@@ -67,16 +67,16 @@ def parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogpr
     lengths = []
     for position in at.tolist():
         listed = (top[position] or []) if top_k else []
-        if not isinstance(listed, list) or len(listed) != top_k or not all(isinstance(one, list) for one in listed):
+        if not isinstance(listed, list) or len(listed) != top_k or not all(isinstance(entry, list) for entry in listed):
             raise RetryableError(
                 f"the server's response does not have {top_k:,} log-probabilities for each token", _HINT
             )
-        entries = [one[:2] for one in listed]
+        entries = [entry[:2] for entry in listed]
         value, token = own[position][:2]
         if all(other != token for _, other in entries):
             entries.append([value, token])
-        values += [one for one, _ in entries]
-        ids += [one for _, one in entries]
+        values += [logprob for logprob, _ in entries]
+        ids += [token for _, token in entries]
         lengths.append(len(entries))
     table = (checked_token_ids(ids), checked_logprobs(values), np.array(lengths, np.int64))
     return separate_observed(*table, document.ids[at], top_k)

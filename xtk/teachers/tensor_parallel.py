@@ -77,14 +77,14 @@ class TensorParallelModel:
         try:
             torch.distributed.broadcast(torch.tensor(input_ids.shape, device=input_ids.device), 0)
             torch.distributed.broadcast(input_ids, 0)
-            found: Tensor = self.local_model(input_ids)
-        except RuntimeError as wrong:
+            logits: Tensor = self.local_model(input_ids)
+        except RuntimeError as failure:
             time.sleep(EXIT_POLL_SECONDS)
             for follower in self._followers:
                 if follower.process.poll() is not None:
-                    raise follower.exit_error() from wrong
+                    raise follower.exit_error() from failure
             raise
-        return found
+        return logits
 
 
 def run_follower(pipe: Connection) -> None:

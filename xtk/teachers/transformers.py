@@ -111,10 +111,10 @@ class TransformersTeacher(TeacherBackend):
         changed = {
             name: value for name, value in sorted(engine.items()) if name not in PLACEMENT_OPTIONS | COMPUTE_OPTIONS
         }
-        found = [weights_fingerprint(folder)]
-        found += [weights_fingerprint(adapter)] if adapter else []
-        found += [json.dumps(changed, sort_keys=True)] if changed else []
-        return " ".join(found)
+        fingerprints = [weights_fingerprint(folder)]
+        fingerprints += [weights_fingerprint(adapter)] if adapter else []
+        fingerprints += [json.dumps(changed, sort_keys=True)] if changed else []
+        return " ".join(fingerprints)
 
     @classmethod
     def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
@@ -153,12 +153,12 @@ class TransformersTeacher(TeacherBackend):
             documents: at most the context length of the model each.
             candidate_ids: for `--support candidates`, ids [P, G] at the trained tokens of each document; -1: padding.
         """
-        found: list[StoredLogprobs | None] = [None] * len(documents)
+        scored: list[StoredLogprobs | None] = [None] * len(documents)
         for batch in batches_by_length([len(document) for document in documents], self.batch_tokens):
             named = None if candidate_ids is None else [candidate_ids[at] for at in batch]
             for number, scores in zip(batch, self._score_batch([documents[at] for at in batch], named), strict=True):
-                found[number] = scores
-        return [scores for scores in found if scores is not None]
+                scored[number] = scores
+        return [scores for scores in scored if scores is not None]
 
     def _score_batch(
         self, documents: list[TokenSequence], given: Sequence[NDArray[np.int32]] | None

@@ -99,12 +99,12 @@ class VllmTeacher(TeacherBackend):
         check_document_lengths(documents, self.max_document_tokens, self._name)
         heads = [empty_top_logprobs(self._top_k)] * len(documents)
         for batch in _batch_documents([num_tokens_to_read(document) for document in documents], self._tokens_in_a_call):
-            for number, found in zip(batch, self._top_logprobs([documents[at] for at in batch]), strict=True):
-                heads[number] = found
+            for number, logprobs in zip(batch, self._top_logprobs([documents[at] for at in batch]), strict=True):
+                heads[number] = logprobs
         where = f"{self._name}, run by vLLM"
         return [
-            top_logprobs_to_stored(document, found, self._support, self.vocab_size, where)
-            for document, found in zip(documents, heads, strict=True)
+            top_logprobs_to_stored(document, logprobs, self._support, self.vocab_size, where)
+            for document, logprobs in zip(documents, heads, strict=True)
         ]
 
     def close(self) -> None:

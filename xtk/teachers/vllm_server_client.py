@@ -163,8 +163,8 @@ class ServerTeacher(TeacherBackend):
                 weight=length * (self._top_k + 1) * BYTES_PER_ENTRY,
                 max_bytes=max_response_bytes(length * (self._top_k + 1)),
             )
-        except PermanentError as wrong:
-            raise self._refusal_error(wrong, self._describe_document(document)) from None
+        except PermanentError as failure:
+            raise self._refusal_error(failure, self._describe_document(document)) from None
 
     def _refusal_error(self, refusal: PermanentError, where: str) -> XtkError:
         """Return the error for a refused request, with a next step where the reason is known."""
@@ -178,8 +178,8 @@ class ServerTeacher(TeacherBackend):
     def _to_stored_logprobs(self, document: TokenSequence, heads: TopLogprobs) -> StoredLogprobs:
         try:
             return top_logprobs_to_stored(document, heads, self._support, self.vocab_size, self._name)
-        except XtkError as wrong:
-            raise RetryableError(wrong.what + (f" ({wrong.hint})" if wrong.hint else "")) from None
+        except XtkError as failure:
+            raise RetryableError(failure.what + (f" ({failure.hint})" if failure.hint else "")) from None
 
     def _describe_document(self, document: TokenSequence) -> str:
         text = b"".join(self._tokenizer.vocabulary.bytes_of(token) for token in document.ids[:40].tolist())
@@ -231,11 +231,11 @@ class ServerTeacher(TeacherBackend):
         )
         if own and own[0][1] == self._tokenizer.special_token_ids.get("bos") != ids[0]:
             own = own[1:]
-        theirs = [one[1] for one in own]
+        theirs = [entry[1] for entry in own]
         if theirs != ids:
             check_same_tokenizer(ids, theirs, self._tokenizer, endpoint, "cache-teacher")
             return None
-        return np.array([np.nan if one[0] is None else float(one[0]) for one in own[1:]])
+        return np.array([np.nan if entry[0] is None else float(entry[0]) for entry in own[1:]])
 
 
 def _sampling_parameters(top_k: int) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _last_token_logprobs(choice: dict[str, Any], top_k: int) -> dict[str, dict[s
         logprobs = choice["logprobs"]
         (entry,), (own,) = logprobs["top_logprobs"], logprobs["tokens"]
         ruled_out = sum(value <= CLAMPED_LOGPROB for token, value in entry.items() if token != own)
-        found = {token.removeprefix("token_id:"): {"logprob": value} for token, value in entry.items()}
+        by_token = {token.removeprefix("token_id:"): {"logprob": value} for token, value in entry.items()}
         own = own.rpartition(":")[2]
     except (TypeError, KeyError, ValueError, AttributeError):
         raise RetryableError(
@@ -322,7 +322,7 @@ def _last_token_logprobs(choice: dict[str, Any], top_k: int) -> dict[str, dict[s
             "the server returns log-probabilities after sampling restrictions instead of those of the model",
             hint="start vLLM's server with --logprobs-mode raw_logprobs (its default)",
         )
-    return found if top_k else {token: value for token, value in found.items() if token == own}
+    return by_token if top_k else {token: value for token, value in by_token.items() if token == own}
 
 
 def _entry_logprob(entry: Any, token: int) -> float:

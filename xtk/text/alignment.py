@@ -90,8 +90,10 @@ def separate_added_spaces(
 def _begins_with_added_space(ranges: NDArray[np.int32], sequence: TokenSequence) -> NDArray[np.bool_]:
     """Return bool [C], whether each range `[start, stop)` of tokens has a first token of a run, without bytes."""
     firsts = sequence.text_runs[sequence.byte_ends[sequence.text_runs[:, 0]] == sequence.text_runs[:, 2], 0]
-    found: NDArray[np.bool_] = sequence.exact & np.isin(ranges[:, 0], firsts) & (ranges[:, 1] - ranges[:, 0] > 1)
-    return found
+    begins_with_space: NDArray[np.bool_] = (
+        sequence.exact & np.isin(ranges[:, 0], firsts) & (ranges[:, 1] - ranges[:, 0] > 1)
+    )
+    return begins_with_space
 
 
 def _match_undecodable_tokens(

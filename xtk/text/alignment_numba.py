@@ -82,10 +82,10 @@ def batch_token_byte_ends(
     exact = np.empty(len(id_offsets) - 1, np.bool_)
     for text in range(len(exact)):
         first, stop = id_offsets[text], id_offsets[text + 1]
-        found, exact[text] = token_byte_ends(
+        text_ends, exact[text] = token_byte_ends(
             token_bytes, token_offsets, ids[first:stop], texts[text_offsets[text] : text_offsets[text + 1]]
         )
-        ends[first:stop] = found
+        ends[first:stop] = text_ends
     return ends, exact
 
 

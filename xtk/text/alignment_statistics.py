@@ -214,7 +214,7 @@ class AlignmentStatistics:
             },
             # Only spans with several tokens on a side: a run of spaces that is one token on both sides is aligned well.
             "longest_spans": list(self._longest.values()),
-            "worst_documents": [found for fraction, _, found in self._worst[:NUM_LISTED] if fraction > 0],
+            "worst_documents": [record for fraction, _, record in self._worst[:NUM_LISTED] if fraction > 0],
             "seconds": round(seconds, 3),
             "nanoseconds_per_token": _ratio(1e9 * seconds, tokens),
         }
@@ -229,7 +229,7 @@ class AlignmentStatistics:
     ) -> None:
         (letters, text_edges), (spans, span_edges) = texts, joined_spans
         several = (spans[:, 1] - spans[:, 0] > 1) | (spans[:, 3] - spans[:, 2] > 1)
-        least = min(found["bytes"] for found in self._longest.values()) if len(self._longest) == NUM_LISTED else 0
+        least = min(record["bytes"] for record in self._longest.values()) if len(self._longest) == NUM_LISTED else 0
         places = np.flatnonzero(several & (sizes > least))
         fresh: dict[bytes, dict[str, Any]] = {}
         for place in places[np.argsort(-sizes[places], kind="stable")][:MAX_LONG_SPANS].tolist():
@@ -268,7 +268,7 @@ class AlignmentStatistics:
         places = np.flatnonzero(fractions > least)
         for place in places[np.argsort(-fractions[places], kind="stable")][: self._keep].tolist():
             sides = [side for side, flag in zip(("student", "teacher"), rewritten[:, place], strict=True) if flag]
-            found = {
+            record = {
                 "document": documents[place].index,
                 "bytes": int(sizes[place]),
                 "byte_fraction": round(float(fractions[place]), 6),
@@ -277,7 +277,7 @@ class AlignmentStatistics:
                 "normalized_by": sides,
                 "excerpt": _excerpt(documents[place]),
             }
-            self._worst.append((float(fractions[place]), documents[place], found))
+            self._worst.append((float(fractions[place]), documents[place], record))
         self._worst.sort(key=lambda entry: (-entry[0], entry[1].index))
         del self._worst[self._keep :]
 

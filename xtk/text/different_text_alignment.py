@@ -155,8 +155,8 @@ def _boundary_indices(ends: NDArray[np.int32], cuts: NDArray[np.int32]) -> NDArr
     Where one side has additional text, several boundaries are the same byte of the other side; the first is used.
     """
     at = np.minimum(np.searchsorted(cuts, ends), len(cuts) - 1)
-    found = np.where(cuts[at] == ends, at, 0)
-    return np.maximum.accumulate(found).astype(np.int32) if len(found) else found.astype(np.int32)
+    indices = np.where(cuts[at] == ends, at, 0)
+    return np.maximum.accumulate(indices).astype(np.int32) if len(indices) else indices.astype(np.int32)
 
 
 def _decode_ranges(text: str, ends: NDArray[np.int32], ranges: NDArray[np.int32]) -> list[str]:
@@ -188,17 +188,17 @@ def _find_common_runs(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDAr
 
 def _find_inner_runs(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.int32]:
     chain = _anchors(left, right)
-    found = [np.zeros((0, 3), np.int32)]
+    runs = [np.zeros((0, 3), np.int32)]
     a = b = 0
     for next_a, next_b in [*chain.tolist(), (len(left), len(right))]:
         if next_a < a or next_b < b:
             continue  # inside of the run of the anchor before it
         gap = longest_common_runs(left[a:next_a], right[b:next_b], MAX_EDITS)
-        found.append(gap + np.array([a, b, 0], np.int32))
+        runs.append(gap + np.array([a, b, 0], np.int32))
         size = _common_prefix(left[next_a:], right[next_b:])
-        found.append(np.array([[next_a, next_b, size]], np.int32))
+        runs.append(np.array([[next_a, next_b, size]], np.int32))
         a, b = next_a + size, next_b + size
-    return np.concatenate(found)
+    return np.concatenate(runs)
 
 
 def _join_adjacent_runs(runs: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -42,9 +42,9 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         raise XtkError(what, where=str(path), hint=_HINT)
     try:
         text = path.read_text(encoding="utf-8")
-    except ValueError as wrong:
+    except ValueError as failure:
         raise XtkError(
-            f"config.json is not UTF-8: {wrong}", where=str(path), hint="copy or download the file again"
+            f"config.json is not UTF-8: {failure}", where=str(path), hint="copy or download the file again"
         ) from None
     content = parse_json(text, what="this config.json", where=str(path))
     if not isinstance(content, dict):
@@ -91,8 +91,8 @@ def _abbreviated_json(value: Any) -> str:
 
 def hub_kernel_repositories(content: dict[str, Any]) -> list[str]:
     """Return the hub repositories from which a configuration would load code of attention or experts."""
-    found = []
+    repositories = []
     for name, value in _walk_config(content):
         if _IMPLEMENTATIONS.search(name):
-            found += [one for _, one in _walk_config(value) if isinstance(one, str) and _KERNEL.search(one)]
-    return sorted(set(found))
+            repositories += [one for _, one in _walk_config(value) if isinstance(one, str) and _KERNEL.search(one)]
+    return sorted(set(repositories))

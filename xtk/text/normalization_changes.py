@@ -86,16 +86,16 @@ def count_normalization_loss(
         texts: any number; at most a thousand at a time are in memory.
         encoded: the texts' tokens, if available.
     """
-    found = NormalizationLoss(tokenizer.name)
+    loss = NormalizationLoss(tokenizer.name)
     changed: Counter[tuple[str, str | None]] = Counter()
     pairs = _encode_in_batches(tokenizer, texts) if encoded is None else zip(texts, encoded, strict=True)
     for text, tokens in pairs:
-        found.num_characters += len(text)
+        loss.num_characters += len(text)
         if not tokens.exact:
             changed.update(_changed_substrings(tokenizer, text.encode(), tokens))
     for (text, read), count in changed.items():
-        _count_change(found, text, read, count)
-    return found
+        _count_change(loss, text, read, count)
+    return loss
 
 
 def _encode_in_batches(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterable[tuple[str, EncodedText]]:
@@ -122,13 +122,13 @@ def _changed_substrings(tokenizer: Tokenizer, text: bytes, tokens: EncodedText) 
         yield text[start:].decode(), ""
 
 
-def _count_change(found: NormalizationLoss, text: str, read: str | None, count: int) -> None:
+def _count_change(loss: NormalizationLoss, text: str, read: str | None, count: int) -> None:
     if read is None:
         word = text.lstrip()
         if len(word) < len(text):
-            _count_change(found, text[: len(text) - len(word)], "", count)
-        found.unknown += count * len(word)
-        found.examples[word, None] += count
+            _count_change(loss, text[: len(text) - len(word)], "", count)
+        loss.unknown += count * len(word)
+        loss.examples[word, None] += count
         return
     if not text[0].isspace() and text[0] != METASPACE_CHARACTER:
         read = read.removeprefix(" ")  # prepended by the tokenizer
@@ -138,10 +138,10 @@ def _count_change(found: NormalizationLoss, text: str, read: str | None, count: 
         operations = [*difflib.SequenceMatcher(None, text, read, autojunk=False).get_opcodes()]
     for kind, start, stop, low, high in operations:
         if kind == "delete":
-            found.dropped += count * (stop - start)
-            found.examples[text[start:stop], ""] += count
+            loss.dropped += count * (stop - start)
+            loss.examples[text[start:stop], ""] += count
         elif kind == "replace":
-            found.rewritten += count * (stop - start)
+            loss.rewritten += count * (stop - start)
             one_by_one = stop - start == high - low
             changes = (
                 zip(text[start:stop], read[low:high], strict=True)
@@ -149,4 +149,4 @@ def _count_change(found: NormalizationLoss, text: str, read: str | None, count: 
                 else [(text[start:stop], read[low:high])]
             )
             for before, after in changes:
-                found.examples[before, after] += count
+                loss.examples[before, after] += count

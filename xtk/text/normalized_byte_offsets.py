@@ -100,13 +100,13 @@ def _combining_clusters(text: str) -> list[tuple[int, int]]:
     if text.isascii():
         return []
     goes_on = [False, *map(_may_combine_with_previous, text[1:]), False]
-    found, start = [], 0
+    clusters, start = [], 0
     for at, flag in enumerate(goes_on):
         if not flag:
             if at - start > 1:
-                found.append((start, at))
+                clusters.append((start, at))
             start = at
-    return found
+    return clusters
 
 
 def _split_points(cluster: str, normalize: Callable[[str], str]) -> list[int]:

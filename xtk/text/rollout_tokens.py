@@ -213,7 +213,9 @@ def splice_sampled_tokens(
             ends = np.concatenate([ends[:left], first + decoded.byte_ends, ends[right:]]).astype(np.int32)
             trained = np.concatenate([trained[:left], np.ones(len(own), np.bool_), trained[right:]])
             text_runs[at] = [low, high + more, begin]
-            text_runs[at + 1 :] = [[one + more, other + more, byte] for one, other, byte in text_runs[at + 1 :]]
+            text_runs[at + 1 :] = [
+                [text_run + more, other + more, byte] for text_run, other, byte in text_runs[at + 1 :]
+            ]
             end_tokens[end_tokens >= right] += more
             break
     trained[:1] = False

@@ -84,9 +84,9 @@ def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: Tok
             hint="use one list of token ids for each trained teacher token but the first of the text, in order",
         )
     if len(given.ids) and not 0 <= given.ids.min() <= given.ids.max() < tokenizer.embedding_rows:
-        wrong = int(given.ids.min() if given.ids.min() < 0 else given.ids.max())
+        failure = int(given.ids.min() if given.ids.min() < 0 else given.ids.max())
         raise XtkError(
-            f"candidate_ids of a document contains token id {wrong}; the teacher has ids 0 to "
+            f"candidate_ids of a document contains token id {failure}; the teacher has ids 0 to "
             f"{tokenizer.embedding_rows - 1:,}",
             where=tokenizer.name,
             hint="use token ids of the teacher's tokenizer in candidate_ids",
@@ -244,10 +244,10 @@ def _decode_teacher_ids(
 
 def _check_ids(tokenizer: Tokenizer, tokens: TeacherTokenIds) -> None:
     vocabulary = tokenizer.vocabulary
-    wrong = np.flatnonzero((tokens.ids < 0) | (tokens.ids >= len(vocabulary)))
-    if len(wrong):
+    failure = np.flatnonzero((tokens.ids < 0) | (tokens.ids >= len(vocabulary)))
+    if len(failure):
         raise XtkError(
-            f"input_ids[{wrong[0]}] of a document is {tokens.ids[wrong[0]]}; the teacher's tokenizer has ids 0 to "
+            f"input_ids[{failure[0]}] of a document is {tokens.ids[failure[0]]}; the teacher's tokenizer has ids 0 to "
             f"{len(vocabulary) - 1:,}",
             where=tokenizer.name,
             hint="tokenize the data with the teacher's tokenizer, or use data with text or messages",
@@ -301,8 +301,8 @@ class _TextBuilder:
         """Decode bytes, without an incomplete character at the end."""
         try:
             return codecs.getincrementaldecoder("utf-8")().decode(raw)
-        except UnicodeDecodeError as wrong:
-            token = first + int(np.searchsorted(edges, wrong.start, side="right")) - 1
+        except UnicodeDecodeError as failure:
+            token = first + int(np.searchsorted(edges, failure.start, side="right")) - 1
             raise XtkError(
                 f"input_ids of a document cannot be decoded: its token {token} (id {self._ids[token]}) "
                 "results in invalid UTF-8",

@@ -441,12 +441,12 @@ class Tokenizer:
         """
         assert self._control_spellings is not None
         outside = [
-            found
-            for found in self._control_spellings.finditer(text)
-            if not any(start < found.end() and found.start() < stop for start, stop in contents)
+            match
+            for match in self._control_spellings.finditer(text)
+            if not any(start < match.end() and match.start() < stop for start, stop in contents)
         ]
-        self._refuse_unusable(found[0] for found in outside)
-        controls = [(found.start(), self.vocabulary.special_tokens[found[0]]) for found in outside]
+        self._refuse_unusable(match[0] for match in outside)
+        controls = [(match.start(), self.vocabulary.special_tokens[match[0]]) for match in outside]
         parts, spelled = self._split_at_special_tokens(text, controls)
         return self._join_parts(parts, spelled, self.encode(parts))
 
@@ -498,17 +498,17 @@ class Tokenizer:
         controls, at = [], 0
         for place in places:
             token = int(ids[place])
-            found = text.find(self.special_token_names[token], at)
-            if found < 0:  # a special token with another text: tokens cannot be located
+            start = text.find(self.special_token_names[token], at)
+            if start < 0:  # a special token with another text: tokens cannot be located
                 return EncodedText(ids, np.full(len(ids), len(text.encode()), np.int32), exact=False)
-            controls.append((found, token))
-            at = found + len(self.special_token_names[token])
+            controls.append((start, token))
+            at = start + len(self.special_token_names[token])
         parts, spelled = self._split_at_special_tokens(text, controls)
         edges = [-1, *places, len(ids)]
         tokens = [encoding.ids[first + 1 : stop] for first, stop in itertools.pairwise(edges)]
         encoded = [
-            found if found.exact else self._encode_part(part, found.ids)
-            for part, found in zip(parts, self._encode_by_bytes(parts, tokens), strict=True)
+            encoded if encoded.exact else self._encode_part(part, encoded.ids)
+            for part, encoded in zip(parts, self._encode_by_bytes(parts, tokens), strict=True)
         ]
         return self._join_parts(parts, spelled, encoded)
 

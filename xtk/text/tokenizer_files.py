@@ -115,18 +115,18 @@ def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
 def _added_tokens(folder: Path, configuration: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Return {id: token} of the tokens that a folder adds to those of its tokenizer file."""
     listed = _read_json(folder / "added_tokens.json")
-    found = {number: {"content": text} for text, number in listed.items() if type(number) is int}
+    added = {number: {"content": text} for text, number in listed.items() if type(number) is int}
     decoder = configuration.get("added_tokens_decoder")
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if str(number).isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
-            found[int(number)] = token
-    if found and not 0 <= min(found) <= max(found) < MAX_TOKEN_ID:
+            added[int(number)] = token
+    if added and not 0 <= min(added) <= max(added) < MAX_TOKEN_ID:
         raise XtkError(
-            f"an added token has the id {min(found) if min(found) < 0 else max(found)}",
+            f"an added token has the id {min(added) if min(added) < 0 else max(added)}",
             where=str(folder),
             hint="correct added_tokens.json or added_tokens_decoder in tokenizer_config.json, or download them again",
         )
-    return found
+    return added
 
 
 def _special_tokens(folder: Path, configuration: dict[str, Any]) -> dict[str, str]:
@@ -147,7 +147,7 @@ def _read_template(folder: Path, configuration: dict[str, Any]) -> str | None:
     template = configuration.get("chat_template")
     if isinstance(template, list):  # several, named
         return combine_templates(
-            {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
+            {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         )
     return template if isinstance(template, str) else None
 

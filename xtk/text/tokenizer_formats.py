@@ -343,10 +343,10 @@ def _normalizer_and_decoder(normalizer: Mapping[int, Any], byte_fallback: bool) 
 
 def _protobuf_fields(raw: bytes) -> dict[int, list[Any]]:
     """Parse a protobuf message to {field number: values}, with messages and strings as bytes."""
-    found: dict[int, list[Any]] = {}
+    values_of: dict[int, list[Any]] = {}
     for number, value in _protobuf_wire_values(raw):
-        found.setdefault(number, []).append(value)
-    return found
+        values_of.setdefault(number, []).append(value)
+    return values_of
 
 
 def _last_values(fields: Mapping[int, list[Any]]) -> dict[int, Any]:

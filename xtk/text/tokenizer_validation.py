@@ -78,11 +78,11 @@ def wrap_backend_errors(what: str, where: str) -> Iterator[None]:
         yield
     except XtkError:
         raise
-    except BaseException as wrong:
+    except BaseException as failure:
         # Rust panics derive from BaseException.
-        if not isinstance(wrong, Exception) and type(wrong).__name__ != "PanicException":
+        if not isinstance(failure, Exception) and type(failure).__name__ != "PanicException":
             raise
-        raise XtkError(f"{what}: {str(wrong)[:300]}", where=where, hint=_HINT) from None
+        raise XtkError(f"{what}: {str(failure)[:300]}", where=where, hint=_HINT) from None
 
 
 def _normalizer_growth(part: Any) -> float:
@@ -95,8 +95,8 @@ def _normalizer_growth(part: Any) -> float:
             growth *= _normalizer_growth(inner)
     elif kind == "Replace":
         pattern = part.get("pattern")
-        found = pattern.get("String") if isinstance(pattern, dict) else None
-        growth = _utf8_length(part.get("content")) / max(_utf8_length(found), 1)
+        replaced = pattern.get("String") if isinstance(pattern, dict) else None
+        growth = _utf8_length(part.get("content")) / max(_utf8_length(replaced), 1)
     elif kind == "Prepend":
         growth = 1.0 + _utf8_length(part.get("prepend"))
     elif kind == "Precompiled":

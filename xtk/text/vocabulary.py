@@ -68,8 +68,8 @@ class ByteVocabulary:
     def space_ids(self) -> NDArray[np.int32]:
         """The tokens that are one space, int32, ascending."""
         lone = np.flatnonzero(self.byte_lengths == 1)
-        found: NDArray[np.int32] = lone[self.token_bytes[self.offsets[lone]] == ord(" ")].astype(np.int32)
-        return found
+        spaces: NDArray[np.int32] = lone[self.token_bytes[self.offsets[lone]] == ord(" ")].astype(np.int32)
+        return spaces
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of one token; b"" for a special token."""

@@ -162,12 +162,12 @@ def run_identity(
 
 def evaluation_identity(inputs: RunInputs, logging_config: LoggingConfig) -> dict[str, str]:
     """Return fingerprints of what a run is evaluated on, by option; they do not affect the student."""
-    found = {}
+    identity = {}
     if logging_config.eval_documents or inputs.held_out is not None:
-        found["--eval-data"] = _held_out_fingerprint(inputs, logging_config)
+        identity["--eval-data"] = _held_out_fingerprint(inputs, logging_config)
     if logging_config.eval_tasks:
-        found["--eval-tasks"] = sha256(canonical_json([task.identity for task in logging_config.eval_tasks]))
-    return found
+        identity["--eval-tasks"] = sha256(canonical_json([task.identity for task in logging_config.eval_tasks]))
+    return identity
 
 
 def _held_out_fingerprint(inputs: RunInputs, logging_config: LoggingConfig) -> str:

@@ -59,7 +59,7 @@ class LogprobCheck:
             MismatchError: the difference is above the bound: the engine does not have the student's weights.
             XtkError: the student's log-probabilities are not finite.
         """
-        usable = [one for one in rollouts if one.unusable_reason != "not finite"]
+        usable = [rollout for rollout in rollouts if rollout.unusable_reason != "not finite"]
         step = max(1, (len(usable) - 1) // (ROLLOUTS_TO_COMPARE - 1))
         some = usable[::step][:ROLLOUTS_TO_COMPARE]
         modes = {module: module.training for module in self._model.modules()}
@@ -104,13 +104,13 @@ class LogprobCheck:
         ids, (start,), lengths = pad_or_pack([stored.ids], self._packing)
         expected = stored.logprobs[sampled].astype(np.float64)
         targets = stored.ids[sampled].astype(np.int64)
-        found: list[float] = []
+        differences: list[float] = []
 
         def compare(states: Tensor, here: NDArray[np.int64], head: OutputHead) -> None:
             logprobs, _ = compute_token_logprobs(states, head, torch.from_numpy(targets[here]).to(states.device))
-            found.extend(np.abs(logprobs.cpu().numpy() - expected[here]).tolist())
+            differences.extend(np.abs(logprobs.cpu().numpy() - expected[here]).tolist())
 
         forward_student(
             self._model, _Tokens(ids, lengths, sampled - 1 + start), (), self._layout, self._device, compare
         )
-        return float(np.sum(found)), len(found)
+        return float(np.sum(differences)), len(differences)

@@ -190,15 +190,15 @@ class HeldOutEvaluator:
         reduction = StepReduction.of_step(self._objectives, self._batch_builder.score_weighting,
             self._batch_builder.teachers, [_Counts(counts)], self._layout, self._device)  # fmt: skip
         losses = reduction.loss_metrics(rest[: len(sums)], 1.0)
-        found = {"bits_per_byte": nats / math.log(2) / self._bytes, "ce": losses.get(CE_METRIC, 0.0)}
+        metrics = {"bits_per_byte": nats / math.log(2) / self._bytes, "ce": losses.get(CE_METRIC, 0.0)}
         if self._with_teachers:
-            found |= losses
+            metrics |= losses
         for name, matching, (same, total) in zip(
             self._batch_builder.teachers, self._token_matchings, agreed.tolist(), strict=False
         ):
             if matching is not None:
-                found[metric_name("top1_agreement", name, self._batch_builder.teachers)] = same / max(total, 1)
-        return {f"eval_{name}": value for name, value in found.items()}
+                metrics[metric_name("top1_agreement", name, self._batch_builder.teachers)] = same / max(total, 1)
+        return {f"eval_{name}": value for name, value in metrics.items()}
 
     def _read(self) -> tuple[float, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Return this process's sums: nats of text, losses, [teachers, 2] agreeing and compared tokens, counts."""

@@ -67,19 +67,19 @@ def parse_stop_condition(text: str) -> StopCondition:
     Raises:
         XtkError: not a comparison of a known metric with a number.
     """
-    found = _COMPARISON.fullmatch(text)
-    if found is None:
+    match = _COMPARISON.fullmatch(text)
+    if match is None:
         raise XtkError(
             f"--stop-if {text!r} is not a condition",
             hint=f"use METRIC<NUMBER or METRIC>NUMBER; metrics: {', '.join(ROLLOUT_METRICS)}",
         )
-    if found["name"] not in ROLLOUT_METRICS:
-        raise unknown_name_error("rollout metric", found["name"], ROLLOUT_METRICS)
+    if match["name"] not in ROLLOUT_METRICS:
+        raise unknown_name_error("rollout metric", match["name"], ROLLOUT_METRICS)
     try:
-        return StopCondition(found["name"], found["sign"], float(found["limit"]))
+        return StopCondition(match["name"], match["sign"], float(match["limit"]))
     except ValueError:
         raise XtkError(
-            f"--stop-if {text!r}: {found['limit']} is not a number", hint="use for example entropy<0.05"
+            f"--stop-if {text!r}: {match['limit']} is not a number", hint="use for example entropy<0.05"
         ) from None
 
 
@@ -139,8 +139,8 @@ class OnPolicyConfig(OnPolicyOptions):
     @property
     def backend_class(self) -> type[Generator]:
         """The class of the generation backend."""
-        found: type[Generator] = load_registered(GENERATORS, self.backend, "rollout backend")
-        return found
+        backend: type[Generator] = load_registered(GENERATORS, self.backend, "rollout backend")
+        return backend
 
     @property
     def prompt_format(self) -> PromptFormat:
@@ -233,8 +233,8 @@ class PromptSampler(BatchSampler):
         """Return (prompt, epoch) pairs of a step, longest prompts first."""
         size, count = len(self._documents), self._num_prompts(step)
         indices = range(self.generation_step(step) * count, (self.generation_step(step) + 1) * count)
-        found = [(int(self._shuffle_of_epoch(at // size)[at % size]), at // size) for at in indices]
-        return sorted(found, key=lambda pair: (-int(self._sizes[pair[0]]), pair))
+        prompts = [(int(self._shuffle_of_epoch(at // size)[at % size]), at // size) for at in indices]
+        return sorted(prompts, key=lambda pair: (-int(self._sizes[pair[0]]), pair))
 
     def documents_of_step(self, step: int) -> list[int]:
         """Return the documents of a step, longest prompts first."""

@@ -364,9 +364,12 @@ class OnPolicyLoop(TeacherBlocks):
                 write_rollouts(folder / rollout_file_name(rank, ranks), rollouts, self._fingerprint)
         accelerator.wait_for_everyone()
         parts = stored or complete_rollout_files(folder) or []
-        found = self._read_batch(parts, block)
-        by_document = {one.prompt * on_policy.num_generations + one.sample: one for one in found}
-        if len(found) != len(by_document) or len(found) != len(epochs) * on_policy.num_generations:
+        stored_rollouts = self._read_batch(parts, block)
+        by_document = {
+            stored_rollout.prompt * on_policy.num_generations + stored_rollout.sample: stored_rollout
+            for stored_rollout in stored_rollouts
+        }
+        if len(stored_rollouts) != len(by_document) or len(stored_rollouts) != len(epochs) * on_policy.num_generations:
             raise self._corrupt_batch_error("the stored rollouts are not those of these steps", str(folder), block)
         weights = dict.fromkeys(by_document, 1.0)
         for step in on_policy_steps:
@@ -376,15 +379,17 @@ class OnPolicyLoop(TeacherBlocks):
             if on_policy.reward_beta and usable:
                 some = [by_document[number] for number in usable]
                 usable_weights = reward_weights(
-                    [one.reward for one in some], [one.prompt for one in some], on_policy.reward_beta
+                    [item.reward for item in some], [item.prompt for item in some], on_policy.reward_beta
                 )
                 weights |= dict(zip(usable, usable_weights.tolist(), strict=True))
         self._source.set_rollouts(by_document, weights)
-        if found:
-            self.rollout_metrics = rollout_metrics(found)
+        if stored_rollouts:
+            self.rollout_metrics = rollout_metrics(stored_rollouts)
             if self._check is not None:
-                self.rollout_metrics |= self._compare_logprobs(self._check, found, folder / COMPARISON_FILE, is_current)
-            self._log_sample(block, found)
+                self.rollout_metrics |= self._compare_logprobs(
+                    self._check, stored_rollouts, folder / COMPARISON_FILE, is_current
+                )
+            self._log_sample(block, stored_rollouts)
 
     def _read_batch(self, parts: Sequence[Path], block: range) -> list[Rollout]:
         """Return the rollouts in the files of a batch.
@@ -392,13 +397,13 @@ class OnPolicyLoop(TeacherBlocks):
         Raises:
             CorruptError: a record does not match its checksum, which covers its run and its place in the file.
         """
-        found = []
+        rollouts = []
         for path in parts:
             try:
-                found += read_rollouts(path, self._fingerprint, self._source.prompts)
-            except CorruptError as wrong:
-                raise self._corrupt_batch_error(wrong.what, str(path), block) from None
-        return found
+                rollouts += read_rollouts(path, self._fingerprint, self._source.prompts)
+            except CorruptError as failure:
+                raise self._corrupt_batch_error(failure.what, str(path), block) from None
+        return rollouts
 
     def _corrupt_batch_error(self, what: str, where: str, block: range) -> CorruptError:
         """Return the error for a stored batch; only the weights before its first step could generate it again."""
@@ -459,7 +464,7 @@ class OnPolicyLoop(TeacherBlocks):
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of `ROLLOUT_METRICS` for some rollouts."""
-    sampled = [one.document.sampled_tokens for one in rollouts if one.document.sampled_tokens is not None]
+    sampled = [rollout.document.sampled_tokens for rollout in rollouts if rollout.document.sampled_tokens is not None]
     ids = [tokens.ids[tokens.sampled_mask].tolist() for tokens in sampled]
     logprobs = np.concatenate([np.zeros(0), *(tokens.logprobs[tokens.sampled_mask] for tokens in sampled)])
     logprobs = logprobs[np.isfinite(logprobs)]
@@ -467,14 +472,14 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     figures = {
         "entropy": float(-logprobs.mean()) if len(logprobs) else 0.0,
         "length": float(np.mean([len(some) for some in ids])) if ids else 0.0,
-        "truncated_fraction": float(np.mean([one.finish_reason == "length" for one in rollouts])),
+        "truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         "repeated_4gram_fraction": float(repeated[0] / max(repeated[1], 1)),
-        "unusable_fraction": float(np.mean([bool(one.unusable_reason) for one in rollouts])),
-        "turns": float(np.mean([one.num_turns for one in rollouts])),
+        "unusable_fraction": float(np.mean([bool(rollout.unusable_reason) for rollout in rollouts])),
+        "turns": float(np.mean([rollout.num_turns for rollout in rollouts])),
         "environment_token_fraction": 1
         - sum(map(len, ids)) / max(sum(_tokens_after_prompt(tokens) for tokens in sampled), 1),
     }
-    scored = [one.reward for one in rollouts if math.isfinite(one.reward)]
+    scored = [rollout.reward for rollout in rollouts if math.isfinite(rollout.reward)]
     return {**figures, **({"reward": float(np.mean(scored))} if scored else {})}
 
 

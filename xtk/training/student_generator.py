@@ -210,7 +210,7 @@ class StudentGenerator:
                 template_arguments=self._on_policy.chat_template_kwargs,
             )
         if self._rewards is not None and not self._has_scored and rollouts:
-            self._has_scored = any(math.isfinite(one.reward) for one in rollouts)
+            self._has_scored = any(math.isfinite(rollout.reward) for rollout in rollouts)
             if not self._has_scored:
                 names = ", ".join(map(str, self._rewards.specs))
                 terminal.note(f"distill: warning: none of {len(rollouts):,} completions was scored by --reward {names}")

@@ -70,16 +70,16 @@ class StudentWithLoss(nn.Module):
     ) -> tuple[Tensor, list[NDArray[np.int64]], NDArray[np.int64]]:
         """Return hidden states [n, H] of local positions, and the position indices of each process and of this one."""
         if packed is None or packed.num_ranks == 1:
-            found = self.split_model(input_ids, packed).flatten(0, 1)
+            flat_states = self.split_model(input_ids, packed).flatten(0, 1)
             everything = np.arange(len(positions))
-            chosen = to_device(torch.from_numpy(positions), found.device)
-            return found.index_select(0, chosen), [everything], everything
+            chosen = to_device(torch.from_numpy(positions), flat_states.device)
+            return flat_states.index_select(0, chosen), [everything], everything
         held = [packed.token_indices(rank) for rank in range(packed.num_ranks)]
         mine = to_device(torch.from_numpy(held[packed.rank]), input_ids.device)
-        found = self.split_model(input_ids.index_select(1, mine), packed).flatten(0, 1)
+        flat_states = self.split_model(input_ids.index_select(1, mine), packed).flatten(0, 1)
         compared = [np.flatnonzero(np.isin(positions, some)) for some in held]
         here = np.searchsorted(held[packed.rank], positions[compared[packed.rank]])
-        states = found.index_select(0, to_device(torch.from_numpy(here), found.device))
+        states = flat_states.index_select(0, to_device(torch.from_numpy(here), flat_states.device))
         return states, compared, compared[packed.rank]
 
 
@@ -110,8 +110,8 @@ def forward_student(
             batch.document_lengths, parallel.group("cp") if parallel.cp > 1 else None, parallel.cp, parallel.rank("cp")
         )
     input_ids = to_device(torch.from_numpy(batch.input_ids), device)
-    found: tuple[Tensor, Tensor] = model(input_ids, batch.loss_positions, terms, packed, hook)
-    return found
+    outputs: tuple[Tensor, Tensor] = model(input_ids, batch.loss_positions, terms, packed, hook)
+    return outputs
 
 
 class TokenBatch(Protocol):
@@ -211,7 +211,7 @@ class GradientClipping:
                 kinds.setdefault(kind, []).append(gradient)
         self._gradients = list(kinds.values())
         local_norms = map(nn.utils.get_total_norm, self._gradients)
-        self.norms = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in local_norms]
+        self.norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in local_norms]
 
     def clip(self, norms: Sequence[float], max_norm: float) -> float:
         """Clip the gradients to a total norm; return the norm before clipping.
@@ -220,7 +220,7 @@ class GradientClipping:
             norms: the values of `norms`.
             max_norm: maximum norm; 0: no clipping.
         """
-        norm: float = sum((one**2 for one in norms), 0.0) ** 0.5
+        norm: float = sum((norm**2 for norm in norms), 0.0) ** 0.5
         if max_norm and norm > max_norm and norm < float("inf"):
             for gradients in self._gradients:
                 torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))

@@ -133,17 +133,25 @@ class RewardProblems:
         options = {name: str(value) for name, value in asdict(self._options).items()}
         options["reward"] = paths_as_checksums(options["reward"])
         options["prompt_template"] = read_prompt_template(options["prompt_template"]) or ""
-        prompts = [[str(one.document.segments), repr(sorted(one.record.items()))] for one in self._prompts]
+        prompts = [[str(prompt.document.segments), repr(sorted(prompt.record.items()))] for prompt in self._prompts]
         return [*self.names, options, sha256(canonical_json(prompts))]
 
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Generate answers, each process a part of them, and return the metrics of their rewards."""
         options = self._options
         generator = TransformersGenerator(model, tokenizer, batch_tokens=options.batch_tokens)
-        found = evaluate_answers(self._prompts, generator, tokenizer, self._sampling, self._rewards, seed=options.seed,
-                       num_generations=options.num_generations, template_arguments=self._template_arguments,
-                       process_share=process_share)  # fmt: skip
-        record = {key: value for key, value in found.to_json().items() if key.startswith(LOGGED_METRICS)}
+        evaluated = evaluate_answers(
+            self._prompts,
+            generator,
+            tokenizer,
+            self._sampling,
+            self._rewards,
+            seed=options.seed,
+            num_generations=options.num_generations,
+            template_arguments=self._template_arguments,
+            process_share=process_share,
+        )
+        record = {key: value for key, value in evaluated.to_json().items() if key.startswith(LOGGED_METRICS)}
         return {f"{self.names[0]}/{key}": float(value) for key, value in record.items() if value is not None}
 
 
@@ -191,11 +199,11 @@ class HarnessEvalTasks:
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Run the tasks, each process a part of the requests, and return their finite metrics."""
         scores = self._harness.evaluate(model, tokenizer, keep_samples=False, process_share=process_share)
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for task in scores.top_level_tasks:
             for metric, (value, error) in scores.metrics[task].items():
-                found |= {f"{task}/{metric}": value, f"{task}/{metric}_error": error}
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+                metrics |= {f"{task}/{metric}": value, f"{task}/{metric}_error": error}
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def parse_eval_task(text: str) -> EvalTask:
@@ -208,8 +216,8 @@ def parse_eval_task(text: str) -> EvalTask:
     """
     known = sorted({*option_names(ProblemOptions), *option_names(HarnessOptions)})
     one = "|".join(known)
-    found = re.search(rf":(?=(?:{one})=)", text)
-    place, specs = (text[: found.start()], text[found.end() :]) if found else (text, "")
+    match = re.search(rf":(?=(?:{one})=)", text)
+    place, specs = (text[: match.start()], text[match.end() :]) if match else (text, "")
     stray = re.search(r":([a-z][a-z_-]*)=", place)
     if stray is not None:
         raise unknown_name_error("option of --eval-tasks", stray[1], known)
@@ -288,11 +296,11 @@ class TaskEvaluator:
     def __call__(self) -> dict[str, float]:
         """Return all metrics by name, the same in every process (collective)."""
         share = ProcessShare(process_group.rank(), process_group.world_size(), process_group.all_gather_object)
-        found: dict[str, float] = {}
+        scores: dict[str, float] = {}
         with preserve_random_states(), autocast(self._precision, self._model.device):
             for task in self._tasks:
                 try:
-                    found |= task.evaluate(self._model, self._tokenizer, share)
-                except NonFiniteModelError as wrong:  # steps that are not finite are skipped too; the run goes on
-                    terminal.note(f"distill: warning: no metrics of {', '.join(task.names)}: {wrong.what}")
-        return {f"eval_{name}": value for name, value in found.items()}
+                    scores |= task.evaluate(self._model, self._tokenizer, share)
+                except NonFiniteModelError as failure:  # steps that are not finite are skipped too; the run goes on
+                    terminal.note(f"distill: warning: no metrics of {', '.join(task.names)}: {failure.what}")
+        return {f"eval_{name}": value for name, value in scores.items()}

@@ -451,10 +451,10 @@ def _step_batch_builder(run: TrainingRun) -> StepBatchBuilder:
 
 def _log(run: TrainingRun, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
     """Write a record to the metrics file and trackers, and print evaluation results (main process only)."""
-    found = [f"{name} {value:.4f}" for name, value in record.items()
+    printed = [f"{name} {value:.4f}" for name, value in record.items()
              if name.startswith("eval_") and not name.endswith("_error")]  # fmt: skip
-    if found:
-        terminal.note(f"distill: step {record['step']}: {'  '.join(found)}")
+    if printed:
+        terminal.note(f"distill: step {record['step']}: {'  '.join(printed)}")
     if metrics is not None:
         metrics.write(record)
         values = {key: value for key, value in record.items() if key != "step"}

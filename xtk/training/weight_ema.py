@@ -24,10 +24,14 @@ class ExponentialMovingAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
-        self._weights = {name: one for name, one in model.named_parameters() if one.requires_grad} if decay else {}
+        self._weights = (
+            {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            if decay
+            else {}
+        )
         self.averages: dict[str, Tensor] = {
-            name: with_sharding_of(one, local_tensor(one.detach()).to(torch.float32, copy=True))
-            for name, one in self._weights.items()
+            name: with_sharding_of(weight, local_tensor(weight.detach()).to(torch.float32, copy=True))
+            for name, weight in self._weights.items()
         }
 
     @torch.no_grad()

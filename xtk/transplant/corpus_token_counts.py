@@ -24,12 +24,12 @@ def count_tokens(tokenizer: Tokenizer, corpus: Iterable[Document]) -> NDArray[np
     """
     counts = np.zeros(len(tokenizer), np.int64)
     documents = iter(corpus)
-    found = False
+    has_text = False
     while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
-        found = found or any(document.text for document in batch)
+        has_text = has_text or any(document.text for document in batch)
         for sequence in tokenize_documents(tokenizer, batch):
             counts += np.bincount(sequence.ids, minlength=len(counts))
-    if not found:
+    if not has_text:
         raise XtkError(
             "the data of --keep-vocabulary contains no text", hint="use data with a non-empty text in at least one row"
         )

@@ -101,9 +101,9 @@ def transplant_model(
     sources = TokenSources(config.new, config.old, config.kept)
     request = _request(config)
     with only_writer_of_path(output.resolve(), "transplant"):
-        found = claim_output(output, TRANSPLANT_FOLDER, request, force=force, inputs=_inputs(config))
-        if found is not None:
-            return found
+        finished = claim_output(output, TRANSPLANT_FOLDER, request, force=force, inputs=_inputs(config))
+        if finished is not None:
+            return finished
         model = _load_model(config, trust_remote_code)
         method = MeanRow() if config.kept is not None else _make_method(config)
         weights = method.weights(sources)
@@ -315,10 +315,10 @@ def _load_model(config: TransplantConfig, trust_remote_code: bool) -> Any:
     own = {id(parameter) for end in ends for parameter in end.parameters()}
     others = [
         name
-        for name, one in model.named_modules()
-        if isinstance(one, torch.nn.Embedding)
-        and id(one.weight) not in own
-        and one.num_embeddings >= len(config.old)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+        and id(module.weight) not in own
+        and module.num_embeddings >= len(config.old)
         and not _POSITIONS.search(name)
     ]
     if getattr(described.get_text_config(), "hidden_size_per_layer_input", None):  # of Gemma 3n: rows for most tokens

@@ -86,8 +86,8 @@ class DonorCombination:
         shared = np.setdiff1d(np.flatnonzero(sources.pair.equal_ids >= 0), sources.unused_ids)
         missing = np.flatnonzero((sources.copied < 0) & (sources.new.vocabulary.byte_lengths > 0))
         missing = np.setdiff1d(missing, sources.unused_ids)
-        found = combine_donor_rows(self.donor, missing, shared)
-        return SparseEntries(found.rows, sources.pair.equal_ids[found.columns], found.weights)
+        combined = combine_donor_rows(self.donor, missing, shared)
+        return SparseEntries(combined.rows, sources.pair.equal_ids[combined.columns], combined.weights)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ class TokenSources:
         fallback = {old.bytes_by_id[token]: token for token in np.flatnonzero(old.byte_fallback_mask).tolist()}
         for token in self.unused_ids.tolist():
             spelling = self.new.vocabulary.bytes_by_id[token]
-            found = fallback.get(spelling, -1)
-            self.copied[token] = -1 if found == old.token_of_bytes.get(spelling) else found
+            copied = fallback.get(spelling, -1)
+            self.copied[token] = -1 if copied == old.token_of_bytes.get(spelling) else copied
 
     @cached_property
     def unused_ids(self) -> NDArray[np.int64]:

@@ -118,10 +118,10 @@ class BpeVocabulary:
         Where the vocabulary has the same token, the file may state another id.
         """
         loaded = tokenizers.Tokenizer.from_str(json.dumps(self.content))
-        found = (
+        added = (
             (token["content"], loaded.token_to_id(token["content"])) for token in self.content.get("added_tokens") or []
         )
-        return {name: number for name, number in found if number is not None and number < len(self.tokenizer)}
+        return {name: number for name, number in added if number is not None and number < len(self.tokenizer)}
 
     def _base_tokens(self, byte_level: bool) -> set[int]:
         """Return the tokens of single bytes, those that the vocabulary has, and the unknown token."""
@@ -167,7 +167,7 @@ def choose_tokens(vocabulary: BpeVocabulary, counts: NDArray[np.int64] | None, s
 
 def _merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
-    return [(str(one), str(other)) for one, other in pairs]
+    return [(str(pair), str(other)) for pair, other in pairs]
 
 
 def _apply_merges(name: str, ranks: dict[tuple[str, str], int]) -> list[list[str]]:
@@ -191,8 +191,8 @@ def _ids_in(part: Any) -> Iterator[int]:
         if len(part) == 2 and isinstance(part[0], str) and type(part[1]) is int:
             yield part[1]
         else:
-            for one in part:
-                yield from _ids_in(one)
+            for item in part:
+                yield from _ids_in(item)
     if isinstance(part, dict):
         for key, value in part.items():
             if key == "ids" and isinstance(value, list) and all(type(number) is int for number in value):
@@ -206,7 +206,7 @@ def _renumber(part: Any, new_id: dict[int, int]) -> Any:
     if isinstance(part, list):
         if len(part) == 2 and isinstance(part[0], str) and type(part[1]) is int:
             return [part[0], new_id[part[1]]]
-        return [_renumber(one, new_id) for one in part]
+        return [_renumber(item, new_id) for item in part]
     if isinstance(part, dict):
         return {
             key: [new_id[number] for number in value]

@@ -156,7 +156,7 @@ def decode_positions(
     per_nat: int,
     most: int,
     offsets: NDArray[np.int64],
-    found: NDArray[np.int64],
+    fields: NDArray[np.int64],
 ) -> Any:
     """Decode the first stream of a document, the fields of its positions, and return whether it is valid.
 
@@ -166,14 +166,14 @@ def decode_positions(
         per_nat: odds steps per nat.
         most: E, maximum number of entries, including observed tokens.
         offsets: [P + 1], filled; the first entry of each position is the observed token's.
-        found: [NUM_FIELDS, P], filled.
+        fields: [NUM_FIELDS, P], filled.
     """
     (symbols, symbol_info), starts = tables.decoding_tables, tables.context_offsets
     state, left = initial_state(words)
     cluster = np.int64(0)
     for position in range(len(offsets) - 1):
         field, context, chance = CLUSTER_FIELD, starts[CLUSTER] + cluster, 0
-        found[FLOOR_FIELD, position], found[TAIL_FIELD, position] = NO_FLOOR, NUM_LEVELS
+        fields[FLOOR_FIELD, position], fields[TAIL_FIELD, position] = NO_FLOOR, NUM_LEVELS
         while field < NUM_FIELDS:
             symbol = np.int64(symbols[slot_index(context, state)])
             info = np.int64(symbol_info[symbol_info_index(context, symbol)])
@@ -215,7 +215,7 @@ def decode_positions(
                 else:
                     number = number if number >= 0 else NUM_LEVELS
                     context = starts[ENTROPY] + NUM_ODDS_CONTEXTS + tail_context(number)
-            found[field, position] = number
+            fields[field, position] = number
             field = following
     return state == 0 and left == 0
 
@@ -307,7 +307,7 @@ def decode_entries(
 def complete_positions(
     observed_ids: NDArray[np.int32],
     offsets: NDArray[np.int64],
-    found: NDArray[np.int64],
+    fields: NDArray[np.int64],
     sums: NDArray[np.float64],
     grid: NDArray[np.float64],
     steps: tuple[float, float, int],
@@ -320,7 +320,7 @@ def complete_positions(
     Args:
         observed_ids: [P].
         offsets: [P + 1].
-        found: [NUM_FIELDS, P], from `decode_positions`.
+        fields: [NUM_FIELDS, P], from `decode_positions`.
         sums: [2, P], from `decode_entries`.
         grid: [3, LEVEL_TABLE_SIZE].
         steps: odds step and entropy step in nats, and the number of odds steps per nat.
@@ -330,14 +330,14 @@ def complete_positions(
     """
     odds_step, entropy_step, _ = steps
     for position in range(len(observed_ids)):
-        own, others = odds_to_logprobs(found[ODDS_FIELD, position], odds_step)
-        at, number = offsets[position], found[ENTROPY_FIELD, position]
+        own, others = odds_to_logprobs(fields[ODDS_FIELD, position], odds_step)
+        at, number = offsets[position], fields[ENTROPY_FIELD, position]
         ids[at], logprobs[at] = observed_ids[position], own
         of_positions[1, position] = own
         if offsets[position + 1] == at + 1:
             of_positions[0, position], of_positions[2, position] = math.exp(others), number * entropy_step
             continue
-        tail = LEVEL_PADDING + found[TAIL_FIELD, position]
+        tail = LEVEL_PADDING + fields[TAIL_FIELD, position]
         shift, mass, entropy = renormalize_position(
             others, sums[0, position], sums[1, position], grid[1, tail], grid[2, tail]
         )
@@ -378,15 +378,25 @@ def decode_logprobs(
         are meaningless.
     """
     size = len(observed_ids)
-    offsets, found = np.zeros(size + 1, np.int64), np.empty((NUM_FIELDS, size), np.int64)
+    offsets, fields = np.zeros(size + 1, np.int64), np.empty((NUM_FIELDS, size), np.int64)
     ids, logprobs = np.empty(entries, np.int32), np.empty(entries, np.float32)
     sums, of_positions = np.empty((2, size), np.float64), np.empty((3, size), np.float32)
     of_position, of_ids = bytes_to_words(packed, bounds[0], bounds[1]), bytes_to_words(packed, bounds[1], bounds[2])
     of_levels = bytes_to_words(packed, bounds[2], bounds[3])
-    whole = decode_positions(of_position, tables, steps[2], entries, offsets, found) and offsets[size] == entries
+    whole = decode_positions(of_position, tables, steps[2], entries, offsets, fields) and offsets[size] == entries
     whole = whole and decode_entries(
-        of_ids, of_levels, tables, grid, values, offsets, found[CLUSTER_FIELD], found[FLOOR_FIELD], ids, logprobs, sums
+        of_ids,
+        of_levels,
+        tables,
+        grid,
+        values,
+        offsets,
+        fields[CLUSTER_FIELD],
+        fields[FLOOR_FIELD],
+        ids,
+        logprobs,
+        sums,
     )
     if whole:
-        complete_positions(observed_ids, offsets, found, sums, grid, steps, ids, logprobs, of_positions)
-    return offsets, ids, logprobs, found[CLUSTER_FIELD], of_positions, whole
+        complete_positions(observed_ids, offsets, fields, sums, grid, steps, ids, logprobs, of_positions)
+    return offsets, ids, logprobs, fields[CLUSTER_FIELD], of_positions, whole

@@ -44,9 +44,9 @@ def cluster_positions(
         int64 [P], cluster numbers from 0 without gaps.
     """
     positions = len(offsets) - 1
-    found = np.zeros(positions, np.int64)
+    clusters = np.zeros(positions, np.int64)
     if num_clusters < 2 or not len(ids):
-        return found
+        return clusters
     totals = np.bincount(ids, minlength=vocab_size)
     used = np.flatnonzero(totals)
     numbers = np.zeros(vocab_size, np.int32)
@@ -62,10 +62,10 @@ def cluster_positions(
         costs = np.rint(-COST_SCALE * np.log2(shares)).astype(np.int32)
         own = np.rint(-COST_SCALE * np.log2((sizes + 1) / (positions + num_clusters))).astype(np.int32)
         counts[:] = 0
-        assign_clusters(offsets, dense, costs, own, found, counts)
-        sizes = np.bincount(found, minlength=num_clusters)
+        assign_clusters(offsets, dense, costs, own, clusters, counts)
+        sizes = np.bincount(clusters, minlength=num_clusters)
     names = np.cumsum(sizes > 0) - 1
-    return names[found]
+    return names[clusters]
 
 
 @numba_kernel
@@ -74,7 +74,7 @@ def assign_clusters(
     ids: NDArray[np.int32],
     costs: NDArray[np.int32],
     own: NDArray[np.int32],
-    found: NDArray[np.int64],
+    assigned: NDArray[np.int64],
     counts: NDArray[np.int64],
 ) -> None:
     """Assign each position to the cheapest cluster, and count the ids of each cluster.
@@ -84,12 +84,12 @@ def assign_clusters(
         ids: [E].
         costs: [ids, C], of each id in each cluster.
         own: [C], cost of encoding the cluster itself.
-        found: [P], filled with clusters.
+        assigned: [P], filled with clusters.
         counts: [ids, C], added to.
     """
     clusters = np.uint64(len(own))
     flat, total = costs.ravel(), np.empty(len(own), np.int32)
-    for position in range(len(found)):
+    for position in range(len(assigned)):
         total[:] = own
         for entry in range(offsets[position], offsets[position + 1]):
             row = np.uint64(ids[entry]) * clusters
@@ -97,7 +97,7 @@ def assign_clusters(
             for cluster in range(clusters):
                 total[cluster] += flat[row + cluster]
         best = total.argmin()
-        found[position] = best
+        assigned[position] = best
         for entry in range(offsets[position], offsets[position + 1]):
             counts[ids[entry], best] += 1
 

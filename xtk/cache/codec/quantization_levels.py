@@ -73,5 +73,5 @@ def level_logprobs(precision: QuantizationSteps) -> NDArray[np.float64]:
 def nearest_levels(logprobs: NDArray[np.float32], levels: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the nearest level of each log-probability, NUM_LEVELS for -inf."""
     middles = (levels[1:] + levels[:-1]) / 2
-    found = np.searchsorted(-middles, -logprobs.astype(np.float64))
-    return np.where(np.isneginf(logprobs), NUM_LEVELS, found)
+    nearest = np.searchsorted(-middles, -logprobs.astype(np.float64))
+    return np.where(np.isneginf(logprobs), NUM_LEVELS, nearest)

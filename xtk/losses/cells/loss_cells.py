@@ -183,8 +183,8 @@ class LossCells:
             return np.zeros(len(REGIONS))
         values = np.ones(self.num_items) if self.counts is None else self.counts.numpy()
         values = values if of_items is None else values * of_items
-        found = np.bincount(np.minimum(self.regions.numpy(), len(REGIONS)), values, len(REGIONS) + 1)
-        return found[: len(REGIONS)].astype(np.float64)
+        counts = np.bincount(np.minimum(self.regions.numpy(), len(REGIONS)), values, len(REGIONS) + 1)
+        return counts[: len(REGIONS)].astype(np.float64)
 
     @property
     def cell_items(self) -> Tensor:

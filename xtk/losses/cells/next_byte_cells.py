@@ -47,11 +47,11 @@ class NextByteCells(LossCells):
     @property
     def has_remainder(self) -> Tensor:
         """Bool [C], whether the student's remainder is read; inside of a token it may always be 0."""
-        found = super().has_remainder
+        is_stored = super().has_remainder
         if self.divergence.is_linear_in_teacher:
-            return found
+            return is_stored
         ending = self._ending_groups
-        return found & ~(self.is_inside_token & (self.run_offsets[ending + 2] == self.run_offsets[ending]))
+        return is_stored & ~(self.is_inside_token & (self.run_offsets[ending + 2] == self.run_offsets[ending]))
 
     @property
     def is_token_start(self) -> Tensor:

@@ -31,7 +31,7 @@ def with_paired_ends(example: LossInputs, comparison_space: ComparisonSpace) -> 
     ends = np.flatnonzero(example.is_end)
     own, theirs = example.student_ids[example.spans[ends, 0]], example.teacher_ids[example.spans[ends, 2]]
     pairs = np.unique(np.column_stack([own, theirs]), axis=0)
-    wanted = {(one, other): comparison_space.paired_token(one, other) for one, other in pairs.tolist()}
+    wanted = {(pair, other): comparison_space.paired_token(pair, other) for pair, other in pairs.tolist()}
     partners = np.array([wanted[pair] for pair in zip(own.tolist(), theirs.tolist(), strict=True)], np.int32)
     if (partners == theirs).all():
         return example
@@ -41,15 +41,15 @@ def with_paired_ends(example: LossInputs, comparison_space: ComparisonSpace) -> 
     kept[ends[partners < 0]] = False
     teacher_ids = example.teacher_ids.copy()
     teacher_ids[positions[is_exchanged]] = partners[is_exchanged]
-    found = example.teacher_logprobs
+    logprobs = example.teacher_logprobs
     return replace(
         example,
         spans=example.spans[kept],
         is_end=example.is_end[kept],
         teacher_ids=teacher_ids,
         teacher_logprobs=None
-        if found is None
-        else _exchange(found, positions[is_exchanged], theirs[is_exchanged], partners[is_exchanged]),
+        if logprobs is None
+        else _exchange(logprobs, positions[is_exchanged], theirs[is_exchanged], partners[is_exchanged]),
     )
 
 

@@ -81,22 +81,25 @@ def fill_byte_cells(
     for number in range(len(items)):
         ours, theirs = items[number, STUDENT_COLUMNS:TEACHER_COLUMNS], items[number, TEACHER_COLUMNS:]
         row, position = ours[NEXT_DISTRIBUTION], theirs[NEXT_DISTRIBUTION]
-        found, weight = fill_teacher_cells(teacher, support, theirs, number, scratch)
+        num_cells, weight = fill_teacher_cells(teacher, support, theirs, number, scratch)
         count = group_prefix_tokens(
-            student, teacher, after, support, ours, theirs, found, number, scratch, runs, scan_limit
+            student, teacher, after, support, ours, theirs, num_cells, number, scratch, runs, scan_limit
         )
         # If the teacher's next-token distribution has a remainder, cells that it does not list belong to the remainder.
         is_complete = position == NONE or support.remainder_mass[position] <= MIN_REMAINDER
-        run_offsets, probs = ensure_capacity(run_offsets, groups + found + 3), ensure_capacity(probs, cells + found)
+        run_offsets, probs = (
+            ensure_capacity(run_offsets, groups + num_cells + 3),
+            ensure_capacity(probs, cells + num_cells),
+        )
         firsts, stops = ensure_capacity(firsts, written + count), ensure_capacity(stops, written + count)
-        entry_offsets = ensure_capacity(entry_offsets, cells + found + 2)
+        entry_offsets = ensure_capacity(entry_offsets, cells + num_cells + 2)
         if row != NONE:  # once for the item: a call per cell costs more than its entries
-            most = entries + num_members(member_offsets, item_cells[:found])
+            most = entries + num_members(member_offsets, item_cells[:num_cells])
             rows, tokens = ensure_capacity(rows, most), ensure_capacity(tokens, most)
-        sort_runs_by_group(runs[:count], found + 2, ends, firsts[written:], stops[written:])
+        sort_runs_by_group(runs[:count], num_cells + 2, ends, firsts[written:], stops[written:])
         run_offsets[groups + 1], run_offsets[groups + 2] = written + ends[0], written + ends[1]
         groups, first_cell = groups + 2, cells
-        for slot in range(found):
+        for slot in range(num_cells):
             cell = item_cells[slot]
             if row != NONE and (is_complete or is_at_boundary[slot]):
                 for member in range(member_offsets[cell], member_offsets[cell + 1]):

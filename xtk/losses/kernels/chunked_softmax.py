@@ -278,10 +278,10 @@ def combine_windows(
     of_ranks = [part.largest for part in chunks if part.largest is not None]
     masses = [
         sum(of_windows, like.new_zeros(()))
-        for of_windows in zip(*(one.statistics.included_sums for one in windows), strict=True)
+        for of_windows in zip(*(window.statistics.included_sums for window in windows), strict=True)
     ]
-    found = zip(*(one.statistics.largest for one in windows), strict=True)
-    largest = [ranks.merge(list(some)) for ranks, some in zip(of_ranks, found, strict=True)]
+    largest_of_windows = zip(*(window.statistics.largest for window in windows), strict=True)
+    largest = [ranks.merge(list(some)) for ranks, some in zip(of_ranks, largest_of_windows, strict=True)]
     if shard is not None:
         largest = [ranks.merge(_gather_largest(some, shard)) for ranks, some in zip(of_ranks, largest, strict=True)]
         sums = [normalizer, *left, *entries, *before, *masses]

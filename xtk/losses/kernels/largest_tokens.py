@@ -58,19 +58,19 @@ class LargestTokens:
         here = ((self.rows >= first) & (self.rows < first + len(logits))).nonzero()[:, 0]
         rows, counts, device = self.rows[here] - first, self.counts[here], logits.device
         mask = self.included_mask(start, logits.shape[1], logits.dtype)
-        found = _largest_tokens(logits, rows, counts, mask)
-        entries = to_device(rows.repeat_interleave(counts), device) * logits.shape[1] + found.clamp_min(0)
-        values = logits.view(-1).take(entries).masked_fill_(found < 0, -torch.inf)
-        found = torch.where(found < 0, found, found + start)
+        largest = _largest_tokens(logits, rows, counts, mask)
+        entries = to_device(rows.repeat_interleave(counts), device) * logits.shape[1] + largest.clamp_min(0)
+        values = logits.view(-1).take(entries).masked_fill_(largest < 0, -torch.inf)
+        largest = torch.where(largest < 0, largest, largest + start)
         if len(here) == len(self.rows):
-            return LargestLogits(found, values)
+            return LargestLogits(largest, values)
         wanted = torch.zeros(len(self.rows), dtype=torch.bool)
         wanted[here] = True
         ranks = to_device(wanted.repeat_interleave(self.counts).nonzero()[:, 0], device)
         shape = (len(self.rank_items),)
         tokens = torch.full(shape, -1, dtype=torch.int64, device=device)
         largest_logits = torch.full(shape, -torch.inf, dtype=logits.dtype, device=device)
-        return LargestLogits(tokens.index_copy_(0, ranks, found), largest_logits.index_copy_(0, ranks, values))
+        return LargestLogits(tokens.index_copy_(0, ranks, largest), largest_logits.index_copy_(0, ranks, values))
 
     def included_sums(self, exponentials: Tensor, first: int, start: int) -> Tensor:
         """Return [items], sums of exponentials over ranked tokens in a window with first row `first`, token `start`."""
@@ -82,7 +82,10 @@ class LargestTokens:
 
     def merge(self, several: list[LargestLogits]) -> LargestLogits:
         """Return the largest logits of each item, out of those found in different windows of the same rows."""
-        tokens, largest_logits = torch.cat([one.tokens for one in several]), torch.cat([one.logits for one in several])
+        tokens, largest_logits = (
+            torch.cat([group.tokens for group in several]),
+            torch.cat([group.logits for group in several]),
+        )
         owners = self.rank_items.repeat(len(several))
         order = largest_logits.argsort(descending=True, stable=True)
         order = order[owners[order].argsort(stable=True)]
@@ -138,7 +141,7 @@ def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
     """
     device, is_ranked = logits.device, counts > 0
     rows, counts = rows[is_ranked], counts[is_ranked]
-    found = [torch.zeros(0, dtype=torch.int64, device=device)]
+    parts = [torch.zeros(0, dtype=torch.int64, device=device)]
     for start in range(0, len(rows), BLOCK_ROWS):
         block = logits[to_device(rows[start : start + BLOCK_ROWS], device)]
         if mask is not None:
@@ -149,5 +152,5 @@ def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
         tokens = tokens.masked_fill(values == -torch.inf, -1)
         tokens = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1)
         ranks = (torch.arange(most) < wanted[:, None]).flatten().nonzero()[:, 0]
-        found.append(tokens.flatten()[to_device(ranks, device)])
-    return torch.cat(found)
+        parts.append(tokens.flatten()[to_device(ranks, device)])
+    return torch.cat(parts)

@@ -84,16 +84,19 @@ def fill_longest_prefix_cells(
             continue
         if position != NONE:
             theirs[PREVIOUS_DISTRIBUTION] = NONE  # what was spelled before does not count
-        found, weight = fill_teacher_cells(teacher, support, theirs, number, scratch)
-        found = _move_spanning_mass(
+        num_cells, weight = fill_teacher_cells(teacher, support, theirs, number, scratch)
+        num_cells = _move_spanning_mass(
             student, prefixes, support, observed_logprobs, path, theirs,
-            (student_tokens[number], teacher_indices[number], number), found, scratch,
+            (student_tokens[number], teacher_indices[number], number), num_cells, scratch,
         )  # fmt: skip
-        entry_offsets, probs = ensure_capacity(entry_offsets, cells + found + 1), ensure_capacity(probs, cells + found)
-        most = entries + num_members(member_offsets, item_cells[:found])  # once for the item, as in byte-kl
+        entry_offsets, probs = (
+            ensure_capacity(entry_offsets, cells + num_cells + 1),
+            ensure_capacity(probs, cells + num_cells),
+        )
+        most = entries + num_members(member_offsets, item_cells[:num_cells])  # once for the item, as in byte-kl
         rows, tokens = ensure_capacity(rows, most), ensure_capacity(tokens, most)
         first_cell = cells
-        for slot in range(found):
+        for slot in range(num_cells):
             cell = item_cells[slot]
             if item_probs[slot] <= 0:
                 slots[cell] = NONE
@@ -125,7 +128,7 @@ def _move_spanning_mass(
     path: TokenPath,
     place: NDArray[np.int64],
     item: tuple[int, int, int],
-    found: int,
+    num_cells: int,
     scratch: BoundaryScratch,
 ) -> int:
     """Move the probability of a student token that spans a teacher boundary to its cell, out of the one that held it.
@@ -138,7 +141,7 @@ def _move_spanning_mass(
         path: the teacher's tokens.
         place: the item's columns of the teacher.
         item: the student's token, the index of the teacher's token, and the item's number.
-        found: the item's number of cells.
+        num_cells: the item's number of cells.
         scratch: the item's cells, which are changed.
 
     Returns:
@@ -147,11 +150,11 @@ def _move_spanning_mass(
     token, at, number = item
     cut = place[BOUNDARY_BYTES] if place[NEXT_DISTRIBUTION] == NONE else 0
     if token >= len(student.sorted_indices) or prefixes.student_cells[token] == NONE:
-        return found
+        return num_cells
     teacher, own = prefixes.teacher, path.ids[at]
     mass = spanning_probability(student, teacher, support, observed_logprobs, path, token, at, cut)
     if mass <= 0:
-        return found
+        return num_cells
     source = teacher.token_cells[own]
     if cut > 0:
         source = teacher.suffix_cells[teacher.byte_offsets[sorted_index(teacher, own)] + cut]
@@ -163,12 +166,12 @@ def _move_spanning_mass(
             values[slot] = left if left > MOVE_ROUNDING * mass else 0.0
     target = prefixes.student_cells[token]
     if scratch.cell_owner[target] != number:
-        scratch.cell_owner[target], scratch.slots[target], scratch.cells[found] = number, found, target
-        scratch.probs[found] = scratch.exact_probs[found] = 0.0
-        found += 1
+        scratch.cell_owner[target], scratch.slots[target], scratch.cells[num_cells] = number, num_cells, target
+        scratch.probs[num_cells] = scratch.exact_probs[num_cells] = 0.0
+        num_cells += 1
     scratch.probs[scratch.slots[target]] += mass
     scratch.exact_probs[scratch.slots[target]] += mass
-    return found
+    return num_cells
 
 
 @numba_kernel

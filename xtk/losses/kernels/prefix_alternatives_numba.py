@@ -86,7 +86,7 @@ def group_prefix_tokens(
     support: TeacherArrays,
     student_item: NDArray[np.int64],
     teacher_item: NDArray[np.int64],
-    found: int,
+    num_cells: int,
     number: int,
     scratch: BoundaryScratch,
     runs: NDArray[np.int32],
@@ -96,7 +96,7 @@ def group_prefix_tokens(
     if student_item[PREVIOUS_DISTRIBUTION] == NONE:
         return 0
     if _is_complete(support, teacher_item[PREVIOUS_DISTRIBUTION]):
-        return group_all_continuations(student, after, student_item, found, number, scratch, runs, scan_limit)
+        return group_all_continuations(student, after, student_item, num_cells, number, scratch, runs, scan_limit)
     since = max(0, student_item[BOUNDARY_BYTES] - teacher_item[BOUNDARY_BYTES])
     own = student.suffix_cells[student.byte_offsets[student.sorted_indices[student_item[BOUNDARY_TOKEN]]] + since]
     num_teacher_cells = collect_teacher_cells(
@@ -168,7 +168,7 @@ def group_all_continuations(
     side: SortedVocabulary,
     after: PrefixContinuations,
     place: NDArray[np.int64],
-    found: int,
+    num_cells: int,
     number: int,
     scratch: BoundaryScratch,
     runs: NDArray[np.int32],
@@ -182,7 +182,7 @@ def group_all_continuations(
         side: the student's vocabulary.
         after: its continuations.
         place: the item's columns of the student.
-        found: the item's number of cells.
+        num_cells: the item's number of cells.
         number: the item's number.
         scratch: the item's cells.
         runs: int32 [., 3], output: group, first and stop, in byte order.
@@ -193,14 +193,14 @@ def group_all_continuations(
     """
     low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
     count: int = _add_run(runs, 0, 0, low, longer)
-    if high - longer < scan_limit * found:
+    if high - longer < scan_limit * num_cells:
         for rank in range(longer, high):
             count = _add_run(
                 runs, count, _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES]), rank, rank + 1
             )
         return count
     size = 0
-    for slot in range(found):
+    for slot in range(num_cells):
         cell, bounds = scratch.cells[slot], (longer, high)
         size += _list_continuations(
             side, after, low, place[BOUNDARY_BYTES], cell, bounds, 2 + slot, scratch.tokens[size:]

@@ -62,7 +62,7 @@ def mean_surprisals(
         logprobs: float32 [E], the teacher's log-probabilities.
         entropies: float32 [P], entropies of the full distributions, nats.
     """
-    found = np.zeros(len(stops), np.float64)
+    means = np.zeros(len(stops), np.float64)
     for position in range(len(stops)):
         mass = 0.0
         for entry in range(stops[position], offsets[position + 1]):
@@ -71,8 +71,8 @@ def mean_surprisals(
             left = np.float64(entropies[position])
             for entry in range(offsets[position], stops[position]):
                 left += negentropy(math.exp(logprobs[entry]))
-            found[position] = left / mass
-    return found
+            means[position] = left / mass
+    return means
 
 
 @numba_kernel

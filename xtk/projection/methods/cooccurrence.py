@@ -117,8 +117,8 @@ class CooccurrenceCounter:
             len(self.teacher),
             (np.concatenate(raw), _offsets(raw)),
             (np.concatenate(spans), _offsets(spans)),
-            *((np.concatenate([one.ids for one in side]), np.concatenate([one.byte_ends for one in side]),
-               _offsets([one.ids for one in side])) for side in (student, teacher)),
+            *((np.concatenate([count.ids for count in side]), np.concatenate([count.byte_ends for count in side]),
+               _offsets([count.ids for count in side])) for side in (student, teacher)),
             *((side.vocabulary.token_bytes, side.vocabulary.offsets) for side in (self.student, self.teacher)),
         )  # fmt: skip
 

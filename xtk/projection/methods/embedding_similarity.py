@@ -96,8 +96,8 @@ class EmbeddingSimilarityMethod:
                    for some in np.array_split(others, range(BATCH_TOKENS, len(others), BATCH_TOKENS))]  # fmt: skip
         places, weights = (np.concatenate(parts) for parts in zip(*nearest, strict=True))
         rows = np.repeat(others, places.shape[1]).astype(np.int32)
-        found = SparseEntries(rows, candidates[places.ravel()].astype(np.int32), weights.ravel().astype(np.float32))
-        return concatenate_entries(pair.exact_entries, found)
+        entries = SparseEntries(rows, candidates[places.ravel()].astype(np.int32), weights.ravel().astype(np.float32))
+        return concatenate_entries(pair.exact_entries, entries)
 
     def _rotation(
         self, pair: VocabularyPair, student_middle: NDArray[np.float32], teacher_middle: NDArray[np.float32]

@@ -54,8 +54,8 @@ def first_regions(regions: NDArray[np.uint8], starts: NDArray[np.int32], stops: 
     is_inside = (first < stops) & (starts < size)
     last = np.clip(stops - 1, 0, size - 1)
     last = np.where(regions[last] == NO_REGION, np.clip(starts, 0, size - 1), last)
-    found: NDArray[np.uint8] = regions[np.where(is_inside, np.minimum(first, size - 1), last)]
-    return found
+    of_tokens: NDArray[np.uint8] = regions[np.where(is_inside, np.minimum(first, size - 1), last)]
+    return of_tokens
 
 
 def sequence_fields_from_rendering(
@@ -179,8 +179,8 @@ class _ConversationTokens:
         """Return the index of the special token that is a mark, the first one between its neighbors; or -1."""
         low, high = self._gap_around(number)
         ids = list(self.tokenizer.special_ids(_MARK_TOKENS[part.kind]))
-        found = np.flatnonzero(np.isin(self.tokens.ids[low:high], ids))
-        return low + int(found[0]) if len(found) else -1
+        places = np.flatnonzero(np.isin(self.tokens.ids[low:high], ids))
+        return low + int(places[0]) if len(places) else -1
 
     def _gap_around(self, number: int) -> tuple[int, int]:
         """Return the range of tokens between the parts around a mark; empty if the one it belongs to is omitted."""
@@ -191,7 +191,7 @@ class _ConversationTokens:
         low = 0 if before is None else self._token_after(places[before])
         if before is not None and self._end_tokens[before] >= 0:
             low = int(self._end_tokens[before]) + 1
-        following = next((one for one in places[number + 1 :] if one is not None), None)
+        following = next((place for place in places[number + 1 :] if place is not None), None)
         return low, len(self._starts) if following is None else self._token_at(following.start)
 
     def _token_after(self, place: PartPosition | None) -> int:
@@ -244,12 +244,12 @@ class _ConversationTokens:
         there = next((at for at in following if parts[at].message > message and places[at] is not None), None)
         stop = len(self.conversation.messages) if there is None else parts[there].message
         high = len(self._starts) if there is None else self._first_token(there)
-        found = low + np.flatnonzero(np.isin(self.tokens.ids[low:high], list(self.tokenizer.turn_end_ids)))
-        if len(found) == stop - first:
-            return int(found[message - first])
+        turn_ends = low + np.flatnonzero(np.isin(self.tokens.ids[low:high], list(self.tokenizer.turn_end_ids)))
+        if len(turn_ends) == stop - first:
+            return int(turn_ends[message - first])
         ranges = self.conversation.part_ranges[first:message]
         is_only_one = stop == message + 1 and all(places[at] is not None for parts in ranges for at in parts)
-        return int(found[0]) if len(found) == 1 and is_only_one else -1
+        return int(turn_ends[0]) if len(turn_ends) == 1 and is_only_one else -1
 
     # Tokens that the assistant generates.
 

@@ -152,9 +152,9 @@ def replace_leaves(arguments: Any, texts: Mapping[tuple[Path, bool], Any]) -> An
 
     def replaced(value: Any, path: Path) -> Any:
         if isinstance(value, dict):
-            return {texts.get(((*path, key), True), key): replaced(one, (*path, key)) for key, one in value.items()}
+            return {texts.get(((*path, key), True), key): replaced(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list):
-            return [replaced(one, (*path, number)) for number, one in enumerate(value)]
+            return [replaced(item, (*path, number)) for number, item in enumerate(value)]
         return texts.get((path, False), value)
 
     return replaced(arguments, ())

@@ -82,26 +82,26 @@ def insert_placeholders(messages: Sequence[Mapping[str, Any]], parts: Sequence[M
     letters = _unused_letters([part.text for part in parts])
     result = Placeholders([dict(message) for message in messages])
     for count, part in enumerate(parts):
-        message, found = result.messages[part.message], list[tuple[str, str | int | float]]()
+        message, marks = result.messages[part.message], list[tuple[str, str | int | float]]()
         if part.kind in (CONTENT, REASONING) and part.text:
             message[CONTENT if part.kind == CONTENT else REASONING_KEY] = f"{mark}{count}{mark}"
-            found = [(f"{mark}{count}{mark}", part.text)]
+            marks = [(f"{mark}{count}{mark}", part.text)]
         elif part.kind in (TOOL_NAME, TOOL_ARGUMENTS):
             calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
             message["tool_calls"] = calls
             if part.kind == TOOL_NAME:
-                found = [(f"{letters}{count}x", part.text)] if part.text else []
-                calls[part.call]["function"]["name"] = found[0][0] if found else part.text
+                marks = [(f"{letters}{count}x", part.text)] if part.text else []
+                calls[part.call]["function"]["name"] = marks[0][0] if marks else part.text
             else:
                 texts: dict[Any, Any] = {}
                 for number, leaf in enumerate(part.leaves):
                     as_text = isinstance(leaf.value, str)
                     own: Any = f"{letters}{count}x{number}x" if as_text else _FIRST_NUMBER + 100_000 * count + number
                     texts[leaf.path, leaf.is_key] = own
-                    found.append((str(own), leaf.value))
+                    marks.append((str(own), leaf.value))
                 function = calls[part.call]["function"]
                 function["arguments"] = replace_leaves(function["arguments"], texts)
-        result.marks.append(found)
+        result.marks.append(marks)
     return result
 
 
@@ -120,10 +120,10 @@ def locate_parts(
     places = _walk(flat, text, skeleton)
     if places is None:
         return None
-    found = iter(places)
+    remaining = iter(places)
     result = list[PartPosition | None]()
     for part, of_part in zip(parts, marks, strict=True):
-        own = [next(found) for _ in of_part]
+        own = [next(remaining) for _ in of_part]
         if part.kind == TOOL_ARGUMENTS:
             result.append(_position_of_arguments(part, own, text))
         elif own and own[0] is not None:
@@ -139,7 +139,7 @@ def _walk(
 ) -> list[tuple[int, str] | None] | None:
     """Return for each placeholder where its value begins in the text, and how it is written there."""
     at = place = 0
-    found = list[tuple[int, str] | None]()
+    places = list[tuple[int, str] | None]()
     rest = [(mark, value, skeleton.find(mark)) for mark, value in marks]
     present = [(mark, value, where) for mark, value, where in rest if where >= 0]
     if any(skeleton.find(mark, where + 1) >= 0 for mark, _, where in present):
@@ -149,7 +149,7 @@ def _walk(
     following = {mark: where for (mark, _, _), (_, _, where) in itertools.pairwise(present)}
     for mark, value, where in rest:
         if where < 0:
-            found.append(None)
+            places.append(None)
             continue
         between = skeleton[at:where]
         if not text.startswith(between, place):
@@ -169,9 +169,9 @@ def _walk(
         )
         if written is None:
             return None
-        found.append((place, written))
+        places.append((place, written))
         place += len(written)
-    return found if text[place:] == skeleton[at:] else None
+    return places if text[place:] == skeleton[at:] else None
 
 
 def _written_forms(value: str | float) -> Iterator[str]:
@@ -212,9 +212,9 @@ def _position_of_arguments(
 ) -> PartPosition | None:
     """Return the position of arguments from those of their leaves, with the punctuation that both texts share."""
     runs = list[Run]()
-    for leaf, found in zip(part.leaves, leaves, strict=True):
-        if found is not None:
-            runs += _leaf_runs(part.text, leaf.start, leaf.stop, *found)
+    for leaf, place in zip(part.leaves, leaves, strict=True):
+        if place is not None:
+            runs += _leaf_runs(part.text, leaf.start, leaf.stop, *place)
     if not runs:
         return None
     return _joined(part.text, runs, text)
@@ -270,43 +270,43 @@ def _leaf_runs(own: str, start: int, stop: int, at: int, written: str) -> Iterat
         yield own_at, text_at, run
 
 
-def _locate_empty_arguments(parts: Sequence[MessagePart], found: list[PartPosition | None], text: str) -> None:
+def _locate_empty_arguments(parts: Sequence[MessagePart], positions: list[PartPosition | None], text: str) -> None:
     """Locate arguments without leaves, such as {}, in the template's text after the name, if they are there once."""
     for number, part in enumerate(parts):
-        before = found[number - 1] if number else None
-        if part.kind == TOOL_ARGUMENTS and found[number] is None and part.text and before is not None:
-            following = next((one for one in found[number + 1 :] if one is not None), None)
+        before = positions[number - 1] if number else None
+        if part.kind == TOOL_ARGUMENTS and positions[number] is None and part.text and before is not None:
+            following = next((position for position in positions[number + 1 :] if position is not None), None)
             stop = len(text) if following is None else following.start
             if text.count(part.text, before.stop, stop) == 1:
                 at = text.index(part.text, before.stop, stop)
-                found[number] = _single_run(0, at, len(part.text))
+                positions[number] = _single_run(0, at, len(part.text))
 
 
 def locate_marks(
-    parts: Sequence[MessagePart], found: Sequence[PartPosition | None], text: str
+    parts: Sequence[MessagePart], positions: Sequence[PartPosition | None], text: str
 ) -> list[PartPosition | None]:
     """Return the positions with those of the marks that the template writes as `MARKS` has them.
 
     The mark is the last one between its neighbors for the start of a call, the first one for the end of reasoning.
     """
-    result = list(found)
+    result = list(positions)
     for number, part in enumerate(parts):
         if part.kind not in MARKS:
             continue
         before = next((one for one in reversed(result[:number]) if one is not None), None)
-        following = next((one for one in found[number + 1 :] if one is not None), None)
+        following = next((position for position in positions[number + 1 :] if position is not None), None)
         start, stop = (0 if before is None else before.stop), (len(text) if following is None else following.start)
         is_start = part.kind != REASONING_END
         neighbor = following if is_start else before
         at = text.rfind(part.text, start, stop) if is_start else text.find(part.text, start, stop)
-        if at >= 0 and neighbor is not None and _belongs(parts, found, number):
+        if at >= 0 and neighbor is not None and _belongs(parts, positions, number):
             result[number] = _single_run(0, at, len(part.text))
     return result
 
 
-def _belongs(parts: Sequence[MessagePart], found: Sequence[PartPosition | None], number: int) -> bool:
+def _belongs(parts: Sequence[MessagePart], positions: Sequence[PartPosition | None], number: int) -> bool:
     """Return whether the part that a mark belongs to (the reasoning before, the name after) has a position."""
-    return found[number - 1 if parts[number].kind == REASONING_END else number + 1] is not None
+    return positions[number - 1 if parts[number].kind == REASONING_END else number + 1] is not None
 
 
 def search_parts(
@@ -319,23 +319,23 @@ def search_parts(
         regions: the range of each content and each reasoning; None: it is omitted, or is no such part.
         text: the rendered conversation.
     """
-    found = [
+    positions = [
         None if region is None else _locate_in_region(part.text, text, region)
         for part, region in zip(parts, regions, strict=True)
     ]
-    found = _drop_out_of_order_runs(found)
+    positions = _drop_out_of_order_runs(positions)
     for number, part in enumerate(parts):
         if part.kind not in (TOOL_NAME, TOOL_ARGUMENTS):
             continue
-        start = max((one.stop for one in found[:number] if one is not None), default=0)
-        stop = min((one.start for one in found[number + 1 :] if one is not None), default=len(text))
+        start = max((position.stop for position in positions[:number] if position is not None), default=0)
+        stop = min((position.start for position in positions[number + 1 :] if position is not None), default=len(text))
         if part.kind == TOOL_NAME and part.text and (at := text.find(part.text, start, stop)) >= 0:
-            found[number] = _single_run(0, at, len(part.text))
-        elif part.kind == TOOL_ARGUMENTS and found[number - 1] is not None:
+            positions[number] = _single_run(0, at, len(part.text))
+        elif part.kind == TOOL_ARGUMENTS and positions[number - 1] is not None:
             places = _search_leaves(part, text, start, stop)
-            found[number] = None if places is None else _position_of_arguments(part, places, text)
-    _locate_empty_arguments(parts, found, text)
-    return locate_marks(parts, found, text)
+            positions[number] = None if places is None else _position_of_arguments(part, places, text)
+    _locate_empty_arguments(parts, positions, text)
+    return locate_marks(parts, positions, text)
 
 
 def _search_leaves(part: MessagePart, text: str, start: int, stop: int) -> list[tuple[int, str] | None] | None:
@@ -410,6 +410,6 @@ def unused_character(texts: Iterable[str]) -> str:
 def _unused_letters(texts: Sequence[str]) -> str:
     """Return letters that no text contains: what stands in JSON must not be escaped."""
     number = 0
-    while any((found := f"Zq{number}k") in text for text in texts):
+    while any((letters := f"Zq{number}k") in text for text in texts):
         number += 1
-    return found if texts else "Zq0k"
+    return letters if texts else "Zq0k"

@@ -71,11 +71,11 @@ def byte_regions(document: Document) -> NDArray[np.uint8]:
 
 def _parts_of_content(text: str) -> list[tuple[int, int, str]]:
     """Return (start, stop, role) of the reasoning, its end, and the tool calls in a content, in characters."""
-    found, start = list[tuple[int, int, str]](), 0
+    parts, start = list[tuple[int, int, str]](), 0
     if thought := _REASONING.match(text):
         start = thought.end()
-        found += [(0, thought.start("end"), REASONING), (thought.start("end"), start, REASONING_END)]
-    return found + [(*call.span(), TOOL_START) for call in _TOOL_CALL.finditer(text, start)]
+        parts += [(0, thought.start("end"), REASONING), (thought.start("end"), start, REASONING_END)]
+    return parts + [(*call.span(), TOOL_START) for call in _TOOL_CALL.finditer(text, start)]
 
 
 class RegionWeights:

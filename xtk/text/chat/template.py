@@ -104,7 +104,7 @@ class ChatTemplate:
         self, conversations: Sequence[Conversation], **arguments: Any
     ) -> list[RenderedConversation]:
         """Return rendered conversations (`arguments` as in `render`) with the positions of their parts."""
-        marked = [insert_placeholders(one.messages, one.parts) for one in conversations]
+        marked = [insert_placeholders(conversation.messages, conversation.parts) for conversation in conversations]
         values = [
             self._template_variables(self.conventions.apply(messages), conversation.tools, arguments)
             for conversation, placeholders in zip(conversations, marked, strict=True)
@@ -114,12 +114,12 @@ class ChatTemplate:
         result = []
         for conversation, placeholders in zip(conversations, marked, strict=True):
             text, skeleton = next(texts), next(texts)
-            found = locate_parts(conversation.parts, placeholders.marks, text, skeleton)
-            if found is None:
+            positions = locate_parts(conversation.parts, placeholders.marks, text, skeleton)
+            if positions is None:
                 regions = [self._part_region(text, conversation, part, arguments) for part in conversation.parts]
-                found = search_parts(conversation.parts, regions, text)
-            starts = self._reply_starts(conversation, text, found, arguments)
-            result.append(RenderedConversation(text, tuple(found), starts))
+                positions = search_parts(conversation.parts, regions, text)
+            starts = self._reply_starts(conversation, text, positions, arguments)
+            result.append(RenderedConversation(text, tuple(positions), starts))
         return result
 
     def _reply_starts(
@@ -186,7 +186,7 @@ class ChatTemplate:
             XtkError: the template refuses the messages, or omits the assistant's message.
         """
         messages = [*conversation.messages, next_message]
-        mark = unused_character([one["content"] for one in messages])
+        mark = unused_character([message["content"] for message in messages])
         marked = {**messages[-2], "content": mark}
         arguments = {"add_generation_prompt": True, **arguments}
 
@@ -201,9 +201,12 @@ class ChatTemplate:
                 )
             return text.partition(mark)[2]
 
-        text, other = after(next_message["content"]), unused_character([*(one["content"] for one in messages), mark])
-        before, found, suffix = after(other).partition(other)
-        if not found or not text.startswith(before) or not text.endswith(suffix):
+        text, other = (
+            after(next_message["content"]),
+            unused_character([*(message["content"] for message in messages), mark]),
+        )
+        before, separator, suffix = after(other).partition(other)
+        if not separator or not text.startswith(before) or not text.endswith(suffix):
             return text, (0, len(text))
         return text, (len(before), len(text) - len(suffix))
 
@@ -213,12 +216,12 @@ class ChatTemplate:
         """Return the range of the text that depends on a content or a reasoning: the rest is equal without it."""
         if part.kind not in (CONTENT, REASONING) or not part.text:
             return None
-        mark = unused_character(one.text for one in conversation.parts)
+        mark = unused_character(part.text for part in conversation.parts)
         key = CONTENT if part.kind == CONTENT else REASONING_KEY
         messages = [dict(message) for message in conversation.messages]
         messages[part.message][key] = mark
-        before, found, after = self.render(messages, conversation.tools, **arguments).partition(mark)
-        if not found:
+        before, separator, after = self.render(messages, conversation.tools, **arguments).partition(mark)
+        if not separator:
             return None
         start = _common_prefix(before, text)
         stop = len(text) - _common_prefix(after[::-1], text[start:][::-1])

@@ -47,14 +47,14 @@ class TemplateConventions:
 
         With short ids, a tool's message without one gets that of the call that it answers: they are in the same order.
         """
-        found, unanswered = [self._apply_to(message) for message in messages], list[str]()
+        converted, unanswered = [self._apply_to(message) for message in messages], list[str]()
         if self.short_call_ids:
-            for message in found:
+            for message in converted:
                 unanswered += [str(call["id"]) for call in message.get("tool_calls") or ()]
                 if message["role"] == "tool":
                     given = message.setdefault("tool_call_id", unanswered[0] if unanswered else _short_id(""))
-                    unanswered = [one for one in unanswered if one != given]
-        return found
+                    unanswered = [call for call in unanswered if call != given]
+        return converted
 
     def _apply_to(self, message: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(message)

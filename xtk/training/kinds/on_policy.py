@@ -153,7 +153,7 @@ def _on_policy_source(
     setup: TeacherSetup,
 ) -> OnPolicySource:
     """Return the source of on-policy documents: prompts, and with `lmbda` < 1 also the completions of the data."""
-    conversation = next((one.document for one in prompts if one.document.conversation is not None), None)
+    conversation = next((prompt.document for prompt in prompts if prompt.document.conversation is not None), None)
     if conversation is not None and on_policy.environment:  # it sends the first message: prompts alone may not render
         _ = setup.tokenizer.chat_template
     elif conversation is not None:
@@ -162,7 +162,9 @@ def _on_policy_source(
     if on_policy.lmbda < 1:
         form = on_policy.prompt_format
         data = [form.document_with_completion(record, corpus.columns, where) for record, where in corpus.records()]
-        unanswered = next((at for at, one in enumerate(data) if not any(part.train for part in one.segments)), None)
+        unanswered = next(
+            (at for at, document in enumerate(data) if not any(part.train for part in document.segments)), None
+        )
         if len(data) != len(prompts) or unanswered is not None:
             raise XtkError(
                 "--lmbda below 1 also trains on completions in the data, but a prompt has no completion",
@@ -170,15 +172,16 @@ def _on_policy_source(
                 hint="give each prompt a completion, end messages with an assistant message, or use --lmbda 1",
             )
     projections = [
-        None if one.has_students_tokenizer or one.support != "candidates" else one.projection for one in setup.teachers
+        None if teacher.has_students_tokenizer or teacher.support != "candidates" else teacher.projection
+        for teacher in setup.teachers
     ]
     return OnPolicySource(
         prompts,
         data,
         on_policy.num_generations,
         setup.tokenizer,
-        [one.source for one in setup.teachers if isinstance(one.source, OnlineTeacher)],
-        [one.name for one in setup.teachers] if setup.combination.method == "route" else [],
+        [teacher.source for teacher in setup.teachers if isinstance(teacher.source, OnlineTeacher)],
+        [teacher.name for teacher in setup.teachers] if setup.combination.method == "route" else [],
         projections,
         setup.combine_caches,
     )

@@ -154,7 +154,7 @@ class RunInputs:
         with_template = not all(objective.uses_teacher for objective in self.objectives)
 
         def count_trained(read: Sequence[tuple[Document, TokenSequence | None]]) -> int:
-            return sum(_is_trained(*one, regions, with_template=with_template) for one in read)
+            return sum(_is_trained(*sequence, regions, with_template=with_template) for sequence in read)
 
         untrained = len(sample) - count_trained(read)
         if untrained == len(sample) and len(sample):
@@ -211,7 +211,7 @@ class RunInputs:
         texts that may be longer are tokenized. Conversations are always tokenized, because the length of their template
         is not known.
         """
-        found = []
+        too_long = []
         most = sizes * (MAX_NORMALIZED_GROWTH if self.tokenizer.has_normalizer else 1) + 3
         candidates = np.flatnonzero((most > limit) | self.source.conversations()[numbers])
         for start in range(0, len(candidates), DOCUMENTS_PER_CHECK):
@@ -219,8 +219,8 @@ class RunInputs:
             documents = [self.source.document(int(numbers[place])) for place in places]
             for place, sequence in zip(places, tokenize_documents(self.tokenizer, documents), strict=True):
                 if len(sequence) > limit:
-                    found.append((len(sequence), place))
-        return found
+                    too_long.append((len(sequence), place))
+        return too_long
 
 
 def _is_trained(

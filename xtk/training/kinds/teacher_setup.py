@@ -46,7 +46,7 @@ class TeacherSetup(TeacherLosses):
             "tokenizer": self.tokenizer,
             "objectives": self.objectives,
             "identity": {
-                "losses": [self._describe_loss(one) for one in self.losses],
+                "losses": [self._describe_loss(loss) for loss in self.losses],
                 "inputs": {"student": student, **self._fingerprints(), **fingerprints},
             },
             "teachers": self.names,
@@ -55,7 +55,7 @@ class TeacherSetup(TeacherLosses):
             "held_out": self._open_held_out() if self.paths.eval_caches else None,
             "provenance": Provenance(
                 public_model_name(self.paths.student),
-                [one.identity for one in self.teachers],
+                [teacher.identity for teacher in self.teachers],
                 self._data_fingerprints(),
             ),
         }
@@ -68,7 +68,7 @@ class TeacherSetup(TeacherLosses):
 
     def _fingerprints(self) -> dict[str, Any]:
         """Return the fingerprints of caches or online teachers, and of the projections that are given or needed."""
-        needed = {one.teacher for one in self.losses if one.rule.comparison_space == "projection"}
+        needed = {loss.teacher for loss in self.losses if loss.rule.comparison_space == "projection"}
         caches = [sha256(canonical_json(teacher.source.manifest)) for teacher in self.teachers]
         kind = "teacher" if any(teacher.is_online for teacher in self.teachers) else "cache"
         projections = [
@@ -107,11 +107,11 @@ class TeacherSetup(TeacherLosses):
                     hint="run xtk cache-teacher with the same teacher; give the caches in the same order",
                 )
         for number, theirs in enumerate(held):
-            refusals = [theirs.refusal(one.loss) for one in self.losses if one.teacher == number]
+            refusals = [theirs.refusal(loss.loss) for loss in self.losses if loss.teacher == number]
             if refusal := next(filter(None, refusals), None):
                 raise refusal
         matchings = tuple(
-            ours.token_matching({one.rule.comparison_space for one in self.losses if one.teacher == number})
+            ours.token_matching({loss.rule.comparison_space for loss in self.losses if loss.teacher == number})
             if theirs.has_exact_top1
             else None
             for number, (ours, theirs) in enumerate(zip(self.teachers, held, strict=True))
@@ -153,7 +153,7 @@ def needs_no_teacher(name: str) -> bool:
 
 def check_loss_scaling(recipe: TrainConfig, assigned: Sequence[AssignedLoss]) -> None:
     """Raise XtkError for `--scale-kd-to ce` without both a CE loss and a distillation loss."""
-    both = {one.teacher is None for one in assigned}
+    both = {assignment.teacher is None for assignment in assigned}
     if recipe.scale_kd_to == "ce" and both != {True, False}:
         raise XtkError(
             "--scale-kd-to ce needs a CE loss and a distillation loss, but --loss gives only one of them",

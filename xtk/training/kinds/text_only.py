@@ -40,9 +40,14 @@ def open_text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer,
     return RunInputs(
         TextSource(documents),
         tokenizer,
-        tuple(LossTerm(one.rule, one.loss.make_divergence(), None, one.loss.name, one.loss.weight) for one in assigned),
+        tuple(
+            LossTerm(
+                assignment.rule, assignment.loss.make_divergence(), None, assignment.loss.name, assignment.loss.weight
+            )
+            for assignment in assigned
+        ),
         {
-            "losses": [str(one.loss) for one in assigned],
+            "losses": [str(assignment.loss) for assignment in assigned],
             "inputs": {"student": student, "documents": fingerprint},
         },
         provenance=Provenance(public_model_name(paths.student), data=[fingerprint]),
