@@ -87,11 +87,7 @@ class LazyCommandGroup(TyperGroup):
             formatter.write_dl([(name, short_help(function)) for name, function in COMMANDS.items()])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that a command line names.
-
-        Raises:
-            XtkError: the command is unknown; the nearest name is suggested.
-        """
+        """Return the command that a command line names."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             failure = unknown_name_error("command", args[0], COMMANDS)
             failure.exit_code = EXIT_USAGE

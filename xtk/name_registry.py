@@ -25,11 +25,7 @@ def unknown_name_error(kind: str, name: str, known: Iterable[str]) -> XtkError:
 
 
 def load_registered(registry: Mapping[str, str], name: str, kind: str) -> Any:
-    """Import and return the object that a table of `module:object` strings has under a name.
-
-    Raises:
-        XtkError: the name is unknown; the nearest one is suggested.
-    """
+    """Import and return the object that a table of `module:object` strings has under a name."""
     if name not in registry:
         raise unknown_name_error(kind, name, registry)
     module, _, attribute = registry[name].partition(":")

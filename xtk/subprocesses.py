@@ -27,7 +27,6 @@ def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGTE
 
     Args:
         parent: process id of the parent, if known; if it has ended already, the signal is sent at once.
-        signal_number: the signal.
     """
     if sys.platform != "linux":
         return
@@ -116,7 +115,6 @@ class SignalForwarder:
         killed, the command is killed, too.
 
         Args:
-            command: a program and its arguments.
             log: file to which its output is appended.
         """
         with log.open("ab") as stream:

@@ -192,9 +192,7 @@ class Progress:
     """Progress of one job: a bar on a terminal, a line every 10 seconds elsewhere.
 
     Args:
-        label: name of the job.
         total: number of units; None if unknown.
-        unit: plural name of a unit.
         done: units that an earlier run finished.
     """
 
@@ -253,11 +251,7 @@ class Progress:
 
 
 def piped_lines() -> list[str]:
-    """Return the non-empty lines of stdin.
-
-    Raises:
-        XtkError: stdin is empty, or a keyboard.
-    """
+    """Return the non-empty lines of stdin."""
     if sys.stdin is None or sys.stdin.isatty():
         raise XtkError(
             "the argument - reads standard input, but no command writes to it",
@@ -276,11 +270,7 @@ def piped_lines() -> list[str]:
 
 
 def piped_records() -> list[dict[str, Any]]:
-    """Return the records that the previous command printed: paths, or JSON lines with a `path`.
-
-    Raises:
-        XtkError: stdin is empty or a keyboard, or a line is JSON without a path.
-    """
+    """Return the records that the previous command printed: paths, or JSON lines with a `path`."""
     return [_parse_piped_record(line) for line in piped_lines()]
 
 

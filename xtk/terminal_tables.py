@@ -27,9 +27,6 @@ def print_table(title: str, column_titles: list[str], rows: list[list[str]], is_
     """Print a table: formatted on a terminal, plain text elsewhere. Empty columns are left out.
 
     Args:
-        title: printed above the table.
-        column_titles: a title per column.
-        rows: cells as text.
         is_number: for each column whether it is aligned to the right; empty: none is.
     """
     kept = [at for at in range(len(column_titles)) if any(row[at] for row in rows)]

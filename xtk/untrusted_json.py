@@ -33,13 +33,9 @@ def parse_json(text: str, *, what: str, where: str, refuse_duplicate_keys: bool 
     """Return the value of a JSON text.
 
     Args:
-        text: the JSON text.
         what: its name in messages, such as "this line".
         where: its location, for messages.
         refuse_duplicate_keys: refuse objects with a key twice, of which JSON parsers silently keep the last value.
-
-    Raises:
-        XtkError: it is not JSON, lists and objects are nested more than MAX_DEPTH deep, or a key is duplicate.
     """
     try:
         value = UNIQUE_KEY_DECODER.decode(text) if refuse_duplicate_keys else json.loads(text)
@@ -62,13 +58,8 @@ def check_depth(value: Any, max_brackets: int, *, what: str, where: str) -> None
     """Refuse a value that is nested too deeply.
 
     Args:
-        value: a parsed JSON value.
         max_brackets: number of opening brackets in its text, an upper bound of its depth.
-        what: its name in messages.
         where: its location, for messages.
-
-    Raises:
-        XtkError: lists and objects are nested more than MAX_DEPTH deep.
     """
     if max_brackets <= MAX_DEPTH:
         return

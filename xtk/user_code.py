@@ -40,11 +40,6 @@ def user_code_errors(subject: str, *, where: str | None = None, hint: str | None
 
     Args:
         subject: subject of the error sentence, such as `the reward score.py:f`.
-        where: the arguments of the call.
-        hint: what the code should do.
-
-    Raises:
-        XtkError: the code raised an exception.
     """
     before, directory, process = getattr(_user_code_state, "process", None), _current_directory(), os.getpid()
     os._exit, _user_code_state.process = _exit_outside_user_code, process
@@ -98,9 +93,6 @@ def load_user_object(spec: str, option: str, kind: str) -> Any:
         spec: `FILE.py:NAME`.
         option: the command line option, for messages.
         kind: "function" or "class", for messages.
-
-    Raises:
-        XtkError: the file does not exist, cannot be imported, or has no callable of this name.
     """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():

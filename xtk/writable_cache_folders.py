@@ -40,12 +40,6 @@ def use_writable_cache_folders(*, quiet: bool) -> None:
 
     Call it before the libraries are imported. The folder is private (mode 700), since numba and others execute code
     from their caches, and the next command uses it again. Read-only Hugging Face caches are still read.
-
-    Args:
-        quiet: print no note.
-
-    Raises:
-        XtkError: no temporary folder is writable.
     """
     before, home = (
         dict(os.environ),
@@ -175,11 +169,7 @@ def _can_write(path: Path | None, *, probe: bool = True) -> bool:
 
 
 def _temporary_folder() -> Path:
-    """Return a private temporary folder, the same one for the next command if possible.
-
-    Raises:
-        XtkError: no temporary folder is writable.
-    """
+    """Return a private temporary folder, the same one for the next command if possible."""
     import tempfile
 
     name = f"xtk-caches-{os.getuid()}"

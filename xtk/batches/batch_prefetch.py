@@ -67,11 +67,7 @@ def prefetch(build_step: StepBatchBuilder, steps: range, num_workers: int) -> It
 
     Args:
         build_step: builds the micro-batches of a step.
-        steps: the step numbers.
         num_workers: number of worker processes; 0: one thread.
-
-    Raises:
-        XtkError: raised while a worker built a batch.
     """
     if num_workers and steps and not shared_memory_is_writable():
         terminal.note(
@@ -107,11 +103,7 @@ def _by_processes(make: StepBatchBuilder, steps: range, workers: int) -> Iterato
 
 @contextlib.contextmanager
 def report_killed_workers() -> Iterator[None]:
-    """Turn torch's error about a killed DataLoader worker into an `XtkError`; torch raises it from a signal handler.
-
-    Raises:
-        XtkError: a DataLoader worker was killed.
-    """
+    """Turn torch's error about a killed DataLoader worker into an `XtkError`; torch raises it from a signal handler."""
     try:
         yield
     except RuntimeError as failure:

@@ -90,10 +90,6 @@ def parse_ensemble(method: str, weights: str, num_teachers: int) -> TeacherEnsem
     Args:
         method: a key of `COMBINATION_METHODS`.
         weights: value of --teacher-weights; "": equal weights, or the default score of `select`.
-        num_teachers: number of teachers.
-
-    Raises:
-        XtkError: an invalid value, or values that do not go together.
     """
     if method not in COMBINATION_METHODS:
         raise unknown_name_error("value of --combine-teachers", method, COMBINATION_METHODS)
@@ -169,7 +165,6 @@ def score_tallies(
     """Return the sums of the teachers' scores in each part of one document.
 
     Args:
-        weighting: score and scope.
         examples: loss inputs of the document with each teacher; None: not scored by it.
         token_bytes: [T], bytes of each student token.
 

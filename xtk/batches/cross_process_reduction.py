@@ -36,9 +36,7 @@ class StepReduction:
         num_passes: largest number of micro-batches of a process; set by `of_step`.
 
     Args:
-        objectives: the losses.
         score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
-        teacher_names: the teachers' names in metrics.
         step_counts: sum of `MicroBatch.counts` over all micro-batches of all processes.
     """
 
@@ -81,16 +79,7 @@ class StepReduction:
         parallel: ParallelConfig,
         device: torch.device,
     ) -> StepReduction:
-        """Return the factors of a step (collective).
-
-        Args:
-            objectives: as in the class.
-            score_weighting: as in the class.
-            teacher_names: as in the class.
-            micro_batches: micro-batches of this process.
-            parallel: the parallel layout.
-            device: device of the collective operations.
-        """
+        """Return the factors of a step (collective)."""
         # The number of passes of each data shard is summed with the counts: one collective operation, and one read.
         passes = np.zeros(parallel.num_data_shards)
         passes[parallel.data_shard] = len(micro_batches)

@@ -29,7 +29,6 @@ class DocumentSource(Protocol):
         """Return each teacher's output for a document; None for a teacher that has none.
 
         Args:
-            number: index of the document.
             sample_set: index of the set of sampled tokens, modulo the number of sets. None: only exact values.
         """
 
@@ -47,7 +46,6 @@ class CacheSource:
     """Documents and teacher outputs from the cache of one teacher, or of several.
 
     Args:
-        caches: one per teacher.
         rows: int64 [teachers, documents], index of each document in each cache; -1: not in it. None: one cache, in its
             order.
     """
@@ -111,11 +109,7 @@ class MixtureSource(CacheSource):
         self._weights = weights
 
     def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return the mixture of all teachers as the only output.
-
-        Raises:
-            MismatchError: the caches have different tokens for the document.
-        """
+        """Return the mixture of all teachers as the only output."""
         outputs = [output for output in super().teacher_outputs(number, sample_set) if output is not None]
         first = outputs[0]
         trained_ids = [first.tokens.ids[first.logprobs.positions]]
@@ -172,9 +166,6 @@ def match_documents(caches: Sequence[TeacherCache]) -> NDArray[np.int64]:
 
     Returns:
         int64 [caches, documents], index of each document in each cache.
-
-    Raises:
-        MismatchError: a document is missing in a cache, or has different weights in two of them.
     """
     held = [_DocumentIndex(cache) for cache in caches]
     rows = np.empty((len(caches), len(held[0].keys)), np.int64)
@@ -198,10 +189,6 @@ def route_documents(caches: Sequence[TeacherCache], names: Sequence[str]) -> NDA
     Returns:
         int64 [caches, documents], index of a document in the cache of its teacher, and -1 for the other caches.
         Documents are in the order of the first cache, followed by those that only later caches have.
-
-    Raises:
-        XtkError: a document names no teacher and is in several caches, names an unknown teacher, or is not in the cache
-            of the teacher that it names.
     """
     held = [_DocumentIndex(cache) for cache in caches]
     owners = np.repeat(np.arange(len(held)), [len(cache.keys) for cache in held])

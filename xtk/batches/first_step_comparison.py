@@ -53,8 +53,6 @@ class ComparedText:
 
         Args:
             examples: loss inputs of the documents with one teacher; None: not scored by it.
-            students: the student's tokens.
-            documents: the documents.
             weights: float64 [N], the weight of each loss position.
         """
         row_weights, nats, num_bytes, first = np.zeros(len(weights)), 0.0, 0.0, 0
@@ -89,7 +87,6 @@ class TextScorer:
     """Hook of a training pass that scores the compared text of a micro-batch with the student.
 
     Args:
-        texts: the text of each teacher.
         targets: int64 [N], the token that each loss position predicts.
         num_copies: number of processes with the same micro-batch.
 
@@ -137,7 +134,6 @@ def report_weak_teachers(metrics: Mapping[str, float], teachers: Sequence[str]) 
 
     Args:
         metrics: from `comparison_metrics`.
-        teachers: as there.
     """
     for name in teachers:
         own, theirs = (metrics.get(metric_name(one, name, teachers)) for one in (STUDENT_METRIC, TEACHER_METRIC))

@@ -255,11 +255,7 @@ def open_teachers(
     Args:
         caches_or_models: caches, or their paths; ignored with `online_teachers`.
         projections: projections that the user gave, or their paths.
-        student: the student's tokenizer.
         online_teachers: teachers without caches, which have read the data.
-
-    Raises:
-        XtkError: one of them cannot be read, or a projection matches no teacher.
     """
     caches: list[TeacherCache | OnlineTeacher] = [*(online_teachers or map(as_cache, caches_or_models))]
     paths = [teacher.request.teacher_name for teacher in online_teachers]
@@ -356,16 +352,10 @@ def assign_losses(
     """Return the losses of a run with their teachers: each loss for all teachers from which it can be computed.
 
     Args:
-        requested: the values of --loss.
-        teachers: the teachers of the run.
         on_policy: whether the teachers score the student's rollouts.
 
     Returns:
         The losses, and what `--loss auto` chose and why; "" without it.
-
-    Raises:
-        XtkError: a loss can be computed from no teacher, a teacher has no loss, or a loss needs rollouts and there are
-            none.
     """
     for loss in requested:
         if loss.name in SURROGATE_LOSSES and not on_policy and not any(teacher.has_rollouts for teacher in teachers):

@@ -118,9 +118,6 @@ class BatchBuilder:
     """Builds micro-batches for the student from documents of a source.
 
     Args:
-        source: the documents.
-        tokenizer: the student's tokenizer.
-        objectives: the losses.
         max_length: maximum number of tokens of a document; longer ones are truncated. None: no limit.
         score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
         teacher_names: the teachers' names in metrics; needed for several teachers.
@@ -161,7 +158,6 @@ class BatchBuilder:
         """Return the micro-batch of some documents; without any, one of a single token and no loss.
 
         Args:
-            numbers: indices of the documents.
             sample_set: index of the set of sampled tokens, modulo the number of sets in the cache.
             with_compared_text: whether to return `compared_text` too.
         """
@@ -175,7 +171,6 @@ class BatchBuilder:
         A document longer than `max_tokens` is a separate micro-batch.
 
         Args:
-            numbers: indices of the documents.
             max_tokens: maximum number of tokens in a micro-batch.
             sample_set: as in `build`.
             with_compared_text: as in `build`.
@@ -308,7 +303,6 @@ class BatchBuilder:
         """Return the loss inputs of some documents with each teacher.
 
         Args:
-            numbers: indices of the documents.
             own_tokens: the documents with the student's tokens.
             sample_set: sample set of the teachers' log-probabilities; None: exact entries only.
 
@@ -360,7 +354,6 @@ def _region_counts(inputs: LossInputs, weights: NDArray[np.float64], terms: Sequ
     Args:
         inputs: inputs of all documents without a teacher.
         weights: float64 [N].
-        terms: the cells of each loss.
     """
     counts = np.zeros((1 + 2 * len(terms), len(REGIONS)))
     if inputs.regions is not None:
@@ -411,7 +404,6 @@ def group_by_tokens(sizes: Sequence[int], max_tokens: int, *, padded: bool) -> l
     """Return groups of document indices with at most `max_tokens` tokens each (first-fit, longest first).
 
     Args:
-        sizes: tokens of each document.
         max_tokens: maximum tokens of a group; a longer document is a separate group.
         padded: whether a group's tokens are its longest document times its documents, or their sum.
     """
@@ -439,7 +431,6 @@ class BatchSampler:
     Args:
         documents: indices of the documents to sample from.
         sizes: length of each document, to batch documents of similar length.
-        documents_per_step: documents in a step.
         seed: seed of the shuffle, which differs per epoch.
 
     Attributes:

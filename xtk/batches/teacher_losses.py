@@ -51,7 +51,6 @@ class TeacherLosses:
         """Return the documents of several caches.
 
         Args:
-            caches: one per teacher.
             rows: int64 [teachers, documents], index of each document in each cache; -1: not in it.
         """
         if self.combination.method == "mixture":
@@ -89,11 +88,7 @@ class TeacherLosses:
 def combined_losses(
     combination: TeacherEnsemble, teachers: Sequence[DistillationTeacher], losses: Sequence[AssignedLoss]
 ) -> list[AssignedLoss]:
-    """Return the losses of combined teachers: those on the mixture, if the teachers are mixed.
-
-    Raises:
-        XtkError: the teachers cannot be mixed, or a cache lacks what the score of the weights needs.
-    """
+    """Return the losses of combined teachers: those on the mixture, if the teachers are mixed."""
     if combination.method == "mixture":
         _check_mixable(teachers)
         losses = _losses_on_mixture(losses, teachers)
@@ -103,11 +98,7 @@ def combined_losses(
 
 
 def _check_score(score: str, teachers: Sequence[DistillationTeacher]) -> None:
-    """Check that the score of --teacher-weights can be computed from each teacher.
-
-    Raises:
-        XtkError: a cache does not have the exact top-1 tokens that the score needs.
-    """
+    """Check that the score of --teacher-weights can be computed from each teacher."""
     lacking = next((teacher for teacher in teachers if score == "max-probability" and not teacher.has_exact_top1), None)
     if lacking is not None:
         raise XtkError(
@@ -129,11 +120,7 @@ def _check_mixable(teachers: Sequence[DistillationTeacher]) -> None:
 
 
 def _losses_on_mixture(assigned: Sequence[AssignedLoss], teachers: Sequence[DistillationTeacher]) -> list[AssignedLoss]:
-    """Return the losses on the mixture: those of the teacher with the least support, if all teachers allow them.
-
-    Raises:
-        XtkError: a loss cannot be computed from one of the teachers.
-    """
+    """Return the losses on the mixture: those of the teacher with the least support, if all teachers allow them."""
     least = next((number for number, teacher in enumerate(teachers) if teacher.support == "none"), 0)
     losses = [assignment for assignment in assigned if assignment.teacher in (None, least)]
     for loss in losses:

@@ -82,7 +82,6 @@ def _without_samples(logprobs: TeacherLogprobs, where: NDArray[np.bool_]) -> Tea
     """Return a teacher's log-probabilities with the sampled entries of some positions moved to the remainder.
 
     Args:
-        logprobs: of a teacher.
         where: [P], the positions.
     """
     owners = np.repeat(np.arange(len(logprobs)), np.diff(logprobs.offsets))

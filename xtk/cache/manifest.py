@@ -165,11 +165,7 @@ def _check_manifest(manifest: dict[str, Any], where: str, hint: str) -> None:
 
 
 def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
-    """Return the manifest of a cache after checking it.
-
-    Raises:
-        XtkError: there is no cache, it is unfinished, or it has another version.
-    """
+    """Return the manifest of a cache after checking it."""
     where = folder.path_of(MANIFEST)
     try:
         content = folder.read(MANIFEST, MAX_MANIFEST_BYTES)

@@ -73,8 +73,6 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
 
     Raises:
         CorruptError: a file of a cache that is not a shard does not match its checksum.
-        MismatchError: the caches have different teachers, supports, dtypes or codecs.
-        XtkError: a cache is unfinished, the range is invalid, or `output` contains another cache.
     """
     _refuse_output_among(locations, output)
     folder = open_folder(output)

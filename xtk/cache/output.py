@@ -55,9 +55,6 @@ def refuse_foreign_cache_folder(folder: StorageFolder) -> None:
 
     A tokenizer alone is the user's: files with the names of a cache belong to xtk only if there is a manifest, a
     shard, or the marker of an unfinished cache.
-
-    Raises:
-        XtkError: names the other files.
     """
     held = folder.file_sizes()
     foreign = sorted({*(file for file in held if not is_cache_file(file)), *_unlisted(folder, held)})
@@ -136,11 +133,7 @@ CACHE = CacheKind()
 
 
 def remove_cache(folder: StorageFolder) -> None:
-    """Remove a cache, finished or not, for `--force`; the manifest goes first.
-
-    Raises:
-        XtkError: the folder contains other files too.
-    """
+    """Remove a cache, finished or not, for `--force`; the manifest goes first."""
     refuse_foreign_cache_folder(folder)
     folder.remove(MANIFEST)
     held = [file for file in folder.file_sizes() if not file.startswith(LOCK_PREFIX)]  # its holder removes it
@@ -166,14 +159,7 @@ def remove_writer_files(folder: StorageFolder) -> None:
 
 
 def other_request_error(folder: StorageFolder, file: str, header: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
-    """Return the error for an output folder with a cache of another header.
-
-    Args:
-        folder: of the cache.
-        file: that contains the header.
-        header: the header.
-        wanted: the header of the request.
-    """
+    """Return the error for an output folder with a cache of another header."""
     differences = [
         f"{section}.{key}: {_shorten(header, section, key)} there, {_shorten(wanted, section, key)} in this command"
         for section in ("teacher", "data", "options", "codec")

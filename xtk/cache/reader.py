@@ -52,7 +52,6 @@ def open_verified_shard(path: Path, name: str) -> CacheShard:
 
     Raises:
         CorruptError: the checksum does not match, or it is not a shard.
-        XtkError: another version of the format.
     """
     check_file_checksum(path, name)
     return CacheShard(path, name)
@@ -63,7 +62,6 @@ def check_unfinished_cache(folder: StorageFolder) -> None:
 
     Raises:
         CorruptError: names the first shard that does not match its checksum or its file name.
-        XtkError: a shard is of another version.
     """
     held = folder.file_sizes()
     if MANIFEST in held:
@@ -358,7 +356,6 @@ def read_shard_counts(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
     Raises:
         CorruptError: the checksum does not match, or it is not a shard.
-        XtkError: another version of the format.
     """
     shard = open_verified_shard(path, str(path))
     return shard.header, {**shard.counts(), "bytes": shard.num_bytes}

@@ -44,7 +44,6 @@ class CacheShard:
     """An open, memory-mapped shard.
 
     Args:
-        path: local path.
         name: name in error messages; default: the path.
         load_order: loads the vocabulary order that the header names; default: from the folder of the shard.
         load_bytes_of: loads the function that returns the bytes of the teacher's tokens, if they are known; called for
@@ -250,7 +249,6 @@ def read_vocabulary_order(folder: StorageFolder, file: object, where: str) -> Vo
     """Return the vocabulary order in a file of a cache.
 
     Args:
-        folder: of the cache.
         file: name in the header of a shard or of the cache.
         where: the file that contains the name, for the error.
 

@@ -77,10 +77,7 @@ def write_shard(
     """Write a shard, with its position in the cache and a checksum of the whole file.
 
     Args:
-        path: a new file.
         header: identity of teacher, data and options; `header["codec"]` selects the codec.
-        position: in the cache.
-        documents: its documents.
         vocabulary_order: of the cache, if the codec needs it.
     """
     codec: type[Codec] = load_registered(CODECS, header["codec"]["name"], "codec")
@@ -151,8 +148,6 @@ def write_sealed(path: Path, batch: pa.RecordBatch, place: ShardPosition, text: 
     """Write an Arrow file, then its checksum into the custom metadata of its record batch.
 
     Args:
-        path: a new file.
-        batch: the documents.
         place: position of the shard in the cache.
         text: from `count_text_bits`.
     """
@@ -189,7 +184,6 @@ def check_file_checksum(path: Path, where: str) -> None:
     own, so that reading one document does not read the others.
 
     Args:
-        path: local path of the shard.
         where: its name, for the error.
 
     Raises:

@@ -82,8 +82,6 @@ def _observed_outside_top(scores: StoredLogprobs, options: dict[str, Any], longe
     """Return where the observed token is not one of the top tokens; None if the support does not determine it.
 
     Args:
-        scores: of a document.
-        options: of the cache.
         longest: largest number of exact ids of a position in the sampled documents.
     """
     support = options.get("support")
@@ -130,7 +128,6 @@ def summarize_cache(cache: TeacherCache, positions: PositionStatistics, document
     """Return the statistics of a cache that `xtk inspect` prints.
 
     Args:
-        cache: the cache.
         positions: returned by `sample_positions`.
         documents: number of documents that `positions` was computed from.
     """

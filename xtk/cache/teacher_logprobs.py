@@ -68,12 +68,7 @@ def make_support(
         top_k: None for the default.
         top_p: the mass that `top-p` stores; None for the default.
         num_samples: samples per set, for kinds with samples; None for the default.
-        num_sample_sets: sets of samples.
-        seed: seed of the samples.
         available_kinds: kinds that the backend supports; without `top-k+sample` the default is `top-k`.
-
-    Raises:
-        XtkError: an unknown kind, an invalid number, or an argument that the kind does not use.
     """
     if not kind:
         head = top_k is not None and num_samples is None
@@ -228,7 +223,6 @@ def kl_on_stored_ids(exact: StoredLogprobs, stored: StoredLogprobs) -> NDArray[n
     """Return float64 [P], KL(exact || stored) in nats over the stored ids and the remainder as one cell.
 
     Args:
-        exact: the teacher's log-probabilities before quantization.
         stored: the log-probabilities in the cache, at the same ids.
     """
     stored_logprobs, exact_logprobs = stored.logprobs.astype(np.float64), exact.logprobs.astype(np.float64)

@@ -43,13 +43,9 @@ class ShardedCacheWriter:
     A corrupt or misplaced one is removed, with a note, and counts as missing.
 
     Args:
-        folder: of the cache.
         header: identity of teacher, data and options; every shard contains it.
         shard_sizes: number of documents of each shard.
         assigned_shards: shards that this run writes if they are missing; None: all.
-
-    Raises:
-        XtkError: the folder contains other files, or a cache of another request or version.
     """
 
     def __init__(
@@ -130,11 +126,7 @@ class ShardedCacheWriter:
         return write_cache_manifest(self.folder, manifest, exclusive=True)
 
     def _check(self, numbers: Sequence[int]) -> Iterator[tuple[int, CorruptError]]:
-        """Read shards completely; keep the manifest entries of valid ones and yield the others.
-
-        Raises:
-            XtkError: a shard is from another request, or of another version.
-        """
+        """Read shards completely; keep the manifest entries of valid ones and yield the others."""
         if not numbers:
             return
         with terminal.Progress("cache-teacher: checking", len(numbers), "shards") as progress:
@@ -173,10 +165,6 @@ def store_shard(
     """Write one shard into the folder of a cache atomically, and return its manifest entry.
 
     Args:
-        folder: of the cache.
-        header: of the cache.
-        position: of the shard.
-        documents: its documents.
         vocabulary_order: of the cache, if the codec needs it.
     """
     with folder.write(shard_file_name(position.shard), exclusive=True) as temporary:
@@ -194,7 +182,6 @@ def write_cache_manifest(folder: StorageFolder, content: dict[str, Any], *, excl
     """Write the manifest of a cache, which marks it as finished.
 
     Args:
-        folder: of the cache.
         content: "header", "shards", and "files": the sha256 of each file that is not a shard.
         exclusive: refuse to replace another file of this name.
 
@@ -210,11 +197,7 @@ def write_cache_manifest(folder: StorageFolder, content: dict[str, Any], *, excl
 
 
 def start_cache(folder: StorageFolder, header: dict[str, Any]) -> None:
-    """Mark a folder as an unfinished cache, or check that it contains one of this request.
-
-    Raises:
-        XtkError: the folder contains other files, or an unfinished cache of another request.
-    """
+    """Mark a folder as an unfinished cache, or check that it contains one of this request."""
     refuse_foreign_cache_folder(folder)
     folder.remove_stale_temporary_files()
     held = folder.file_sizes()

@@ -177,11 +177,7 @@ def _matching(value: str) -> Any:
 
 
 def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict of pairs.
-
-    Raises:
-        XtkError: a key occurs twice.
-    """
+    """Return a dict of pairs."""
     from xtk.errors import XtkError
 
     content = dict(pairs)

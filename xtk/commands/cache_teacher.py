@@ -229,8 +229,6 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
     """Return the request of a cache after checking names and support.
 
     Args:
-        options: of the command.
-        folder: of the teacher.
         adapter: LoRA adapter of the teacher, if it has one.
     """
     from xtk.cache.codec.shard_codec_registry import codec_for_precision

@@ -22,11 +22,6 @@ def build_command(function: Command, name: str, **context_settings: Any) -> Any:
     """Return the command line of a function of one dataclass of options.
 
     Its docstring ends with `Examples:` and a command a line.
-
-    Args:
-        function: called with the options.
-        name: the name of the command.
-        context_settings: as in click.
     """
     shown, _, examples = (function.__doc__ or "").partition("\n    Examples:\n")
     app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
@@ -76,11 +71,7 @@ def options_from_command_line(kind: type[CommandOptions], values: dict[str, Any]
     """Return the options of a command.
 
     Args:
-        kind: their dataclass.
         values: values as typer parses them, by field name.
-
-    Raises:
-        XtkError: a value is not allowed.
     """
     parsed = {}
     for field, declared in declared_options(kind):

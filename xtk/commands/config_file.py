@@ -120,11 +120,7 @@ class ConfigFileCommand(TyperCommand):
 
 
 def _check_recipe(content: dict[Any, Any], path: Path) -> tuple[str, ...]:
-    """Return the keys of a recipe that are not options; none if the file is not the recipe of a run.
-
-    Raises:
-        XtkError: it is a recipe of another version.
-    """
+    """Return the keys of a recipe that are not options; none if the file is not the recipe of a run."""
     from xtk.runs.folder import RECIPE_KEYS, identity_in_recipe, is_recipe
 
     if not is_recipe(content):
@@ -147,11 +143,7 @@ def config_name(parameter: Any) -> str:
 
 
 def _value_in_file(node: Any, name: str, several: bool, where: str) -> Any:
-    """Return a value as text, as on the command line: `no` stays a word instead of a YAML boolean.
-
-    Raises:
-        XtkError: it is a list, a mapping or null, but the option takes one value.
-    """
+    """Return a value as text, as on the command line: `no` stays a word instead of a YAML boolean."""
     if several and node.id == "sequence":
         return [_value_in_file(part, name, False, where) for part in node.value]
     if node.id != "scalar":

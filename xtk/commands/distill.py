@@ -90,12 +90,8 @@ def read_configs(
     """Return paths, training and logging configuration from options.
 
     Args:
-        options: of the command.
         piped: the path that replaces `-`.
         started: `time.monotonic()` at the start of the command.
-
-    Raises:
-        XtkError: a value is invalid, or the student, a teacher or the held-out data does not exist.
     """
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.errors import XtkError
@@ -210,11 +206,7 @@ def _on_policy(
 
 
 def _for_workers(arguments: list[str], piped: str) -> list[str]:
-    """Return the command line for workers, with `-` replaced by the piped path, since workers have another stdin.
-
-    Raises:
-        XtkError: the `-` is in the --config file, which workers read themselves.
-    """
+    """Return the command line for workers, with `-` replaced by the piped path, since workers have another stdin."""
     from xtk.errors import XtkError
 
     if piped and not {"-", "--projection=-"} & set(arguments):

@@ -139,11 +139,7 @@ def doctor(options: DoctorOptions) -> None:
 
 
 def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
-    """Write the page of the first documents.
-
-    Raises:
-        XtkError: there are no documents, or the file exists and is not such a page.
-    """
+    """Write the page of the first documents."""
     from itertools import islice
 
     from xtk.data.corpus_reader import CorpusFingerprint

@@ -59,10 +59,6 @@ def evaluate_bits_per_byte(folders: dict[str, tuple[Path, Path | None]], options
 
     Args:
         folders: {model name: (folder, adapter folder or None)}.
-        options: of the command.
-
-    Raises:
-        XtkError: log-probabilities of a model are not finite; the results are printed before.
     """
     from xtk.evaluation.cached_teacher_comparison import CachedDocuments
 

@@ -22,7 +22,6 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: Evalua
 
     Args:
         folders: {name: (model, adapter)}.
-        options: of the command.
     """
     from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
     from xtk.evaluation.local_task_data import parse_tasks
@@ -91,11 +90,7 @@ def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options
 
 
 def answers_path(output: str) -> Path | None:
-    """Return the output file for answers; None if there is none.
-
-    Raises:
-        XtkError: the file exists, or its name does not end in .jsonl.
-    """
+    """Return the output file for answers; None if there is none."""
     if not output:
         return None
     path = Path(output)

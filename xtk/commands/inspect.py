@@ -60,11 +60,7 @@ def _paths(given: str) -> list[str]:
 
 
 def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
-    """Return path, kind, header and statistics of the artifact at a path.
-
-    Raises:
-        XtkError: there is no artifact, or it is corrupt.
-    """
+    """Return path, kind, header and statistics of the artifact at a path."""
     from xtk.errors import path_exists
     from xtk.files.storage_folders import is_remote
 
@@ -98,11 +94,7 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
-    """Return the description of a file, which its name and its first bytes identify.
-
-    Raises:
-        XtkError: it is not an artifact, but for example data or a part of a model; or it is corrupt.
-    """
+    """Return the description of a file, which its name and its first bytes identify."""
     from xtk.cache.manifest import SHARD_NAME, VOCABULARY_ORDER_NAME
     from xtk.cache.shard_writing import has_shard_checksum
     from xtk.projection.file import HEADER_PREFIX, has_projection_metadata

@@ -16,10 +16,6 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Evalu
 
     Args:
         folders: {model name: (folder, adapter folder or None)}.
-        options: of the command.
-
-    Raises:
-        XtkError: a model is given twice, has no tokenizer, or cannot be loaded.
     """
     from xtk.errors import XtkError
     from xtk.models.causal_lm import check_loadable
@@ -50,10 +46,6 @@ def load_model_and_tokenizer(
     Args:
         name: name of the model, for messages.
         folders: (folder, adapter folder or None).
-        options: of the command.
-
-    Raises:
-        XtkError: the model cannot be loaded, or has fewer embedding rows than its tokenizer has tokens.
     """
     from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm
     from xtk.text.tokenizer import Tokenizer

@@ -79,10 +79,6 @@ def check_rerun(config: str, options: Mapping[str, Any], identity: Mapping[str, 
     Args:
         config: the `--config` file; "": none.
         options: result of `recipe_options` for this run.
-        identity: identity of this run.
-
-    Raises:
-        MismatchError: an input has changed since the recipe was written, although the options are the same.
     """
     content = _recipe(config)
     if content is None:

@@ -141,11 +141,7 @@ def _started_runs(named: list[str], required: set[str]) -> list[str]:
     """Return the folders with a started run; a note names the others.
 
     Args:
-        named: all paths.
         required: paths given by the user; a piped sweep also lists runs without a folder.
-
-    Raises:
-        XtkError: no run has started, or a required folder does not exist.
     """
     from pathlib import Path
 
@@ -169,7 +165,6 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     """Return a finished or unfinished run.
 
     Raises:
-        XtkError: its recipe is invalid or of another version.
         CorruptError: one of its files is not JSON or does not match its checksum.
     """
     from xtk.commands.recorded_run_options import rerun_command
@@ -217,7 +212,6 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[tupl
 
     Args:
         cache: the teacher cache; "": none.
-        run: folder of the student's run.
         projection: projection to audit; "": a multitoken projection of the two tokenizers.
     """
     from pathlib import Path

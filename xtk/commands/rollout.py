@@ -232,11 +232,7 @@ def _describe(summary: dict[str, Any], *, with_environment: bool) -> str:
 
 
 def _checked_output(output: str, inputs: list[str]) -> Path:
-    """Return the output path.
-
-    Raises:
-        XtkError: it does not end in .jsonl, or is a folder, an input or another file.
-    """
+    """Return the output path."""
     from xtk.errors import XtkError
     from xtk.files.output_claims import claim_output
     from xtk.rollouts.rollout_jsonl import ROLLOUTS
@@ -299,11 +295,7 @@ def _request_fingerprint(
     """Return the fingerprint of the inputs and options that decide the rollouts.
 
     Args:
-        options: of the command.
         weights: folders of the student and its adapter, or addresses of servers.
-        tokenizer: of the student.
-        prompts: the prompts.
-        template_arguments: of the chat template.
     """
     from xtk.files.atomic_files import canonical_json, sha256
     from xtk.models.resolver import weights_fingerprint

@@ -123,11 +123,7 @@ def sweep(options: SweepOptions) -> None:
 
 
 def _read_run_list(runs: str) -> list[tuple[str, str]]:
-    """Return (place, text) of each line of a --runs file, without comments and empty lines.
-
-    Raises:
-        XtkError: the file is not UTF-8, or has no such line.
-    """
+    """Return (place, text) of each line of a --runs file, without comments and empty lines."""
     from xtk.errors import XtkError
 
     if not runs:
@@ -153,7 +149,6 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
     """Check all runs, run the unfinished ones, and return the exit codes of failed runs by name.
 
     Raises:
-        XtkError: a run cannot start.
         ResumableStop: a signal or the time limit stopped the sweep.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
@@ -210,9 +205,7 @@ def _failure(run: PlannedRun, code: int, log: Path, size: int) -> Any:
     """Return the error of a failed run, with the error or the last lines of its log.
 
     Args:
-        run: the failed run.
         code: its exit code, or minus the number of a signal.
-        log: its log file.
         size: bytes of the log before the run.
     """
     from xtk.errors import XtkError

@@ -93,10 +93,8 @@ def plan_runs(
         arguments: arguments of `xtk distill` for all runs.
         lines: (place, additional arguments of a run).
         vary: `NAME=VALUE VALUE`, an option and its values; a repeated option gets more values.
-        folder: folder of the sweep.
 
     Raises:
-        XtkError: nothing varies, an option is unknown, or two runs are equal or have the same name.
         typer.BadParameter: `xtk distill` refuses the options of a run.
     """
     if not lines and not vary:
@@ -141,7 +139,6 @@ def _parse_run(name: str, words: Sequence[str]) -> DistillOptions:
 
     Args:
         name: name of the run in errors.
-        words: its command line.
 
     Raises:
         typer.BadParameter: `xtk distill` refuses them.
@@ -287,14 +284,10 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     """Check the inputs of a run, and return whether it is finished already.
 
     Args:
-        run: the planned run.
         force: replace a run with another recipe in its folder.
 
     Returns:
         The content of `xtk.json` of the finished run, None if it is not finished; and whether to replace the folder.
-
-    Raises:
-        XtkError: inputs do not match, or the folder has other files or a run with another recipe.
     """
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.parallel.parallel_config import parse_parallel

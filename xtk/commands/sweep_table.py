@@ -33,7 +33,6 @@ def run_record(run: PlannedRun, varies: dict[str, str], exit_code: int) -> dict[
     """Return the JSON record of a run.
 
     Args:
-        run: the planned run.
         varies: its options that differ between runs.
         exit_code: exit code of `xtk distill`; 0: finished.
     """

@@ -28,7 +28,6 @@ class RowConverter:
     a struct have the same keys, so that a table adds those of other rows. Maps become objects.
 
     Args:
-        schema: the pyarrow schema.
         name: source of the rows, for messages.
         columns: {field: column} for fields with another column name.
     """
@@ -42,11 +41,7 @@ class RowConverter:
         self._converters = {column: convert for column, convert in converters.items() if convert is not None}
 
     def records(self, rows: list[dict[str, Any]]) -> Iterator[Record]:
-        """Yield the next rows, as from `to_pylist`, as records.
-
-        Raises:
-            XtkError: a value of the type arrow.json is not JSON.
-        """
+        """Yield the next rows, as from `to_pylist`, as records."""
         for row in rows:
             for column, convert in self._converters.items():
                 row[column] = convert(row[column])
@@ -61,7 +56,6 @@ class RowConverter:
         """Return the conversion of values of a type; None if they are unchanged.
 
         Args:
-            kind: the pyarrow type.
             path: the column and the keys that lead to the value; "" for an element of a list.
         """
         types = pyarrow.types

@@ -81,11 +81,7 @@ class Corpus:
             yield record_to_document(record, self.columns, where)
 
     def records(self) -> Iterator[tuple[Record, str]]:
-        """Yield the records, {column: value}, and the source and number of each, for messages.
-
-        Raises:
-            XtkError: there are no records.
-        """
+        """Yield the records, {column: value}, and the source and number of each, for messages."""
         count = 0
         for name, read in self._readers:
             for number, record in enumerate(read()):
@@ -148,7 +144,6 @@ class InMemoryCorpus(Corpus):
     """A corpus of documents in memory.
 
     Args:
-        documents: the documents.
         sources: their sources, for messages.
         columns: as in `Corpus`.
     """
@@ -168,7 +163,6 @@ def parse_columns_option(value: str | None, **field_columns: str) -> dict[str, s
     """Return {field: column} for `--columns prompt=question,completion=answer`.
 
     Args:
-        value: the value of --columns.
         field_columns: columns with a separate option, by field; "": not given.
     """
     pairs = [part.split("=", 1) for part in value.split(",")] if value else []
@@ -258,11 +252,7 @@ def _data_files(path: Path, split: str = "") -> list[Path]:
 
 
 def _refuse_non_data(folder: Path) -> None:
-    """Refuse a folder whose JSON files are not data.
-
-    Raises:
-        XtkError: it is a run folder or a model.
-    """
+    """Refuse a folder whose JSON files are not data."""
     if is_run_folder(folder):
         raise XtkError("this is a run folder of xtk distill, not data", where=str(folder), hint=DATA_HINT)
     has_weights = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))

@@ -21,12 +21,7 @@ _URL_PREFIX = re.compile(r"^\w+://")
 
 
 def read_records(name: str, options: RecordReadOptions) -> Iterator[Record]:
-    """Yield the records of a local or remote file.
-
-    Raises:
-        XtkError: the extension is unknown, the content does not match it, the file is truncated or not UTF-8, or a
-            record is larger than `options.max_record_bytes`.
-    """
+    """Yield the records of a local or remote file."""
     kind = file_extension(name)
     if kind not in FORMATS:
         raise unsupported_format_error(name)

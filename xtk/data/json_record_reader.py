@@ -35,12 +35,7 @@ def read_json_records(stream: Any, first: str, name: str, options: RecordReadOpt
 
     Args:
         stream: of bytes, at its beginning.
-        first: its first non-empty line.
-        name: for messages.
         options: `max_record_bytes` limits each record.
-
-    Raises:
-        XtkError: not JSON, or a record is not an object or too large.
     """
     lines = read_lines(stream, name, options)
     if not is_json_array(first) and not (file_extension(name) == ".json" and _is_incomplete_object(first)):
@@ -76,11 +71,7 @@ def _is_incomplete_object(line: str) -> bool:
 
 
 def parse_json_record(line: str, where: str) -> Record:
-    """Return the JSON object in a line.
-
-    Raises:
-        XtkError: not JSON, nested too deeply, not an object, or with a duplicate key.
-    """
+    """Return the JSON object in a line."""
     what = "this line of the data"
     return _checked_record(parse_json(line, what=what, where=where, refuse_duplicate_keys=True), where)
 
@@ -131,11 +122,7 @@ class _JsonBuffer:
         self._at += 1
 
     def read_value(self, where: str, reading: RecordReadOptions) -> Any:
-        """Parse and return the next JSON value.
-
-        Raises:
-            XtkError: not JSON, nested too deeply, or larger than the limit.
-        """
+        """Parse and return the next JSON value."""
         while True:
             held = len(self._text) - self._at
             try:

@@ -57,9 +57,6 @@ def record_to_document(record: Record, columns: Mapping[str, str], where: str) -
         record: {column: value}.
         columns: {field: column} for fields with another column name.
         where: source and number of the record, for messages.
-
-    Raises:
-        XtkError: the record has none of CONTENT_FIELDS, or is ambiguous, or a column has a wrong type.
     """
     check_rollout_checksum(record, where)
     row = _RecordReader(record, columns, where)
@@ -88,9 +85,6 @@ def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> 
         record: {column: value}.
         columns: {field: column} for fields with another column name.
         where: source and number of the record, for messages.
-
-    Raises:
-        XtkError: the record has none of these, or a column has a wrong type.
     """
     row = _RecordReader(record, columns, where)
     fields = [field for field in ("prompt", "messages", "text") if field in row and row[field] is not None]
@@ -145,11 +139,7 @@ class _RecordReader:
         return self.record[self.column_name(field)]
 
     def get(self, field: str) -> Any:
-        """Return the value of a field; None without its column.
-
-        Raises:
-            XtkError: `--columns` names the column, and it does not exist.
-        """
+        """Return the value of a field; None without its column."""
         if field in self.columns and field not in self:
             raise self.missing_column_error(field)
         return self.record.get(self.column_name(field))

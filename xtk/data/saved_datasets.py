@@ -24,9 +24,6 @@ def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
     Args:
         folder: written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`.
         split: split of a DatasetDict; "": `train`, or the only one.
-
-    Raises:
-        XtkError: the split does not exist, or a metadata file is corrupt.
     """
     if (folder / _SPLITS_FILE).is_file():
         splits = _read_json_file(folder, _SPLITS_FILE).get("splits")

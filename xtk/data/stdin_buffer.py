@@ -15,11 +15,7 @@ READ_BYTES = 1 << 20
 
 
 class StdinSpool:
-    """Bytes in an unlinked temporary file, which exists until the last process that has it open ends.
-
-    Args:
-        descriptor: of the open file.
-    """
+    """Bytes in an unlinked temporary file, which exists until the last process that has it open ends."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -27,11 +23,7 @@ class StdinSpool:
 
     @classmethod
     def read_stdin(cls) -> StdinSpool:
-        """Return the content of stdin, read to its end.
-
-        Raises:
-            XtkError: stdin is empty.
-        """
+        """Return the content of stdin, read to its end."""
         descriptor, path = tempfile.mkstemp(prefix="xtk-stdin-")
         Path(path).unlink()
         spool = cls(descriptor)

@@ -111,12 +111,7 @@ def read_lines(stream: Any, name: str, options: RecordReadOptions) -> Iterator[t
     """Yield the line numbers, from 1, and lines of a text. Lines end only at line feeds, which they keep.
 
     Args:
-        stream: of bytes.
-        name: for messages.
         options: `max_record_bytes` limits each line.
-
-    Raises:
-        XtkError: a line is too long, or not UTF-8.
     """
     offset, number, rest, size = 0, 0, list[bytes](), 0  # the chunks of a line whose end is not read yet
     first = True
@@ -146,11 +141,7 @@ def read_lines(stream: Any, name: str, options: RecordReadOptions) -> Iterator[t
 
 
 def read_text(stream: Any, name: str, options: RecordReadOptions) -> str:
-    """Return a whole text without its byte order mark.
-
-    Raises:
-        XtkError: the text is larger than `max_record_bytes`, or not UTF-8.
-    """
+    """Return a whole text without its byte order mark."""
     parts, size = [], 0
     while chunk := stream.read(READ_BYTES):
         parts.append(chunk)
@@ -177,12 +168,7 @@ def decode_utf8(raw: bytes, offset: int, name: str) -> str:
     """Return a text.
 
     Args:
-        raw: its bytes.
         offset: of these bytes in the file, for the error.
-        name: of the file.
-
-    Raises:
-        XtkError: it is not UTF-8.
     """
     try:
         return raw.decode()

@@ -85,11 +85,7 @@ class DoctorModel:
 
     @classmethod
     def read(cls, role: str, folder: Path, name: str) -> DoctorModel:
-        """Return the model or adapter in a folder; of weights, only the headers are read.
-
-        Raises:
-            XtkError: the folder is a teacher cache or has no tokenizer, or a file cannot be read.
-        """
+        """Return the model or adapter in a folder; of weights, only the headers are read."""
         if is_cache(folder) and not (folder / "config.json").is_file():
             hint = "give the models first: xtk doctor STUDENT TEACHER CACHE"
             raise XtkError(f"the {role} must be a model, and this is a teacher cache", where=name, hint=hint)

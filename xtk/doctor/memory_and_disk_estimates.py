@@ -111,7 +111,6 @@ class ModelSizes:
 
         Raises:
             UnsupportedModel: transformers does not support the model, or it has other names for its sizes.
-            XtkError: the model has none of the modules of the plan, or not its attention.
         """
         requested = plan.attn_implementation if plan else ""
         try:

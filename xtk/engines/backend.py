@@ -53,11 +53,7 @@ class Backend:
 
     @classmethod
     def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
-        """Return whether it needs a subprocess during training, since it cannot release memory or devices itself.
-
-        Args:
-            engine: its engine options.
-        """
+        """Return whether it needs a subprocess during training, since it cannot release memory or devices itself."""
         return False
 
 
@@ -77,14 +73,7 @@ def check_backend_options(
     """Refuse options that do not apply to a backend.
 
     Args:
-        backends: table of backends.
-        backend: name of one.
-        engine: engine options.
-        servers: addresses.
         prefix: of the options on the command line.
-
-    Raises:
-        XtkError: the backend does not exist, or an option does not apply to it.
     """
     kind: type[Backend] = load_registered(backends, backend, "backend")
     checks: list[tuple[str, object, Callable[[type[Backend]], bool]]] = [
@@ -112,15 +101,9 @@ def backend_options(
     """Return the options of one backend, by name, from the command line.
 
     Args:
-        backends: table of backends.
-        backend: name of one.
         engine: `name=value` options of --engine.
-        servers: addresses.
         concurrency: requests in flight on all servers together.
         adapter: folder of a PEFT adapter, if the model is one.
-
-    Raises:
-        XtkError: an option does not apply to the backend.
     """
     check_backend_options(backends, backend, engine=engine, servers=servers)
     kind: type[Backend] = load_registered(backends, backend, "backend")

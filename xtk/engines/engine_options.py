@@ -13,9 +13,6 @@ def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, 
     """Return engine options from `name=value` words, with YAML values: numbers, true, "text", {"a": 1}.
 
     A mapping is returned as a dict, unchanged.
-
-    Raises:
-        XtkError: a word is not name=value, a name is given twice, or a value is not valid YAML.
     """
     import yaml
 
@@ -40,11 +37,7 @@ def check_not_reserved(engine: Mapping[str, Any], reserved: Mapping[str, str | N
     """Refuse engine options that xtk sets.
 
     Args:
-        engine: the options.
         reserved: names that xtk sets, with the xtk option to use instead; None: there is none.
-
-    Raises:
-        XtkError: an option is reserved.
     """
     for name in engine:
         if name in reserved:

@@ -121,11 +121,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Parse `http://host:port/v1`, or `http://host:port/v1#model`.
-
-        Raises:
-            XtkError: the text is not such an address.
-        """
+        """Parse `http://host:port/v1`, or `http://host:port/v1#model`."""
         try:
             parts = urlsplit(text.strip())
             is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
@@ -158,10 +154,8 @@ class EndpointPool:
     """Equivalent servers that share requests. Use inside `async with connected()`, in one event loop.
 
     Args:
-        endpoints: at least one server.
         concurrency: largest number of requests in flight.
         max_weight: largest total weight of requests in flight; a heavier request is sent alone.
-        retry_policy: limits of retries.
         api_key_variable: environment variable with the key; "": the first of `API_KEY_VARIABLES` that is set.
         response_hint: the next step if responses are not valid.
         on_recovered: awaited before the first request to a server that had failed and may have been restarted;
@@ -191,11 +185,7 @@ class EndpointPool:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Keep HTTP connections open within the context.
-
-        Raises:
-            XtkError: the key cannot be sent.
-        """
+        """Keep HTTP connections open within the context."""
         key = _read_key(self._key_variables)
         self._secrets = SecretFilter([key, *(endpoint.password for endpoint in self.endpoints)])
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
@@ -250,12 +240,9 @@ class EndpointPool:
         """Return the parsed response of this server: POST with a body, GET without.
 
         Args:
-            endpoint: the server.
             path: path after `/v1`.
             body: JSON body; None: none.
             parse: as in `request`.
-            max_attempts: largest number of attempts.
-            max_bytes: largest size of a response.
             at_root: whether the path follows the address without `/v1`.
 
         Raises:
@@ -294,13 +281,10 @@ class EndpointPool:
             body_for: returns the JSON body for a server.
             parse: converts the response's JSON, or raises RetryableError.
             what: subject of the request, for errors.
-            weight: weight of the request.
-            max_bytes: largest size of a response.
             at_root: whether the path follows the address without `/v1`.
 
         Raises:
             PermanentError: a server refuses the request.
-            XtkError: no server gives a valid response.
         """
         async with self._inflight_limit.acquired(weight):
             loop = asyncio.get_running_loop()
@@ -449,11 +433,7 @@ class EndpointPool:
 
 
 def _read_key(variables: Sequence[str]) -> str:
-    """Return the API key in the first of these environment variables that is set; "": none.
-
-    Raises:
-        XtkError: it has characters that a header cannot have.
-    """
+    """Return the API key in the first of these environment variables that is set; "": none."""
     variable = next((name for name in variables if os.environ.get(name)), "")
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -503,11 +483,7 @@ class _InflightLimit:
 
 
 def _check_model(endpoint: Endpoint, answer: Any) -> None:
-    """Refuse a response that names another model than earlier responses.
-
-    Raises:
-        XtkError: the model changed.
-    """
+    """Refuse a response that names another model than earlier responses."""
     model = answer.get("model") if isinstance(answer, dict) else None
     if isinstance(model, str) and model != endpoint.answers_as:
         if endpoint.answers_as:

@@ -36,7 +36,6 @@ class SecretFilter:
         """Return a JSON value without the secrets in its texts and keys.
 
         Args:
-            value: the value.
             text: its JSON. Most have no secret, and their values are returned as they are.
         """
         has_secret = any(pattern.search(text) for pattern in self._answer_patterns)

@@ -27,7 +27,6 @@ class RetryableError(Exception):
     """An invalid response; a retry may succeed.
 
     Args:
-        what: the cause.
         hint: the next step if all retries fail; None: the general one.
     """
 
@@ -48,7 +47,6 @@ def max_response_bytes(entries: int, tokens: int = 0) -> int:
     """Return the size limit of a response, in bytes.
 
     Args:
-        entries: number of log-probabilities requested.
         tokens: number of tokens whose ids and text are returned in addition.
     """
     return RESPONSE_OVERHEAD_BYTES + RESPONSE_SIZE_MARGIN * BYTES_PER_ENTRY * (entries + tokens)

@@ -31,11 +31,7 @@ RESERVED_OPTIONS: dict[str, str | None] = {
 
 
 def import_vllm() -> Any:
-    """Return the vllm module.
-
-    Raises:
-        XtkError: it cannot be imported.
-    """
+    """Return the vllm module."""
     # vLLM writes its log to stdout, which xtk uses for results, unless this is set before the import.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -62,9 +58,6 @@ class VllmEngine:
 
     Attributes:
         llm: the `vllm.LLM`.
-
-    Raises:
-        XtkError: vLLM is not installed, or cannot run this model.
     """
 
     def __init__(
@@ -102,11 +95,7 @@ class VllmEngine:
         return int(self.llm.llm_engine.model_config.max_model_len)
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling_params: Sequence[Any], action: str) -> list[Any]:
-        """Return vLLM's outputs for prompts, in order.
-
-        Raises:
-            XtkError: vLLM fails; the message names the `action`.
-        """
+        """Return vLLM's outputs for prompts, in order."""
         try:
             return list(self.llm.generate(list(prompts), list(sampling_params), use_tqdm=False))
         except Exception as failure:

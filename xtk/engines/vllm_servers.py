@@ -139,11 +139,7 @@ def parse_models(answer: Any) -> list[dict[str, Any]]:
 
 
 def select_model(models: list[dict[str, Any]], endpoint: Endpoint, name: str) -> dict[str, Any]:
-    """Return the requested model; without a request the one named `name`, or the only one.
-
-    Raises:
-        XtkError: the server has several models, or none of the requested name.
-    """
+    """Return the requested model; without a request the one named `name`, or the only one."""
     names = ", ".join(model["id"] for model in models)[:500]
     if endpoint.requested_model:
         requested = [model for model in models if model["id"] == endpoint.requested_model]

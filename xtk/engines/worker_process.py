@@ -48,7 +48,6 @@ class WorkerError:
         """Return the error for an exception; the traceback of an unexpected one is printed.
 
         Args:
-            failure: the exception.
             process: the process in messages, such as "the generation process".
         """
         error = failure if isinstance(failure, XtkError) else from_os_error(failure)
@@ -88,10 +87,8 @@ class WorkerProcess:
     """A worker and the pipe to it. It ends with the thread that started it, and Ctrl-C does not reach it.
 
     Args:
-        kind: the kind of worker.
         name: this worker, in errors.
         environment: its environment variables; `PYTHONPATH` is replaced by this process's module path.
-        inherited_descriptors: file descriptors that it needs.
     """
 
     def __init__(
@@ -111,22 +108,14 @@ class WorkerProcess:
             )
 
     def send(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            XtkError: the process has ended.
-        """
+        """Send a message."""
         try:
             self.pipe.send(message)
         except OSError:
             raise self.exit_error() from None
 
     def receive(self) -> Any:
-        """Return the next message.
-
-        Raises:
-            XtkError: an error in the process, or the process has ended.
-        """
+        """Return the next message."""
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):
@@ -176,9 +165,7 @@ def run_worker(descriptor: str, parent: str, process: str, function: str) -> Non
     """Call the function of a worker in this process; an exception is sent to the parent, then the process ends.
 
     Args:
-        descriptor: file descriptor of the pipe.
         parent: process id of the parent; if it ends, this process is killed.
-        process: the process in messages.
         function: `module:function`.
     """
     die_with_parent(int(parent), signal.SIGKILL)

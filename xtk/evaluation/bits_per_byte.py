@@ -110,16 +110,11 @@ def evaluate_bits_per_byte(
 
     Args:
         model: the model, on its device.
-        tokenizer: the model's tokenizer.
         corpus: documents; of a prompt with a completion, only the completion is scored.
-        batch_tokens: padded tokens per forward pass.
         max_length: a smaller limit than the model's context, in tokens.
         by_category: also compute the result for each text category.
         compared_with: tokenizers of other models that are compared on the same bytes: each document is scored from the
             first token boundary of all models on, after which all models predict its text.
-
-    Raises:
-        XtkError: the length limit is below 2, or no document contains text.
     """
     limit = max_input_tokens(model, max_length)
     training = model.training
@@ -169,11 +164,7 @@ def evaluate_bits_per_byte(
 
 
 def max_input_tokens(model: BackboneWithHead, max_length: int | None) -> int | None:
-    """Return the largest number of tokens per window; None: unlimited.
-
-    Raises:
-        XtkError: it is below 2.
-    """
+    """Return the largest number of tokens per window; None: unlimited."""
     limits = [limit for limit in (max_context_length(model.model.config), max_length) if limit]
     limit = min(limits) if limits else None
     if limit is not None and limit < 2:
@@ -275,8 +266,6 @@ def num_predicted_bytes(document: Document, sequence: TokenSequence, start: int 
     Marks of reasoning and tool calls count where the tokenizer has them as text, as their tokens do.
 
     Args:
-        document: the document.
-        sequence: its tokens.
         start: the first byte that counts; None: the first one that the model predicts.
     """
     first = first_predicted_byte(sequence) if start is None else start
@@ -316,7 +305,6 @@ def document_windows(
     """Return the windows in which the trained text of a document is scored; empty without trained text.
 
     Args:
-        sequence: the document's tokens.
         limit: largest number of tokens per window; None: one window.
         start_ids: the model's start tokens; each window begins with them if the document does.
         first_byte: tokens before this byte of the text are not scored.

@@ -77,19 +77,13 @@ def compare_with_teacher(
 
     Args:
         model: the model, on its device.
-        tokenizer: the model's tokenizer.
-        cache: the teacher's cache.
         objectives: one or more loss terms that fit the cache and the model.
         matching: decides whether a student token and a teacher token are the same; None: do not compute the agreement.
-        batch_tokens: padded tokens per forward pass.
         max_length: a smaller limit than the model's context, in tokens.
 
     Returns:
         {name of the loss: each document's sum over items, and number of items}. Under `AGREEMENT_METRIC`: the number of
         shared boundaries with the same most likely token, and the number of shared boundaries.
-
-    Raises:
-        XtkError: no token or span of the text is scored by both models.
     """
     limit = max_input_tokens(model, max_length)
     training = model.training

@@ -191,11 +191,7 @@ def _flatten_metrics(record: Mapping[str, Any], before: str = "") -> Iterator[tu
 
 
 def result_rows(results: Sequence[EvaluationResult]) -> list[ResultRow]:
-    """Return the rows of a table with one column per model; results with different settings are in different rows.
-
-    Raises:
-        XtkError: a model has two different values in one row.
-    """
+    """Return the rows of a table with one column per model; results with different settings are in different rows."""
     short_names = shorten_names(result.data for result in results)  # without local folders
     groups: dict[tuple[str, ...], list[EvaluationResult]] = {}
     for result in results:
@@ -249,11 +245,7 @@ def shorten_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def add_evaluation_table(card: str, results: Sequence[EvaluationResult]) -> str:
-    """Return a model card with an evaluation table before its recipe; one column per model.
-
-    Raises:
-        XtkError: two results with the same name differ.
-    """
+    """Return a model card with an evaluation table before its recipe; one column per model."""
     if not results:
         return card
     models = list(dict.fromkeys(result.model for result in results))

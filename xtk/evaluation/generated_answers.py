@@ -164,19 +164,13 @@ def evaluate_answers(
 
     Args:
         prompts: the problems, with the columns that the rewards need.
-        generator: generates completions.
-        tokenizer: the generator's tokenizer.
         sampling: sampling parameters; several samples need a temperature above 0.
         rewards: score completions up to a stop string of `sampling`.
         num_generations: n, samples per problem.
-        seed: random seed of sampling.
         template_arguments: extra arguments of the chat template.
         on_answer: called with each prompt and completion.
         process_share: this process's part, if several processes share the problems; then this is a collective call, and
             all processes get the full result.
-
-    Raises:
-        XtkError: all samples would be equal, or no answer can be scored.
     """
     if num_generations > 1 and sampling.temperature == 0:
         raise XtkError(

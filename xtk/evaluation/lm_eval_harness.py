@@ -122,14 +122,7 @@ class HarnessResults:
 
 
 class Harness:
-    """Loaded tasks, for the evaluation of several models.
-
-    Args:
-        config: tasks and settings.
-
-    Raises:
-        XtkError: the package is missing, a task is unknown, its data cannot be read, or it executes code.
-    """
+    """Loaded tasks, for the evaluation of several models."""
 
     def __init__(self, config: HarnessConfig) -> None:
         code = [name for name in config.tasks if name in CODE_TASKS and name in config.task_folders]
@@ -208,15 +201,10 @@ class Harness:
         """Return the results of a model; random states and the model's mode are restored afterwards.
 
         Args:
-            model: a transformers model.
-            tokenizer: the model's tokenizer.
             max_length: context length in tokens; None: from the model's configuration.
             keep_samples: keep prompts, answers and values per problem, which differences need.
             process_share: this process's part, if several processes share the requests; then this is a collective call,
                 and all processes get the full results.
-
-        Raises:
-            XtkError: the harness, or code of a task, fails.
         """
         process_share = process_share or ProcessShare()
         with preserve_random_states():

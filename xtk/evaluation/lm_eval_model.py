@@ -29,13 +29,10 @@ class HarnessModel:
     Several processes with replicas can share the requests.
 
     Args:
-        model: a transformers model.
         tokenizer: its tokenizer, loaded from the same files as everywhere in xtk.
-        batch_size: requests per forward pass.
         max_length: context length in tokens; None: from the model's configuration.
         template_arguments: extra arguments of the chat template.
         process_share: the requests that this process answers.
-        stderr: stream for progress.
     """
 
     def __init__(

@@ -68,9 +68,6 @@ def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
     Returns:
         The names of all tasks, and {task: folder} for those with a folder.
-
-    Raises:
-        XtkError: a folder does not exist, or its task cannot be read from a folder.
     """
     names, folders = list[str](), dict[str, str]()
     for part in filter(None, map(str.strip, text.split(","))):
@@ -102,13 +99,9 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
 
     Args:
         folders: {task: folder}; a folder contains `SUBJECT/test-*.parquet` and `SUBJECT/dev-*.parquet`, as `cais/mmlu`.
-        output_folder: an empty folder.
 
     Returns:
         The harness's MMLU folder and `output_folder`, which overrides it; empty if no MMLU task has a folder.
-
-    Raises:
-        XtkError: files of a subject are missing, or a task is none of these.
     """
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -147,11 +140,7 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
 
 
 def _check_mmlu_file(path: str) -> None:
-    """Check the questions of a file, which the harness reads later.
-
-    Raises:
-        XtkError: a row is not a question with four choices and the number of the right one.
-    """
+    """Check the questions of a file, which the harness reads later."""
     for row, where in Corpus([path]).records():
         question, choices, answer = (row.get(column) for column in ("question", "choices", "answer"))
         is_valid = isinstance(question, str) and isinstance(choices, list) and len(choices) == NUM_CHOICES
@@ -172,11 +161,7 @@ class CodeProblems:
         name: a key of `CODE_TASKS`.
         folder: contains `test-*.parquet`, directly or in `data` or `full`.
         limit: largest number of problems, the first ones; 0: all.
-        chat: put problems as user messages.
         template_arguments: extra arguments of the chat template.
-
-    Raises:
-        XtkError: there are no such files, or their rows have no tests.
     """
 
     def __init__(

@@ -64,10 +64,8 @@ def check_columns(batch: pa.RecordBatch, schema: pa.Schema, where: str, nullable
     """Check that a batch has the columns of a schema.
 
     Args:
-        batch: validated.
         schema: the expected columns, in order; metadata is not compared.
         where: the file, for the error.
-        nullable: columns that may contain nulls.
 
     Raises:
         CorruptError: names or types of columns differ, or a column that is not nullable contains nulls.

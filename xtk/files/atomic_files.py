@@ -54,14 +54,9 @@ def atomic_write(
     """Yield a temporary path in the folder of `path`; it is synced and renamed if the block succeeds, else removed.
 
     Args:
-        path: the file to write.
         keep_others: if another program wrote `path` since `record_state`, or since now, keep that file and raise.
         exclusive: if there is a file with other content, keep it and raise.
         clean: list the folder and remove temporary files that killed writers of this file left.
-
-    Raises:
-        XtkError: `path` is a folder; or another program wrote it: with `keep_others`, the error names the file that has
-            the result.
     """
     if path.is_dir():
         raise XtkError(
@@ -166,9 +161,7 @@ def parse_json_object(content: bytes, where: str, hint: str | None = None) -> di
     """Return the JSON object that a file contains.
 
     Args:
-        content: bytes of the file.
         where: the file, for errors.
-        hint: next step for errors.
 
     Raises:
         CorruptError: not JSON, not UTF-8, nested too deep, or not an object.

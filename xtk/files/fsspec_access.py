@@ -24,11 +24,7 @@ VERSION_TAG_KEYS = (
 
 
 def open_file_system(place: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it.
-
-    Raises:
-        XtkError: the protocol is unknown, or its Python package is not installed.
-    """
+    """Return the fsspec file system of a URL and the path in it."""
     from fsspec.core import url_to_fs
 
     protocol = place.partition("://")[0]
@@ -58,8 +54,6 @@ def store_errors(what: str, where: str, protocol: str, *, missing: bool = False)
     Args:
         what: the error, such as "this remote file cannot be read".
         where: URL of the file or folder.
-        protocol: of the URL.
-        missing: let FileNotFoundError through.
     """
     try:
         yield

@@ -10,11 +10,7 @@ HUB_TIMEOUT_SECONDS = 8.0
 
 
 def check_dataset_reachable(dataset: str) -> None:
-    """Refuse a hub dataset (`owner/name`) that cannot be reached, after at most HUB_TIMEOUT_SECONDS.
-
-    Raises:
-        XtkError: the hub does not respond, or does not have this dataset for this user.
-    """
+    """Refuse a hub dataset (`owner/name`) that cannot be reached, after at most HUB_TIMEOUT_SECONDS."""
     reason = hub_error(dataset, "dataset")
     if reason is not None:
         raise XtkError(

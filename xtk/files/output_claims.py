@@ -48,17 +48,11 @@ def claim_output(
 
     Args:
         place: path or folder of the output; it does not have to exist.
-        kind: of the output.
         request: identifies inputs and options, as `kind` compares them; None if they are not known yet.
         force: replace the output of another request.
-        inputs: of the command.
 
     Returns:
         The finished output of this request; None if the command has to write it, or without a request.
-
-    Raises:
-        XtkError: the path cannot be written or is an input, or it has files that xtk did not write, or, without
-            `force`, the output of another request.
     """
     kind.check_place(place, inputs)
     return kind.find_finished(place, request, force=force)
@@ -146,9 +140,6 @@ def check_output_path(path: Path, *, require_utf8: bool = False) -> None:
     Args:
         path: of the output; it does not have to exist.
         require_utf8: the libraries that write there accept only UTF-8 paths.
-
-    Raises:
-        XtkError: with the reason.
     """
     shown = str(path)
     if "\0" in shown or not shown:
@@ -195,9 +186,6 @@ def check_output_folder(path: Path, what: str, inputs: Iterable[str | Path] = ()
         path: of the output. A link to a folder means that folder.
         what: the kind of output, such as "a cache".
         inputs: paths among the inputs of the command.
-
-    Raises:
-        XtkError: with the reason.
     """
     if path.is_symlink() and not path.exists():
         raise _broken_link_error(path)

@@ -31,12 +31,6 @@ class DownloadCache:
 
     `XTK_REMOTE_CACHE_GB` limits the size of `remote`; the least recently used files are removed first. A removed file
     stays readable for processes that have mapped it.
-
-    Args:
-        name: URL of the remote folder.
-
-    Raises:
-        XtkError: there is no user cache folder, or XTK_REMOTE_CACHE_GB is invalid.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,7 +49,6 @@ class DownloadCache:
         """Return the local copy of a file; download it unless a copy with this size and tag exists.
 
         Args:
-            file: its name.
             size: its size in bytes in the remote storage.
             version_tag: identifies the version of the content, such as an ETag; "" if the storage has none.
             fetch: downloads the file to a path.

@@ -22,7 +22,6 @@ def check_file_name(name: object, allowed: Sequence[str | re.Pattern[str]], *, w
     of a path.
 
     Args:
-        name: the name.
         allowed: allowed names; a pattern has to match the whole name.
         where: the file that contains the name, for the error.
 
@@ -48,7 +47,6 @@ def open_regular_file(folder: Path, name: str) -> int:
     Links, devices, pipes and folders are refused before anything is read; nothing blocks.
 
     Args:
-        folder: the artifact's folder.
         name: returned by `check_file_name`.
 
     Raises:
@@ -72,7 +70,6 @@ def read_regular_file(folder: Path, name: str, max_bytes: int) -> bytes:
     """Return the content of a regular file directly inside a folder.
 
     Args:
-        folder: the artifact's folder.
         name: returned by `check_file_name`.
         max_bytes: maximum size; a larger file is refused before it is read.
 

@@ -115,7 +115,6 @@ class LocalFolder:
         """Yield a temporary path in the folder; it is synced and renamed when the block succeeds.
 
         Args:
-            file: its name.
             exclusive: refuse to replace a file with other content.
         """
         # `remove_stale_temporary_files` cleans the whole folder.
@@ -128,7 +127,6 @@ class LocalFolder:
         The next written file syncs the links to disk: the manifest, the last file, never exists without them.
 
         Args:
-            source: the other folder.
             files: {name in the source: name in this folder}; existing files are replaced.
         """
         self.path.mkdir(parents=True, exist_ok=True)
@@ -170,14 +168,7 @@ def _try_hard_link(path: str, name: str) -> bool:
 
 
 class RemoteFolder:
-    """A remote folder, through fsspec. Files are written and read completely; mapped files are local copies.
-
-    Args:
-        url: its URL.
-
-    Raises:
-        XtkError: the protocol is unknown, or its Python package is not installed.
-    """
+    """A remote folder, through fsspec. Files are written and read completely; mapped files are local copies."""
 
     def __init__(self, url: str) -> None:
         self._name = url.rstrip("/")
@@ -203,11 +194,7 @@ class RemoteFolder:
         return contextlib.nullcontext()
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the current size of each file in bytes; {} if there is no folder.
-
-        Raises:
-            XtkError: the path is a file, the bucket is missing, or the storage cannot be accessed.
-        """
+        """Return the current size of each file in bytes; {} if there is no folder."""
         with self._store_errors("this remote folder cannot be listed"):
             self._fs.invalidate_cache(self._root)
             try:
@@ -278,11 +265,7 @@ class RemoteFolder:
         """Yield a local path; the file is uploaded when the block succeeds.
 
         Args:
-            file: its name.
             exclusive: refuse to replace a file that another writer wrote.
-
-        Raises:
-            XtkError: the file already exists, or the upload fails.
         """
         with self._download_cache.upload_path(file) as temporary:
             yield temporary
@@ -414,11 +397,7 @@ def absolute_location(location: str) -> str:
 
 
 def open_folder(location: str | Path) -> StorageFolder:
-    """Return the folder at a local path or at a URL of fsspec.
-
-    Raises:
-        XtkError: the protocol is unknown, or its Python package is not installed.
-    """
+    """Return the folder at a local path or at a URL of fsspec."""
     if is_remote(location):
         return RemoteFolder(str(location))
     return LocalFolder(Path(location))

@@ -35,12 +35,8 @@ def exclusive_write_lock(folder: Path, what: str, writer_index: int = 0) -> Iter
     created for it and stays empty is removed too.
 
     Args:
-        folder: to write into.
         what: kind of output, for messages.
         writer_index: number of the writer, if several may write at the same time.
-
-    Raises:
-        XtkError: another process holds the lock.
     """
     made = not folder.exists()
     try:
@@ -58,11 +54,7 @@ def only_writer_of_path(path: Path, what: str) -> Iterator[None]:
     """Lock an output path, with a lock file next to it, while a file is written or a folder is renamed into place.
 
     Args:
-        path: of the output.
         what: kind of output, for messages.
-
-    Raises:
-        XtkError: another process holds the lock.
     """
     lock = path.parent / f"{LOCK_PREFIX}{path.name}"
     if len(os.fsencode(lock.name)) > LONGEST_NAME:

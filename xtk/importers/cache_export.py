@@ -56,13 +56,8 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
     reads it.
 
     Args:
-        cache: the cache.
-        path: a new file.
         file_format: "parquet" or "jsonl".
         force: replace a file that this function has written.
-
-    Raises:
-        XtkError: the cache has no exact entries, the file exists, or another program wrote it meanwhile.
     """
     claim_output(path, EXPORT, "", force=force)
     if cache.header["options"].get("support") == "sample":

@@ -59,17 +59,12 @@ def import_cache(
     Args:
         sources: files of `Corpus`. A row is an answer of a service (see `read_answer`), has `ID_COLUMNS`, or is of
             another tool (see `listed_row`).
-        output: folder of the cache.
         tokenizer: the teacher's; "": the tokens of answers are known by their bytes.
         name: the teacher's name; "": that of the model in the first answer, or of the tokenizer.
         precision: as in `CacheWriter`.
         skip_invalid: skip rows that are invalid, with a note on the first ones.
         force: replace an existing cache; without it, the cache of an equal import is kept.
         max_document_bytes: maximum size of a row, as stored in its file.
-
-    Raises:
-        XtkError: the output has another cache, a row is invalid, the answers are of several models, or columns of ids
-            have no tokenizer.
     """
     rows = _Rows(
         Corpus(sources, max_document_bytes=max_document_bytes), _find_codec(sources), skip_invalid=skip_invalid
@@ -198,9 +193,7 @@ class _Rows:
     """The rows of files, in two passes; an invalid one is an error, or skipped.
 
     Args:
-        corpus: the files.
         codec: of DistillKit's columns; None: there is none.
-        skip_invalid: skip invalid rows.
     """
 
     def __init__(self, corpus: Corpus, codec: DistillKitCodec | None, *, skip_invalid: bool) -> None:

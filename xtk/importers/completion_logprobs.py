@@ -80,8 +80,6 @@ class ScoredAnswer:
 
         Args:
             token_id: the id of a token's bytes; -1: none.
-            start_id: of the token in front.
-            end_id: of the end token.
         """
         first_is_start = bool(self.tokens) and self.tokens[0].logprob is None and self.tokens[0].spelling is None
         spellings = [token.spelling for token in self.tokens[first_is_start:]]
@@ -115,9 +113,6 @@ def read_answer(record: Mapping[str, Any], where: str) -> ScoredAnswer:
         record: a chat or text completion object with "messages" or "prompt" added, or {"request", "response"}, both
             also as the body of a batch.
         where: name of the record in errors.
-
-    Raises:
-        XtkError: it has no log-probabilities, they are invalid, or they are of another text than the answer.
     """
     response = _response_of(record)
     assert response is not None
@@ -261,9 +256,6 @@ def _without_joined(
     the log-probability and list of its last token. Such an entry becomes tokens of one byte that are not scored.
 
     Args:
-        entries: as the service wrote them.
-        tokens: of each entry.
-        top: of each entry.
         num_tokens: that the service counted; None: it did not.
         has_unlisted_end: whether one of them may be the end token, which has no entry.
     """

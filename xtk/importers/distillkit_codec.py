@@ -55,9 +55,6 @@ class DistillKitCodec:
 
         Args:
             path: of `compression_config.yaml`.
-
-        Raises:
-            XtkError: it is not one.
         """
         try:
             given = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -131,9 +128,6 @@ class DistillKitCodec:
             packed_ids: [P, bytes], `bytepacked_indices`.
             packed_logprobs: [P, bytes], `compressed_logprobs`.
             where: name of the row in errors.
-
-        Raises:
-            XtkError: the bytes do not have this layout.
         """
         ids_of, values_of = _bytes(packed_ids), _bytes(packed_logprobs)
         wanted = ((self.k * self.index_bits + 7) // 8, self.logprob_bytes)

@@ -56,11 +56,7 @@ def listed_row(record: Mapping[str, Any], codec: DistillKitCodec | None, where: 
 
     Args:
         record: {column: value}.
-        codec: of DistillKit's compressed columns.
         where: name of the row in errors.
-
-    Raises:
-        XtkError: a column is invalid.
     """
     if _has(record, "input_ids", "bytepacked_indices", "compressed_logprobs"):
         return _read_compressed(record, codec, where)
@@ -81,12 +77,8 @@ def fitted_row(row: ListedRow, token_ids: NDArray[np.int64], where: str) -> tupl
     lists are put where most of them have the token of the text.
 
     Args:
-        row: the row.
         token_ids: [T], its tokens.
         where: name of the row in errors.
-
-    Raises:
-        XtkError: the lists are of other tokens.
     """
     if token_ids.ndim != 1 or not len(token_ids) or (row.trained is not None and row.trained.ndim != 1):
         raise XtkError("the token ids or labels of the row are not a list of integers", where=where, hint=_ROW_HINT)

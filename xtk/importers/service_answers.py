@@ -57,12 +57,7 @@ def make_requests(documents: Iterable[Document], server: str, options: ServiceOp
     """Return the requests of documents: prompts, or texts with `echo`.
 
     Args:
-        documents: the documents.
         server: URL of the service, followed by `#MODEL`.
-        options: how requests are sent.
-
-    Raises:
-        XtkError: the URL has no model, or a document does not fit the mode.
     """
     endpoint = Endpoint.parse(server)
     if not endpoint.requested_model:
@@ -212,13 +207,6 @@ class AnswerFile:
 
     Attributes:
         answers: {request key: its line}. The answers themselves stay in the file.
-
-    Args:
-        path: of the file.
-        requests: the requests of this command.
-
-    Raises:
-        XtkError: it has answers to other requests, or a line is damaged.
     """
 
     def __init__(self, path: Path, requests: Sequence[ServiceRequest]) -> None:
@@ -324,12 +312,7 @@ class ServiceClient:
     """Sends requests to a service, within the limits of the options.
 
     Args:
-        server: its URL.
-        options: how requests are sent.
         check: raises XtkError if import-cache cannot use an answer. Arguments: a row of the file, its name in errors.
-
-    Raises:
-        XtkError: it is not a URL, or the key's variable is not set.
     """
 
     def __init__(self, server: str, options: ServiceOptions, check: Callable[[dict[str, Any], str], object]) -> None:
@@ -362,7 +345,6 @@ class ServiceClient:
 
         Raises:
             ResumableStop: the limit of the cost is reached.
-            XtkError: the service refuses a request, does not respond, or its first answers cannot be used.
         """
         unique = {request.key: request for request in requests}
         for key, stored in file.answers.items():
@@ -409,11 +391,7 @@ class ServiceClient:
                     self._turn.notify_all()
 
     def _check_answer(self, request: ServiceRequest, response: dict[str, Any]) -> None:
-        """Count whether import-cache can use a stored answer.
-
-        Raises:
-            XtkError: it cannot use any of the first answers.
-        """
+        """Count whether import-cache can use a stored answer."""
         try:
             self._check({"request": request.body, "response": response}, f"document {request.index}")
             self._num_usable += 1

@@ -58,9 +58,6 @@ def longest_prefix_cells(
     """Return the fields of `LossCells` of the teacher's distribution over the student's next tokens.
 
     Args:
-        example: the inputs of the loss.
-        partition: both vocabularies.
-        items: boundaries of the student.
         with_inside: whether items inside of a teacher token have cells.
     """
     stored = example.teacher_logprobs

@@ -58,10 +58,6 @@ class StateExchange:
             rows_by_rank: for each rank of the group, the rows whose states it has, in its order. Rows are those of the
                 whole text that the losses compare, counted from 0; each is on exactly one rank.
             terms: the losses of the whole text.
-            group: a torch.distributed process group.
-
-        Raises:
-            XtkError: a row is on two ranks or on none.
         """
         ranks, rank = len(rows_by_rank), torch.distributed.get_rank(group)
         everything = np.concatenate([*rows_by_rank, np.zeros(0, np.int64)])

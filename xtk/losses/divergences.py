@@ -173,9 +173,6 @@ def make_divergence(name: str, options: dict[str, str], loss_text: str) -> Diver
         name: a key of `DIVERGENCES`.
         options: option names and values as text.
         loss_text: the --loss specification, for messages.
-
-    Raises:
-        XtkError: unknown divergence or option, or an option's value is invalid.
     """
     return _check_divergence(
         from_pairs(load_registered(DIVERGENCES, name, "divergence"), options.items(), f"the loss {loss_text}"),

@@ -77,8 +77,6 @@ class EventSetCells(LossCells):
         """Return the weighted sum of the divergence between cells and of the event sets' terms.
 
         Args:
-            cells: as in the base class.
-            remainders: as in the base class.
             others: [sets], log-probabilities of the event sets.
         """
         (of_sets,) = others

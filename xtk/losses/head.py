@@ -119,8 +119,6 @@ def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chu
 
     Args:
         states: [N, H], rows of hidden states (or of logits [N, V], if the head has no weight).
-        head: the output head.
-        terms: the loss terms.
         chunk_rows: number of rows whose logits are in memory at one time.
 
     Returns:
@@ -251,11 +249,8 @@ class _GradientAccumulator:
         """Add the gradients that follow from the gradient [n, V] of some rows' logits, which is overwritten.
 
         Args:
-            rows: the rows within the gradients.
-            d_logits: gradient of their logits.
             inputs: inputs of the matrices for the chunk.
             among: the rows within `inputs`.
-            logits_of: computed the logits.
         """
         if logits_of.softcap_gradient is not None:
             d_logits.mul_(logits_of.softcap_gradient)

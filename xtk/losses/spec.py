@@ -24,11 +24,7 @@ class LossSpec(OptionSpec):
     """
 
     def make_loss(self) -> Loss:
-        """Return the loss with its options.
-
-        Raises:
-            XtkError: an option's value is invalid.
-        """
+        """Return the loss with its options."""
         rule = load_registered(LOSSES, self.name, "loss")
         own = option_names(rule)
         loss: Loss = from_pairs(rule, (pair for pair in self.options if pair[0] in own), f"the loss {self}")
@@ -40,11 +36,7 @@ class LossSpec(OptionSpec):
         return loss
 
     def make_divergence(self) -> Divergence:
-        """Return the divergence that the loss applies to its cells.
-
-        Raises:
-            XtkError: unknown divergence or option, or an option's value is invalid.
-        """
+        """Return the divergence that the loss applies to its cells."""
         options = dict(self.options)
         rule: type[Loss] = load_registered(LOSSES, self.name, "loss")
         own = option_names(rule)
@@ -63,11 +55,7 @@ class LossSpec(OptionSpec):
 
 
 def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
-    """Parse specifications such as `p-kl` or `ce:weight=0.5`.
-
-    Raises:
-        XtkError: unknown loss or option, a weight that is not a positive number, or the same loss twice.
-    """
+    """Parse specifications such as `p-kl` or `ce:weight=0.5`."""
     results: list[LossSpec] = []
     for text in texts:
         name, _, options = text.partition(":")

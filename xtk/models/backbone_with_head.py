@@ -110,19 +110,11 @@ class BackboneWithHead(nn.Module):
         )
 
     def compile_backbone(self, backend: str = "inductor") -> None:
-        """Compile the backbone in place, for sequences of any length; parameter names do not change.
-
-        Args:
-            backend: torch.compile backend.
-        """
+        """Compile the backbone in place, for sequences of any length; parameter names do not change."""
         (self.model if self._logit_transform is None else self._backbone).compile(dynamic=True, backend=backend)
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
-        """Shard matrices, and the vocabulary of the head, over the processes of a one-dimensional mesh.
-
-        Raises:
-            XtkError: the model does not support tensor parallelism.
-        """
+        """Shard matrices, and the vocabulary of the head, over the processes of a one-dimensional mesh."""
         if self._logit_transform is None:
             raise XtkError(
                 f"--parallel tp does not support {type(self._base_model).__name__}: its output head is not separable",
@@ -239,7 +231,6 @@ def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[Hea
     Offloaded, quantized and sharded matrices, and variants of LoRA, are not supported.
 
     Args:
-        head: the head's module.
         shared: accept a matrix that xtk has sharded over processes.
     """
     if type(head).__name__ == "ModulesToSaveWrapper":

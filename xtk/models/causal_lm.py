@@ -59,17 +59,11 @@ def load_causal_lm(
     """Load a model from a local folder.
 
     Args:
-        folder: contains config.json and safetensors files.
-        dtype: dtype of the weights.
         device: device of the model; None: the CPU. Ignored if `options` determine the devices.
         trust_remote_code: run Python code that comes with the model; needs the user's consent.
         adapter: folder of a peft adapter of this model. It is merged into the weights, or loaded without merging if
             these are quantized.
         options: further arguments of `from_pretrained`.
-
-    Raises:
-        XtkError: there is no model, its files are corrupt, weights are missing, of another shape or not finite, or it
-            needs its own Python code.
     """
     options = dict(options or {})
     configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
@@ -146,13 +140,7 @@ def check_loadable(
 
     Args:
         folder: as for `load_causal_lm`.
-        tokenizer: the model's tokenizer.
         trust_remote_code: run Python code that comes with the model.
-        adapter: folder of a peft adapter.
-
-    Raises:
-        XtkError: there is no model, its files are corrupt, weights are missing or of another shape, or it has fewer
-            embedding rows than its tokenizer has tokens.
     """
     configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
     _check_weight_files(folder)
@@ -171,11 +159,7 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the transformers configuration of a model.
 
     Args:
-        folder: contains config.json.
         trust_remote_code: run Python code that comes with the model, and hub kernels that its configuration names.
-
-    Raises:
-        XtkError: there is no configuration, it cannot be read or is too large, or it needs remote code.
     """
     import transformers
 
@@ -199,11 +183,7 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -> None:
-    """Refuse kernels that would be downloaded from a hub and run.
-
-    Raises:
-        XtkError: a name is a hub repository, and remote code is not trusted.
-    """
+    """Refuse kernels that would be downloaded from a hub and run."""
     if repositories := [] if trust_remote_code else [name for name in names if "/" in name]:
         raise XtkError(
             f"the model needs the attention kernel {repositories[0]}, which is code from the Hugging Face hub",
@@ -213,11 +193,7 @@ def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: boo
 
 
 def _check_weight_files(folder: Path) -> None:
-    """Refuse a folder without safetensors weights.
-
-    Raises:
-        XtkError: there are no weights, or only pickles.
-    """
+    """Refuse a folder without safetensors weights."""
     if not weight_files(folder):
         if any(folder.glob("*.bin")):
             raise XtkError(
@@ -233,11 +209,7 @@ def _check_weight_files(folder: Path) -> None:
 
 
 def _load_adapter(model: Any, adapter: Path) -> Any:
-    """Return a model with an adapter, merged unless the model is quantized.
-
-    Raises:
-        XtkError: peft is not installed, the adapter has no weights, or it belongs to another model.
-    """
+    """Return a model with an adapter, merged unless the model is quantized."""
     check_adapter(adapter)
     from peft import PeftModel
 
@@ -259,7 +231,6 @@ def check_adapter(adapter: Path) -> None:
     """Refuse adapters without files or with an invalid rank, and missing peft, before peft reads the files.
 
     Raises:
-        XtkError: a file is missing, or peft is not installed.
         CorruptError: the configuration is invalid, or its rank is larger than that of the weights.
     """
     configuration = adapter / "adapter_config.json"
@@ -339,11 +310,7 @@ def max_context_length(configuration: Any) -> int | None:
 
 
 def check_embedding_rows(model: Any, tokenizer: Tokenizer) -> None:
-    """Refuse a model with fewer embedding rows than its tokenizer has tokens.
-
-    Raises:
-        XtkError: with both numbers.
-    """
+    """Refuse a model with fewer embedding rows than its tokenizer has tokens."""
     _check_row_count(model.get_input_embeddings().weight.shape[0], tokenizer)
 
 

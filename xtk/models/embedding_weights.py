@@ -23,11 +23,7 @@ _DTYPES: dict[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16
 
 
 def read_input_embedding(folder: Path) -> NDArray[np.float32]:
-    """Return float32 [V, H], the input embedding matrix of a model folder.
-
-    Raises:
-        XtkError: the folder has no safetensors weights, or they contain no input embedding.
-    """
+    """Return float32 [V, H], the input embedding matrix of a model folder."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise XtkError(

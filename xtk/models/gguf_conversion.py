@@ -38,8 +38,6 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any] | None:
         The scaling of its rotary embedding, as `rope_parameters` of transformers, where its loader left it out.
 
     Raises:
-        XtkError: the package gguf is missing, or transformers cannot read this architecture, its rotary embedding,
-            some of its weights, or its tokenizer.
         CorruptError: the file is truncated or corrupt, or lacks weights of the model.
     """
     if importlib.util.find_spec("gguf") is None:

@@ -52,7 +52,6 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises:
         CorruptError: not a GGUF file, or the file is truncated or corrupt; see `header_faults`.
-        XtkError: another version, or one part of a split model.
     """
     size = path.stat().st_size
     if size < 24:

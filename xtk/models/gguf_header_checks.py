@@ -28,7 +28,6 @@ def header_faults(fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) 
     """Yield what cannot be right in a header: a layout that llama.cpp refuses too, or a value outside of its range.
 
     Args:
-        fields: its fields without arrays.
         tensors: {name: tensor}, in the order of the file.
     """
     alignment = fields.get("general.alignment", DEFAULT_ALIGNMENT)

@@ -37,9 +37,6 @@ def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file that a model argument means: a file, or the only one in a folder without other weights.
 
     Files with `mmproj` in their name are encoders of images or sound, which xtk does not use.
-
-    Raises:
-        XtkError: a folder has several.
     """
     if not path.is_dir():
         return path if path.is_file() and is_gguf_file(path) else None
@@ -59,12 +56,6 @@ def gguf_model_folder(path: Path) -> Path:
 
     The folder is in `gguf` of `XTK_CACHE`, else of `~/.cache/xtk`, named by the file and its checksum. A conversion has
     a temporary name until it is complete; other processes wait for it.
-
-    Args:
-        path: of the GGUF file.
-
-    Raises:
-        XtkError: it cannot be read; see `convert_gguf`.
     """
     status = path.stat()
     key = _checksum(path.resolve(), status.st_size, status.st_mtime_ns)
@@ -106,7 +97,6 @@ def gguf_fingerprint(folder: Path, fingerprint: str) -> str | None:
     """Return the checksum of the GGUF file that a folder was converted from; None for other folders.
 
     Args:
-        folder: of a model.
         fingerprint: of its weights; that of changed weights is not the one of the record.
     """
     record = _read_record(folder)

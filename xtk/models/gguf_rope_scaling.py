@@ -20,16 +20,7 @@ _TOLERANCE = 1e-3
 
 
 def rope_scaling(path: Path, header: GgufHeader, *, theta: float) -> dict[str, Any] | None:
-    """Return the scaling of a GGUF model's rotary embedding as transformers' `rope_parameters`; None without any.
-
-    Args:
-        path: the GGUF file.
-        header: its header.
-        theta: base of the frequencies.
-
-    Raises:
-        XtkError: transformers has no equal of this scaling.
-    """
+    """Return the scaling of a GGUF model's rotary embedding as transformers' `rope_parameters`; None without any."""
     stated = header.rope_scaling
     kind = str(stated.get("type", "none"))
     factor = float(stated.get("factor", 1.0))

@@ -52,11 +52,7 @@ class HeadShard:
 
     @classmethod
     def from_group(cls, num_rows: int, group: Any) -> HeadShard:
-        """Return this process's shard, given its number of rows; a collective call.
-
-        Raises:
-            XtkError: a process has no rows.
-        """
+        """Return this process's shard, given its number of rows; a collective call."""
         counts: list[int] = [0] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(counts, num_rows, group=group)
         if 0 in counts:
@@ -131,7 +127,6 @@ class ChunkedLogits:
     New memory for each chunk would cost more in page faults than the exponentials of its logits.
 
     Args:
-        head: the output head.
         states: [N, H], the rows that will be passed in chunks.
         max_rows: largest number of rows per call.
         dtype: dtype of the product; the logits are fp32 (fp64 for fp64).

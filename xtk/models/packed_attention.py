@@ -106,16 +106,12 @@ def packed_attention(
     """Return causal attention within documents; transformers calls it for the attention implementation `xtk`.
 
     Args:
-        module: the layer.
         query: [1, heads, T, D], this process's tokens; without `packed` [B, heads, T, D], one document per row.
         key: [1, key-value heads, T, D].
         value: [1, key-value heads, T, D].
         attention_mask: None; transformers builds no mask for custom attention.
-        dropout: dropout probability of attention weights.
-        scaling: factor of the attention logits.
         sliding_window: number of tokens, including itself, to which a token attends; None: all of its document.
         packed: the documents; None: one document per row, padded on the right.
-        kwargs: other arguments of the layer.
 
     Returns:
         [B, T, heads, D], and None.

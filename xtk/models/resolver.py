@@ -40,9 +40,6 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
     Args:
         source: a folder, a GGUF file or a folder with one, `owner/name`, `owner/name@revision` or `hf://owner/name`.
         with_weights: download the weights too, not only tokenizer and configuration.
-
-    Raises:
-        XtkError: neither a folder nor a hub model has this name, or it is an unfinished run.
     """
     try:
         path = Path(source).expanduser()
@@ -83,11 +80,7 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
 
 
 def _check_run_finished(folder: Path) -> None:
-    """Refuse a run that has not written its student yet.
-
-    Raises:
-        XtkError: names its last checkpoint.
-    """
+    """Refuse a run that has not written its student yet."""
     if not is_run_folder(folder) or any(
         (folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG, "tokenizer.json")
     ):
@@ -101,14 +94,7 @@ def _check_run_finished(folder: Path) -> None:
 
 
 def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
-    """Return the folder of the base model, and the adapter folder if `folder` is a PEFT adapter.
-
-    Args:
-        folder: a model or an adapter.
-
-    Raises:
-        XtkError: the adapter does not name its base model, or this model does not exist.
-    """
+    """Return the folder of the base model, and the adapter folder if `folder` is a PEFT adapter."""
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return folder, None
     base = str(read_json((folder / ADAPTER_CONFIG).resolve()).get("base_model_name_or_path") or "")

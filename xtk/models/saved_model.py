@@ -17,8 +17,6 @@ def save_model(model: Any, folder: Path, **options: Any) -> None:
     models have it.
 
     Args:
-        model: the model.
-        folder: to write into.
         options: of `save_pretrained`.
     """
     from transformers import GenerationConfig

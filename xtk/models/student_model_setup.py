@@ -33,11 +33,7 @@ _HUB_SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshot
 
 @dataclass(frozen=True, kw_only=True)
 class StudentModelConfig(StudentModelOptions):
-    """Options of loading the student and of its trainable parameters, named as in Hugging Face.
-
-    Raises:
-        XtkError: an invalid value, or options that exclude each other.
-    """
+    """Options of loading the student and of its trainable parameters, named as in Hugging Face."""
 
     def __post_init__(self) -> None:
         if self.dtype not in TRAINABLE_DTYPES:
@@ -103,19 +99,13 @@ def load_student(
     """Return a model for training, in which only the trained parameters require gradients.
 
     Args:
-        source: source of the weights.
         config: adapters, quantization and frozen parameters.
         tokenizer: the student's tokenizer, whose tokens need embedding rows.
-        device: device of the model.
         mixed_precision: "bf16" if the model will compute in bf16.
         trust_remote_code: run Python code that comes with the model.
-        quiet: print no notes.
 
     Returns:
         A transformers model, or a peft model around it.
-
-    Raises:
-        XtkError: the model cannot be loaded, or not with this configuration.
     """
     adapted = bool(config.lora_r or source.adapter)
     folder = source.model if adapted or source.checkpoint is None else source.checkpoint
@@ -231,11 +221,7 @@ def _resize_vocabulary(model: Any, tokenizer: Tokenizer, config: StudentModelCon
 
 
 def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentModelConfig) -> Any:
-    """Return a peft model with a trainable adapter: from the checkpoint, from the student's adapter, or a new one.
-
-    Raises:
-        XtkError: peft is not installed, the adapter cannot be read, or a named module does not exist.
-    """
+    """Return a peft model with a trainable adapter: from the checkpoint, from the student's adapter, or a new one."""
     if importlib.util.find_spec("peft") is None:
         raise XtkError(
             "LoRA adapters need the package peft, which is not installed",
@@ -322,9 +308,6 @@ def freeze_parameters(model: Any, patterns: Sequence[str]) -> None:
     """Exclude parameters whose names match a regular expression from training.
 
     Tied parameters have several names; a match of one freezes all.
-
-    Raises:
-        XtkError: an invalid pattern, a pattern that matches no parameter, or no parameter is left to train.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
@@ -376,7 +359,6 @@ def save_trainable(model: Any, folder: Path, state_dict: Mapping[str, Tensor] | 
 
     Args:
         model: a transformers model, or a peft model around it.
-        folder: an existing folder.
         state_dict: full weights by name, if the model's are sharded over processes; None: the model's weights.
     """
     given = {} if state_dict is None else {"state_dict": dict(state_dict)}  # transformers empties this dict

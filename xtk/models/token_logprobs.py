@@ -31,7 +31,6 @@ def compute_token_logprobs(
 
     Args:
         states: [N, H], hidden states (or logits [N, V], if the head has no weight).
-        head: the output head.
         targets: int64 [N], the token of each row whose log-probability is returned.
         return_top1: also return the most likely tokens.
         callback: called with the probabilities of each chunk; needs an unsharded head.

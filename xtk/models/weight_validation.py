@@ -64,7 +64,6 @@ def compare_headers_with_config(
     weights and models with their own Python code are not checked.
 
     Args:
-        configuration: a transformers configuration.
         headers: {folder: result of `read_weight_headers`}, first of the model, then of its adapters.
     """
     import transformers

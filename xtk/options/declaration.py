@@ -94,8 +94,6 @@ def redeclared(kind: type, name: str, default: Any = ..., **details: Any) -> Any
     """Return a field like the option `name` of another dataclass.
 
     Args:
-        kind: the dataclass.
-        name: the option.
         default: its default; `...`: that of the other.
         details: attributes of `Option` that differ.
     """
@@ -129,7 +127,6 @@ def options_of(kind: type[T], given: Any, **others: Any) -> T:
     """Return a dataclass with those fields that `given` has, and `others`.
 
     Args:
-        kind: a dataclass.
         given: an object with options as attributes.
         others: values of further fields, or instead of those of `given`.
     """
@@ -143,11 +140,7 @@ def flag(name: str) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Check the limits and choices of all options of a dataclass.
-
-    Raises:
-        XtkError: a value is outside of them.
-    """
+    """Check the limits and choices of all options of a dataclass."""
     for field, declared in declared_options(type(options)):
         value, name = getattr(options, field.name), flag(field.name)
         if declared.choices and value not in declared.choices:
@@ -204,13 +197,7 @@ def check_conditions(options: CommandOptions, condition: str, *, is_met: bool, h
     """Check that no option is set that has no effect.
 
     Args:
-        options: of a command.
-        condition: condition of headings.
         is_met: whether the command has it.
-        hint: for the error.
-
-    Raises:
-        XtkError: options under such a heading differ from their defaults, and the condition is not met.
     """
     names = [name for one, names in headings_of(options.HEADINGS) if one.condition == condition for name in names]
     unused = flags_of_set_options(options, names)
@@ -224,8 +211,6 @@ def flags_of_set_options(
     """Return how the command line writes those options that differ from their defaults.
 
     Args:
-        options: of a command.
-        names: fields.
         including_defaults: also those that the user has set to their defaults.
     """
     fields = type(options).__dataclass_fields__  # type: ignore[attr-defined]

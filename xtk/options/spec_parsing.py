@@ -40,11 +40,7 @@ def parse_pair(text: str, where: str) -> tuple[str, str]:
     """Return the key and the value of `key=value`; a key may be written with `-` instead of `_`.
 
     Args:
-        text: the pair.
         where: the option and its value, for messages.
-
-    Raises:
-        XtkError: it is not `key=value`.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -65,15 +61,11 @@ def parse_pairs(
     """Return the (key, value) pairs of `key=value,...`; a key may be written with `-` instead of `_`.
 
     Args:
-        text: the pairs.
         where: the option and its value, for messages, such as `--parallel fsdp=2`.
         known: legal keys; (): all.
         noun: what a key is, for messages.
         repeatable: keys that may be given several times.
         values_have_commas: a comma separates pairs only if a known key and `=` follow.
-
-    Raises:
-        XtkError: a part is not `key=value`, or a key is unknown or given twice.
     """
     separator = rf",(?=(?:{'|'.join(known)})=)" if values_have_commas else ","
     pairs: list[tuple[str, str]] = []
@@ -104,9 +96,6 @@ def from_pairs(kind: type[T], pairs: Iterable[tuple[str, str]], owner: str) -> T
         kind: the class; limits and choices are those of its declared options.
         pairs: (field, value) pairs, values as text.
         owner: what the options belong to, for messages, such as `the loss jsd:beta=0.5`.
-
-    Raises:
-        XtkError: a value has the wrong type or is outside of its limits.
     """
     fields = _option_fields(kind) if dataclasses.is_dataclass(kind) else {}
     return kind(**{key: _parse_value(text, fields[key], f"{key} of {owner}") for key, text in pairs})
@@ -132,14 +121,9 @@ def parse_number(text: str, kind: type, what: str, example: str, limits: Option 
     """Return the number that a text contains.
 
     Args:
-        text: the text.
-        kind: int or float.
         what: what the number is, for messages, such as `alpha of --teacher-weights`.
         example: a correct value, for messages.
         limits: legal numbers; None: all.
-
-    Raises:
-        XtkError: the text is not a number, or it is outside of the limits.
     """
     try:
         value = kind(text)
@@ -153,10 +137,6 @@ def parse_number(text: str, kind: type, what: str, example: str, limits: Option 
 
 
 def parse_weight(text: str, name: str, noun: str) -> float:
-    """Return the weight of a variant.
-
-    Raises:
-        XtkError: it is not above 0 and at most `MAX_WEIGHT`.
-    """
+    """Return the weight of a variant."""
     example = f"for example --{noun} {name}:weight=0.5"
     return float(parse_number(text, float, f"the weight of the {noun} {name}", example, _WEIGHT))

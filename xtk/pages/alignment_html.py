@@ -48,8 +48,6 @@ def alignment_page(
     Args:
         record: JSON record of the alignment statistics.
         shown_documents: documents to show, in this order, up to the size limit of the page.
-        student: the student's tokenizer.
-        teacher: the teacher's tokenizer.
         order: "first" or "worst", printed on the page.
         request: fingerprint of the inputs, stored in the head of the page.
     """

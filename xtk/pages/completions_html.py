@@ -46,9 +46,6 @@ def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> l
 
     Args:
         files: (path, parsed lines).
-
-    Raises:
-        XtkError: a file has no completions, or is given twice.
     """
     places = [str(path.resolve()).removesuffix(".jsonl") for path, _ in files]
     if twice := next((at for at, place in enumerate(places) if place in places[:at]), None):

@@ -121,7 +121,6 @@ def report_page(
 
     Args:
         runs: the runs; the others are compared with the first.
-        results: evaluation results.
         baselines: names of models in `results` with which the others are compared.
         samples: completions of several models for the same prompts.
         sections: titles and contents of further sections.

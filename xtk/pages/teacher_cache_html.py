@@ -54,7 +54,6 @@ def cache_sections(
     Args:
         record: JSON record of `xtk inspect`.
         positions: sampled positions, for the histograms.
-        documents: documents with their scores.
     """
     header, statistics = record["header"], record["statistics"]
     facts = {

@@ -71,7 +71,6 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     torch's agent runs in this process, because only its caller gets the workers' exit codes and signals.
 
     Raises:
-        XtkError: more processes than GPUs on this machine.
         SystemExit: a worker failed; has its exit code.
     """
     import torch

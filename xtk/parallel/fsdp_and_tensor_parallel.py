@@ -25,10 +25,6 @@ def apply_tensor_parallel(model: Any, mesh: Any) -> None:
 
     Args:
         model: a loaded transformers model, equal in every process.
-        mesh: a one-dimensional device mesh.
-
-    Raises:
-        XtkError: transformers has no plan for the model, or cannot shard it into that number of parts.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -84,7 +80,6 @@ def apply_fsdp(student: nn.Module, model: Any, mesh: Any, *, bf16: bool, cpu_off
 
     Args:
         student: the module whose forward pass is called; its parameters outside of layers form one FSDP unit.
-        model: the language model in it.
         mesh: a device mesh of one dimension, or of replicas and shards.
         bf16: compute in bf16; the sharded weights stay in fp32.
         cpu_offload: keep weights and optimizer state in CPU memory.

@@ -68,7 +68,6 @@ class StopListener:
         """Return why all processes stop now, "" if they continue (collective).
 
         Args:
-            device: device of the collective operation.
             by_signals: ignore the time limit, which is checked only after a step so that each start makes progress.
         """
         time_is_up = not by_signals and time.monotonic() >= self._deadline

@@ -104,11 +104,7 @@ class ParallelConfig:
         return there.tolist()
 
     def with_mesh(self, device: torch.device) -> ParallelConfig:
-        """Return the same layout with a device mesh (collective).
-
-        Raises:
-            XtkError: the number of processes does not match.
-        """
+        """Return the same layout with a device mesh (collective)."""
         if self.num_processes == 1:
             return self
         names = tuple(DIMENSIONS)
@@ -137,9 +133,6 @@ def parse_parallel(text: str, num_processes: int) -> ParallelConfig:
     Args:
         text: value of `--parallel`; "": data parallel only.
         num_processes: number of processes of the run.
-
-    Raises:
-        XtkError: an unknown dimension, an invalid size, or a product that is not the number of processes.
     """
     where = f"--parallel {text}"
     sizes = {
@@ -164,11 +157,7 @@ DEVICE_ROLES = {"rollout": "the rollout engine", "teacher": "the online teachers
 
 
 def parse_devices(text: str) -> dict[str, tuple[int, ...]]:
-    """Return the GPU indices of each role in a --devices value such as `rollout=2+3,teacher=1`; (): the student's GPUs.
-
-    Raises:
-        XtkError: an unknown role, an invalid device, or a device with two roles.
-    """
+    """Return the GPUs of each role in a --devices value such as `rollout=2+3,teacher=1`; (): those of the student."""
     devices: dict[str, tuple[int, ...]] = dict.fromkeys(DEVICE_ROLES, ())
     where = f"--devices {text}"
     for role, value in parse_pairs(text, where, DEVICE_ROLES, noun="role of --devices"):

@@ -115,11 +115,7 @@ def init_process_group_after_restart(timeout: timedelta) -> None:
 
 @contextlib.contextmanager
 def report_lost_processes() -> Iterator[None]:
-    """Turn torch's error about a lost process into an `XtkError`.
-
-    Raises:
-        XtkError: another process has ended or timed out.
-    """
+    """Turn torch's error about a lost process into an `XtkError`."""
     try:
         yield
     except RuntimeError as failure:

@@ -61,18 +61,11 @@ def build_projection(
     models' embeddings.
 
     Args:
-        student: its tokens are the rows.
-        teacher: its tokens are the columns.
-        method: one of METHODS.
         special_tokens: "role", "none" or a table {student token: teacher token}.
-        options: options of the method.
 
     Returns:
         [V, U] in compressed sparse rows. Every entry of an ordinary token shares bytes with it, except with
         `embedding`. The header has the request and the audit.
-
-    Raises:
-        XtkError: unknown method or option, or the two vocabularies share no token.
     """
     made = make_method(method, options)
     pair = VocabularyPair(student, teacher)
@@ -95,11 +88,7 @@ def build_projection(
 
 
 def check_method_options(method: str, options: Iterable[str]) -> Any:
-    """Return the class of a method after checking that it has these options.
-
-    Raises:
-        XtkError: unknown method, or an option that it does not have.
-    """
+    """Return the class of a method after checking that it has these options."""
     kind = load_registered(METHODS, method, "method")
     known = {field.name for field in dataclasses.fields(kind)}
     for name in options:
@@ -112,11 +101,7 @@ def check_method_options(method: str, options: Iterable[str]) -> Any:
 
 
 def make_method(method: str, options: Mapping[str, Any]) -> ProjectionMethod:
-    """Return a method with its options.
-
-    Raises:
-        XtkError: unknown method, an option that it does not have, or an invalid value.
-    """
+    """Return a method with its options."""
     kind = check_method_options(method, options)
     lacking = [field.name for field in dataclasses.fields(kind)
                if field.default is dataclasses.MISSING and field.name not in options]  # fmt: skip

@@ -36,9 +36,6 @@ def count_first_token_pairs(
         texts: uint8, the concatenated bytes of D documents, and int64 [D+1], where each begins.
         spans: int32 [C, 4], and int64 [D+1], where those of each document begin.
         student: int32, its tokens; int32, their byte ends; and int64 [D+1].
-        teacher: likewise.
-        student_vocabulary: token bytes and offsets.
-        teacher_vocabulary: likewise.
 
     Returns:
         The new number of used slots.

@@ -40,17 +40,12 @@ def count_corpus_cooccurrences(
     over), but does not tokenize them again. Counts are sums, so that the result does not depend on interruptions.
 
     Args:
-        student: its tokens are the rows.
-        teacher: its tokens are the columns.
         corpus: documents, readable twice.
         path: output path of the projection; intermediate counts are saved next to it.
         advance: called with the number of newly counted documents.
 
     Returns:
         The counts. The file of intermediate counts stays until `remove_counting_state`.
-
-    Raises:
-        XtkError: another file has the name of the intermediate counts.
     """
     state = counting_state_path(path)
     claim_output(state, STATE)
@@ -153,7 +148,6 @@ def _read_state(
     """Return number of documents, keys and counts of an interrupted run; empty if it does not match or is corrupt.
 
     Args:
-        state: path of the intermediate counts.
         wanted: expected format, version, algorithm version and tokenizers.
         corpus: has to begin with the counted documents.
     """

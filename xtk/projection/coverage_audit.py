@@ -33,8 +33,6 @@ def audit_projection(
     """Return the coverage audit of a projection, from the tokens of both sides.
 
     Args:
-        projection: the projection.
-        pair: both vocabularies.
         student_special_ids: int32 [n], the student's special tokens that have a counterpart.
         teacher_special_ids: int32 [n], their counterparts.
 

@@ -50,12 +50,8 @@ def cached_projection(
     the same bytes to a separate temporary file and renames it. If the folder cannot be used, nothing is cached.
 
     Args:
-        student: its tokens are the rows.
-        teacher: its tokens are the columns.
         method: a method that needs only the tokenizers: not `cooccurrence`, not `embedding`.
         top_k: prune to this many entries per row. None: keep all.
-        special_tokens: as in build_projection.
-        options: options of the method.
     """
     path = cached_projection_path(student, teacher, method, top_k=top_k, special_tokens=special_tokens, **options)
     projection = None if path is None else _read_valid_projection(path)

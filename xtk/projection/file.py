@@ -80,11 +80,7 @@ class ProjectionHeader(TypedDict):
 
 
 def write_projection(projection: SparseProjection, path: Path, *, keep_others: bool = True) -> None:
-    """Write a projection; equal projections give equal bytes.
-
-    Raises:
-        XtkError: the projection is not valid, such as with weights that are not finite.
-    """
+    """Write a projection; equal projections give equal bytes."""
     projection.validate()
     tensors = {name: np.ascontiguousarray(getattr(projection, name)) for name in TENSOR_DTYPES}
     header = {**projection.header, "format": FORMAT, "version": VERSION}
@@ -110,11 +106,7 @@ def has_projection_metadata(path: Path) -> bool:
 
 
 def read_projection_header(path: Path) -> dict[str, Any]:
-    """Return the header of a projection file; needs only the standard library.
-
-    Raises:
-        XtkError: not a projection file of this version, or corrupt.
-    """
+    """Return the header of a projection file; needs only the standard library."""
     try:
         if not path.is_dir() and path.exists() and not path.is_file():
             raise CorruptError(
@@ -183,11 +175,7 @@ def read_projection_header(path: Path) -> dict[str, Any]:
 
 
 def read_projection(path: Path) -> SparseProjection:
-    """Return the projection in a file after checking its checksum and all values.
-
-    Raises:
-        XtkError: not a projection file of this version, or corrupt.
-    """
+    """Return the projection in a file after checking its checksum and all values."""
     header = read_projection_header(path)
     try:
         tensors = safetensors.numpy.load(path.read_bytes())
@@ -223,11 +211,7 @@ def _checksum(header: dict[str, Any], tensors: dict[str, Any]) -> str:
 
 
 def _read_requested_projection(path: Path, request: dict[str, Any]) -> SparseProjection:
-    """Return the projection in a file after comparing its header.
-
-    Raises:
-        XtkError: the file has another projection, or is corrupt.
-    """
+    """Return the projection in a file after comparing its header."""
     try:
         header, projection = read_projection_header(path), read_projection(path)
     except XtkError as failure:

@@ -19,15 +19,10 @@ def merge_projections(first: SparseProjection, others: Sequence[tuple[SparseProj
     """Return the weighted average `(1 - sum_i w_i) W + sum_i w_i W_i`.
 
     Args:
-        first: gets the remaining weight.
         others: projections with weights in (0, 1), in total below 1.
 
     Returns:
         A new projection. Cells are kept if they are equal in all; the header lists the merged projections.
-
-    Raises:
-        XtkError: a weight is out of range.
-        MismatchError: a projection has other tokenizers, special tokens or embedding rows.
     """
     for _, weight in others:
         if not 0 < weight < 1:

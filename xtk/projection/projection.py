@@ -174,12 +174,7 @@ class SparseProjection:
         return cls(np.arange(width + 1, dtype=np.int64), tokens, np.ones(width, np.float32), tokens, tokens)
 
     def validate(self) -> None:
-        """Refuse an invalid projection.
-
-        Raises:
-            XtkError: a shape does not match, an id is out of range or not ascending within its row, a weight is not in
-                (0, 1], a row sums to more than 1, a cell is out of range.
-        """
+        """Refuse an invalid projection."""
         offsets, entries = self.row_offsets, len(self.teacher_ids)
         if len(offsets) != self.student_width + 1 or offsets[0] != 0 or offsets[-1] != entries:
             raise XtkError("the projection's row offsets do not match its number of entries", hint=_REBUILD)

@@ -28,16 +28,12 @@ def prune_projection(
     Args:
         projection: the projection; not modified.
         top_k: maximum entries per row; among equal weights the lower teacher id is kept. None: no limit.
-        min_weight: minimum weight of an entry.
         mass: keeps the largest weights that together have this fraction of the row's mass. 1: all.
         renormalize: scale the remaining weights to the row's original mass. Otherwise the mass is lost, as the audit
             shows.
 
     Returns:
         A new projection; the same pruning again changes nothing.
-
-    Raises:
-        XtkError: top_k below 1, min_weight outside of [0, 1], or mass outside of (0, 1].
     """
     if top_k is not None and top_k < 1:
         raise XtkError(f"--top-k is {top_k}, but must be at least 1", hint="use, for example, --top-k 4")

@@ -40,16 +40,11 @@ def match_special_tokens(
     matches win.
 
     Args:
-        student: the student's tokenizer.
-        teacher: the teacher's tokenizer.
         matching: "role", "none", or a table {student token: teacher token} without other matches.
         repeats_roles: match a teacher token with several roles with the student's token of each.
 
     Returns:
         int32 [n] and int32 [n], student ids and teacher ids.
-
-    Raises:
-        XtkError: the table has a token that is not a special token of its side.
     """
     if isinstance(matching, str):
         if matching not in (MATCH_BY_ROLE, NO_MATCHING):

@@ -136,10 +136,6 @@ def find_longest_prefixes(student: SortedVocabulary, teacher: SortedVocabulary) 
     """Return the longest student token that each teacher token, and each of its suffixes, begins with.
 
     Special tokens have no bytes: those of a cell of the partition, which are of one role, are one cell.
-
-    Args:
-        student: the student's vocabulary.
-        teacher: the teacher's vocabulary.
     """
     suffix_cells = np.empty(len(teacher.token_bytes), np.int32)
     _find_longest_tokens(student, teacher, suffix_cells)
@@ -176,7 +172,6 @@ def _find_event_heads(side: SortedVocabulary, is_equal: NDArray[np.bool_]) -> ND
     """Return int32 [n], in byte order, the shortest token without an equal one that each such token begins with.
 
     Args:
-        side: the vocabulary.
         is_equal: bool [n], whether the other vocabulary has an equal token; -1 is returned for these.
     """
     heads = np.full(len(is_equal), -1, np.int32)
@@ -218,8 +213,6 @@ def _find_longest_tokens(student: SortedVocabulary, teacher: SortedVocabulary, l
     """Write at `byte_offsets[i] + k` the longest student token that token i without its first k bytes begins with.
 
     Args:
-        student: the student's vocabulary.
-        teacher: the teacher's vocabulary.
         longest: output, [teacher's bytes], first index in byte order of a token with these bytes; -1: there is none.
     """
     token_bytes, offsets, read = student.token_bytes, student.byte_offsets, teacher.token_bytes
@@ -256,12 +249,7 @@ def first_with_byte(
 
 
 def sort_continuations(vocabulary: SortedVocabulary, num_cells: int) -> PrefixContinuations:
-    """Return the tokens of a vocabulary, sorted for each of their prefixes.
-
-    Args:
-        vocabulary: the vocabulary.
-        num_cells: number of cells.
-    """
+    """Return the tokens of a vocabulary, sorted for each of their prefixes."""
     lengths = np.diff(vocabulary.byte_offsets)
     beginnings = np.empty(len(vocabulary.token_bytes), np.int64)
     _number_prefixes(vocabulary, np.zeros(int(lengths.max(initial=0)) + 1, np.int64), beginnings)
@@ -276,7 +264,6 @@ def _number_prefixes(side: SortedVocabulary, lows: NDArray[np.int64], beginnings
     """Write at `byte_offsets[i] + k` the number of the k-byte prefix of token i: `byte_offsets[low] + k`.
 
     Args:
-        side: the vocabulary.
         lows: [longest + 1], scratch memory: the first token with each prefix length of the current token.
         beginnings: output, [len(token_bytes)].
     """
@@ -303,8 +290,6 @@ def build_byte_partition(
     A suffix is in the cell of the first token of its tokenization by the other side.
 
     Args:
-        student: the student's tokenizer.
-        teacher: the teacher's tokenizer.
         special_tokens: how special tokens are matched, as in `build_projection`.
     """
     pair = VocabularyPair(student, teacher)

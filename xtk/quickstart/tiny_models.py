@@ -83,9 +83,7 @@ def train_tokenizer(
 
     Args:
         digits: quantifier of the digits that may form one token: `""` one, `"{1,3}"` up to three.
-        tokens: size of the vocabulary.
         specials: special tokens; they have the first ids.
-        texts: corpus.
         merge_spaces: whether spaces of an indentation may form one token.
 
     Returns:

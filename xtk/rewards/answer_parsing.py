@@ -93,7 +93,6 @@ def parse_number(text: str, *, in_formula: bool = False) -> Fraction | None:
     A percent sign is ignored like other units: 10% is 10. None if the text is not exactly one number.
 
     Args:
-        text: the answer.
         in_formula: a letter after the number is a variable, not a unit, unless LaTeX marks it as text; names and
             remarks are part of the formula.
     """

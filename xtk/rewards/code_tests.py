@@ -75,11 +75,7 @@ class CodeTestsReward:
 
 
 def _tests_of(row: Mapping[str, Any]) -> str | None:
-    """Return the tests of a row as one program; None if there are none.
-
-    Raises:
-        XtkError: a field of the row has a wrong type.
-    """
+    """Return the tests of a row as one program; None if there are none."""
     lists = {name: _code_lines(row, name) for name in ("test", "test_list", "test_imports")}
     for name in ("prompt", "entry_point", "test_setup_code"):
         _text_field(row, name)

@@ -26,11 +26,7 @@ _FIRST = 120.0  # seconds, includes the import of the library
 
 
 class MathComparer:
-    """Compares LaTeX formulas with math-verify in a subprocess.
-
-    Args:
-        seconds: time limit of one comparison.
-    """
+    """Compares LaTeX formulas with math-verify in a subprocess."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

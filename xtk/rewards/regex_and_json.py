@@ -160,11 +160,7 @@ def _validator(schema: Any, place: str) -> Any:
 
 
 def _is_valid(validator: Any, value: Any, place: str) -> bool:
-    """Return whether a value is valid under a schema.
-
-    Raises:
-        XtkError: the schema refers to something that it does not contain, or that is not a schema.
-    """
+    """Return whether a value is valid under a schema."""
     import referencing.exceptions
 
     try:

@@ -38,12 +38,7 @@ class RewardSpec(OptionSpec):
     """
 
     def load_reward(self) -> RewardFunction:
-        """Return the reward function; imports a user's function.
-
-        Raises:
-            XtkError: an option is invalid, a library is missing, or the function does not exist or does not take three
-                arguments.
-        """
+        """Return the reward function; imports a user's function."""
         if self.name not in REWARDS:
             reward: RewardFunction = load_user_object(self.name, "--reward FILE.py:FUNCTION", "function")
             _check_parameters(self.name, reward)
@@ -54,11 +49,7 @@ class RewardSpec(OptionSpec):
 
 
 def _check_parameters(name: str, reward: RewardFunction) -> None:
-    """Refuse a function of the user that cannot be called with three arguments.
-
-    Raises:
-        XtkError: states its parameters.
-    """
+    """Refuse a function of the user that cannot be called with three arguments."""
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # of a library in C: known when it is called
@@ -88,9 +79,6 @@ def parse_reward(text: str) -> RewardSpec:
     """Parse `exact`, `boxed:weight=0.5`, `score.py:polite`, ....
 
     A comma separates options only before a known option name and `=`, so patterns may contain commas.
-
-    Raises:
-        XtkError: an unknown reward or option, or a weight that is not a positive number.
     """
     own = _FUNCTION.fullmatch(text)
     name, options = (own["place"], own["options"] or "") if own else text.partition(":")[::2]
@@ -138,9 +126,6 @@ class WeightedRewards:
 
         Returns:
             The weighted sum of the rewards that could be computed, nan if none could; and each reward by name.
-
-        Raises:
-            XtkError: a user's function fails, or does not return a number.
         """
         values: dict[str, float] = {}
         for specification, reward in self._rewards:

@@ -86,12 +86,8 @@ class Sandbox:
     """A sandbox for Python code. Use it in a `with` statement, or close it.
 
     Args:
-        limits: resource limits of each run.
         allow_weak_isolation: run even if Linux refuses namespaces: the code can then read your files, but still cannot
             change files, use the network or start processes.
-
-    Raises:
-        XtkError: this machine cannot isolate code, and `allow_weak_isolation` is off or does not help.
     """
 
     def __init__(self, limits: SandboxLimits | None = None, allow_weak_isolation: bool = False) -> None:
@@ -166,7 +162,6 @@ class Sandbox:
 
         Args:
             code: programs, run in order in one namespace.
-            tests: a program with asserts.
             setup: programs that define helpers of the tests.
             entry_point: a function of the code. If the tests define `check`, it is called with that function.
             partial: continue after a failed assert or statement.

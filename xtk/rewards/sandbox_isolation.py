@@ -77,7 +77,6 @@ def enter_new_root(new_root: str, readable: Sequence[str]) -> None:
     """Change to a new root with a few read-only folders, /dev/null and /dev/urandom, and unmount the old one.
 
     Args:
-        new_root: an empty folder.
         readable: folders that keep their paths in the new root. Missing ones are skipped.
     """
     devices = ("/dev/null", "/dev/urandom")  # no /dev/zero: its shared mappings count for no process
@@ -114,11 +113,8 @@ def set_resource_limits(seconds: float, memory: int, processes: int, file_size: 
     """Set resource limits, which subprocesses inherit and cannot raise.
 
     Args:
-        seconds: CPU time per process.
         memory: bytes of address space per process.
         processes: processes and threads, counted in the user namespace.
-        file_size: bytes per file.
-        files: open files per process.
     """
     for name, value in (
         (resource.RLIMIT_CPU, int(seconds) + 1),

@@ -23,11 +23,7 @@ def seed_from_key(key: tuple[int, ...]) -> int:
 
 
 def max_new_tokens(request: GenerationRequest, sampling: SamplingConfig, context_length: int | None, name: str) -> int:
-    """Return the maximum tokens of a completion.
-
-    Raises:
-        XtkError: the prompt is empty or fills the context.
-    """
+    """Return the maximum tokens of a completion."""
     limits = [
         sampling.max_completion_length,
         request.max_length,
@@ -51,11 +47,7 @@ def max_new_tokens(request: GenerationRequest, sampling: SamplingConfig, context
 
 
 def check_temperature(sampling: SamplingConfig) -> None:
-    """Refuse temperatures above the limit of vLLM.
-
-    Raises:
-        XtkError: it is above `MAX_TEMPERATURE`.
-    """
+    """Refuse temperatures above the limit of vLLM."""
     if sampling.temperature > MAX_TEMPERATURE:
         raise XtkError(
             f"--temperature is {sampling.temperature}, but vLLM allows at most {MAX_TEMPERATURE:g}",
@@ -84,11 +76,6 @@ def checked_completion(
         logprobs: float32 [n]; nan is kept.
         sorted_top_ids: int32 [n, K], most likely first; K is `num_requested_top_ids`.
         hit_stop_string: whether one of `sampling.stop` ended it.
-        sampling: as requested.
-        tokenizer: the student's.
-
-    Raises:
-        XtkError: it has no tokens, ids outside of the tokenizer, or positive log-probabilities.
     """
     if not len(ids):
         raise XtkError(
@@ -131,11 +118,7 @@ def _until_text(ids: NDArray[np.int32], sampling: SamplingConfig, tokenizer: Tok
 
 
 def valid_top_ids(top_ids: NDArray[np.int32], count: int, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return int32 [n, G], the first G ids of each row [n, K] that belong to a token.
-
-    Raises:
-        XtkError: a row has fewer.
-    """
+    """Return int32 [n, G], the first G ids of each row [n, K] that belong to a token."""
     known = top_ids < len(tokenizer)
     if (known.sum(1) < count).any():
         raise XtkError(

@@ -55,9 +55,6 @@ class WeightNames:
         """Refuse incomplete weights: an engine would silently keep its old ones.
 
         A tied output head must be included, whether or not the model's files have it (see `with_tied_head`).
-
-        Raises:
-            MismatchError: weights are missing or unknown; it names one of each.
         """
         if not self.names:
             return
@@ -118,7 +115,6 @@ def save_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
     """Write weights as one safetensors file with the tied output head; copies only views and tensors on other devices.
 
     Args:
-        weights: pairs of name and tensor.
         folder: gets `WEIGHTS_FILE`; an existing one is replaced atomically.
     """
     from safetensors.torch import save_file

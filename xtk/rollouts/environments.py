@@ -46,11 +46,7 @@ class Environment(Protocol):
 
 
 def load_environment(spec: str) -> Callable[[], Environment]:
-    """Return the class that FILE.py:CLASS names.
-
-    Raises:
-        XtkError: it does not exist, or lacks `reset` or `step`.
-    """
+    """Return the class that FILE.py:CLASS names."""
     environment_class: Callable[[], Environment] = load_user_object(spec, USAGE, "class")
     missing = [name for name in ("reset", "step") if not callable(getattr(environment_class, name, None))]
     if missing:
@@ -62,15 +58,7 @@ def load_environment(spec: str) -> Callable[[], Environment]:
 
 
 class CheckedEnvironment:
-    """A user's environment with checked return values.
-
-    Args:
-        environment: creates the environment.
-        record: fields of the prompt's record.
-
-    Raises:
-        XtkError: the constructor or `reset` fails.
-    """
+    """A user's environment with checked return values."""
 
     def __init__(self, environment: Callable[[], Environment], record: Mapping[str, Any]) -> None:
         self._environment = self._try("__init__", environment)
@@ -81,11 +69,7 @@ class CheckedEnvironment:
         self.initial_text = self.initial_text and replace_surrogates(self.initial_text)
 
     def step(self, text: str) -> tuple[str, bool]:
-        """Return the response to a turn, and whether the episode is over.
-
-        Raises:
-            XtkError: it fails, or does not return a string and a bool.
-        """
+        """Return the response to a turn, and whether the episode is over."""
         answer: Any = self._try("step", lambda: self._environment.step(text))
         if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], str):
             raise self._wrong("step", answer, "a tuple (response, done) of a string and a bool")
@@ -94,11 +78,7 @@ class CheckedEnvironment:
         return replace_surrogates(answer[0]), bool(answer[1])
 
     def reward(self) -> float | None:
-        """Return the episode's reward; nan if it is None, None if the environment has no `reward`.
-
-        Raises:
-            XtkError: it fails, or does not return a finite number.
-        """
+        """Return the episode's reward; nan if it is None, None if the environment has no `reward`."""
         judge = self._try("reward", lambda: getattr(self._environment, "reward", None))
         if judge is None:
             return None

@@ -29,9 +29,6 @@ class PromptFormat:
     Args:
         template: Jinja template that builds the prompt from the record's fields; "": the record's own prompt.
         as_chat: wrap a plain text prompt as a user message.
-
-    Raises:
-        XtkError: the template has a syntax error.
     """
 
     def __init__(self, template: str = "", *, as_chat: bool = False) -> None:
@@ -39,19 +36,11 @@ class PromptFormat:
         self._template = SandboxedTemplate(template, PROMPT_TEMPLATE, template[:200]) if template else None
 
     def prompt_document(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
-        """Return a document with the prompt of a record.
-
-        Raises:
-            XtkError: the record lacks a field that the template names, or has no prompt.
-        """
+        """Return a document with the prompt of a record."""
         return record_to_prompt(*self._with_prompt(record, columns, where), where)
 
     def document_with_completion(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
-        """Return the prompt followed by the record's completion.
-
-        Raises:
-            XtkError: as `prompt_document`, or the record has no completion.
-        """
+        """Return the prompt followed by the record's completion."""
         own, named = self._with_prompt(record, columns, where)
         if own is record:
             return record_to_document(record, columns, where)
@@ -110,11 +99,7 @@ def _of_user(text: str) -> list[dict[str, str]]:
 
 
 def read_prompt_template(text: str) -> str:
-    """Return a prompt template: the content of FILE.jinja without the final newline, or the text itself.
-
-    Raises:
-        XtkError: the file does not exist, is empty, or is not UTF-8.
-    """
+    """Return a prompt template: the content of FILE.jinja without the final newline, or the text itself."""
     if not text.endswith(".jinja"):
         return text
     try:
@@ -135,11 +120,7 @@ def read_prompt_template(text: str) -> str:
 
 
 def read_template_arguments(text: str) -> dict[str, Any]:
-    """Parse `--chat-template-kwargs`: extra arguments of chat templates, a JSON object; "": none.
-
-    Raises:
-        XtkError: it is not a JSON object, or sets an argument that xtk sets.
-    """
+    """Parse `--chat-template-kwargs`: extra arguments of chat templates, a JSON object; "": none."""
     try:
         arguments = json.loads(text) if text else {}
     except ValueError:
@@ -166,9 +147,6 @@ def read_prompts(
         corpus: records, with optional `tools` and `teacher_prompt`, and the requested columns of weight and route.
         max_prompts: maximum number of records; None: all.
         prompt_format: builds the prompts; None: the records' own prompts.
-
-    Raises:
-        XtkError: a record has none of these, or one of the wrong type.
     """
     prompt_format = prompt_format or PromptFormat()
     prompts: Iterator[Prompt] = (
@@ -184,13 +162,9 @@ def tokenize_prompts(
     """Return the prompt tokens that the student continues.
 
     Args:
-        tokenizer: the student's.
         documents: prompts. Text follows the start token; messages are rendered with the chat template and its
             generation prompt.
         template_arguments: extra arguments of the template, such as {"enable_thinking": False}.
-
-    Raises:
-        XtkError: for a conversation, the tokenizer has no chat template, or it refuses the messages.
     """
     start = np.array(tokenizer.start_ids, np.int32)
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
@@ -221,14 +195,9 @@ def tokenize_between_turns(
     """Return the template's tokens between a turn of the student and its next turn.
 
     Args:
-        tokenizer: the student's.
         conversation: its last message is the student's turn.
-        message: the response of the environment.
         sampled_end: the stop token that the student sampled, if it did; then the template's own is left out.
         template_arguments: as in `tokenize_prompts`.
-
-    Raises:
-        XtkError: the template refuses the messages.
     """
     text, (start, stop) = tokenizer.chat_template.text_between_turns(
         conversation, message, **(template_arguments or {})
@@ -258,11 +227,7 @@ def tokenize_continuation(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
 
 
 def check_rewards_apply(rewards: WeightedRewards, prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that no reward can score, before anything is generated; without rewards, do nothing.
-
-    Raises:
-        XtkError: names the columns of the data.
-    """
+    """Refuse prompts that no reward can score, before anything is generated; without rewards, do nothing."""
     can_score = not rewards.specs
     for prompt in prompts:
         with name_row_in_errors(prompt.number):

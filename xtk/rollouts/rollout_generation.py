@@ -44,10 +44,7 @@ def generate_rollouts(
 
     Args:
         prompts: those that fill the context are skipped, with a note.
-        generator: generates the completions.
-        tokenizer: the student's.
         sampling: `max_completion_length` counts the sampled tokens of all turns of a rollout together.
-        num_generations: rollouts for each prompt.
         seed: the samples are a function of it, the index of the prompt, the sample and the turn.
         rewards: score each rollout: all text after the prompt, or the last message of a conversation.
         environment: responds to turns; None: there is one turn.
@@ -57,9 +54,6 @@ def generate_rollouts(
 
     Returns:
         Rollouts ordered by prompt, then by sample.
-
-    Raises:
-        XtkError: an environment, a reward or a chat template fails.
     """
     all_episodes = [
         _Episode(
@@ -104,9 +98,7 @@ class _Episode:
     """A rollout while it is generated.
 
     Args:
-        prompt: the prompt.
         sample: index of this rollout among those of the prompt.
-        tokenizer: the student's.
         played: the environment; None: there is one turn.
 
     Attributes:

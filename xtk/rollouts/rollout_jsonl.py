@@ -31,10 +31,7 @@ def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str]
     `number_line` makes it a line of a file.
 
     Args:
-        rollout: a rollout of the student.
-        prompt: its prompt.
         columns: {field: column} for fields with another name in the prompt's record.
-        request: fingerprint of the request.
     """
     document, tokens = rollout.document, rollout.document.sampled_tokens
     assert tokens is not None
@@ -67,7 +64,6 @@ def number_line(record: Mapping[str, Any], number: int, *, is_last: bool) -> dic
 
     Args:
         record: from `rollout_to_json`.
-        number: index of the line.
         is_last: whether the file ends with it.
     """
     line = {**record, "line_number": number, "is_last_line": is_last}
@@ -112,7 +108,6 @@ def read_statistics(path: Path) -> RolloutStatistics:
     """Return the statistics of a rollout file after checking every line against its checksum.
 
     Raises:
-        XtkError: a line is not JSON.
         CorruptError: a line does not match its checksum, or is not a rollout.
     """
     figures, lines = RolloutStatistics(), list[tuple[Any, Any]]()
@@ -187,11 +182,7 @@ class RolloutStatistics:
 
 
 def _finished_rollouts(path: Path, request: str) -> RolloutStatistics:
-    """Return the statistics of finished rollouts.
-
-    Raises:
-        XtkError: the file has rollouts made from other inputs or options.
-    """
+    """Return the statistics of finished rollouts."""
     if read_request_fingerprint(path) != request:
         raise XtkError(
             "the output file has rollouts that were made from other inputs or options",

@@ -60,9 +60,6 @@ class ServerGenerator(Generator):
         config: its folder needs the tokenizer and the configuration. Options: `servers`, addresses
             (`http://host:8000/v1`, followed by `#model` where a server has several models); `concurrency`, requests in
             flight on all servers together; `patience`, the `RetryPolicy`.
-
-    Raises:
-        XtkError: no address is given, a server does not respond, or it has another tokenizer.
     """
 
     uses_servers: ClassVar[bool] = True
@@ -100,11 +97,7 @@ class ServerGenerator(Generator):
         return self._context
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order.
-
-        Raises:
-            XtkError: a prompt fills the context, no server responds, or a server refuses a request.
-        """
+        """Return one completion per request, in order."""
         check_temperature(sampling)
         self._locks = {}
         return gather_responses(self._endpoints, (self._generate_one(request, sampling) for request in requests))
@@ -115,9 +108,6 @@ class ServerGenerator(Generator):
         Args:
             weights: a folder that the servers see under the same path. Keep it until the next update: a server that is
                 restarted meanwhile starts with its old weights and is sent these again.
-
-        Raises:
-            XtkError: this is not a folder, or a server does not load it. Other servers may have loaded it then.
         """
         if not isinstance(weights, str | Path):
             raise XtkError(
@@ -264,7 +254,6 @@ class ServerGenerator(Generator):
 
         Raises:
             NoResponseError: the request fails.
-            XtkError: the server does not report the version of its weights.
         """
         try:
             version = await self._endpoints.request_one(
@@ -289,7 +278,6 @@ class ServerGenerator(Generator):
 
         Raises:
             NoResponseError: the request fails again.
-            XtkError: the server refuses the weights.
         """
         if self._sent is None:
             return

@@ -11,7 +11,6 @@ class StopStringDetector:
     """Detects stop strings in the tokens of one completion, one token at a time.
 
     Args:
-        tokenizer: the student's.
         stop: stop strings; none may be empty.
     """
 

@@ -36,12 +36,8 @@ class SubprocessGenerator(Generator):
     """A generator in a subprocess, called through a pipe. The subprocess ends with the thread that started it.
 
     Args:
-        config: the model.
         backend: a key of `GENERATORS`.
         environment: environment variables of the subprocess, such as `CUDA_VISIBLE_DEVICES`.
-
-    Raises:
-        XtkError: the backend cannot open the model.
     """
 
     def __init__(
@@ -66,11 +62,7 @@ class SubprocessGenerator(Generator):
         return self._context
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order.
-
-        Raises:
-            XtkError: the backend fails, or the process has ended.
-        """
+        """Return one completion per request, in order."""
         completions: list[Completion] = self._call("generate", list(requests), sampling)
         return completions
 
@@ -79,9 +71,6 @@ class SubprocessGenerator(Generator):
 
         Args:
             weights: a folder, or pairs of name and tensor, which pass through a temporary folder in memory.
-
-        Raises:
-            XtkError: as `generate`.
         """
         if isinstance(weights, str | Path):
             self._call("update_weights", Path(weights).resolve())

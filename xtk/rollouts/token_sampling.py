@@ -36,7 +36,6 @@ def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
 
     Args:
         seeds: int64 [B], the seed of one position for each completion.
-        vocab_size: V.
     """
     steps = torch.arange(1, vocab_size + 1, device=seeds.device) * SPLITMIX_INCREMENT
     bits = seeds[:, None] + steps

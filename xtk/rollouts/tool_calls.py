@@ -49,7 +49,6 @@ def parse_tool_calls(text: str, call_format: str = "tags") -> list[ToolCall | Ma
     `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or preceded by `MAX_CALLS` others is a `MalformedToolCall`.
 
     Args:
-        text: text of the turn.
         call_format: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a
             turn that is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
 

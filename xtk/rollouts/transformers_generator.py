@@ -33,7 +33,6 @@ class TransformersGenerator(Generator):
 
     Args:
         model: a transformers model, with or without LoRA of peft; it is not copied.
-        tokenizer: the model's.
         batch_tokens: maximum tokens of prompts and completions in a batch, padding included.
     """
 
@@ -45,11 +44,7 @@ class TransformersGenerator(Generator):
 
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
-        """Load a model. Options: `adapter`, a peft folder; `model`, a loaded model to use instead.
-
-        Raises:
-            XtkError: it cannot be loaded, or has fewer embedding rows than its tokenizer has tokens.
-        """
+        """Load a model. Options: `adapter`, a peft folder; `model`, a loaded model to use instead."""
         if "model" in config.options:
             return cls(config.options["model"], config.tokenizer, config.batch_tokens)
         model = load_causal_lm(
@@ -74,11 +69,7 @@ class TransformersGenerator(Generator):
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order.
-
-        Raises:
-            XtkError: a prompt is empty or fills the context.
-        """
+        """Return one completion per request, in order."""
         lengths = [self._length(request, sampling) for request in requests]
         completions: dict[int, Completion] = {}
         with generation_mode(self._inner):
@@ -133,11 +124,7 @@ class TransformersGenerator(Generator):
         )
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Tensor]]) -> None:
-        """Load new weights; no state of the old ones is kept between calls.
-
-        Raises:
-            XtkError: a weight is not in the model, has another shape, or is missing.
-        """
+        """Load new weights; no state of the old ones is kept between calls."""
         own = self._inner.state_dict()
         left = {weight.data_ptr(): name for name, weight in own.items()}  # tied weights count once
         with torch.no_grad():
@@ -170,7 +157,6 @@ def generation_mode(model: Any, stop_ids: Collection[int] = ()) -> Iterator[None
     """Prepare a model for generation, and restore it afterwards.
 
     Args:
-        model: the model.
         stop_ids: tokens at which `generate` ends a row; without them it ends by the criteria of the caller.
     """
     from transformers import GenerationConfig

@@ -35,9 +35,6 @@ class VllmGenerator(Generator):
 
     Args:
         config: the model. Option `engine`: arguments of `vllm.LLM`, a mapping or `name=value` words.
-
-    Raises:
-        XtkError: vLLM is not installed, or cannot run this model.
     """
 
     has_engine_options: ClassVar[bool] = True
@@ -70,11 +67,7 @@ class VllmGenerator(Generator):
         return self._engine.max_model_len
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order.
-
-        Raises:
-            XtkError: a prompt fills the context, the engine fails, or it has no weights.
-        """
+        """Return one completion per request, in order."""
         if self._asleep or self._weights_missing:
             raise XtkError(
                 "the vLLM engine cannot generate: its weights were freed by sleep() and not loaded again",
@@ -97,10 +90,6 @@ class VllmGenerator(Generator):
 
         Args:
             weights: a folder that all workers see, or pairs of name and tensor, read one by one.
-
-        Raises:
-            XtkError: a weight is missing, or the engine refuses one. The engine may have a mix of old and new weights
-                then.
         """
         if self._asleep:
             raise XtkError(

@@ -96,7 +96,6 @@ def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = 
     checkpoints, interrupted or not.
 
     Args:
-        output: the run folder.
         keep: number of regular checkpoints to keep.
         damaged: corrupt checkpoints, which are always removed.
         finished: whether the finished student is written already.
@@ -132,7 +131,6 @@ class CheckpointSaver:
 
     Args:
         model: a transformers or PEFT model; its parameters may be sharded over processes.
-        optimizer: over the model's trained parameters.
         tokenizer_folder: folder with the tokenizer files, which are copied.
         start_token: start token of the written tokenizers; see `copy_tokenizer_files`.
         averages: EMA weights by parameter name, sharded like the parameters.
@@ -170,7 +168,6 @@ class CheckpointSaver:
 
         Args:
             output: the run folder, on storage that all processes share.
-            step: completed steps.
             trainer_state: counters of the run, stored in the manifest.
 
         Raises:
@@ -270,7 +267,6 @@ class CheckpointSaver:
         """Write the finished student into the run folder; `xtk.json` last, so that a folder without it is unfinished.
 
         Args:
-            output: the run folder.
             manifest: content of `xtk.json`.
             card: content of `README.md`.
             best_step: step whose weights, saved by `write_best`, become the student; None: the current weights.
@@ -337,15 +333,12 @@ class CheckpointSaver:
         With another number of processes or another layout, generators are reseeded from seed, step and stream.
 
         Args:
-            folder: the checkpoint folder.
-            seed: seed of the run.
             random_stream: processes with equal values sample the same random numbers; None: the rank.
 
         Returns:
             The content of the checkpoint's `xtk.json`.
 
         Raises:
-            XtkError: another artifact version.
             CorruptError: a file is missing, truncated, or of another model; `find_checkpoint` compares checksums.
         """
         content = read_run_manifest(folder, (CHECKPOINT,))

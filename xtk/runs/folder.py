@@ -55,7 +55,6 @@ def write_recipe(
     """Write `recipe.json`: the options of a run in the form of `--config`, and the identity of the run.
 
     Args:
-        folder: of the run.
         options: by their names in a configuration file.
         identity: the values and fingerprints that identify a run; no paths.
         evaluation: fingerprints of what the run is evaluated on, by option; they do not affect the student.
@@ -87,7 +86,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
         path: of the run folder, or of the recipe.
 
     Raises:
-        XtkError: there is no recipe, or it has another version.
         CorruptError: it is not valid.
     """
     file = path / RECIPE_FILE if path.is_dir() else path
@@ -104,7 +102,6 @@ def identity_in_recipe(content: Mapping[str, Any], where: str) -> dict[str, Any]
     """Return the run identity in the content of a recipe, also if it was written as YAML.
 
     Raises:
-        XtkError: it has another version.
         CorruptError: it is not valid.
     """
     if not is_recipe(content):
@@ -217,10 +214,8 @@ def write_run_manifest(
     """Write `xtk.json`, the last file of a folder, and return its content; a folder without it is unfinished.
 
     Args:
-        folder: of the files.
         content: `kind` and other fields.
         files: size and checksum of each file in the folder, from `file_entries`.
-        folders: the same for each subfolder.
     """
     whole = {**content, "version": VERSION, "files": files, "folders": folders or {}}
     whole["checksum"] = sha256(canonical_json(whole))
@@ -236,7 +231,6 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
         kinds: allowed kinds; empty: all.
 
     Raises:
-        XtkError: it has another version.
         CorruptError: it is missing, corrupt, or of another kind.
     """
     path = folder / RUN_MANIFEST
@@ -317,7 +311,6 @@ def verify_files(
     """Check that a folder contains exactly the files of its manifest, with the same sizes and checksums.
 
     Args:
-        folder: of the files.
         content: returned by `read_run_manifest`.
         excluded: names of files that are not checked.
         subset: (n, of): compare checksums only of every `of`-th file from the n-th, the largest files first.

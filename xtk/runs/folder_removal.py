@@ -46,22 +46,14 @@ def refuse_foreign_files_in_run(folder: Path, *, is_export: bool = False) -> Non
     """Refuse the folder of a run or an export that contains files which xtk did not write.
 
     Args:
-        folder: of the run or export.
         is_export: only the files of a model are allowed, none of a run.
-
-    Raises:
-        XtkError: names the other files.
     """
     if foreign := _foreign_files(folder, run=not is_export):
         raise foreign_files_error(foreign, str(folder))
 
 
 def remove_run(folder: Path) -> None:
-    """Remove the folder of a run; the recipe, which identifies a run, is removed last.
-
-    Raises:
-        XtkError: the folder contains other files; nothing is removed.
-    """
+    """Remove the folder of a run; the recipe, which identifies a run, is removed last."""
     refuse_foreign_files_in_run(folder)
     for path in sorted(folder.iterdir(), key=lambda path: path.name == RECIPE_FILE):
         if path.name.startswith(LOCK_PREFIX):  # the process that holds the lock removes it

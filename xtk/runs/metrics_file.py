@@ -32,7 +32,6 @@ class MetricsFile:
     """Writer of JSON lines, one per logged step.
 
     Args:
-        path: path of the file.
         last_step: the step from which the run resumes; lines of later steps are removed. -1: all.
     """
 

@@ -44,7 +44,6 @@ def _find_finished_run(output: Path, identity: dict[str, Any]) -> dict[str, Any]
     """Return the content of `xtk.json` of a finished run; None if it is unfinished. Changes no file.
 
     Raises:
-        XtkError: the folder has a run with another recipe or artifact version.
         CorruptError: the manifest of a finished run is corrupt, or a weights file has the wrong size.
     """
     recipe = read_recipe(output)
@@ -102,12 +101,8 @@ def check_evaluation(output: Path, evaluation: Mapping[str, str], *, is_finished
     without any of them can be continued with them.
 
     Args:
-        output: the run folder.
         evaluation: fingerprints of the requested data and tasks, by option.
         is_finished: whether the run is finished, so that no further evaluation takes place.
-
-    Raises:
-        XtkError: names the options.
     """
     stated = read_evaluation(output) if (output / RECIPE_FILE).is_file() else None
     if stated is None:
@@ -142,15 +137,11 @@ def prepare_run_folder(
     The folder is locked by this process.
 
     Args:
-        output: the run folder.
         options: command-line options, stored in `recipe.json`.
         identity: the run's options and input fingerprints.
         resumed: the checkpoint that the run continues from.
         force: replace a run with other options or inputs.
         evaluation: fingerprints of what the run is evaluated on, by option.
-
-    Raises:
-        XtkError: another command has written a run into the folder since then, on a file system without locks.
     """
     output.mkdir(parents=True, exist_ok=True)
     if force:
@@ -197,13 +188,11 @@ def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bo
     tried.
 
     Args:
-        output: the run folder.
         identity: the run's options and input fingerprints, which the checkpoint must match.
         needs_best: whether the run uses early stopping, so that the best weights so far are needed too.
 
     Raises:
         CorruptError: all checkpoints are corrupt, or the metrics file is.
-        XtkError: another artifact version.
     """
     checkpoints = process_group.all_gather_object(list_checkpoints(output))[0]
     run, damaged, failure = run_fingerprint(identity), list[Path](), None

@@ -39,13 +39,7 @@ def complete_rollout_files(folder: Path) -> list[Path] | None:
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], run: str) -> None:
-    """Write rollouts to a file, each with a checksum.
-
-    Args:
-        path: the file.
-        rollouts: the rollouts.
-        run: fingerprint of the run.
-    """
+    """Write rollouts to a file, each with a checksum."""
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for number, rollout in enumerate(rollouts):
             sampled, top_ids = rollout.document.sampled_tokens, rollout.top_ids
@@ -82,9 +76,7 @@ def read_rollouts(path: Path, run: str, prompts: Sequence[Prompt]) -> list[Rollo
     """Return the rollouts in a file.
 
     Args:
-        path: the file.
         run: fingerprint of the run that wrote it.
-        prompts: all prompts of the run.
 
     Raises:
         CorruptError: a record does not match its checksum, which covers its place in the file of this run.

@@ -151,10 +151,7 @@ def write_sharded_state(
     """Write the blocks of this process.
 
     Args:
-        path: path of the safetensors file.
-        blocks: blocks with their values.
         shapes: full shape of each tensor, by name.
-        header: additional header content.
     """
     tensors, entries = {}, {}
     for box, tensor in blocks:
@@ -177,9 +174,6 @@ class _Stored:
 
 class ShardedStateReader:
     """Reads tensors from the files of all processes.
-
-    Args:
-        paths: the files of all processes.
 
     Raises:
         CorruptError: a file is truncated, or has no xtk header.

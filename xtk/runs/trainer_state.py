@@ -58,12 +58,7 @@ class TrainerState:
 
         Args:
             step: counted from 1.
-            loss: of the step.
-            gradient_norm: norm of its gradient.
             max_consecutive: maximum number of such steps in a row.
-
-        Raises:
-            XtkError: there are more.
         """
         self.skipped_steps += 1
         self.consecutive_skipped_steps += 1

@@ -58,11 +58,7 @@ class CacheRequest:
     backend_options: dict[str, Any] = field(default_factory=dict)
 
     def teacher_tokenizer(self) -> Tokenizer:
-        """Return the teacher's tokenizer, loaded from its folder.
-
-        Raises:
-            XtkError: the folder has no fast tokenizer, or it lacks the start token.
-        """
+        """Return the teacher's tokenizer, loaded from its folder."""
         return Tokenizer(self.teacher_folder, name=self.teacher_name, start_token=self.start_token)
 
     @property
@@ -72,11 +68,7 @@ class CacheRequest:
 
 
 def check_cache_request(request: CacheRequest) -> None:
-    """Check the options before any data is read.
-
-    Raises:
-        XtkError: names the invalid option.
-    """
+    """Check the options before any data is read."""
     support = request.support
     if request.long_documents not in LONG_DOCUMENTS:
         raise unknown_name_error("value of --long-documents", request.long_documents, LONG_DOCUMENTS)
@@ -97,13 +89,7 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer, weights: str = "")
     """Return the opened teacher: loaded, or connected to its servers.
 
     Args:
-        request: the teacher and its options.
-        tokenizer: of the teacher.
         weights: identity of its weights in the header of the cache; "": not compared.
-
-    Raises:
-        XtkError: it cannot be loaded, or its embedding has fewer rows than its tokenizer has tokens.
-        MismatchError: its files were replaced since the header was made.
     """
     backend = load_registered(BACKENDS, request.backend, "backend")
     teacher: TeacherBackend = backend(
@@ -135,11 +121,7 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer, weights: str = "")
 
 
 def sharding_options(request: CacheRequest) -> ShardingOptions:
-    """Return how the documents of a request are split and assigned to shards.
-
-    Raises:
-        XtkError: the teacher's configuration is missing or cannot be read.
-    """
+    """Return how the documents of a request are split and assigned to shards."""
     context = max_context_length(load_model_config(request.teacher_folder, trust_remote_code=request.trust_remote_code))
     limits = [limit for limit in (context, request.max_length) if limit]
     return ShardingOptions(min(limits, default=None), request.max_length, request.long_documents, request.shard_tokens)
@@ -199,13 +181,8 @@ def compose_cache_header(
     """Return the header of a cache, from a request or of log-probabilities from elsewhere.
 
     Args:
-        tokenizer: the teacher's.
-        plan: the documents.
         vocabulary_order: of the cache, if the codec needs it.
         support: which entries of each distribution are stored.
-        precision: of the stored log-probabilities.
-        name: the teacher's name.
-        weights: identity of its weights.
         options: further options that affect the content.
     """
     sampling = {"num_samples": support.num_samples, "num_sample_sets": support.num_sample_sets, "seed": support.seed}

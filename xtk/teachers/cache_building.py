@@ -45,11 +45,7 @@ class CachePartition:
     num_machines: int = 1
 
     def check(self) -> None:
-        """Check the options.
-
-        Raises:
-            XtkError: names the invalid option.
-        """
+        """Check the options."""
         if self.num_processes < 1:
             raise XtkError(
                 f"--num-processes is {self.num_processes}, but must be at least 1",
@@ -82,19 +78,13 @@ def cache_teacher(
     """Score a corpus with a teacher into a cache, and return its figures; finished shards of a killed run are kept.
 
     Args:
-        request: teacher and options.
         corpus: the documents, read twice: once to plan, once to score.
         location: path or URL of the cache.
-        force: replace an existing cache.
         partition: the part that this run writes, and the number of processes; None: everything, in this process.
 
     Returns:
         `documents`, `positions`, `tokens`, `bytes` and `teacher_bits_per_byte` of the finished cache; None while shards
         of other machines are missing.
-
-    Raises:
-        XtkError: the data is empty or too long for the teacher, the folder contains another cache or has another
-            writer, or the model cannot be loaded.
     """
     partition = partition or CachePartition()
     check_cache_request(request)

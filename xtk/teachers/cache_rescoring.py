@@ -38,12 +38,9 @@ def verify_cache(
     """Score evenly spaced documents of a cache again, and compare their stored log-probabilities with the teacher's.
 
     Args:
-        cache: the cache.
         folder: the teacher, a local model folder.
         name: name of the teacher in messages.
-        documents: number of documents to score.
         trust_remote_code: allow model code from the model's folder.
-        options: of the backend.
 
     Returns:
         `documents`, `positions`; `largest_logprob_difference`, `largest_entropy_difference` and
@@ -52,7 +49,6 @@ def verify_cache(
         `same_weights`.
 
     Raises:
-        MismatchError: the model has another tokenizer, or other weights and other log-probabilities.
         CorruptError: the weights are the teacher's, and the log-probabilities differ.
     """
     tokenizer = Tokenizer(folder, name=name)

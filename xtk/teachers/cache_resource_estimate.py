@@ -59,9 +59,6 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
         `tokens_per_second`: extrapolated from the sample, for one process on this machine. `memory_bytes`: peak memory
         of this process; `device_memory_bytes`: of the accelerator. `sampled_documents`. `regions`: of the sample, as in
         `RegionStatistics.to_json`; empty if it has no conversation.
-
-    Raises:
-        XtkError: as `cache_teacher`.
     """
     check_cache_request(request)
     tokenizer = request.teacher_tokenizer()

@@ -127,14 +127,8 @@ def make_shard_plan(
     """Read the data once, and return the assignment of its documents to shards; print notes on unusual data.
 
     Args:
-        sharding: maximum lengths.
-        corpus: the data.
-        tokenizer: the teacher's.
         on_document: called with every document in the form that will be cached.
         log_prefix: prefix of notes, the command; "": no notes, if they are already printed.
-
-    Raises:
-        XtkError: the data is empty or too long for the teacher.
     """
     fingerprint = CorpusFingerprint()
     plan = ShardPlan(sharding.shard_tokens, np.zeros(tokenizer.embedding_rows, np.int64))
@@ -225,11 +219,7 @@ def _report_too_long(
 def read_shards(
     sharding: ShardingOptions, corpus: Corpus, tokenizer: Tokenizer, plan: ShardPlan, shard_numbers: set[int]
 ) -> Iterator[tuple[int, list[tuple[Document, TokenSequence]]]]:
-    """Yield the number and the documents of each requested shard; documents of other shards are not tokenized.
-
-    Raises:
-        XtkError: the data changed since the shards were planned.
-    """
+    """Yield the number and the documents of each requested shard; documents of other shards are not tokenized."""
     fingerprint = CorpusFingerprint()
     held: list[Document] = []
     number = 0

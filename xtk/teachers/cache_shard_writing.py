@@ -62,17 +62,8 @@ def write_shards(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Score and write shards: while one is scored, the next is read and the previous one is written.
 
-    Args:
-        job: the cache.
-        teacher: the opened backend.
-        tokenizer: the teacher's.
-        shard_numbers: the shards to write.
-
     Yields:
         The number and the manifest entry of each written shard.
-
-    Raises:
-        XtkError: the data changed, or the teacher returned values that are not a distribution.
     """
     folder = open_folder(job.location)
     rows_of = job.plan.chunks_per_shard()
@@ -102,11 +93,7 @@ def write_shards(
 def _score_documents(
     job: CacheJob, teacher: TeacherBackend, number: int, pieces: list[tuple[Document, TokenSequence]]
 ) -> list[ScoredDocument]:
-    """Return the scored documents of a shard.
-
-    Raises:
-        XtkError: the teacher returned values that are not a distribution.
-    """
+    """Return the scored documents of a shard."""
     candidate_ids = candidate_ids_of(pieces, job.request.support, job.corpus.name)
     scores = teacher.score([tokens for _, tokens in pieces], candidate_ids)
     where = f"{job.corpus.name}, shard {number}"
@@ -134,12 +121,7 @@ def candidate_ids_of(pieces: Sequence[Chunk], support: Support, where: str) -> l
     """Return the candidate ids of the data at each trained token, for `--support candidates`; None for others.
 
     Args:
-        pieces: documents with their teacher tokens.
-        support: of the cache.
         where: the data, for errors.
-
-    Raises:
-        XtkError: a document has none.
     """
     if support.kind != "candidates":
         return None

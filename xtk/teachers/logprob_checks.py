@@ -37,11 +37,7 @@ def check_scored_document(
         where: name of the document in messages.
         vocab_size: U, all ids are below it; None: any.
         support: the requested support; None: samples are not counted.
-        precision: of the cache.
         hints: what to do about invalid shapes or ids ("arrays"), values ("values") and logits ("logits").
-
-    Raises:
-        XtkError: names what is invalid.
     """
     scores = scored.stored_logprobs
     if failure := _wrong_shapes(scores, scored, support):

@@ -68,16 +68,12 @@ class OnlineTeacher:
 
     Args:
         request: its model and options, with the seed of the first epoch.
-        tokenizer: the teacher's.
         num_candidates: for the support `candidates`, approximate number of candidate ids per generated token.
         student_weights: if the student is its own teacher, a key of `STUDENT_WEIGHTS`; "": a separate model.
         devices: separate devices on this machine; (): it alternates with the student on the student's devices.
 
     Attributes:
         header: header of a cache of the whole corpus; set by `read_corpus`.
-
-    Raises:
-        XtkError: an option is invalid, or the model does not exist.
     """
 
     def __init__(self, request: CacheRequest, tokenizer: Tokenizer, num_candidates: int = DEFAULT_NUM_CANDIDATES,
@@ -127,15 +123,11 @@ class OnlineTeacher:
         """Read all data once, and return the documents as they will be scored.
 
         Args:
-            corpus: the data.
             log_prefix: prefix of notes on the data; "": no notes.
 
         Returns:
             The documents, where too long ones are truncated, split or skipped, and int32 [documents], the number of
             the teacher's tokens of each.
-
-        Raises:
-            XtkError: the data is empty, or too long for the teacher.
         """
         documents: list[Document] = []
         sizes: list[int] = []
@@ -155,7 +147,6 @@ class OnlineTeacher:
         Args:
             block: documents from `read_corpus`.
             num_tokens: int32 [documents], the teacher's tokens of each.
-            location: path of the cache.
             epoch: number of completed epochs, added to the seed of the samples.
         """
         whole = self._read_plan()
@@ -187,7 +178,6 @@ class OnlineTeacher:
 
         Args:
             job: from `make_job`.
-            shard_numbers: the shards to write.
             student_model: if the student is its own teacher, its `BackboneWithHead` with the weights to use.
         """
         if not shard_numbers:
@@ -237,11 +227,6 @@ def parse_online_teacher(
         text: value of --teacher; `engine.NAME=VALUE` means `--engine NAME=VALUE`, `top_k=all` the whole vocabulary.
         long_documents: treatment of documents that are longer than its context: see `LONG_DOCUMENTS`.
         trust_remote_code: allow model code from the model's folder.
-        student: the student's folder.
-        devices: separate devices on this machine.
-
-    Raises:
-        XtkError: the model or an option does not exist, or a value is invalid.
     """
     match = _TEACHER_SPEC.fullmatch(text)
     model = text if match is None else match["model"]
@@ -340,15 +325,10 @@ def read_corpus_for_all(
     """Read the same documents for several teachers; each document is limited to what all teachers can read.
 
     Args:
-        teachers: one or more.
-        corpus: the data.
         log_prefix: prefix of notes on the data; "": no notes.
 
     Returns:
         The documents, and int32 [teachers, documents], the number of tokens of each teacher.
-
-    Raises:
-        XtkError: the data is empty or too long for a teacher, or has token ids while the tokenizers differ.
     """
     several = len({teacher.teacher_tokenizer.fingerprint for teacher in teachers}) > 1
     while True:

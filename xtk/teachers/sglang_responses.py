@@ -20,7 +20,6 @@ def request_body(prompt: str | list[int], top_k: int) -> dict[str, Any]:
 
     Args:
         prompt: text, or token ids.
-        top_k: number of listed tokens.
     """
     given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
     sampling = {"max_new_tokens": 0, "temperature": 0}
@@ -46,11 +45,6 @@ def prompt_entries(answer: Any) -> tuple[list[Any], list[Any]]:
 
 def parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogprobs:
     """Return the top log-probabilities at the trained tokens of a document.
-
-    Args:
-        answer: the response.
-        document: the document.
-        top_k: K.
 
     Raises:
         RetryableError: the response has fewer or other tokens, or values that are not numbers.

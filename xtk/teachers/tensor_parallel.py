@@ -38,9 +38,6 @@ class TensorParallelModel:
     Args:
         num_processes: processes, including this one.
         load_arguments: arguments of `load_causal_lm`, including `options`.
-
-    Raises:
-        XtkError: there are fewer devices, or the model cannot be loaded or partitioned.
     """
 
     def __init__(self, num_processes: int, load_arguments: Mapping[str, Any]) -> None:
@@ -70,9 +67,6 @@ class TensorParallelModel:
 
         Args:
             input_ids: [B, T].
-
-        Raises:
-            XtkError: another process has ended.
         """
         try:
             torch.distributed.broadcast(torch.tensor(input_ids.shape, device=input_ids.device), 0)

@@ -55,9 +55,6 @@ class TransformersTeacher(TeacherBackend):
         request: model and options. In `options`, `engine` is passed to `from_pretrained`, except `tp_size`, the
             number of tensor-parallel processes; `adapter` is the folder of a PEFT adapter; `cut` is a loaded model of
             the caller, and `weights` its identity.
-
-    Raises:
-        XtkError: the model cannot be loaded, or an option is invalid.
     """
 
     support_kinds: ClassVar[frozenset[str]] = frozenset(SUPPORTS)
@@ -298,7 +295,6 @@ def systematic_sample(weights: Tensor, uniforms: Tensor, num_samples: int) -> tu
     Args:
         weights: [N, U], 0 for ids that must not be sampled.
         uniforms: float64 [N, R], in [0, 1), the start of each set.
-        num_samples: n.
 
     Returns:
         Ids int64 [N, R, n], -1 where all weights are 0; and the sums of the weights, float64 [N].

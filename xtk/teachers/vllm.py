@@ -47,9 +47,6 @@ class VllmTeacher(TeacherBackend):
     Args:
         request: model and options. In `options`, `engine` is passed to `vllm.LLM`, and `longest` is the length
             of the longest document, so that vLLM reserves no memory for longer ones.
-
-    Raises:
-        XtkError: vLLM is not installed, cannot run this model, or does not support the requested support.
     """
 
     support_kinds: ClassVar[frozenset[str]] = SUPPORTED_KINDS
@@ -92,9 +89,6 @@ class VllmTeacher(TeacherBackend):
         Args:
             documents: at most `max_document_tokens` tokens each.
             candidate_ids: not supported, always None.
-
-        Raises:
-            XtkError: the engine fails, or returns values that are not log-probabilities.
         """
         check_document_lengths(documents, self.max_document_tokens, self._name)
         heads = [empty_top_logprobs(self._top_k)] * len(documents)

@@ -70,9 +70,6 @@ class ServerTeacher(TeacherBackend):
 
     Attributes:
         model: name of the model on the servers.
-
-    Raises:
-        XtkError: a server does not respond, does not support this API, or has another model or tokenizer.
     """
 
     support_kinds: ClassVar[frozenset[str]] = SUPPORTED_KINDS
@@ -136,9 +133,6 @@ class ServerTeacher(TeacherBackend):
         Args:
             documents: at most `max_document_tokens` tokens each.
             candidate_ids: not supported, always None.
-
-        Raises:
-            XtkError: no server responds, or the responses are not log-probabilities.
         """
         check_document_lengths(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
         return gather_responses(self._endpoints, map(self._score, documents))
@@ -189,9 +183,6 @@ class ServerTeacher(TeacherBackend):
         """Return a server's log-probabilities of the tokens of a text; None if it tokenizes the text differently.
 
         Requests the top K already here, so that a server with a smaller maximum refuses before the work begins.
-
-        Raises:
-            MismatchError: the server has another tokenizer.
         """
         probe = tokenizer_probe(self._tokenizer, context_length)
         (ours,) = self._tokenizer.encode([probe])
@@ -302,11 +293,7 @@ def _parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogp
 
 
 def _last_token_logprobs(choice: dict[str, Any], top_k: int) -> dict[str, dict[str, float]]:
-    """Return the log-probabilities of the generated token, in the form of `prompt_logprobs`.
-
-    Raises:
-        XtkError: the server computes them after masking the tokens that are not allowed.
-    """
+    """Return the log-probabilities of the generated token, in the form of `prompt_logprobs`."""
     try:
         logprobs = choice["logprobs"]
         (entry,), (own,) = logprobs["top_logprobs"], logprobs["tokens"]

@@ -37,11 +37,7 @@ class TopLogprobs:
 
 
 def check_support_kind(request: TeacherConfig) -> None:
-    """Refuse a support that needs more than the top tokens of a distribution.
-
-    Raises:
-        XtkError: names a backend that supports it.
-    """
+    """Refuse a support that needs more than the top tokens of a distribution."""
     kind = request.support.kind
     if kind in SUPPORTED_KINDS:
         return
@@ -58,11 +54,7 @@ def check_support_kind(request: TeacherConfig) -> None:
 
 
 def check_document_lengths(documents: Sequence[TokenSequence], max_tokens: int | None, name: str) -> None:
-    """Refuse documents that are longer than the context of the engine or server that runs the teacher.
-
-    Raises:
-        XtkError: states the maximum length.
-    """
+    """Refuse documents that are longer than the context of the engine or server that runs the teacher."""
     longest = max((num_tokens_to_read(document) for document in documents), default=0)
     if max_tokens is not None and longest > max_tokens:
         raise XtkError(
@@ -94,14 +86,9 @@ def top_logprobs_to_stored(
     """Return the stored log-probabilities of a document from the top log-probabilities at its trained tokens.
 
     Args:
-        document: the scored document.
         top_logprobs: of each trained token; may contain more ids than the support keeps.
-        support: which entries are kept.
         vocab_size: U, ids are below it.
         where: the source, for errors.
-
-    Raises:
-        XtkError: the values are not log-probabilities of a distribution.
     """
     observed_ids = document.ids[trained_positions(document)]
     _check_top_logprobs(top_logprobs, observed_ids, vocab_size, where)
@@ -192,10 +179,8 @@ def separate_observed(
 
     Args:
         ids: of all positions, concatenated.
-        logprobs: of these ids.
         lengths: [P], K, or K + 1 if the observed token is not among the top K.
         observed_ids: [P], the observed tokens.
-        top_k: K.
 
     Raises:
         RetryableError: an observed token is missing.

@@ -31,11 +31,7 @@ class WorkerPool:
 
     Args:
         num_processes: number of processes; several have separate devices, if this machine has devices.
-        job: the cache.
         devices: devices that all processes see; (): as above.
-
-    Raises:
-        XtkError: there are fewer devices, or the teacher cannot be opened.
     """
 
     def __init__(self, num_processes: int, job: CacheJob, devices: Sequence[int] = ()) -> None:
@@ -71,9 +67,6 @@ class WorkerPool:
 
         Yields:
             The number and the manifest entry of each written shard.
-
-        Raises:
-            XtkError: an error in one of the processes.
         """
         for at, worker in enumerate(self._workers):
             worker.send(shard_numbers[at :: len(self._workers)])
@@ -92,11 +85,7 @@ class WorkerPool:
 
 
 def _worker_environments(count: int) -> list[dict[str, str]]:
-    """Return the environment of each process, with its device or its number of CPU threads.
-
-    Raises:
-        XtkError: there are fewer devices than processes.
-    """
+    """Return the environment of each process, with its device or its number of CPU threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     common = environment_without_launcher_variables()
     common.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))

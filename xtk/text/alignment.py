@@ -71,8 +71,6 @@ def separate_added_spaces(
 
     Args:
         spans: int32 [C, 4], from `align_sequences`.
-        student: the student's sequence.
-        teacher: the teacher's sequence.
 
     Returns:
         int32 [D, 4], ascending.

@@ -123,8 +123,6 @@ class AlignmentStatistics:
     """Alignment statistics over a corpus, in constant memory.
 
     Args:
-        student: the student's tokenizer.
-        teacher: the teacher's tokenizer.
         num_worst: number of worst documents to keep in full: those with the largest fraction of bytes in n:m spans or
             in none.
     """

@@ -48,8 +48,6 @@ def matching_runs(first_text: str, second_text: str, *, ignore_case_and_accents:
     A match that is shorter than the differences before and after it is a coincidence, and is dropped.
 
     Args:
-        first_text: a text.
-        second_text: another.
         ignore_case_and_accents: match characters that differ in case, accent or width.
 
     Returns:

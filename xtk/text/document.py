@@ -188,11 +188,7 @@ class Document:
 
     @cached_property
     def text(self) -> str:
-        """The text of the document.
-
-        Raises:
-            XtkError: it consists of the teacher's token ids, which are not decoded yet.
-        """
+        """The text of the document."""
         if self.teacher_tokens is not None and not self.segments:
             raise XtkError(
                 "the data has only input_ids (teacher token ids), but this command needs text",

@@ -29,11 +29,7 @@ _HINT = "copy or download the model again"
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return the object in a folder's config.json; an empty dict if there is no such file.
-
-    Raises:
-        XtkError: it is not a JSON object, is nested too deeply, or has an implausible number.
-    """
+    """Return the object in a folder's config.json; an empty dict if there is no such file."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return {}

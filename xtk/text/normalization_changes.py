@@ -82,7 +82,6 @@ def count_normalization_loss(
     """Return the number of characters that a tokenizer changes. Texts with exact tokens take no extra time.
 
     Args:
-        tokenizer: the tokenizer.
         texts: any number; at most a thousand at a time are in memory.
         encoded: the texts' tokens, if available.
     """

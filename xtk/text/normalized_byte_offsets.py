@@ -32,7 +32,6 @@ def byte_ends_from_offsets(
     those of the text, each token ends by its bytes.
 
     Args:
-        text: the text that was tokenized.
         offsets: [n], the character range of each token, from the backend.
         spellings: [n], the bytes of each token.
         normalize: the tokenizer's normalizer; None without one.

@@ -76,11 +76,7 @@ def completion_text(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_sta
 
 
 def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledTokens | None:
-    """Return the sampled tokens of a document if tokenizer and template are those of its student; else None.
-
-    Raises:
-        XtkError: an id is not in the vocabulary.
-    """
+    """Return the sampled tokens of a document if tokenizer and template are those of its student; else None."""
     sampled = document.sampled_tokens
     if sampled is None or sampled.tokenizer_fingerprint != tokenizer.fingerprint:
         return None
@@ -106,11 +102,7 @@ def _decode_run(tokenizer: Tokenizer, ids: NDArray[np.int32], text: str, *, is_f
 
 
 def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampled: SampledTokens) -> dict[str, Any]:
-    """Return the fields of a `TokenSequence` of sampled tokens, not aligned in prompts, templates and tool messages.
-
-    Raises:
-        XtkError: the text of the trained segments differs from that of the tokens.
-    """
+    """Return the fields of a `TokenSequence` of sampled tokens, not aligned in prompts, templates and tool messages."""
     ids, size = sampled.ids, len(sampled.ids)
     edges = np.cumsum([0, *(len(segment.text.encode()) for segment in document.segments)])
     numbers = [number for number, segment in enumerate(document.segments) if segment.train]
@@ -178,9 +170,6 @@ def splice_sampled_tokens(
     A run is replaced only if it begins and ends on token boundaries.
 
     Args:
-        tokenizer: the student's.
-        document: the rollout.
-        sampled: its sampled tokens.
         sequence_fields: fields of the tokenized `TokenSequence`, in bytes of the document.
 
     Returns:

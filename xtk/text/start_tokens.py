@@ -19,7 +19,6 @@ def own_start_ids(backend: Any, configuration: Mapping[str, Any]) -> tuple[int, 
 
     Args:
         backend: the tokenizer of the library `tokenizers`, with its post-processor, without padding and truncation.
-        configuration: content of tokenizer_config.json.
     """
     is_replaced = str(configuration.get("tokenizer_class", "")).startswith(_WITHOUT_POST_PROCESSOR)
     if is_replaced or backend.post_processor is None:

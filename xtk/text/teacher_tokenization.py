@@ -29,16 +29,11 @@ def teacher_views(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list
     """Return documents as the teacher sees them.
 
     Args:
-        tokenizer: the teacher's.
         documents: any; students must use the returned documents.
 
     Returns:
         Each document (with decoded text if it is given as token ids) and the teacher's token sequence of it:
         `byte_ends` and `text_runs` in bytes of the document's text, `segment_end_tokens` of its segments.
-
-    Raises:
-        XtkError: as `tokenize_documents`; ids that are not in the tokenizer or are not UTF-8 text; a number of lists of
-            candidate_ids that is not the number of trained tokens.
     """
     views = [_teacher_document(tokenizer, document) for document in documents]
     plain = [view.document for view, document in zip(views, documents, strict=True) if not document.teacher_tokens]

@@ -140,11 +140,7 @@ class TokenSequence:
         return self.bytes_of(int(self.ids[token]))[size:]
 
     def whitespace_mask(self, text: str) -> NDArray[np.bool_]:
-        """Return bool [T], the tokens whose bytes in the document's text are all spaces, tabs or newlines.
-
-        Args:
-            text: the document's text.
-        """
+        """Return bool [T], the tokens whose bytes in the document's text are all spaces, tabs or newlines."""
         others = np.append(0, np.cumsum(~_IS_WHITESPACE[np.frombuffer(text.encode(), np.uint8)]))
         starts = self.byte_starts
         stops = np.maximum(self.byte_ends, starts)
@@ -197,9 +193,6 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
     A text follows `Tokenizer.start_ids`; the end token is eos. Without a start token the first token of a text has no
     prediction and is not trained. A conversation is rendered with the tokenizer's chat template, which adds such tokens
     itself.
-
-    Raises:
-        XtkError: for a conversation, the tokenizer has no chat template, or it refuses the messages.
     """
     own = [sampled_tokens_for(tokenizer, document) for document in documents]
     others = [document for document, sampled in zip(documents, own, strict=True) if sampled is None]
@@ -260,9 +253,6 @@ def count_preserved_bytes(
     """Return the number of bytes of a document's trained text, from `start` on, that are unchanged in the sequence.
 
     Args:
-        document: the document.
-        sequence: its tokens.
-        start: first byte to count.
         with_marks: count also marks of reasoning and tool calls that are text in this tokenizer.
         with_borders: count also bytes of tokens that end in the template's text.
     """

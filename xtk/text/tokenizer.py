@@ -112,9 +112,6 @@ class Tokenizer:
         unknown_id: the unk token; None if the tokenizer can encode every text.
         embedding_rows: rows of the model's embedding if the folder has a model configuration, else the vocabulary size.
         start_ids: the tokens that precede a text; empty: the first token of a text has no prediction.
-
-    Raises:
-        XtkError: the folder has no fast tokenizer, it is corrupt, or it lacks the start token.
     """
 
     def __init__(
@@ -178,11 +175,7 @@ class Tokenizer:
         return len(self.vocabulary)
 
     def with_start_token(self, start_token: str | tuple[int, ...]) -> Tokenizer:
-        """Return the same tokenizer with another start token.
-
-        Raises:
-            XtkError: the tokenizer lacks this token.
-        """
+        """Return the same tokenizer with another start token."""
         other = object.__new__(Tokenizer)
         other.__dict__.update(self.__dict__)
         other._set_start(start_token)
@@ -376,11 +369,7 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The chat template.
-
-        Raises:
-            XtkError: the tokenizer has none.
-        """
+        """The chat template."""
         if self._template is None:
             raise XtkError(
                 "this tokenizer has no chat template, but the data has conversations",
@@ -456,7 +445,6 @@ class Tokenizer:
         """Split a text at its special tokens.
 
         Args:
-            text: the text.
             controls: (character, id) of each, ascending.
 
         Returns:

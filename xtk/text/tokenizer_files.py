@@ -55,11 +55,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read the files of a tokenizer; other formats than tokenizer.json are converted.
-
-    Raises:
-        XtkError: the folder has no fast tokenizer, or a file is corrupt.
-    """
+    """Read the files of a tokenizer; other formats than tokenizer.json are converted."""
     raw, configuration = _read_tokenizer_json(folder)
     with wrap_backend_errors("invalid tokenizer.json", str(folder)), _no_garbage_collection():
         content = json.loads(raw, parse_float=_round_score)

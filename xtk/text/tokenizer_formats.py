@@ -106,9 +106,6 @@ def convert_tokenizer_files(folder: Path) -> FileContents | None:
 
     Supports `tekken.json` (mistral-common), `*.tiktoken` and `tokenizer.model` with BPE ranks (tiktoken, Llama 3), and
     SentencePiece's `tokenizer.model`, `spiece.model`, `sentencepiece.bpe.model`. None if the folder has none of these.
-
-    Raises:
-        XtkError: the file is truncated or corrupt, or its type is not supported.
     """
     for pattern, read in _FORMAT_READERS.items():
         for path in sorted(folder.glob(pattern)):
@@ -236,7 +233,6 @@ def add_tokens(content: dict[str, Any], tokens: Mapping[int, Mapping[str, Any]])
     """Add tokens to a converted tokenizer.json, in place, as the slow tokenizers of transformers do.
 
     Args:
-        content: the parsed file.
         tokens: {id: {"content": text, "special": True by default}}. One with the id of a piece replaces it.
     """
     model, added = content["model"], {token["id"]: token for token in content["added_tokens"]}

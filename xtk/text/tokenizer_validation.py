@@ -20,12 +20,7 @@ def check_tokenizer_json(content: Any, where: str) -> None:
     """Refuse a tokenizer.json that could take unlimited memory or time, before anything is built from it.
 
     Args:
-        content: the parsed JSON.
         where: name of the tokenizer in errors.
-
-    Raises:
-        XtkError: it is not an object with a model, has an id of MAX_TOKENS or above, an added token without text, or a
-            normalizer that outputs more than MAX_NORMALIZER_GROWTH bytes per byte.
     """
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict):
@@ -69,11 +64,7 @@ def bpe_dropout(content: Mapping[str, Any]) -> float:
 
 @contextlib.contextmanager
 def wrap_backend_errors(what: str, where: str) -> Iterator[None]:
-    """Convert exceptions of the tokenizers library, including Rust panics, to XtkError.
-
-    Raises:
-        XtkError: `what`, followed by the library's message.
-    """
+    """Convert exceptions of the tokenizers library, including Rust panics, to XtkError."""
     try:
         yield
     except XtkError:

@@ -198,7 +198,6 @@ def read_vocabulary(content: dict[str, Any], backend: Any) -> ByteVocabulary:
     """Return the bytes of each token of a tokenizer.
 
     Args:
-        content: the parsed tokenizer.json.
         backend: the same as `tokenizers.Tokenizer`.
     """
     added, model = content["added_tokens"], content["model"]

@@ -52,7 +52,6 @@ def distill(
     """Train a student and return the content of its manifest; runs in this process, which may be one of several.
 
     Args:
-        paths: inputs and output.
         recipe: the options that decide the result.
         logging_config: logging, evaluation and checkpoints.
         inputs: from `open_inputs`.
@@ -141,11 +140,7 @@ def _find_finished(
 def run_identity(
     recipe: TrainConfig, inputs: RunInputs, num_data_shards: int, logging_config: LoggingConfig
 ) -> dict[str, Any]:
-    """Return the options and fingerprints that decide whether two runs are the same, as a recipe file has them.
-
-    Raises:
-        XtkError: early stopping without evaluation.
-    """
+    """Return the options and fingerprints that decide whether two runs are the same, as a recipe file has them."""
     held_out: dict[str, Any] = {}
     if recipe.early_stopping_patience:
         if not ((logging_config.eval_documents or inputs.held_out) and logging_config.eval_steps):
@@ -221,11 +216,7 @@ def _add_evaluators(run: TrainingRun, inputs: RunInputs) -> None:
 def _check_student_options(
     recipe: TrainConfig, teachers: Sequence[OnlineTeacher], layout: ParallelConfig, adapted: bool
 ) -> None:
-    """Check that the sharded student can generate, be offloaded, or be its own teacher, as the options require.
-
-    Raises:
-        XtkError: it cannot.
-    """
+    """Check that the sharded student can generate, be offloaded, or be its own teacher, as the options require."""
     if recipe.on_policy is not None:
         check_generation_backend(recipe.on_policy, layout)
         check_engine_can_load(recipe.on_policy, recipe.preparation)
@@ -249,12 +240,7 @@ def _check_student_options(
 
 
 def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: LoggingConfig) -> Any:
-    """Join the process group; return Accelerate's accelerator.
-
-    Raises:
-        XtkError: a tracker is not installed, Accelerate is configured to shard the model itself, or DataLoader workers
-            are used with online teachers.
-    """
+    """Join the process group; return Accelerate's accelerator."""
     check_trackers(logging_config.report_to)
     if paths.online_teachers and logging_config.dataloader_num_workers:
         raise XtkError("--teacher does not support --dataloader-num-workers", hint="use --dataloader-num-workers 0")

@@ -40,9 +40,7 @@ class LogprobCheck:
 
     Args:
         model: the student, wrapped for its parallel layout.
-        parallel: the parallel layout.
         packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
-        device: device of this process.
     """
 
     def __init__(self, model: nn.Module, parallel: ParallelConfig, packing_multiple: int, device: torch.device) -> None:
@@ -54,10 +52,6 @@ class LogprobCheck:
 
         Args:
             rollouts: a rollout batch, the same in every process.
-
-        Raises:
-            MismatchError: the difference is above the bound: the engine does not have the student's weights.
-            XtkError: the student's log-probabilities are not finite.
         """
         usable = [rollout for rollout in rollouts if rollout.unusable_reason != "not finite"]
         step = max(1, (len(usable) - 1) // (ROLLOUTS_TO_COMPARE - 1))

@@ -15,11 +15,7 @@ TRACKER_PROJECT, RUN_NAME_FILE = "xtk", "name"
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise XtkError for trackers that are unknown or not installed.
-
-    Raises:
-        XtkError: names the tracker.
-    """
+    """Raise XtkError for trackers that are unknown or not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     installed = {str(tracker.value) for tracker in get_available_trackers()}
@@ -37,7 +33,6 @@ def start_trackers(accelerator: Any, folder: Path, step: int, identity: dict[str
 
     Args:
         accelerator: Accelerate's accelerator, created with `log_with`.
-        folder: local folder for their files.
         step: the step from which the run resumes; TensorBoard drops later ones.
         identity: options and fingerprints of the run, logged as its configuration.
     """

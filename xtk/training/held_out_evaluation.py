@@ -107,16 +107,9 @@ class HeldOutEvaluator:
     windows of `evaluate_bits_per_byte`, and counts for bits per byte only.
 
     Args:
-        data: the documents and losses.
         model: the student, wrapped for its parallel layout.
-        tokenizer: the student's tokenizer.
         context_length: maximum number of tokens of the student; None: no limit.
         packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
-        parallel: the parallel layout.
-        device: device of this process.
-
-    Raises:
-        XtkError: all documents are empty.
     """
 
     def __init__(

@@ -19,9 +19,6 @@ def lr_factor(
     Args:
         schedule: one of `SCHEDULES`.
         step: counted from 0.
-        num_steps: steps of the run.
-        warmup_steps: steps of linear warm-up.
-        min_lr_rate: final factor of cosine_with_min_lr.
         decay_ratio: fraction of the steps in which warmup_stable_decay decays, as a cosine.
     """
     if step < warmup_steps:

@@ -62,11 +62,7 @@ class StopCondition:
 
 
 def parse_stop_condition(text: str) -> StopCondition:
-    """Return the condition of a --stop-if value such as `entropy<0.05`.
-
-    Raises:
-        XtkError: not a comparison of a known metric with a number.
-    """
+    """Return the condition of a --stop-if value such as `entropy<0.05`."""
     match = _COMPARISON.fullmatch(text)
     if match is None:
         raise XtkError(
@@ -153,11 +149,7 @@ class OnPolicyConfig(OnPolicyOptions):
         return self.steps_per_generation * self.num_iterations
 
     def describe(self, generator: str) -> str:
-        """Return a line that describes a rollout batch.
-
-        Args:
-            generator: description of the generator.
-        """
+        """Return a line that describes a rollout batch."""
         return (
             f"each rollout batch has {self.steps_per_generation} step(s), {self.num_iterations} pass(es) and "
             f"{self.num_generations} completion(s) per prompt; {generator}"
@@ -176,11 +168,7 @@ class OnPolicyConfig(OnPolicyOptions):
         return {**content, "rewards": rewards, "engine": dict(self.engine)}
 
     def check_batch(self, documents_per_step: int) -> None:
-        """Check that each step has all completions of its prompts.
-
-        Raises:
-            XtkError: a step would have only a part of a prompt's completions.
-        """
+        """Check that each step has all completions of its prompts."""
         if documents_per_step % self.num_generations:
             raise XtkError(
                 f"the documents per step ({documents_per_step}) must be a multiple of --num-generations "
@@ -199,9 +187,7 @@ class PromptSampler(BatchSampler):
     Args:
         prompts: int64, indices of the prompts to sample from.
         prompt_sizes: int64 [P], length of each prompt.
-        documents_per_step: documents in a step.
         seed: seed of the shuffle and of the choice of on-policy steps.
-        on_policy: options of on-policy training.
     """
 
     def __init__(
@@ -264,7 +250,6 @@ def reward_weights(rewards: Sequence[float], prompt_numbers: Sequence[int], beta
     Args:
         rewards: [n], NaN: no reward.
         prompt_numbers: [n], index of each rollout's prompt.
-        beta: b.
 
     Returns:
         float64 [n], with mean 1 in each group.

@@ -71,15 +71,10 @@ class OnPolicySource(OnlineSource):
     """The current rollout batch, the documents of the data, and the teachers' outputs for both.
 
     Args:
-        prompts: all prompts.
         data: the documents of the data, one per prompt; none if no step trains on them.
-        completions_per_prompt: completions per prompt.
-        student: the student's tokenizer.
-        teachers: the online teachers.
         route_names: the teachers' names, if each document names its teacher; none: all teachers score all documents.
         projections: for each teacher with another tokenizer and `--support candidates`, the projection of the
             student's tokens to its vocabulary.
-        combine_caches: how several teachers are combined.
     """
 
     def __init__(
@@ -118,7 +113,6 @@ class OnPolicySource(OnlineSource):
         """Replace the current rollout batch.
 
         Args:
-            rollouts: rollouts by document index.
             weights: weight of each rollout in the loss.
         """
         for number in self._taken:
@@ -166,11 +160,8 @@ def teacher_candidate_ids(
     """Return the candidate tokens for a teacher to score at each of its trained tokens.
 
     Args:
-        document: a rollout.
         top_ids: int32 [sampled tokens, G], the student's top tokens at each position; None: unknown, and the teacher
             scores the observed tokens only.
-        student: the student's tokenizer.
-        teacher: the teacher's tokenizer.
         projection: projection to the teacher's vocabulary; None: both vocabularies are the same.
 
     Returns:
@@ -200,12 +191,8 @@ class OnPolicyLoop(TeacherBlocks):
     """Iterates over the steps of an on-policy run, in rollout batches.
 
     Args:
-        source: source of the documents.
         sampler: chooses the prompts and documents of each step.
-        num_steps: steps of the whole run.
-        on_policy: options of on-policy training.
         output: the run folder, shared by all processes.
-        accelerator: Accelerate's accelerator.
         generator: generates rollouts; each process calls it with its part of the prompts.
         check: checks the log-probabilities of an engine; None: the training process generates.
 
@@ -241,13 +228,6 @@ class OnPolicyLoop(TeacherBlocks):
         """Yield the steps of each rollout batch, after generating and scoring it, or reading a stored one.
 
         Iteration ends after a stop signal, in all processes; generated rollouts are kept.
-
-        Args:
-            steps: the remaining steps.
-            stop_listener: records stop signals.
-
-        Raises:
-            XtkError: a rollout batch meets a --stop-if condition.
         """
         self._first_step = steps.start
         self._remove_later_batches(steps.start)
@@ -326,8 +306,6 @@ class OnPolicyLoop(TeacherBlocks):
         """Generate the rollouts of a batch, each process a part, unless they are stored; then load them.
 
         Args:
-            block: the steps of the batch.
-            folder: folder of the stored rollouts.
             is_current: whether the student has the weights of the first of these steps.
         """
         accelerator, on_policy = self._accelerator, self._on_policy
@@ -365,10 +343,7 @@ class OnPolicyLoop(TeacherBlocks):
         accelerator.wait_for_everyone()
         parts = stored or complete_rollout_files(folder) or []
         stored_rollouts = self._read_batch(parts, block)
-        by_document = {
-            stored_rollout.prompt * on_policy.num_generations + stored_rollout.sample: stored_rollout
-            for stored_rollout in stored_rollouts
-        }
+        by_document = {one.prompt * on_policy.num_generations + one.sample: one for one in stored_rollouts}
         if len(stored_rollouts) != len(by_document) or len(stored_rollouts) != len(epochs) * on_policy.num_generations:
             raise self._corrupt_batch_error("the stored rollouts are not those of these steps", str(folder), block)
         weights = dict.fromkeys(by_document, 1.0)
@@ -489,11 +464,7 @@ def _tokens_after_prompt(tokens: SampledTokens) -> int:
 
 
 def _refuse_missing_rollouts(prompts: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-    """Refuse prompts without rollouts: with an environment, only generation shows that one has no space.
-
-    Raises:
-        XtkError: names the first of them.
-    """
+    """Refuse prompts without rollouts: with an environment, only generation shows that one has no space."""
     missing = sorted(set(prompts) - {rollout.prompt for rollout in rollouts})
     if missing:
         raise XtkError(

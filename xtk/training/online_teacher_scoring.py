@@ -47,11 +47,8 @@ class OnlineSource(TextSource):
     """Documents in memory, with teacher outputs for the current block.
 
     Args:
-        documents: all documents.
-        teachers: the online teachers.
         token_counts: int32 [teachers, documents], tokens of each teacher; -1: the teacher does not score the document.
         columns: columns of the data, stored in the caches' headers.
-        combine_caches: how several teachers are combined.
     """
 
     def __init__(
@@ -82,8 +79,6 @@ class OnlineSource(TextSource):
 
         Args:
             numbers: int64 [n], indices of the block's documents, ascending.
-            epoch: number of completed epochs.
-            folder: folder of the block's caches.
         """
         jobs: list[CacheJob | None] = []
         for number, teacher in enumerate(self.teachers):
@@ -125,12 +120,9 @@ class TeacherBlocks:
     """Iterates over the steps of a run in blocks; teachers score each block before it, in all processes.
 
     Args:
-        source: source of the documents.
         sampler: chooses the documents of each step.
-        num_steps: steps of the whole run.
         block_steps: steps per block; 0: up to `DEFAULT_BLOCK_STEPS`, within `DEFAULT_BLOCK_BYTES`.
         output: the run folder, shared by all processes.
-        accelerator: Accelerate's accelerator.
 
     Attributes:
         teacher_seconds: time of scoring so far.
@@ -160,10 +152,6 @@ class TeacherBlocks:
         """Yield the steps of each block after scoring it; block boundaries do not depend on where a run resumes.
 
         Iteration ends after a stop signal, in all processes.
-
-        Args:
-            steps: the remaining steps.
-            stop_listener: records stop signals.
         """
         for number, block in enumerate(self.blocks()):
             if block.stop <= steps.start:
@@ -276,14 +264,10 @@ def read_training_documents(
 
     Args:
         teachers: one or more; with routing, their names are distinct.
-        corpus: the data.
         is_routed: whether each document names its teacher.
 
     Returns:
         The documents, and int32 [teachers, documents], tokens of each teacher; -1: not scored by it.
-
-    Raises:
-        XtkError: the data is empty, or a document is too long or names no known teacher.
     """
     if not is_routed:
         return read_corpus_for_all(teachers, corpus, COMMAND_NAME)
@@ -305,11 +289,7 @@ def read_training_documents(
 
 
 def _with_known_routes(documents: Iterable[Document], names: Sequence[str], where: str) -> Iterator[Document]:
-    """Yield documents after checking that each names a teacher, and, at the end, that each teacher is named.
-
-    Raises:
-        XtkError: a document names no known teacher, or no document names a teacher.
-    """
+    """Yield documents after checking that each names a teacher, and, at the end, that each teacher is named."""
     unused = list(names)
     for number, document in enumerate(documents):
         if document.teacher_name not in names:
@@ -337,13 +317,8 @@ def read_training_prompts(
 
     Args:
         teachers: the teachers, which read the prompts to check them.
-        corpus: the data.
         prompt_format: how prompts are built from records.
         is_routed: whether each prompt names its teacher.
-
-    Raises:
-        XtkError: the data is empty, a record has no prompt or names no known teacher, or a prompt exceeds a teacher's
-            context.
     """
     prompts = read_prompts(corpus, prompt_format=prompt_format)
     documents = [prompt.document for prompt in prompts]

@@ -13,11 +13,7 @@ _WEIGHT, _BOUND = Option("", above=0, max=1e6), Option("", min=0)
 
 
 def parse_region_options(options: RegionOptions) -> RegionWeights:
-    """Return the weights of regions.
-
-    Raises:
-        XtkError: a region has another name, a value is not a number in range, or a weight is of an untrained region.
-    """
+    """Return the weights of regions."""
     if not options.train_on:
         raise XtkError("--train-on has no region", hint=f"use one or more of {', '.join(REGIONS)}")
     weights = _parse_numbers(options.region_weights, "--region-weights", "weight", _WEIGHT)

@@ -37,11 +37,7 @@ WEIGHTS_FOLDER = f"{TEMPORARY_PREFIX}weights"
 
 
 def check_generation_backend(on_policy: OnPolicyConfig, parallel: ParallelConfig) -> None:
-    """Raise XtkError if a backend that runs the model in training is used with a sharded student.
-
-    Raises:
-        XtkError: every process would have to take part in each token.
-    """
+    """Raise XtkError if a backend that runs the model in training is used with a sharded student."""
     if on_policy.backend_class.runs_loaded_model and parallel.is_sharded:
         others = backends_with(GENERATORS, lambda one: not one.runs_loaded_model)
         raise XtkError(
@@ -51,11 +47,7 @@ def check_generation_backend(on_policy: OnPolicyConfig, parallel: ParallelConfig
 
 
 def check_engine_can_load(on_policy: OnPolicyConfig, student: StudentModelConfig) -> None:
-    """Refuse a student whose weights a separate engine or server cannot load.
-
-    Raises:
-        XtkError: the student is quantized, or its vocabulary is resized.
-    """
+    """Refuse a student whose weights a separate engine or server cannot load."""
     option = "--resize-vocabulary" if student.resize_vocabulary else "--load-in-4bit or --load-in-8bit"
     if on_policy.backend_class.runs_loaded_model or not (student.resize_vocabulary or student.is_quantized):
         return
@@ -73,14 +65,8 @@ class StudentGenerator:
     shares the student's device.
 
     Args:
-        on_policy: options of generation.
-        tokenizer: the student's tokenizer.
         student: the student's model; unsharded for the transformers backend.
-        config: options to start an engine.
         save_weights: writes the student's current weights into a folder (collective).
-        output: the run folder.
-        mixed_precision: autocast dtype of the run.
-        seed: seed of sampling.
 
     Attributes:
         uses_training_model: whether it generates with the model in training itself, not with a copy of its weights.
@@ -131,12 +117,8 @@ class StudentGenerator:
         """Refuse prompts that leave no space for a completion, before training: their steps would have no rollouts.
 
         Args:
-            prompts: all prompts of the run.
             max_length: tokens of a document in training; 0: the context length.
             may_truncate: whether longer rollouts may be truncated.
-
-        Raises:
-            XtkError: states the first of them, or that rollouts may be longer than `max_length`.
         """
         limit = None if self._generator is None else self._generator.context_length
         if self._generator is None or self._environment is not None:  # an environment may send the first message
@@ -190,7 +172,6 @@ class StudentGenerator:
         """Return rollouts of prompts.
 
         Args:
-            prompts: prompts of this process.
             times_taken: how often these prompts were used before; changes the sampling seed.
         """
         if self._generator is None:

@@ -17,8 +17,6 @@ def offload_student(model: nn.Module, optimizer: torch.optim.Optimizer, storage_
 
     Args:
         model: the student, unsharded.
-        optimizer: its optimizer.
-        storage_device: device within the block.
     """
     holders: list[Tensor] = [*model.parameters(), *model.buffers()]
     devices = [holder.device for holder in holders]

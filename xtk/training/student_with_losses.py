@@ -50,7 +50,6 @@ class StudentWithLoss(nn.Module):
         Args:
             input_ids: [B, T], the same in every process of a context parallel group.
             loss_positions: [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
-            terms: the losses.
             packed_sequence: lengths and context parallel split of packed documents; None: not packed.
             hook: gets the hidden states of this process's loss positions.
         """
@@ -95,10 +94,7 @@ def forward_student(
 
     Args:
         model: the module from `parallelize`.
-        batch: the tokens.
         terms: the losses' cells, on the device.
-        parallel: the parallel layout.
-        device: device of this process.
         hook: as in `StudentWithLoss.forward`.
 
     Returns:
@@ -143,16 +139,12 @@ def parallelize(
 
     Args:
         student_model: the student, unsharded, the same in every process.
-        accelerator: Accelerate's accelerator.
         parallel: the parallel layout, with its mesh.
         packing: whether documents are packed; required for context parallel.
         offload: keep sharded weights and optimizer state in CPU memory (FSDP offload).
 
     Returns:
         The wrapped module, and the trainable parameters.
-
-    Raises:
-        XtkError: the model does not support this layout.
     """
     if parallel.cp > 1 and not (packing and student_model.enable_packing() and student_model.supports_context_parallel):
         raise XtkError(

@@ -93,9 +93,6 @@ class RewardProblems:
     Args:
         data: file or dataset, as for `xtk evaluate`.
         options: prompt format, sampling and reward.
-
-    Raises:
-        XtkError: the data cannot be read, or an option is invalid.
     """
 
     def __init__(self, data: str, options: ProblemOptions) -> None:
@@ -161,9 +158,6 @@ class HarnessEvalTasks:
     Args:
         tasks: `gsm8k,mmlu=FOLDER`.
         options: few-shot examples, prompt format and limits.
-
-    Raises:
-        XtkError: as `Harness` and `parse_tasks`.
     """
 
     def __init__(self, tasks: str, options: HarnessOptions) -> None:
@@ -210,9 +204,6 @@ def parse_eval_task(text: str) -> EvalTask:
     """Return the task of an --eval-tasks value: `gsm8k,mmlu=FOLDER:num_fewshot=5` or `FILE.jsonl:reward=exact`.
 
     A comma separates options only before an option name and `=`, so that rewards and templates may contain commas.
-
-    Raises:
-        XtkError: an unknown option, or data that cannot be read.
     """
     known = sorted({*option_names(ProblemOptions), *option_names(HarnessOptions)})
     one = "|".join(known)
@@ -246,11 +237,7 @@ def parse_eval_task(text: str) -> EvalTask:
 
 
 def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
-    """Return the tasks of all --eval-tasks values.
-
-    Raises:
-        XtkError: as `parse_eval_task`, or a value is empty, or two tasks have the same name.
-    """
+    """Return the tasks of all --eval-tasks values."""
     if not all(map(str.strip, texts)):
         raise XtkError("a value of --eval-tasks is empty", hint="use for example --eval-tasks arc_easy:max_prompts=200")
     tasks = tuple(map(parse_eval_task, texts))
@@ -265,11 +252,7 @@ def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
 
 
 def check_supports_eval_tasks(tasks: Sequence[EvalTask], parallel: ParallelConfig) -> None:
-    """Raise XtkError if the student is sharded, because every process would have to take part in each token.
-
-    Raises:
-        XtkError: the student is sharded.
-    """
+    """Raise XtkError if the student is sharded, because every process would have to take part in each token."""
     if tasks and parallel.is_sharded:
         raise XtkError(
             f"--eval-tasks needs an unsharded student, and --parallel is {parallel}",
@@ -281,10 +264,7 @@ class TaskEvaluator:
     """Evaluates the current student on --eval-tasks; every process creates one and calls it at the same steps.
 
     Args:
-        tasks: the tasks.
         student: the model, unsharded.
-        tokenizer: the student's tokenizer.
-        mixed_precision: autocast dtype of the run.
     """
 
     def __init__(

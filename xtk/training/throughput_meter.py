@@ -19,9 +19,6 @@ class ThroughputMeter:
     """Measures throughput, data wait and memory between logged steps.
 
     Args:
-        parallel: the parallel layout.
-        device: the device of this process.
-        teachers: the teachers' names in metrics.
         tokens: tokens of the run before this start.
     """
 

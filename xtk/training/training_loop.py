@@ -123,17 +123,12 @@ def train(run: TrainingRun) -> dict[str, Any]:
 
     Raises:
         ResumableStop: a signal or a time limit ended the run, after a checkpoint.
-        XtkError: too many steps, or weights of the student, are not finite.
     """
     return _TrainingLoop(run).train()
 
 
 class _TrainingLoop:
-    """The state of a run while it trains: optimizer, counters, checkpoints and metrics.
-
-    Args:
-        run: the training run.
-    """
+    """The state of a run while it trains: optimizer, counters, checkpoints and metrics."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run, self.recipe = run, run.recipe
@@ -223,11 +218,7 @@ class _TrainingLoop:
         return losses, is_last
 
     def _count_step(self, step: int, losses: Mapping[str, float], norm: float) -> None:
-        """Update counters and the EMA after a step (collective).
-
-        Raises:
-            XtkError: too many steps were skipped, or weights of the student are not finite.
-        """
+        """Update counters and the EMA after a step (collective)."""
         if not step_is_finite(losses, norm):
             _check_finite_weights(self.run, f"step {step + 1:,}")
             self.state.count_skipped_step(step + 1, losses["loss"], norm, self.run.logging_config.max_skipped_steps)
@@ -259,11 +250,7 @@ class _TrainingLoop:
         self.saved_step = step
 
     def _finish(self, steps: int) -> dict[str, Any]:
-        """Write the student; return the content of its `xtk.json` (collective).
-
-        Raises:
-            XtkError: all steps were skipped, or weights are not finite.
-        """
+        """Write the student; return the content of its `xtk.json` (collective)."""
         run, state, accelerator = self.run, self.state, self.run.accelerator
         state.tokens = self.meter.total_tokens()
         accelerator.wait_for_everyone()
@@ -298,11 +285,7 @@ class _TrainingLoop:
 
 
 def _check_finite_weights(run: TrainingRun, where: str) -> None:
-    """Raise XtkError if weights are NaN or infinite, which later steps cannot repair (collective).
-
-    Raises:
-        XtkError: lists the weights.
-    """
+    """Raise XtkError if weights are NaN or infinite, which later steps cannot repair (collective)."""
     names = non_finite_parameters(run.student.model)
     if run.parallel.all_reduce_max(int(bool(names)), run.accelerator.device):
         affected = f"{len(names):,} tensors ({format_names(names)})" if names else "in another process"

@@ -17,11 +17,7 @@ BATCH_DOCUMENTS = 256
 
 
 def count_tokens(tokenizer: Tokenizer, corpus: Iterable[Document]) -> NDArray[np.int64]:
-    """Return int64 [U], how often each token occurs in the documents, as the model reads them.
-
-    Raises:
-        XtkError: the corpus has no text.
-    """
+    """Return int64 [U], how often each token occurs in the documents, as the model reads them."""
     counts = np.zeros(len(tokenizer), np.int64)
     documents = iter(corpus)
     has_text = False

@@ -88,13 +88,8 @@ def transplant_model(
     """Write a model with another tokenizer and return its manifest; an equal one that exists is reused.
 
     Args:
-        config: the transplant.
         output: the folder to write, atomically.
-        force: replace one with other options.
         trust_remote_code: run the model's own Python code.
-
-    Raises:
-        XtkError: an input does not fit; nothing is written.
     """
     check_transplant(config, output, force=force)
     check_loadable(config.model, config.old, trust_remote_code=trust_remote_code, adapter=config.adapter)
@@ -126,16 +121,7 @@ def transplant_model(
 
 
 def check_transplant(config: TransplantConfig, output: Path, *, force: bool = False) -> None:
-    """Refuse tokenizers, files and an output that do not fit, before the model is loaded.
-
-    Args:
-        config: the transplant.
-        output: the folder to write.
-        force: replace one with other options.
-
-    Raises:
-        XtkError: names what does not fit.
-    """
+    """Refuse tokenizers, files and an output that do not fit, before the model is loaded."""
     _check_tokenizers(config)
     if output.resolve() == Path.cwd():
         raise XtkError(
@@ -168,11 +154,7 @@ def _is_transplant(folder: Path) -> bool:
 
 
 def _finished_transplant(output: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of an equal, finished transplant.
-
-    Raises:
-        XtkError: the output has one with other options.
-    """
+    """Return the manifest of an equal, finished transplant."""
     content = read_run_manifest(output, (TRANSPLANT_KIND,))
     previous = content.get("request") or {}
     different = sorted(name for name in {*request, *previous} if previous.get(name) != request.get(name))
@@ -260,11 +242,7 @@ def _check_projection(config: TransplantConfig) -> Any:
 
 
 def _read_donor(config: TransplantConfig) -> NDArray[np.float32]:
-    """Return the donor's input embedding.
-
-    Raises:
-        MismatchError: the donor has other tokens than the new tokenizer.
-    """
+    """Return the donor's input embedding."""
     assert config.donor is not None
     donor = Tokenizer(config.donor)
     same = donor.vocabulary.bytes_by_id == config.new.vocabulary.bytes_by_id
@@ -285,11 +263,7 @@ def _read_donor(config: TransplantConfig) -> NDArray[np.float32]:
 
 
 def _load_model(config: TransplantConfig, trust_remote_code: bool) -> Any:
-    """Return the model, in the dtype of the written weights.
-
-    Raises:
-        XtkError: quantized weights, two tables of a tied model, or other tables with a row for each token.
-    """
+    """Return the model, in the dtype of the written weights."""
     described = load_model_config(config.model, trust_remote_code=trust_remote_code)
     if getattr(described, "quantization_config", None):
         raise XtkError(

@@ -31,7 +31,6 @@ def new_rows(
 
     Args:
         table: [at least U, H], the old rows.
-        sources: the tokens.
         weights: of old tokens for other new tokens.
         num_rows: at least V; rows beyond the tokenizer, and those without weights, get the mean of the old rows.
         copied: int32 [V], the old token of each new token that gets the old row unchanged, or -1; None: that of the

@@ -126,7 +126,6 @@ def _spelling_entries(sources: TokenSources, importance: NDArray[np.float64]) ->
     """Return an entry for each token of each spelling, the weights of a spelling scaled to sum 1.
 
     Args:
-        sources: the tokens.
         importance: [U], weight of each old token before scaling.
     """
     spelled = sources.spellings

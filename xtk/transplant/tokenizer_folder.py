@@ -17,8 +17,6 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, template_of: Tokenizer) 
     """Write tokenizer.json, its configuration and a chat template.
 
     Args:
-        folder: to write into.
-        tokenizer: the tokenizer.
         template_of: the tokenizer whose chat template is written, if it has one.
     """
     files = tokenizer.to_files(with_start=True)

@@ -36,9 +36,6 @@ class BpeVocabulary:
 
     Args:
         tokenizer: byte-level BPE, or BPE with byte fallback.
-
-    Raises:
-        XtkError: another kind of tokenizer, whose smaller vocabulary would not encode every text, or not exactly.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -134,12 +131,8 @@ def choose_tokens(vocabulary: BpeVocabulary, counts: NDArray[np.int64] | None, s
     """Return the tokens to keep, with those that their merges need.
 
     Args:
-        vocabulary: the vocabulary.
         counts: int64 [U], occurrences in a corpus; None: tokens in the order of their merges.
         size: largest number of tokens; None: all tokens that occur.
-
-    Raises:
-        XtkError: the size is smaller than the smallest vocabulary, or not smaller than the present one.
     """
     kept = set(vocabulary.smallest)
     total = len(vocabulary.tokenizer)

@@ -25,7 +25,6 @@ class StreamEncoder:
 
     Args:
         records: all records of the shard, from which the frequencies are counted.
-        contexts: number of contexts.
 
     Attributes:
         frequencies: int64 [contexts, NUM_SYMBOLS], of these records.

@@ -44,7 +44,6 @@ def pack_frequent_ids(frequent_ids: FrequentIds, ranks: NDArray[np.int32]) -> by
     """Return the frequent ids of a shard as bytes.
 
     Args:
-        frequent_ids: of a shard.
         ranks: int32 [U], frequency rank of each id.
     """
     out = np.empty(frequent_ids.num_clusters + len(frequent_ids.run_lengths) + 2 * len(frequent_ids.ids), np.int64)
@@ -104,7 +103,6 @@ def encode_frequent_ids(
     Args:
         starts: first context of each family (`FIRST_CONTEXTS`).
         runs: [C], number of runs of each cluster.
-        lengths: length of each run.
         ranks: [F], frequency ranks of the ids, increasing within a run.
         levels: [F], level contexts.
         out: [C + runs + 2 F], filled.
@@ -137,8 +135,6 @@ def decode_frequent_ids(
     """Decode the frequent ids of a shard and return whether the stream is valid.
 
     Args:
-        stream: encoded bytes.
-        slots: decoding tables of the contexts.
         starts: first context of each family (`FIRST_CONTEXTS`).
         order: [U], ids by frequency rank.
         frequent_id_starts: [C + 1], filled.

@@ -119,7 +119,6 @@ def renormalize_position(
         others: log of (1 - probability of the observed token).
         mass: sum of the quantized probabilities of the entries.
         products: sum of probability times log-probability of the entries, quantized.
-        tail: quantized remainder mass.
         tail_product: `tail` times its logarithm.
 
     Returns:
@@ -161,9 +160,6 @@ def decode_positions(
     """Decode the first stream of a document, the fields of its positions, and return whether it is valid.
 
     Args:
-        words: the stream.
-        tables: of the shard.
-        per_nat: odds steps per nat.
         most: E, maximum number of entries, including observed tokens.
         offsets: [P + 1], filled; the first entry of each position is the observed token's.
         fields: [NUM_FIELDS, P], filled.
@@ -239,7 +235,6 @@ def decode_entries(
     Args:
         words: the second stream: ids.
         level_words: the third stream: levels.
-        tables: of the shard.
         grid: [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level.
         values: [LEVEL_TABLE_SIZE], the log-probabilities as float32.
         offsets: [P + 1]; the first entry of each position is the observed token's.
@@ -363,9 +358,7 @@ def decode_logprobs(
     """Decode the exact entries of a document, with the three functions above.
 
     Args:
-        packed: the document's encoded log-probabilities.
         bounds: start of each stream and end of the last one; the first three streams are decoded.
-        tables: of the shard.
         grid: [3, LEVEL_TABLE_SIZE].
         values: [LEVEL_TABLE_SIZE].
         steps: odds step and entropy step in nats, and the number of odds steps per nat.

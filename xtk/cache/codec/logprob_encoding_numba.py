@@ -75,7 +75,6 @@ def encode_positions(
     """Convert the fields of a document's positions into records; return the number of records.
 
     Args:
-        starts: first context of each family.
         clusters: [P], of positions.
         odds: [P], log-odds of the observed tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS.
         entropies: [P], nats.
@@ -134,7 +133,6 @@ def encode_entries(
     """Convert the entries of a document into records: one of its id and one of its level for each entry.
 
     Args:
-        starts: first context of each family.
         offsets: [P + 1].
         floors: [P].
         ranks: [E], ranks among the ids of the cluster, increasing within a position.

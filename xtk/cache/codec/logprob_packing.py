@@ -40,7 +40,6 @@ def pack_logprobs(
 
     Raises:
         ValueError: see `quantize`.
-        XtkError: the vocabulary is too large.
     """
     if 2 * len(ids_by_frequency) > NUMBER_LIMIT:
         raise XtkError(
@@ -93,8 +92,6 @@ class _RecordEncoder:
     """Converts quantized documents into records.
 
     Args:
-        grid: quantization levels.
-        frequent_ids: of each position cluster.
         ranks: int32 [U], frequency rank of each id.
         sets: R, sample sets.
         num_samples: n, samples per set.

@@ -51,7 +51,6 @@ class LogprobDecoder:
     """Decodes the log-probabilities of the documents of a shard.
 
     Args:
-        tables: codec tables of the shard.
         ids_by_frequency: int32 [U], all ids, the most frequent first.
         precision: a key of `QUANTIZATION_STEPS`.
         num_sample_sets: R, sample sets per position.
@@ -98,7 +97,6 @@ class LogprobDecoder:
         """Return a document's log-probabilities with one sample set, or with none.
 
         Args:
-            packed: the encoded bytes.
             observed_ids: int32 [P], the observed tokens at its positions.
             positions: int32 [P].
             sample_set: number of the sample set, modulo R. None: only exact entries.
@@ -199,12 +197,6 @@ def read_stream_layout(
 ) -> tuple[Any, Any, bool]:
     """Decode the sizes at the front of a document's bytes.
 
-    Args:
-        packed: the document's encoded log-probabilities.
-        positions: P.
-        num_sample_sets: R.
-        vocab_size: U.
-
     Returns:
         sizes int64 [1 + R]: number of exact ids, without observed tokens, and number of ids of each sample set;
         bounds int64 [streams + 1]: start of each stream and end of the last one; and whether the sizes are valid.
@@ -232,11 +224,8 @@ def decode_document(
     """Decode a document with one sample set, or with none.
 
     Args:
-        packed: the document's encoded log-probabilities.
-        parameters: of the shard.
         observed_ids: [P].
         sample_set: number of the sample set, modulo R. Below 0: none.
-        num_sample_sets: R.
 
     Returns:
         offsets int64 [P + 1], ids int32 [E], logprobs float32 [E]; float32 [3, P]: remainder mass, log-probability

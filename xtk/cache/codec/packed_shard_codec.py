@@ -22,8 +22,6 @@ class PackedCodec:
 
     Args:
         options: "codec" section of the header: "precision", "num_sample_sets" R, "num_samples" n.
-        tables: codec tables of the shard.
-        vocabulary_order: of the cache.
 
     Raises:
         CorruptError: the tables are not valid.

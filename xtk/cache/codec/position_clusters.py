@@ -37,8 +37,6 @@ def cluster_positions(
     Args:
         offsets: [P + 1]: the ids of position p are `[offsets[p], offsets[p + 1])`.
         ids: [E].
-        num_clusters: maximum number of clusters.
-        vocab_size: U.
 
     Returns:
         int64 [P], cluster numbers from 0 without gaps.

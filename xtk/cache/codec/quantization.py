@@ -93,11 +93,8 @@ def quantize(
     """Return the quantized log-probabilities of a document.
 
     Args:
-        stored_logprobs: of the document.
         observed_ids: int32 [P], the observed tokens.
-        num_sample_sets: R.
         num_samples: n, samples per set.
-        grid: levels of the precision.
 
     Raises:
         ValueError: the observed token is not exactly once among the exact ids of its position, the number of sample

@@ -43,7 +43,6 @@ def encode_samples(
     """Convert one sample set of a document into records; return the number of records.
 
     Args:
-        context_offsets: first context of each family.
         num_samples: n, the sum of the counts of a position with samples.
         offsets: [P + 1], of the sampled ids.
         ranks: [D], ranks among the ids of the cluster, increasing within a position.
@@ -78,12 +77,8 @@ def decode_samples(
     """Decode the stream of one sample set.
 
     Args:
-        packed: the document's encoded log-probabilities.
         start_at: start of the stream in `packed`.
-        stop_at: end of the stream.
-        tables: of the shard.
         clusters: [P], of positions.
-        num_samples: n.
         entries: D, number of sampled ids.
 
     Returns:

@@ -31,11 +31,7 @@ CodecOutput = tuple[bytes, list[bytes], list[bytes]]
 
 
 def codec_for_precision(precision: str) -> str:
-    """Return the codec name of a precision.
-
-    Raises:
-        XtkError: the precision is unknown.
-    """
+    """Return the codec name of a precision."""
     if precision not in PRECISION_CODECS:
         raise unknown_name_error("precision", precision, PRECISION_CODECS)
     return PRECISION_CODECS[precision]
@@ -46,7 +42,6 @@ class Codec(Protocol):
 
     Args:
         options: "codec" section of the cache header.
-        tables: codec tables of the shard.
         vocabulary_order: of the cache, if `needs_vocabulary_order`.
     """
 
@@ -87,8 +82,6 @@ class RawCodec:
 
     Args:
         options: "codec" section of the header: "num_sample_sets" R, "num_samples" n.
-        tables: empty.
-        vocabulary_order: unused.
     """
 
     needs_vocabulary_order: ClassVar[bool] = False
@@ -172,7 +165,6 @@ def to_teacher_logprobs(stored_logprobs: StoredLogprobs, sample_set: int | None)
     """Return the log-probabilities that a student trains on: exact entries, and one sample set if there are any.
 
     Args:
-        stored_logprobs: all stored log-probabilities.
         sample_set: number of the sample set, modulo R. None: no samples; their mass stays in the remainder.
     """
     if not stored_logprobs.num_sample_sets or sample_set is None:

@@ -29,7 +29,6 @@ def logprob_families(num_clusters: int, num_sample_sets: int) -> list[int]:
 
     Args:
         num_clusters: C, position clusters.
-        num_sample_sets: R.
     """
     sampled = NUM_GAP_STATES if num_sample_sets else 0
     return [

@@ -77,7 +77,6 @@ class TokenDecoder:
     """Decodes the tokens of the documents of a shard.
 
     Args:
-        tables: codec tables of the shard.
         ids_by_frequency: int32 [U], as for `pack_tokens`.
         token_bytes: int32 [U], as for `pack_tokens`.
 
@@ -115,7 +114,6 @@ def encode_tokens(
     """Convert the tokens of a document into records; return the number of records.
 
     Args:
-        starts: first context of each family.
         ranks: [T].
         lengths: [T], byte length of each token minus that of its vocabulary entry, zigzag.
         out: [2 T], filled.
@@ -140,12 +138,8 @@ def decode_tokens(
     """Decode the stream of a document's tokens.
 
     Args:
-        stream: encoded bytes.
-        slots: decoding tables of all contexts.
-        starts: first context of each family.
         order: [U], ids by frequency rank.
         token_bytes: [U], byte length of each vocabulary entry.
-        length: T.
 
     Returns:
         ids int32 [T], byte ends int32 [T], and whether the stream is valid.

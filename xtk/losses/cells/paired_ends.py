@@ -21,10 +21,6 @@ def with_paired_ends(example: LossInputs, comparison_space: ComparisonSpace) -> 
 
     In the teacher's distribution at such a span, its token and the one that is paired with the student's are exchanged.
     A span without such a token, whose teacher token is paired with another student token, is left out.
-
-    Args:
-        example: the inputs of a loss.
-        comparison_space: the space of the loss.
     """
     if comparison_space is None or example.is_end is None or not example.is_end.any():
         return example

@@ -28,7 +28,6 @@ def projected_cells(
     Args:
         example: loss inputs of one or more documents.
         ranges: rows and teacher positions of each item.
-        columns: the projection.
         is_projection: False for equal tokenizers, where all tokens are mapped but padding rows of the embedding.
     """
     teacher = example.teacher_logprobs

@@ -33,7 +33,6 @@ def shared_cell_fields(
     Args:
         ranges: rows and teacher positions of each item.
         unit_probs: float64 [C], as in `fill_shared_cells`, which divides them in place.
-        logprobs: the teacher's.
         pairs: the tokens that both vocabularies have.
     """
     cell_offsets, probs, tokens, remainders = fill_shared_cells(
@@ -97,7 +96,6 @@ class SharedVocabularyCells(LossCells):
         """Return the weighted sum of the divergence between the distributions over shared tokens.
 
         Args:
-            cells: as in the base class.
             remainders: [items], log-probabilities of all tokens that are in no cell.
             others: [0], no sorted probabilities; and [items], the student's probability of all tokens not shared.
         """
@@ -205,8 +203,6 @@ class CandidateUnitCells(SharedVocabularyCells):
         """Return the weighted sum of the divergence between the distributions over candidates.
 
         Args:
-            cells: as in the base class.
-            remainders: as in the base class.
             others: [tokens], log-probabilities of the units' tokens; then as in the base class.
         """
         tokens, sorted_logprobs, unshared = others

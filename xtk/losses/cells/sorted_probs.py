@@ -63,11 +63,9 @@ class SortedProbCells(SpanProductCells):
         mass after the last rank is at least what it lists there, and at most all that is left.
 
         Args:
-            example: the inputs of the loss.
             ranges: rows and teacher positions of each item.
             student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none.
             max_ranks: largest number of ranks per item.
-            rank_weight: factor of the rank differences.
         """
         teacher = example.teacher_logprobs
         assert teacher is not None
@@ -120,8 +118,6 @@ class SortedProbCells(SpanProductCells):
         """Return the weighted sum of the divergence between cells and of the differences of ranks.
 
         Args:
-            cells: as in the base class.
-            remainders: as in the base class.
             others: [ranks], log-probabilities of the student's largest tokens, -inf where there are no more; and
                 [items], the student's probability of all tokens that are ranked.
         """

@@ -48,10 +48,7 @@ class SpanProductCells(LossCells):
         """Return one item per range, with one final cell: the student's last token there.
 
         Args:
-            example: the inputs of the loss.
-            ranges: rows of each item.
             probs: float64 [C], the teacher's probability of each final cell.
-            others: other fields.
         """
         sizes = ranges.row_stop - ranges.row_start
         ends, rows = np.cumsum(sizes), range_indices(ranges.row_start, ranges.row_stop)
@@ -154,7 +151,6 @@ def log_tempered_remainder(log_probs: Tensor, log_remainders: Tensor, temperatur
     Args:
         log_probs: [n], `ln P`.
         log_remainders: [n], `ln(1 - P)`, summed over the remaining tokens.
-        temperature: tau.
     """
     near, half = log_remainders < math.log(0.5), math.log(0.5)
     left = torch.where(near, log_remainders, torch.full_like(log_remainders, half)).exp()

@@ -54,12 +54,8 @@ def fill_byte_cells(
     """Return the cells of all items as flat arrays.
 
     Args:
-        student: the student's vocabulary.
-        teacher: the teacher's vocabulary.
-        after: the student's continuations.
         member_offsets: `cell_token_offsets` of `BytePartition`.
         members: `cell_tokens` of `BytePartition`.
-        support: the teacher's support.
         items: boundaries, as `find_boundaries` returns them.
         scan_limit: linear scan limit in tokens per cell; the result does not depend on it.
 
@@ -225,11 +221,7 @@ def sampling_correction(
     """Return the sampling correction of one item's cells, and the mass left by the sampled tokens' estimates.
 
     Args:
-        side: the teacher's vocabulary.
-        support: the teacher's support.
         position: index of the teacher's next-token distribution at the item.
-        weight: factor of its probabilities.
-        number: the item's number.
         scratch: the item's cells, `slots` below 0 for those that the student cannot reach; `probs` are overwritten.
 
     Returns:

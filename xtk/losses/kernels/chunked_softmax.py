@@ -343,9 +343,6 @@ def logits_gradient(
 
     Args:
         window_statistics: result of `read_window`.
-        statistics: of the whole chunk.
-        gradients: of the chunk's log-probabilities.
-        chunks: what each loss reads.
         out: [n, V] of the dtype in which the gradient is used next; None: it must not be rounded.
     """
     window, exponentials = window_statistics.window, window_statistics.exponentials
@@ -428,7 +425,6 @@ def remove_entries_(values: Tensor, indices: Tensor, whole: Tensor, weights: Ten
     probability, and is more than the remainder of a student that gives all other tokens less than 1e-7. So 0 is left.
 
     Args:
-        values: of all elements.
         indices: [entries].
         whole: [entries], the values at the indices before.
         weights: [entries]; -0.0 for entries outside of the values, whose index is 0.

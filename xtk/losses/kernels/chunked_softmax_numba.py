@@ -59,7 +59,6 @@ def remove_entries_(
     """Subtract `weights * whole` from values, in place, at indices that may repeat; return what was subtracted.
 
     Args:
-        values: of all elements.
         indices: int64 [entries].
         whole: [entries], the values at the indices before.
         weights: [entries].

@@ -30,10 +30,7 @@ def fill_event_sets(
     """Return the event sets that the student's next token completes, at each item.
 
     Args:
-        student: the student's vocabulary.
-        teacher: the teacher's vocabulary.
         heads: int32 [U], `LongestPrefixes.event_heads`.
-        support: the teacher's support.
         roots: int64 [I], the index of the teacher's distribution at the student's position before the item; NONE: the
             item has no event sets.
         first_tokens: int32 [I], the student's observed token at that position.

@@ -54,11 +54,7 @@ def fill_longest_prefix_cells(
     """Return the cells of all items as flat arrays.
 
     Args:
-        student: the student's vocabulary.
-        prefixes: the cells of both vocabularies.
-        support: the teacher's support.
         observed_logprobs: float32 [P], log-probabilities of the teacher's own tokens.
-        path: the teacher's tokens.
         items: int64 [I, 8], boundaries of the student, as `find_boundaries` returns them.
         student_tokens: int32 [I], the student's token after each.
         teacher_indices: int64 [I], the index of the teacher's token that begins there, or that it is inside of.
@@ -134,14 +130,9 @@ def _move_spanning_mass(
     """Move the probability of a student token that spans a teacher boundary to its cell, out of the one that held it.
 
     Args:
-        student: the student's vocabulary.
-        prefixes: the cells of both vocabularies.
-        support: the teacher's support.
         observed_logprobs: as in `fill_longest_prefix_cells`.
-        path: the teacher's tokens.
         place: the item's columns of the teacher.
         item: the student's token, the index of the teacher's token, and the item's number.
-        num_cells: the item's number of cells.
         scratch: the item's cells, which are changed.
 
     Returns:
@@ -191,12 +182,7 @@ def spanning_probability(
     the bytes that are left in the last one. It is 0 for a token that ends in the first of them or with it.
 
     Args:
-        student: the student's vocabulary.
-        teacher: the teacher's vocabulary.
-        support: the teacher's support.
         observed_logprobs: as in `fill_longest_prefix_cells`.
-        path: the teacher's tokens.
-        token: the student's token.
         at: the index of the teacher's token.
         cut: the number of its bytes before the student's token.
     """

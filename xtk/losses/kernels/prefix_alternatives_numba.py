@@ -126,12 +126,9 @@ def collect_teacher_cells(
     """List the cells that the teacher's previous distribution reaches, with tokens shortened by `since` bytes.
 
     Args:
-        side: the teacher's vocabulary.
-        support: the teacher's support.
         place: the item's columns of the teacher.
         since: the bytes of the teacher's token before the student's token begins; 0 if both begin together.
         own: the cell of the student's token, which is always listed; NONE: it has none.
-        number: the item's number.
         scratch: `teacher_cells` and `teacher_cell_owner` are filled.
 
     Returns:
@@ -179,12 +176,7 @@ def group_all_continuations(
     Groups: 0, the token ends at the item; 1, it continues into none of the item's cells; 2 + i, into cell i.
 
     Args:
-        side: the student's vocabulary.
-        after: its continuations.
         place: the item's columns of the student.
-        num_cells: the item's number of cells.
-        number: the item's number.
-        scratch: the item's cells.
         runs: int32 [., 3], output: group, first and stop, in byte order.
         scan_limit: up to this many tokens per cell are scanned one by one; with more, the cells are searched.
 
@@ -230,12 +222,9 @@ def group_teacher_continuations(
     """Group like `group_all_continuations`, but only the observed token and those in cells that the teacher reaches.
 
     Args:
-        side: the student's vocabulary.
-        after: its continuations.
         place: the item's columns of the student.
         since: the bytes of the student's token before the teacher's token begins; 0 if that begins there or before.
         num_teacher_cells: the number of cells that the teacher's previous distribution reaches.
-        number: the item's number.
         scratch: the item's cells, and those that the teacher reaches.
         runs: int32 [., 3], output: group, first and stop, in byte order.
         scan_limit: up to this many tokens per cell are scanned one by one; with more, the cells are searched.
@@ -281,14 +270,9 @@ def _list_continuations(
     """List the tokens with a prefix whose remaining bytes are in a cell, as index in byte order << 32 | group.
 
     Args:
-        side: the vocabulary.
-        after: its continuations.
         low: the first token with the prefix, in byte order.
-        size: the prefix's number of bytes.
         cell: the cell of the remaining bytes.
         bounds: the range [start, stop) of indices in byte order.
-        group: the group number to store.
-        some: output.
 
     Returns:
         The number of tokens.

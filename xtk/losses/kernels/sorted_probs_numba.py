@@ -37,7 +37,6 @@ def fill_paired_cells(
 
     Args:
         ranges: rows and teacher positions of each item.
-        support: the teacher's support.
         student_tokens: int32 [N], the observed student token of each row.
         teacher_tokens: int32 [P], the observed token of each position.
         observed_logprobs: float32 [P], its log-probability.

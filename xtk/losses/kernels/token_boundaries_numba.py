@@ -88,10 +88,6 @@ def find_boundaries(
     """Return the token boundaries of either model at which both are compared, in text order.
 
     Args:
-        student: the student's vocabulary.
-        teacher: the teacher's vocabulary.
-        student_path: the student's tokens.
-        teacher_path: the teacher's tokens.
         spans: int32 [C, 4], aligned spans: student start and stop, teacher start and stop.
 
     Returns:

@@ -33,7 +33,6 @@ def partition_vocabularies(
     """Return the cells of both vocabularies.
 
     Args:
-        pair: the vocabularies.
         student_special_ids: int32 [n], the student's special tokens that have a counterpart.
         teacher_special_ids: int32 [n], their counterparts.
 
@@ -62,7 +61,6 @@ def connected_components(sources: NDArray[np.int64], targets: NDArray[np.int64],
     Args:
         sources: int64 [n], one end of each edge.
         targets: int64 [n], the other end.
-        num_nodes: number of nodes.
 
     Returns:
         int64 [num_nodes], the lowest node of each node's component.

@@ -91,12 +91,7 @@ class CooccurrenceMethod:
 
 
 class CooccurrenceCounter:
-    """Counts cooccurrences of tokens in a growing hash table.
-
-    Args:
-        student: the student's tokenizer.
-        teacher: the teacher's tokenizer.
-    """
+    """Counts cooccurrences of tokens in a growing hash table."""
 
     def __init__(self, student: Tokenizer, teacher: Tokenizer) -> None:
         self.student, self.teacher = student, teacher

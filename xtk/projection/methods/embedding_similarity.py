@@ -65,11 +65,7 @@ class EmbeddingSimilarityMethod:
         return {name: getattr(self, name) for name in names}
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
-        """Return the entries of all ordinary tokens.
-
-        Raises:
-            XtkError: an embedding has fewer rows than its tokenizer has tokens, or values that are not finite.
-        """
+        """Return the entries of all ordinary tokens."""
         for side, matrix in ((pair.student, self.student_embedding), (pair.teacher, self.teacher_embedding)):
             if len(matrix) < len(side):
                 raise XtkError(

@@ -64,10 +64,7 @@ def sequence_fields_from_rendering(
     """Return the fields of a `TokenSequence` of a conversation.
 
     Args:
-        tokenizer: the model's.
-        document: the conversation.
         rendering: its text in the model's chat template.
-        tokens: the tokens of that text.
     """
     assert document.conversation is not None
     return _ConversationTokens(tokenizer, document, document.conversation, rendering, tokens).fields()
@@ -129,8 +126,6 @@ class _ConversationTokens:
         """Add the tokens of a part's text.
 
         Args:
-            text: the part's text.
-            place: its position.
             first_byte: where it begins in the document's text.
             train: whether it is trained.
         """
@@ -295,7 +290,6 @@ class _ConversationTokens:
         """Return the range of tokens that the assistant generates in a message.
 
         Args:
-            message: its index.
             numbers: the parts of it that have a position.
         """
         first, last = (self.rendering.positions[numbers[at]] for at in (0, -1))
@@ -350,7 +344,6 @@ class _ConversationTokens:
         Args:
             regions: uint8, from byte `first` on.
             first: a byte of the rendered text.
-            between: the range of bytes.
             parts: the part before it and the part after it; None: there is none.
         """
         start, stop = between

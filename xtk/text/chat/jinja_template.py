@@ -29,12 +29,7 @@ class SandboxedTemplate:
     """A compiled Jinja template.
 
     Args:
-        source: the Jinja source.
-        kind: CHAT_TEMPLATE or PROMPT_TEMPLATE.
         where: name of its owner in errors.
-
-    Raises:
-        XtkError: it has a syntax error.
     """
 
     def __init__(self, source: str, kind: str, where: str) -> None:
@@ -54,9 +49,6 @@ class SandboxedTemplate:
 
         Args:
             variables: {name: value}; values without a JSON type become strings.
-
-        Raises:
-            XtkError: the template raises an error, or its output is too long.
         """
         return [self._render(json.dumps(values, default=str)) for values in variables]
 

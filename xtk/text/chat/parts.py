@@ -146,7 +146,6 @@ def replace_leaves(arguments: Any, texts: Mapping[tuple[Path, bool], Any]) -> An
     """Return arguments with other leaves.
 
     Args:
-        arguments: the arguments.
         texts: {(path, whether it is the key): the new value}.
     """
 

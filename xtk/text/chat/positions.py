@@ -112,8 +112,6 @@ def locate_parts(
 
     Args:
         parts: the parts, in the order of the template.
-        marks: their placeholders.
-        text: the rendered conversation.
         skeleton: the same, rendered with placeholders.
     """
     flat = [pair for of_part in marks for pair in of_part]
@@ -189,9 +187,7 @@ def _position_of_content(own: str, at: int, written: str) -> PartPosition:
     """Return the position of a content that a template writes as it is, in part, or as JSON.
 
     Args:
-        own: the content.
         at: where it is in the rendered text.
-        written: how it is written there.
     """
     if (first := own.find(written)) >= 0:
         return _single_run(first, at, len(written))
@@ -243,11 +239,8 @@ def _leaf_runs(own: str, start: int, stop: int, at: int, written: str) -> Iterat
     """Yield the runs of a leaf: all of it, or what is equal between escaped characters.
 
     Args:
-        own: the arguments' text.
         start: where the leaf begins in it.
-        stop: where it ends.
         at: where the leaf is in the rendered text.
-        written: how it is written there.
     """
     escaped = own[start:stop]
     if written in escaped:
@@ -315,9 +308,7 @@ def search_parts(
     """Return the position of each part in the range of the text that depends on it; for tool calls, in their order.
 
     Args:
-        parts: the parts.
         regions: the range of each content and each reasoning; None: it is omitted, or is no such part.
-        text: the rendered conversation.
     """
     positions = [
         None if region is None else _locate_in_region(part.text, text, region)
@@ -392,11 +383,7 @@ def _drop_out_of_order_runs(places: Sequence[PartPosition | None]) -> list[PartP
 
 
 def unused_character(texts: Iterable[str]) -> str:
-    """Return a character that no text contains, and that templates copy.
-
-    Raises:
-        XtkError: the texts have all of them.
-    """
+    """Return a character that no text contains, and that templates copy."""
     read = list(texts)
     for mark in PLACEHOLDER_CHARACTERS:
         if not any(mark in text for text in read):

@@ -32,8 +32,6 @@ class RegionStatistics:
         """Count a document.
 
         Args:
-            document: the document.
-            sequence: the model's tokens of it.
             other: the other model's tokens; None: nothing is aligned.
         """
         of_bytes, is_trained = byte_regions(document), _trained_bytes(document)

@@ -34,10 +34,6 @@ def token_regions(document: Document, sequence: TokenSequence) -> NDArray[np.uin
 
     It is the region in which the token begins, see `first_regions`. All other tokens have `NO_REGION`. Contents are
     answers, except for reasoning and tool calls between the marks that models write, such as `</think>`.
-
-    Args:
-        document: the document.
-        sequence: a model's tokens of it.
     """
     regions, trained = sequence.template_regions.copy(), sequence.train_mask
     of_bytes = byte_regions(document)
@@ -86,12 +82,8 @@ class RegionWeights:
         advantage_bounds: float32 [regions], the largest size of the teacher's advantage, in nats; infinite: unbounded.
 
     Args:
-        train_on: names of the trained regions.
         weights: {region: weight}, of trained regions; 1 for others.
         advantage_bounds: {region: nats}.
-
-    Raises:
-        XtkError: a region has another name, or has a weight or a bound but is not trained.
     """
 
     def __init__(
@@ -122,7 +114,6 @@ class RegionWeights:
         """Return a sequence in which only tokens of trained regions are trained.
 
         Args:
-            sequence: a model's tokens.
             regions: uint8 [T], their regions.
             with_template: whether losses without a teacher are computed on text of the model's own chat template.
         """

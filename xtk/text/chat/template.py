@@ -49,9 +49,6 @@ class ChatTemplate:
         source: the Jinja template, in Hugging Face's dialect.
         special_tokens: {"bos_token": "<s>", ...}, variables of the template.
         where: name of its tokenizer in errors.
-
-    Raises:
-        XtkError: it has a syntax error.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
@@ -67,9 +64,6 @@ class ChatTemplate:
             messages: each with a role and a content.
             tools: tools that the assistant may call.
             arguments: other variables of the template; `add_generation_prompt=True` appends the start of a reply.
-
-        Raises:
-            XtkError: the template refuses the messages (e.g. roles that do not alternate), or its output is too long.
         """
         return self._render_as_given(self.conventions.apply(messages), tools, **arguments)
 
@@ -181,9 +175,6 @@ class ChatTemplate:
 
         Returns:
             The text, and the range of characters `[start, stop)` in it that is the content of `next_message`.
-
-        Raises:
-            XtkError: the template refuses the messages, or omits the assistant's message.
         """
         messages = [*conversation.messages, next_message]
         mark = unused_character([message["content"] for message in messages])

@@ -90,7 +90,6 @@ def find_conventions(source: str, render: Callable[[Messages], str]) -> Template
     """Return the conventions of a template.
 
     Args:
-        source: the template.
         render: renders messages as they are; raises XtkError where the template refuses them.
     """
     key = next((key for key in REASONING_KEYS if re.search(rf"(\.|['\"]){key}\b", source)), "")

@@ -13,17 +13,7 @@ from xtk.training.train_config import RunPaths, TrainConfig
 
 
 def open_cache_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]) -> RunInputs:
-    """Return the inputs of a run that learns from teacher caches.
-
-    Args:
-        paths: the run's inputs.
-        recipe: the training options.
-        tokenizer: the student's tokenizer.
-        student: fingerprints of the student.
-
-    Raises:
-        XtkError: a cache cannot be read, or does not match the student, the losses or another cache.
-    """
+    """Return the inputs of a run that learns from teacher caches."""
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.data))
     _check_caches(paths, recipe)
     setup = set_up_teachers(paths, recipe, tokenizer, combination)

@@ -51,9 +51,6 @@ class OnPolicyInputs(RunInputs):
         """Return the indices of the prompts with a weight above 0, and the bytes of all prompts.
 
         With `lmbda` below 1, prompts whose document in the data is too long are skipped as in other runs.
-
-        Raises:
-            XtkError: all prompts have the weight 0, or documents are too long for --long-documents refuse.
         """
         documents = [prompt.document for prompt in self.source.prompts]
         sizes = np.array([len(document.text.encode()) for document in documents], np.int64)
@@ -120,19 +117,7 @@ class OnPolicyInputs(RunInputs):
 def open_on_policy_inputs(
     paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str], config: OnPolicyConfig
 ) -> OnPolicyInputs:
-    """Return the inputs of an on-policy run.
-
-    Args:
-        paths: the run's inputs.
-        recipe: the training options.
-        tokenizer: the student's tokenizer.
-        student: fingerprints of the student.
-        config: options of on-policy training.
-
-    Raises:
-        XtkError: there is no teacher, data or a teacher cannot be read, they do not match, or no reward can score a
-            prompt.
-    """
+    """Return the inputs of an on-policy run."""
     if not paths.online_teachers:
         raise XtkError("--on-policy needs --teacher", hint="add --teacher MODEL to score the student's completions")
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.online_teachers))

@@ -41,17 +41,7 @@ class OnlineInputs(RunInputs):
 def open_online_inputs(
     paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]
 ) -> OnlineInputs:
-    """Return the inputs of a run whose teachers score the data during training.
-
-    Args:
-        paths: the run's inputs.
-        recipe: the training options.
-        tokenizer: the student's tokenizer.
-        student: fingerprints of the student.
-
-    Raises:
-        XtkError: data or a teacher cannot be read, or they do not match.
-    """
+    """Return the inputs of a run whose teachers score the data during training."""
     teachers = paths.online_teachers
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(teachers))
     corpus = plain_corpus(paths, recipe)
@@ -65,11 +55,7 @@ def open_online_inputs(
 
 
 def plain_corpus(paths: RunPaths, recipe: TrainConfig) -> Corpus:
-    """Return the data that online teachers score.
-
-    Raises:
-        XtkError: no loss uses a teacher, or the data is a cache.
-    """
+    """Return the data that online teachers score."""
     if all(loss.name != AUTO_LOSS and needs_no_teacher(loss.name) for loss in recipe.losses):
         raise XtkError("--teacher is given, but no --loss uses a teacher", hint="remove --teacher, or use --loss auto")
     for place in paths.data:

@@ -18,16 +18,7 @@ from xtk.training.train_config import RunPaths, TrainConfig
 
 
 def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> RunInputs:
-    """Return the opened inputs of a run, checked against each other and the student.
-
-    Args:
-        paths: the run's inputs and output.
-        recipe: the training options.
-        tokenizer: the student's tokenizer.
-
-    Raises:
-        XtkError: one of them cannot be read, or they do not match.
-    """
+    """Return the opened inputs of a run, checked against each other and the student."""
     models = [paths.student, *(teacher.request.teacher_folder for teacher in paths.online_teachers)]
     models += [paths.adapter] if paths.adapter else []
     RUN_FOLDER.check_place(paths.output, (*models, *paths.data, *paths.projections))

@@ -33,15 +33,7 @@ class TeacherSetup(TeacherLosses):
     auto_loss_note: str
 
     def input_fields(self, student: dict[str, str], **fingerprints: Any) -> dict[str, Any]:
-        """Return the fields of `RunInputs` that follow from teachers and losses.
-
-        Args:
-            student: fingerprints of the student.
-            fingerprints: of further inputs.
-
-        Raises:
-            XtkError: held-out caches do not match the teachers.
-        """
+        """Return the fields of `RunInputs` that follow from teachers and losses."""
         return {
             "tokenizer": self.tokenizer,
             "objectives": self.objectives,
@@ -86,11 +78,7 @@ class TeacherSetup(TeacherLosses):
         return list(dict.fromkeys(sources))
 
     def _open_held_out(self) -> HeldOutData:
-        """Return the opened held-out caches: one per teacher, in the order of the teachers.
-
-        Raises:
-            XtkError: they come from other teachers, or do not store what a loss needs.
-        """
+        """Return the opened held-out caches: one per teacher, in the order of the teachers."""
         paths = self.paths.eval_caches
         if len(paths) != len(self.teachers):
             raise XtkError(
@@ -128,17 +116,7 @@ class TeacherSetup(TeacherLosses):
 def set_up_teachers(
     paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, combination: TeacherEnsemble
 ) -> TeacherSetup:
-    """Open the teachers of a run and assign the losses to them.
-
-    Args:
-        paths: the run's inputs.
-        recipe: the training options.
-        tokenizer: the student's tokenizer.
-        combination: how several teachers are combined.
-
-    Raises:
-        XtkError: a cache or projection cannot be read, or a loss cannot be computed from a teacher.
-    """
+    """Open the teachers of a run and assign the losses to them."""
     teachers = open_teachers(paths.data, paths.projections, tokenizer, paths.online_teachers)
     losses, auto_loss_note = assign_losses(recipe.losses, teachers, on_policy=recipe.on_policy is not None)
     check_loss_scaling(recipe, losses)

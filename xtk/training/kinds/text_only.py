@@ -16,17 +16,7 @@ from xtk.training.train_config import RunPaths, TrainConfig
 
 
 def open_text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]) -> RunInputs:
-    """Return the inputs of a run without a teacher.
-
-    Args:
-        paths: the run's inputs.
-        recipe: the training options.
-        tokenizer: the student's tokenizer.
-        student: fingerprints of the student.
-
-    Raises:
-        XtkError: the data cannot be read, or an option needs a teacher.
-    """
+    """Return the inputs of a run without a teacher."""
     parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, 1)
     if paths.eval_caches:
         raise XtkError(
