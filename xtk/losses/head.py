@@ -167,13 +167,15 @@ def _forward_backward(
     sums = torch.zeros(len(terms), dtype=accumulation_dtype(compute), device=states.device)
     for start, stop in itertools.pairwise(starts):
         base = max(0, start - overlap)
-        chunks = [term.select_rows(start, stop, base) for term in terms]
+        cells_of_terms = [term.select_rows(start, stop, base) for term in terms]
         edges = [*range(0, stop - base, size), stop - base]
         windows = [
             LogitsWindow(low, high, first_token, width, shard is None and len(edges) == 2)
             for low, high in itertools.pairwise(edges)
         ]
-        sums += _loss_of_chunk([some[base:stop] for some in inputs], base, logits_of, windows, chunks, gradients)
+        sums += _loss_of_chunk(
+            [some[base:stop] for some in inputs], base, logits_of, windows, cells_of_terms, gradients
+        )
     return sums, gradients.finish()
 
 
@@ -182,19 +184,19 @@ def _loss_of_chunk(
     base: int,
     logits_of: ChunkedLogits,
     windows: Sequence[LogitsWindow],
-    chunks: list[LossCells],
+    cells_of_terms: list[LossCells],
     gradients: _GradientAccumulator,
 ) -> Tensor:
     """Return each term's sum [terms] over the items of a chunk with first row `base`, and add their gradients."""
     shard, dtype = gradients.shard, accumulation_dtype(gradients.compute)
-    parts = [cells.softmax_reads(dtype) for cells in chunks]
+    parts = [cells.softmax_reads(dtype) for cells in cells_of_terms]
 
     def compute_window(window: LogitsWindow) -> WindowStatistics:
         return read_window(logits_of.from_matrix_inputs([some[window.rows] for some in inputs]), window, parts, shard)
 
     by_window = [compute_window(window) for window in windows]
     statistics = combine_windows(by_window, parts, shard)
-    values, of_parts = _loss_and_gradients(chunks, parts, statistics, gradients.wanted)
+    values, of_parts = _loss_and_gradients(cells_of_terms, parts, statistics, gradients.wanted)
     if of_parts is None:
         return values
     for window, first in zip(windows, by_window, strict=True):
@@ -296,7 +298,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> No
 
 
 def _loss_and_gradients(
-    chunks: list[LossCells], parts: list[SoftmaxReads], statistics: ChunkStatistics, with_gradient: bool
+    cells_of_terms: list[LossCells], parts: list[SoftmaxReads], statistics: ChunkStatistics, with_gradient: bool
 ) -> tuple[Tensor, ChunkGradients | None]:
     """Return each term's sum [terms], and the gradients of the scaled total; None without gradients."""
     log_totals, log_normalizer = statistics.row_logsumexp, statistics.exp_sums.log()
@@ -304,7 +306,7 @@ def _loss_and_gradients(
     by_rank = iter(zip(statistics.largest, statistics.included_sums, strict=True))
     values, gradients = [], ChunkGradients([], [], [], [])
     for cells, part, logits, left in zip(
-        chunks, parts, statistics.entry_logits, statistics.remainder_sums, strict=True
+        cells_of_terms, parts, statistics.entry_logits, statistics.remainder_sums, strict=True
     ):
         log_remainders = left.log() - log_normalizer[part.remainder_rows] + part.remainder_log_weights
         sums = [

@@ -185,15 +185,15 @@ class ChunkStatistics:
 
 @dataclass(frozen=True)
 class WindowStatistics:
-    """Statistics of a window, and its exponentials, without the entries of part `removed_chunk`.
+    """Statistics of a window, and its exponentials, without the entries of part `removed_read`.
 
     `entry_exponentials` are the exponentials of the entries, for each part with remainders; `removed_shares` what part
-    `removed_chunk` has of them.
+    `removed_read` has of them.
     """
 
     window: LogitsWindow
     exponentials: Tensor
-    removed_chunk: int
+    removed_read: int
     entry_indices: list[WindowIndices]
     alternative_indices: list[WindowIndices]
     remainder_indices: list[WindowIndices]
@@ -203,21 +203,21 @@ class WindowStatistics:
 
 
 def read_window(
-    logits: Tensor, window: LogitsWindow, chunks: list[SoftmaxReads], shard: HeadShard | None
+    logits: Tensor, window: LogitsWindow, reads: list[SoftmaxReads], shard: HeadShard | None
 ) -> WindowStatistics:
     """Return the statistics of a window; its logits are overwritten by exponentials."""
     # The last part with remainders: its entries stay removed from the exponentials, as its gradient needs them.
-    removed = max((number for number, part in enumerate(chunks) if len(part.remainder_rows)), default=-1)
-    entries = [window.entry_indices(part.cells.rows, part.cells.tokens) for part in chunks]
+    removed = max((number for number, part in enumerate(reads) if len(part.remainder_rows)), default=-1)
+    entries = [window.entry_indices(part.cells.rows, part.cells.tokens) for part in reads]
     before = [
         window.entry_indices(part.alternatives.rows, part.alternatives.tokens)
-        for part in chunks
+        for part in reads
         if part.alternatives is not None
     ]
-    remainders = [window.row_indices(part.remainder_rows) for part in chunks]
+    remainders = [window.row_indices(part.remainder_rows) for part in reads]
     flat = logits.view(-1)
     taken, taken_before = ([flat.take(places.local) for places in some] for some in (entries, before))
-    of_ranks = [part.largest for part in chunks if part.largest is not None]
+    of_ranks = [part.largest for part in reads if part.largest is not None]
     largest = [ranks.find(logits, window.first_row, window.first_token) for ranks in of_ranks]
     highest = logits.amax(1)
     if shard is not None:
@@ -228,7 +228,7 @@ def read_window(
     shares = None
     left = []
     # The entries of part `removed` are processed last, and are not added back.
-    for part, places, remainder in zip(chunks, entries, remainders, strict=True):
+    for part, places, remainder in zip(reads, entries, remainders, strict=True):
         if not len(part.remainder_rows):
             covered.append(None)
             left.append(normalizer[:0])
@@ -236,7 +236,7 @@ def read_window(
         whole = flat.take(places.local)
         shares = remove_entries_(flat, places.local, whole, places.select(part.weights))
         left.append(exponentials.sum(1)[remainder.local])
-        if part is not chunks[removed]:
+        if part is not reads[removed]:
             restore_entries_(flat, places.local, whole)
         covered.append(whole)
     statistics = ChunkStatistics(highest, normalizer, left, taken, taken_before, largest, masses)
@@ -252,7 +252,7 @@ def _exponentials_and_sums(logits: Tensor, row_max: Tensor) -> tuple[Tensor, Ten
 
 
 def combine_windows(
-    windows: list[WindowStatistics], chunks: list[SoftmaxReads], shard: HeadShard | None
+    windows: list[WindowStatistics], reads: list[SoftmaxReads], shard: HeadShard | None
 ) -> ChunkStatistics:
     """Return the statistics of a chunk from those of its windows, summed over the processes with other columns."""
     if shard is None and len(windows) == 1:
@@ -263,9 +263,9 @@ def combine_windows(
     like = windows[0].statistics.exp_sums
     highest = torch.cat([window.statistics.row_max for window in windows])
     normalizer = torch.cat([window.statistics.exp_sums for window in windows])
-    left = [like.new_zeros(len(part.remainder_rows)) for part in chunks]
-    entries = [like.new_zeros(len(part.cells.rows)) for part in chunks]
-    before = [like.new_zeros(len(part.alternatives.rows)) for part in chunks if part.alternatives is not None]
+    left = [like.new_zeros(len(part.remainder_rows)) for part in reads]
+    entries = [like.new_zeros(len(part.cells.rows)) for part in reads]
+    before = [like.new_zeros(len(part.alternatives.rows)) for part in reads if part.alternatives is not None]
     for window in windows:
         statistics = window.statistics
         for places, values, total in zip(
@@ -275,7 +275,7 @@ def combine_windows(
             strict=True,
         ):
             places.scatter_into(values, total)
-    of_ranks = [part.largest for part in chunks if part.largest is not None]
+    of_ranks = [part.largest for part in reads if part.largest is not None]
     masses = [
         sum(of_windows, like.new_zeros(()))
         for of_windows in zip(*(window.statistics.included_sums for window in windows), strict=True)
@@ -332,7 +332,7 @@ def logits_gradient(
     window_statistics: WindowStatistics,
     statistics: ChunkStatistics,
     gradients: ChunkGradients,
-    chunks: list[SoftmaxReads],
+    reads: list[SoftmaxReads],
     out: Tensor | None = None,
 ) -> Tensor:
     """Turn the exponentials of a window into the gradient of its logits, in place, or in `out` where that is faster.
@@ -348,8 +348,8 @@ def logits_gradient(
     window, exponentials = window_statistics.window, window_statistics.exponentials
     flat = exponentials.view(-1)
     in_all = torch.zeros_like(statistics.exp_sums)
-    runs = [part.alternatives for part in chunks if part.alternatives is not None]
-    for part, of_entries, of_remainders in zip(chunks, gradients.entries, gradients.remainders, strict=True):
+    runs = [part.alternatives for part in reads if part.alternatives is not None]
+    for part, of_entries, of_remainders in zip(reads, gradients.entries, gradients.remainders, strict=True):
         scatter_add_(in_all, part.cells.rows, of_entries)
         scatter_add_(in_all, part.remainder_rows, of_remainders)
     for run, of_before in zip(runs, gradients.alternatives, strict=True):
@@ -377,7 +377,7 @@ def logits_gradient(
         sparse.append((places.local, places.select(some.logprob_gradients)))
     in_place, more = factors, list[Tensor]()
     for number, (part, whole, remainders) in enumerate(
-        zip(chunks, window_statistics.entry_exponentials, window_statistics.remainder_indices, strict=True)
+        zip(reads, window_statistics.entry_exponentials, window_statistics.remainder_indices, strict=True)
     ):
         if whole is None:
             continue
@@ -387,7 +387,7 @@ def logits_gradient(
             remainders.local,
             remainders.select(gradients.remainders[number] / statistics.remainder_sums[number]),
         )
-        if number == window_statistics.removed_chunk:
+        if number == window_statistics.removed_read:
             in_place = factors + of_left
             rows = places.select_indices(part.cells.rows, window.first_row)
             of_places = factors[rows]
@@ -399,11 +399,9 @@ def logits_gradient(
             sparse.append((places.local, window_statistics.removed_shares * of_places))
         else:
             copy = exponentials.clone()
-            last = window_statistics.entry_exponentials[window_statistics.removed_chunk]
+            last = window_statistics.entry_exponentials[window_statistics.removed_read]
             assert last is not None
-            restore_entries_(
-                copy.view(-1), window_statistics.entry_indices[window_statistics.removed_chunk].local, last
-            )
+            restore_entries_(copy.view(-1), window_statistics.entry_indices[window_statistics.removed_read].local, last)
             remove_entries_(copy.view(-1), places.local, whole, places.select(part.weights))
             more.append(copy.mul_(of_left[:, None]))
     if TRITON is not None and out is not None and not bands and not more and TRITON.can_run(exponentials):
