@@ -11,6 +11,7 @@ import small_inputs
 from transformers import AutoTokenizer
 
 from xtk.api.tokenizer_argument import to_tokenizer
+from xtk.cache.manifest import MANIFEST, manifest_bytes, manifest_checksum, teacher_bits_per_byte
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
@@ -83,6 +84,18 @@ def test_a_cache_records_the_start_of_its_teacher(run, pair, corpus, tmp_path):
         text_ids = Tokenizer(pair.teacher).encode([stored.document.text])[0].ids.tolist()
         assert stored.tokens.ids.tolist() == [*ids, *text_ids, cache.teacher_tokenizer.end_id]
         run(*command, "eos" if start_token != "auto" else "none", code=1)
+
+
+def test_a_cache_without_a_recorded_start_has_bos_else_eos(cache, tmp_path):
+    older = shutil.copytree(cache, tmp_path / "cache")
+    content = json.loads((older / MANIFEST).read_text())
+    del content["checksum"], content["header"]["teacher"]["start_ids"]
+    for shard in content["shards"]:
+        del shard["text_bits"], shard["text_bytes"]
+    (older / MANIFEST).write_bytes(manifest_bytes(content | {"checksum": manifest_checksum(content)}))
+    opened = TeacherCache(older)
+    assert opened.teacher_tokenizer.start_ids == (EOS,)
+    assert teacher_bits_per_byte(opened.manifest) is None
 
 
 @pytest.mark.parametrize(("start_token", "ids"), [("none", []), ("eos", [EOS]), ("auto", [BOS])])

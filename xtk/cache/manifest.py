@@ -52,7 +52,7 @@ class TeacherHeader(TypedDict):
     embedding_rows: Annotated[int, 1, MAX_TOKENS]
     special_tokens: dict[str, Count]
     space_ids: list[Count]
-    start_ids: list[Count]
+    start_ids: NotRequired[list[Count]]  # older caches: bos, else eos
 
 
 class DataRange(TypedDict):
@@ -107,8 +107,8 @@ class ShardEntry(TypedDict):
     bytes: int
     entropy: float
     quantization_kl: float
-    text_bits: float | None
-    text_bytes: int
+    text_bits: NotRequired[float | None]  # not in older caches
+    text_bytes: NotRequired[int]
     payload_ranges: list[list[int]]
     checksum: Checksum
     source_header: NotRequired[Count]
@@ -219,10 +219,10 @@ def teacher_bits_per_byte(manifest: dict[str, Any]) -> float | None:
     Infinite if the probability of one of them is 0; None if no token has text.
     """
     shards = manifest["shards"]
-    num_bytes = sum(int(shard["text_bytes"]) for shard in shards)
-    if not num_bytes:
+    num_bytes = sum(int(shard.get("text_bytes", 0)) for shard in shards)
+    if not num_bytes or any("text_bytes" not in shard for shard in shards):
         return None
-    bits = [shard["text_bits"] for shard in shards]
+    bits = [shard.get("text_bits") for shard in shards]
     return math.inf if None in bits else sum(bits) / num_bytes
 
 

@@ -38,6 +38,7 @@ from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import sha256
 from xtk.files.storage_folders import StorageFolder, open_folder
+from xtk.text.start_tokens import START_ROLES
 from xtk.text.tokenizer import Tokenizer
 from xtk.text.vocabulary import ByteVocabulary
 
@@ -195,7 +196,9 @@ class TeacherCache:
         try:
             place = places.pop() if places else Path(self.folder.name)
             tokenizer = Tokenizer(place, name=str(identity["name"]), embedding_rows=int(identity["embedding_rows"]))
-            tokenizer = tokenizer.with_start_token(tuple(identity["start_ids"]))
+            roles = tokenizer.special_token_ids  # older caches always have a start token: bos, else eos
+            older = [roles[role] for role in START_ROLES if role in roles][:1]
+            tokenizer = tokenizer.with_start_token(tuple(identity.get("start_ids", older)))
         except CorruptError:
             raise
         except XtkError as failure:

@@ -81,8 +81,9 @@ class CacheShard:
             if stated.get("version") != VERSION:
                 raise cache_version_error(stated.get("version"), self.name)
             self.position = ShardPosition(*(int(stated[name]) for name in ("shard", "first_document", "documents")))
-            bits, size = (stated[name] for name in TEXT_KEYS)
-            self._text = dict(zip(TEXT_KEYS, (None if bits is None else float(bits), int(size)), strict=True))
+            bits, size = (stated.get(name) for name in TEXT_KEYS)  # none in shards of an older xtk
+            values = (None if bits is None else float(bits), 0 if size is None else int(size))
+            self._text = dict(zip(TEXT_KEYS, values, strict=True)) if "text_bytes" in stated else {}
             schema = shard_schema(self.header)
         check_columns(self._batch, schema, self.name, frozenset({"conversation"}))
         with self._corruption_as_error("the offsets of a column are invalid"):
