@@ -1,4 +1,4 @@
-"""Finished and unfinished runs that the attacks start from."""
+"""Finished and unfinished runs that the attacks start from; attacks are slow tests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import pytest
 from xtk_processes import run_xtk
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
