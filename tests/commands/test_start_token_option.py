@@ -57,7 +57,7 @@ def test_doctor_finds_a_start_token_that_makes_a_model_worse(trained, pair, tmp_
     bits = findings[0].figures["bits_per_byte"]
     assert bits["no start token"] < 0.98 * bits["<|begin_of_text|>"]
     assert bits["no start token"] == findings[1].figures["bits_per_byte"]["no start token"]
-    level = findings[2].figures["all"]
+    level = findings[2].figures["bits_per_byte"]["all"]
     assert level == {"student": bits["<|begin_of_text|>"], "teacher": bits["no start token"]}
 
 
@@ -66,9 +66,10 @@ def test_doctor_reports_a_teacher_that_is_not_better_than_the_student(trained, p
     models = [DoctorModel.read(*side) for side in (("student", folder, "s"), ("teacher", pair.teacher, "t"))]
     *_, level = start_tokens(DoctorInputs(models[0], models[1], RunPlan(), corpus=Corpus([str(data)])))
     assert (level.check, level.level, level.where) == ("teacher_level", "warning", "teacher t")
-    assert {"all", "Latin"} <= level.figures.keys()
-    assert level.figures["all"]["teacher"] > level.figures["all"]["student"]
-    assert f"the teacher is not better than the student by 5%: all {level.figures['all']['teacher']:.3f}" in level.what
+    bits = level.figures["bits_per_byte"]
+    assert {"all", "Latin"} <= bits.keys()
+    assert bits["all"]["teacher"] > bits["all"]["student"]
+    assert f"the teacher is not better than the student by 5%: all {bits['all']['teacher']:.3f}" in level.what
 
 
 def test_a_cache_records_the_start_of_its_teacher(run, pair, corpus, tmp_path):

@@ -123,4 +123,4 @@ def test_doctor_compares_the_start_tokens_of_pretrained_models(tmp_path):
     assert second.level == "ok"
     assert np.isfinite(list(second.figures["bits_per_byte"].values())).all()
     assert second.figures["bits_per_byte"]["no start token"] > 1.2 * second.figures["bits_per_byte"]["<bos>"]
-    assert level.figures["all"]["teacher"] < level.figures["all"]["student"]
+    assert level.figures["bits_per_byte"]["all"]["teacher"] < level.figures["bits_per_byte"]["all"]["student"]

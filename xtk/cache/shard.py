@@ -79,7 +79,7 @@ class CacheShard:
             self._tables = base64.b64decode(metadata[b"codec_tables"], validate=True)
             stated = dict(json.loads(seal[b"xtk"]))
             if stated.get("version") != VERSION:
-                raise cache_version_error(stated.get("version"), self.name)
+                raise cache_version_error(stated.get("version", "unknown"), self.name)
             self.position = ShardPosition(*(int(stated[name]) for name in ("shard", "first_document", "documents")))
             bits, size = (stated.get(name) for name in TEXT_KEYS)  # none in shards of an older xtk
             values = (None if bits is None else float(bits), 0 if size is None else int(size))

@@ -84,7 +84,8 @@ def _compare_by_category(name: str, student: BitsPerByteResult, teacher: BitsPer
         if category in teacher.per_category and bits.counts.sum() >= MIN_CATEGORY_BYTES:
             pairs[category] = (bits.value, teacher.per_category[category].value)
     weak = [kind for kind, (own, theirs) in pairs.items() if theirs > (1 - MIN_IMPROVEMENT) * own]
-    figures = {kind: {"student": own, "teacher": theirs} for kind, (own, theirs) in pairs.items()}
+    bits_per_byte = {kind: {"student": own, "teacher": theirs} for kind, (own, theirs) in pairs.items()}
+    figures = {"bits_per_byte": bits_per_byte}
     own, theirs = pairs["all"]
     what = f"bits per byte of the same texts: teacher {theirs:.3f}, student {own:.3f}"
     if not weak:

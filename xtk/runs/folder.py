@@ -112,7 +112,7 @@ def identity_in_recipe(content: Mapping[str, Any], where: str) -> dict[str, Any]
         )
     if content.get("version") != RECIPE_VERSION:
         raise XtkError(
-            f"this recipe of xtk distill has version {content.get('version')!s:.20}; this xtk reads version "
+            f"this recipe of xtk distill has version {content.get('version', 'unknown')!s:.20}; this xtk reads version "
             f"{RECIPE_VERSION}",
             where=where,
             hint="train it again: xtk distill ... -o FOLDER --force",
@@ -244,8 +244,8 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
         ) from None
     if content.get("version") != VERSION:
         raise XtkError(
-            f"this {content.get('kind') or 'folder'!s:.40} has version {content.get('version')!s:.20}; this xtk reads "
-            f"version {VERSION}",
+            f"this {content.get('kind') or 'folder'!s:.40} has version {content.get('version', 'unknown')!s:.20}; "
+            f"this xtk reads version {VERSION}",
             where=str(path),
             hint="make it again: xtk distill ... -o FOLDER --force (an export: xtk export RUN -o FOLDER --force)",
         )
