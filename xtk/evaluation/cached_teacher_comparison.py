@@ -98,12 +98,12 @@ def compare_with_teacher(
             )
             for batch, states in _hidden_states(model, read, batch_tokens):
                 document_losses = _document_losses(model, batch, states)
-                for one, own, losses in zip(batch, states, document_losses, strict=True):
-                    sums[: len(objectives), one.row_number] = losses
-                    counts[: len(objectives), one.row_number] = [term.denominator for term in one.terms]
+                for prepared, own, losses in zip(batch, states, document_losses, strict=True):
+                    sums[: len(objectives), prepared.row_number] = losses
+                    counts[: len(objectives), prepared.row_number] = [term.denominator for term in prepared.terms]
                     if matching is not None:
-                        sums[-1, one.row_number], counts[-1, one.row_number] = _count_agreements(
-                            model, one, own, matching
+                        sums[-1, prepared.row_number], counts[-1, prepared.row_number] = _count_agreements(
+                            model, prepared, own, matching
                         )
             progress.advance(len(numbers))
     model.train(training)
@@ -175,21 +175,21 @@ def _document_losses(
 ) -> list[NDArray[np.float64]]:
     """Return the loss sums of each document, float64 [losses]."""
     document_losses = []
-    for one, own in zip(batch, states, strict=True):
-        terms = [term.to(own.device, 1.0) for term in one.terms]
+    for prepared, own in zip(batch, states, strict=True):
+        terms = [term.to(own.device, 1.0) for term in prepared.terms]
         parts = fused_loss(own, model.head, terms, chunk_rows(model.head.num_logits(own)))[1]
         document_losses.append(parts.double().cpu().numpy())
     return document_losses
 
 
 def _count_agreements(
-    model: BackboneWithHead, one: _PreparedDocument, states: torch.Tensor, matching: TokenMatching
+    model: BackboneWithHead, prepared: _PreparedDocument, states: torch.Tensor, matching: TokenMatching
 ) -> tuple[int, int]:
     """Return the number of agreements in the most likely token, and the number of comparisons."""
-    assert one.teacher_top is not None
-    if not len(one.teacher_top.student_rows):
+    assert prepared.teacher_top is not None
+    if not len(prepared.teacher_top.student_rows):
         return 0, 0
-    compared = states[torch.from_numpy(one.teacher_top.student_rows).to(states.device)]
+    compared = states[torch.from_numpy(prepared.teacher_top.student_rows).to(states.device)]
     targets = torch.zeros(len(compared), dtype=torch.int64, device=compared.device)
     _, tokens = compute_token_logprobs(compared, model.head, targets, return_top1=True)
-    return one.teacher_top.count_agreements(tokens.cpu().numpy(), matching)
+    return prepared.teacher_top.count_agreements(tokens.cpu().numpy(), matching)

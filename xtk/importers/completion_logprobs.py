@@ -217,15 +217,15 @@ def _with_bounds(
     lists = [[entry for entry in listed if entry.logprob is None or entry.logprob > UNLISTED_LOGPROB] for listed in top]
     bounded: list[ListedToken] = []
     num_bounded = num_unknown = 0
-    for one, listed in zip(tokens, lists, strict=True):
-        if one.logprob is None or one.logprob > UNLISTED_LOGPROB:
-            bounded.append(one)
+    for token, listed in zip(tokens, lists, strict=True):
+        if token.logprob is None or token.logprob > UNLISTED_LOGPROB:
+            bounded.append(token)
             continue
         logprobs = np.array([other.logprob for other in listed if other.logprob is not None], np.float64)
         bound = upper_bound(logprobs)
         num_bounded += bound is not None
         num_unknown += bound is None
-        bounded.append(replace(one, logprob=bound))
+        bounded.append(replace(token, logprob=bound))
     return bounded, lists, num_bounded, num_unknown
 
 

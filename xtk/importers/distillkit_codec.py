@@ -132,7 +132,7 @@ class DistillKitCodec:
         ids_of, values_of = _bytes(packed_ids), _bytes(packed_logprobs)
         wanted = ((self.k * self.index_bits + 7) // 8, self.logprob_bytes)
         if ids_of is None or values_of is None or (ids_of.shape[1], values_of.shape[1]) != wanted:
-            widths = [None if one is None else one.shape[1] for one in (ids_of, values_of)]
+            widths = [None if array is None else array.shape[1] for array in (ids_of, values_of)]
             raise XtkError(
                 f"a position has {widths[0]} and {widths[1]} bytes, but {CONFIG} describes {wanted[0]} and {wanted[1]}",
                 where=where,

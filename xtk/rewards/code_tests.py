@@ -128,8 +128,8 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
     place = 0
     while fence := _FENCE.search(answer, place):
         indent = "" if fence["before"] else re.escape(fence["indent"])
-        ends = (re.compile(rf"^{one}```[ \t]*$", re.MULTILINE) for one in (indent, r"[ \t]*"))
-        end = next((end for one in ends if (end := one.search(answer, fence.end()))), None)
+        ends = (re.compile(rf"^{front}```[ \t]*$", re.MULTILINE) for front in (indent, r"[ \t]*"))
+        end = next((end for pattern in ends if (end := pattern.search(answer, fence.end()))), None)
         end = end or re.compile("```|\\Z").search(answer, fence.end())
         assert end is not None
         yield fence["language"], answer[fence.end() : end.start()].rstrip() + "\n"

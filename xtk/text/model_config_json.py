@@ -90,5 +90,6 @@ def hub_kernel_repositories(content: dict[str, Any]) -> list[str]:
     repositories = []
     for name, value in _walk_config(content):
         if _IMPLEMENTATIONS.search(name):
-            repositories += [one for _, one in _walk_config(value) if isinstance(one, str) and _KERNEL.search(one)]
+            texts = [text for _, text in _walk_config(value) if isinstance(text, str)]
+            repositories += [text for text in texts if _KERNEL.search(text)]
     return sorted(set(repositories))

@@ -343,7 +343,8 @@ class OnPolicyLoop(TeacherBlocks):
         accelerator.wait_for_everyone()
         parts = stored or complete_rollout_files(folder) or []
         stored_rollouts = self._read_batch(parts, block)
-        by_document = {one.prompt * on_policy.num_generations + one.sample: one for one in stored_rollouts}
+        size = on_policy.num_generations
+        by_document = {rollout.prompt * size + rollout.sample: rollout for rollout in stored_rollouts}
         if len(stored_rollouts) != len(by_document) or len(stored_rollouts) != len(epochs) * on_policy.num_generations:
             raise self._corrupt_batch_error("the stored rollouts are not those of these steps", str(folder), block)
         weights = dict.fromkeys(by_document, 1.0)
