@@ -21,7 +21,7 @@ from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.student_with_losses import parallelize
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
-from xtk.training.training_loop import TrainingRun, _optimizer, _step, _step_batch_builder
+from xtk.training.training_loop import TrainingRun, _optimizer, _step, step_batch_builder
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def record_steps(
     )
     recorder = GradientRecorder(model)
     wrapped.train()
-    step_batches = [_step_batch_builder(run)(step) for step in range(steps)]
+    step_batches = [step_batch_builder(run)(step) for step in range(steps)]
     held_out = [evaluate()]
     results = []
     for micro_batches in step_batches:
@@ -145,7 +145,7 @@ def record_steps(
         held_out.append(evaluate())
     optimizer = _optimizer(backbone, recipe)
     for step in range(num_updates):
-        _step(run, optimizer, _step_batch_builder(run)(step))
+        _step(run, optimizer, step_batch_builder(run)(step))
     if num_updates:
         recorder.gradients |= {
             f"weights.{name}": unsharded(one.detach()).clone()

@@ -18,7 +18,7 @@ from forged_arrow_process import buffer_ranges_of
 
 from xtk.cache import shard_writing
 from xtk.cache.reader import TeacherCache
-from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.token_ids_by_frequency import VocabularyOrder, vocabulary_order_file_name
 from xtk.cache.writer import ShardedCacheWriter
 from xtk.errors import CorruptError
@@ -75,12 +75,12 @@ def test_data_file_with_invalid_offsets_is_refused(run, pair, tmp_path, value):
     assert str(path) in result.stderr
 
 
-def with_changed_tokens(row: ScoredDocument, **changed: object) -> ScoredDocument:
+def with_changed_tokens(row: TeacherDocument, **changed: object) -> TeacherDocument:
     fields = {
         name: getattr(row.tokens, name)
         for name in ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens")
     }
-    return dataclasses.replace(row, tokens=TokenSequence(**{**fields, **changed}))
+    return TeacherDocument(row.document, TokenSequence(**{**fields, **changed}), row.stored_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,16 @@ def test_out_of_range_values_in_a_shard_with_matching_checksums_are_refused(
 ):
     cache = TeacherCache(caches["raw"])
     row = cache.read_document(0)
-    row = ScoredDocument(row.document, row.tokens, row.stored_logprobs)
+    row = TeacherDocument(row.document, row.tokens, row.stored_logprobs)
     ids, ends = row.tokens.ids.copy(), row.tokens.byte_ends.copy()
     if field == "entry":
         entries = row.stored_logprobs.ids.copy()
         entries[-1] = 300_000_000
-        row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, ids=entries))
+        row = TeacherDocument(row.document, row.tokens, dataclasses.replace(row.stored_logprobs, ids=entries))
     elif field == "positions":
         positions = row.stored_logprobs.positions.copy()
         positions[-1] = 1 << 30
-        row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, positions=positions))
+        row = TeacherDocument(row.document, row.tokens, dataclasses.replace(row.stored_logprobs, positions=positions))
     elif field == "ends":
         ends[-1] = 1 << 30
         row = with_changed_tokens(row, byte_ends=ends)

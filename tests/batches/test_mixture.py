@@ -20,7 +20,6 @@ from xtk.batches.combine_teachers import (
     score_tallies,
 )
 from xtk.batches.teacher_probability_mixture import mix_teacher_logprobs
-from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.errors import XtkError
 from xtk.losses.interface import LossInputs
@@ -77,7 +76,10 @@ def dense(teacher_logprobs: TeacherLogprobs) -> np.ndarray:
 def test_exact_tokens_of_a_mixture_are_exact_in_all_teachers():
     rng = np.random.default_rng(3)
     probs, observed = [distributions(rng, 20) for _ in range(2)], rng.integers(0, V, 20)
-    teachers = [to_teacher_logprobs(stored_logprobs(one, observed, 3, 5, seed), 0) for seed, one in enumerate(probs)]
+    teachers = [
+        StoredLogprobs.to_teacher_logprobs(stored_logprobs(one, observed, 3, 5, seed), 0)
+        for seed, one in enumerate(probs)
+    ]
     mixed = mix_teacher_logprobs(teachers, [0.4, 0.6])
     for at in range(20):
         exact_ids = [set(one.ids[one.offsets[at] :][: one.exact_counts[at]].tolist()) for one in teachers]
@@ -99,7 +101,7 @@ def test_mixture_is_exact_on_common_ids_and_on_the_remainder_as_one_cell(seed, s
     supports = [(top_k, num_samples if top_k < V - 2 else 0) for top_k, num_samples in supports]
     probs = [distributions(rng, 4) for _ in supports]
     teachers = [
-        to_teacher_logprobs(stored_logprobs(one, observed, top_k, num_samples, seed), 0)
+        StoredLogprobs.to_teacher_logprobs(stored_logprobs(one, observed, top_k, num_samples, seed), 0)
         for one, (top_k, num_samples) in zip(probs, supports, strict=True)
     ]
     # A teacher's sampled estimates are used as its probabilities.
@@ -134,7 +136,8 @@ def test_mixture_of_sampled_supports_is_unbiased():
     sums, repetitions = np.zeros((3, V)), 4000
     for seed in range(repetitions):
         teachers = [
-            to_teacher_logprobs(stored_logprobs(one, observed, 2, 4, 2 * seed + k), 0) for k, one in enumerate(probs)
+            StoredLogprobs.to_teacher_logprobs(stored_logprobs(one, observed, 2, 4, 2 * seed + k), 0)
+            for k, one in enumerate(probs)
         ]
         sums += np.nan_to_num(dense(mix_teacher_logprobs(teachers, weights)))
     np.testing.assert_allclose(sums / repetitions, 0.3 * probs[0] + 0.7 * probs[1], atol=6e-3)
@@ -147,7 +150,7 @@ def test_samples_are_part_of_the_remainder_where_another_teacher_has_one(exact, 
     observed, probs = rng.integers(0, V, 6), [distributions(rng, 6) for _ in range(2)]
     supports = [(exact, 8), (4, 0)][::order]
     teachers = [
-        to_teacher_logprobs(stored_logprobs(one, observed, *support, 1), 0)
+        StoredLogprobs.to_teacher_logprobs(stored_logprobs(one, observed, *support, 1), 0)
         for one, support in zip(probs, supports, strict=True)
     ]
     mixed = mix_teacher_logprobs(teachers, [0.3, 0.7])
@@ -165,7 +168,9 @@ def test_samples_are_part_of_the_remainder_where_another_teacher_has_one(exact, 
 @pytest.mark.parametrize("num_samples", [0, 4])
 def test_mixture_of_a_teacher_with_itself_equals_the_teacher(num_samples):
     rng = np.random.default_rng(5)
-    teacher = to_teacher_logprobs(stored_logprobs(distributions(rng, 6), rng.integers(0, V, 6), 3, num_samples, 1), 0)
+    teacher = StoredLogprobs.to_teacher_logprobs(
+        stored_logprobs(distributions(rng, 6), rng.integers(0, V, 6), 3, num_samples, 1), 0
+    )
     mixture = mix_teacher_logprobs([teacher, teacher], [0.3, 0.7])
     assert (mixture.exact_counts is None) == (teacher.exact_counts is None) == (num_samples == 0)
     for field in dataclasses.fields(teacher)[:-1]:  # all but the precision
@@ -243,7 +248,7 @@ def test_score_tallies_sum_over_the_spans_that_all_tokenizers_share(seed, score,
                 )
             ]
         )
-        logprobs = to_teacher_logprobs(
+        logprobs = StoredLogprobs.to_teacher_logprobs(
             stored_logprobs(
                 distributions(rng, teacher_bounds[-1]), rng.integers(0, V, teacher_bounds[-1]), 2, seed % 2 * 4, seed
             ),

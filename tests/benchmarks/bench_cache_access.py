@@ -24,7 +24,7 @@ from measurement import report
 
 from xtk.cache.codec.shard_codec_registry import PRECISION_CODECS
 from xtk.cache.reader import TeacherCache
-from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import Support
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.cache.writer import ShardedCacheWriter, store_shard
@@ -42,7 +42,7 @@ SHARD_TOKENS = 2048
 SUPPORT = Support("top-k", top_k=64)
 
 
-def write_cache(folder: Path, precision: str, rows: list[ScoredDocument], order: VocabularyOrder) -> TeacherCache:
+def write_cache(folder: Path, precision: str, rows: list[TeacherDocument], order: VocabularyOrder) -> TeacherCache:
     """Write a cache and open it."""
     codec = {"name": PRECISION_CODECS[precision], "precision": precision, "num_samples": 0, "num_sample_sets": 0}
     codec["vocabulary_order"] = order.file_name
@@ -81,7 +81,7 @@ def access_rows(folder: Path) -> list[tuple[str, str, str]]:
     documents = held_out("gsm8k", TOKENS)
     teacher = TransformersTeacher(TeacherConfig(model, "teacher", tokenizer, "float32", 2048, support=SUPPORT))
     scores = teacher.score(documents)
-    rows = [ScoredDocument(Document.from_text("x"), *pair) for pair in zip(documents, scores, strict=True)]
+    rows = [TeacherDocument(Document.from_text("x"), *pair) for pair in zip(documents, scores, strict=True)]
     counts = np.bincount(np.concatenate([document.ids for document in documents]), minlength=tokenizer.embedding_rows)
     vocabulary_order = VocabularyOrder.from_counts(counts, tokenizer.vocabulary.byte_lengths)
     table = []

@@ -25,7 +25,6 @@ from codec_alternatives import alternative_encodings
 from measurement import gsm8k, machine, report
 
 from xtk.cache.codec.packed_shard_codec import PackedCodec
-from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
@@ -111,7 +110,7 @@ def measure(
         kl_on_stored_ids(scores, unpacked_scores).sum()
         for (_, scores), unpacked_scores in zip(rows, unpacked, strict=True)
     )
-    entries = sum(len(to_teacher_logprobs(scores, 0).ids) for scores in unpacked)
+    entries = sum(len(StoredLogprobs.to_teacher_logprobs(scores, 0).ids) for scores in unpacked)
     entropy = sum(float(scores.entropy.sum()) for _, scores in rows) / positions
     mass = 1 - sum(float(scores.remainder_mass.sum()) for _, scores in rows) / positions
     size, table_bytes = sum(map(len, logprobs)), len(tables) / positions

@@ -22,7 +22,7 @@ from measurement import gsm8k, real_data, report
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xtk.batches.data_sources import TextSource
+from xtk.batches.data_sources import TextDocuments
 from xtk.batches.micro_batches import BatchBuilder, MicroBatch
 from xtk.losses import LOSSES
 from xtk.losses.spec import parse_losses
@@ -123,7 +123,7 @@ def main() -> None:
         for count, length in ((4, 150), (40, 100), (100, 40))
     ]  # fmt: skip
     for count in args.documents:
-        source = TextSource([Document.from_text(text) for text in gsm8k(count)])
+        source = TextDocuments([Document.from_text(text) for text in gsm8k(count)])
         numbers = list(range(count))
         longest_first = sorted(numbers, key=lambda number: -len(source.document(number).text.encode()))
         packed, padded = (BatchBuilder(source, tokenizer, [term], None, packing_multiple=packing) for packing in (1, 0))

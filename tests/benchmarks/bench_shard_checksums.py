@@ -16,7 +16,8 @@ from measurement import report
 
 from xtk.cache import shard_writing as shards
 from xtk.cache.shard import CacheShard
-from xtk.cache.shard_writing import ScoredDocument, ShardPosition, check_file_checksum, write_shard
+from xtk.cache.shard_writing import ShardPosition, check_file_checksum, write_shard
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import StoredLogprobs
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.text.document import Document
@@ -25,7 +26,7 @@ from xtk.text.token_sequence import TokenSequence
 DOCUMENTS, TOKENS, VOCAB_SIZE, TOP_K, SAMPLES, REPEATS = 64, 512, 151_936, 16, 16, 5
 
 
-def random_document(rng: np.random.Generator) -> ScoredDocument:
+def random_document(rng: np.random.Generator) -> TeacherDocument:
     """Return a document of random tokens with random scores."""
     text = "abcd" * TOKENS
     byte_ends = np.arange(4, 4 * TOKENS + 1, 4, dtype=np.int32)
@@ -55,7 +56,7 @@ def random_document(rng: np.random.Generator) -> ScoredDocument:
         ),
         entropy=rng.exponential(size=len(positions)).astype(np.float32),
     )
-    return ScoredDocument(Document.from_text(text), tokens, scores)
+    return TeacherDocument(Document.from_text(text), tokens, scores)
 
 
 def best_seconds(function: Callable[[], object]) -> float:

@@ -14,7 +14,8 @@ from xtk.cache.codec.packed_shard_codec import PackedCodec
 from xtk.cache.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs
 from xtk.cache.codec.token_packing import TokenDecoder, pack_tokens
 from xtk.cache.shard import CacheShard
-from xtk.cache.shard_writing import ScoredDocument, ShardPosition, write_shard
+from xtk.cache.shard_writing import ShardPosition, write_shard
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import StoredLogprobs
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError, XtkError
@@ -231,13 +232,13 @@ def test_reference_decoder_returns_the_same_values(case):
 @given(shards, st.integers(0, 5) | st.none())
 @settings(deadline=None)
 def test_teacher_logprobs_equal_those_made_from_the_stored_logprobs(case, sample_set):
-    from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
+    from xtk.cache.teacher_logprobs import StoredLogprobs
 
     rows, _, options, vocabulary_order = shard(*case[0], **case[1])
     codec, _, _, logprob_blobs = packed(rows, options, vocabulary_order)
     for (row, scores), logprob_blob in zip(rows, logprob_blobs, strict=True):
         found = codec.unpack_teacher_logprobs(memoryview(logprob_blob), row.ids, scores.positions, sample_set)
-        expected = to_teacher_logprobs(
+        expected = StoredLogprobs.to_teacher_logprobs(
             codec.unpack_stored_logprobs(logprob_blob, row.ids, scores.positions), sample_set
         )
         for name in ("positions", "offsets", "remainder_mass", "observed_logprobs", "entropy"):
@@ -401,7 +402,8 @@ def test_shard_file_returns_what_the_codec_packed(tmp_path, kind):
     header = {"codec": {"name": "packed", "vocabulary_order": vocabulary_order.file_name, **options}}
     (tmp_path / vocabulary_order.file_name).write_bytes(vocabulary_order.file_content)
     documents = [
-        ScoredDocument(Document.from_text("x" * max([0, *row.byte_ends.tolist()])), row, scores) for row, scores in rows
+        TeacherDocument(Document.from_text("x" * max([0, *row.byte_ends.tolist()])), row, scores)
+        for row, scores in rows
     ]
     write_shard(tmp_path / "shard.arrow", header, ShardPosition(0, 0, len(documents)), documents, vocabulary_order)
     found = CacheShard(tmp_path / "shard.arrow")

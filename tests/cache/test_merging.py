@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_teacher_cache import DOCUMENTS, HEADER, ScoredDocument, assert_equal, files_of, random_row
+from test_teacher_cache import DOCUMENTS, HEADER, TeacherDocument, assert_equal, files_of, random_row
 
 from xtk.cache.manifest import cache_totals
 from xtk.cache.merging import merge_caches
@@ -25,7 +25,7 @@ SHARD_SIZES = {"a": [3, 1], "b": [4], "c": [1, 1]}  # documents per shard of eac
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[ScoredDocument]:
+def rows() -> list[TeacherDocument]:
     rng = np.random.default_rng(0)
     return [random_row(document, 4, rng) for document in DOCUMENTS]
 
@@ -48,7 +48,7 @@ def header_of(name: str, **changed: dict[str, object]) -> dict[str, object]:
 def write(
     location: str,
     header: dict[str, object],
-    rows: list[ScoredDocument],
+    rows: list[TeacherDocument],
     sizes: list[int],
     shared_files: dict[str, bytes] | None = None,
 ) -> str:
@@ -70,7 +70,7 @@ def caches(rows, tmp_path_factory) -> dict[str, str]:
     return found
 
 
-def assert_contains(location: str, rows: list[ScoredDocument]) -> None:
+def assert_contains(location: str, rows: list[TeacherDocument]) -> None:
     found = TeacherCache(location)
     found.verify()
     assert len(found) == len(rows)
@@ -126,7 +126,9 @@ def test_merging_is_associative(caches, tmp_path):
 
 
 def test_merge_keeps_weights_if_only_some_inputs_have_them(caches, rows, tmp_path):
-    weighted_rows = [replace(row, document=replace(row.document, weight=2.5)) for row in rows[:4]]
+    weighted_rows = [
+        TeacherDocument(replace(row.document, weight=2.5), row.tokens, row.stored_logprobs) for row in rows[:4]
+    ]
     header = header_of("a", data={"optional_columns": ["weight"]})
     location = write(str(tmp_path / "requested"), header, weighted_rows, [3, 1])
     merge_caches([location, caches["b"]], str(tmp_path / "out"), rows="1:6")

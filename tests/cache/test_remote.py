@@ -15,14 +15,14 @@ from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of,
 
 from xtk.cache.output import CACHE, remove_cache
 from xtk.cache.reader import TeacherCache
-from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.writer import ShardedCacheWriter
 from xtk.errors import CorruptError, XtkError
 from xtk.files.storage_folders import LocalFolder, RemoteFolder, StorageFolder, open_folder
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[ScoredDocument]:
+def rows() -> list[TeacherDocument]:
     rng = np.random.default_rng(0)
     return [random_row(document, 4, rng) for document in DOCUMENTS]
 

@@ -15,8 +15,8 @@ import pytest
 from xtk.cache.manifest import cache_totals
 from xtk.cache.output import CACHE, remove_cache
 from xtk.cache.reader import TeacherCache
-from xtk.cache.shard import CacheShard, StoredDocument
-from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.shard import CacheShard
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import StoredLogprobs
 from xtk.cache.writer import ShardedCacheWriter
 from xtk.errors import CorruptError, XtkError
@@ -62,7 +62,7 @@ DOCUMENTS = [
 ]
 
 
-def random_row(document: Document, num_ids: int, rng: np.random.Generator) -> ScoredDocument:
+def random_row(document: Document, num_ids: int, rng: np.random.Generator) -> TeacherDocument:
     """Return a row with a token per byte and random log-probabilities."""
     text = document.text.encode()
     ends = np.arange(len(text) + 1, dtype=np.int32)
@@ -91,16 +91,16 @@ def random_row(document: Document, num_ids: int, rng: np.random.Generator) -> Sc
         ),
         entropy=rng.exponential(size=len(positions)).astype(np.float32),
     )
-    return ScoredDocument(document, tokens, scores)
+    return TeacherDocument(document, tokens, scores)
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[ScoredDocument]:
+def rows() -> list[TeacherDocument]:
     rng = np.random.default_rng(0)
     return [random_row(document, 4, rng) for document in DOCUMENTS]
 
 
-def write(folder: Path, rows: list[ScoredDocument], numbers: list[int] | None = None) -> ShardedCacheWriter:
+def write(folder: Path, rows: list[TeacherDocument], numbers: list[int] | None = None) -> ShardedCacheWriter:
     writer = ShardedCacheWriter(LocalFolder(folder), HEADER, SIZES)
     first_rows = np.cumsum([0, *SIZES]).tolist()
     for number in range(len(SIZES)) if numbers is None else numbers:
@@ -115,7 +115,7 @@ def cache(rows, tmp_path) -> Path:
     return folder
 
 
-def assert_equal(found: StoredDocument, expected: ScoredDocument) -> None:
+def assert_equal(found: TeacherDocument, expected: TeacherDocument) -> None:
     assert found.document == expected.document
     assert found.document.is_complete == expected.document.is_complete
     assert found.document.conversation == expected.document.conversation
@@ -371,15 +371,19 @@ def test_a_removed_cache_leaves_an_empty_folder(cache):
 # --- weights and routes of documents
 
 
-def with_weights_and_routes(rows: list[ScoredDocument]) -> list[ScoredDocument]:
+def with_weights_and_routes(rows: list[TeacherDocument]) -> list[TeacherDocument]:
     """Return the same rows with a weight and a route for each document."""
     return [
-        dataclasses.replace(row, document=dataclasses.replace(row.document, weight=at / 4, teacher_name=f"té{at % 3}"))
+        TeacherDocument(
+            dataclasses.replace(row.document, weight=at / 4, teacher_name=f"té{at % 3}"),
+            row.tokens,
+            row.stored_logprobs,
+        )
         for at, row in enumerate(rows)
     ]
 
 
-def write_weighted_cache(folder: Path, rows: list[ScoredDocument]) -> Path:
+def write_weighted_cache(folder: Path, rows: list[TeacherDocument]) -> Path:
     header = {**HEADER, "data": {**HEADER["data"], "optional_columns": ["weight", "route"]}}
     writer = ShardedCacheWriter(LocalFolder(folder), header, [5, 5])
     writer.write_shard(0, rows[:5])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from xtk.cache.reader import TeacherCache
-from xtk.cache.shard_writing import ScoredDocument
 from xtk.cache.statistics import bytes_by_section
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.writer import ShardedCacheWriter
 from xtk.files.storage_folders import LocalFolder
 
@@ -104,7 +104,7 @@ def write_changed_copy(cache: TeacherCache, folder: Path, change) -> Path:
         scores = row.stored_logprobs
         arrays = {name: np.array(value) for name, value in vars(scores).items()}
         change(arrays)
-        rows.append(ScoredDocument(row.document, row.tokens, type(scores)(**arrays)))
+        rows.append(TeacherDocument(row.document, row.tokens, type(scores)(**arrays)))
     sizes = {name: cache.header["codec"][name] for name in ("num_samples", "num_sample_sets")}
     codec = {"name": "raw", "precision": "float32", **sizes}
     writer = ShardedCacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, [len(rows)])

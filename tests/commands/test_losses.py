@@ -10,7 +10,7 @@ import pytest
 import torch
 from recorded_training_steps import make_train_config, open_run_inputs
 
-from xtk.batches.data_sources import CacheSource
+from xtk.batches.data_sources import CachedDocuments
 from xtk.batches.losses_per_teacher import open_teachers
 from xtk.batches.micro_batches import BatchBuilder
 from xtk.cache.reader import TeacherCache
@@ -19,7 +19,7 @@ from xtk.losses import COMPARISON_SPACES, LOSSES, SURROGATE_LOSSES
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKLDivergence
 from xtk.losses.spec import parse_losses
-from xtk.losses.term import LossTerm, TeacherOutput
+from xtk.losses.term import LossTerm
 from xtk.name_registry import load_registered
 from xtk.projection.vocabulary_byte_partition import build_byte_partition
 from xtk.runs.metrics_file import read_metrics
@@ -128,7 +128,7 @@ def test_losses_that_ignore_sampled_tokens_use_the_exact_tokens_only(run, pair, 
         )
         term = LossTerm(loss.make_loss(), loss.make_divergence(), comparison_space)
         byte_kl = LossTerm(ByteKL(), ForwardKLDivergence(), build_byte_partition(tokenizer, cache.teacher_tokenizer))
-        tensors.append(BatchBuilder(CacheSource(cache), tokenizer, [byte_kl, term], 256).build([0, 1, 2]).terms)
+        tensors.append(BatchBuilder(CachedDocuments(cache), tokenizer, [byte_kl, term], 256).build([0, 1, 2]).terms)
     (byte_kl_top_k, term_top_k), (byte_kl_sampled, term_sampled) = tensors
     # simct divides by a sum with the remainder, which one cache stores and the other computes from float32 entries.
     tolerance = {"rtol": 1e-5, "atol": 1e-7} if text == "simct" else {"rtol": 0, "atol": 0}
@@ -138,16 +138,16 @@ def test_losses_that_ignore_sampled_tokens_use_the_exact_tokens_only(run, pair, 
     assert len(byte_kl_sampled.teacher_probs) > len(byte_kl_top_k.teacher_probs)
 
 
-class SourceWithNaN(CacheSource):
-    """A cache source with a NaN log-probability and a token id outside of the vocabulary in each document."""
+class CacheWithNaN(TeacherCache):
+    """A cache with a NaN log-probability and a token id outside of the vocabulary in each document."""
 
-    def teacher_outputs(self, number, sample_set=0):
-        (output,) = super().teacher_outputs(number, sample_set)
-        teacher_logprobs = output.logprobs
+    def read_document(self, number, sample_set=0):
+        stored = super().read_document(number, sample_set)
+        teacher_logprobs = stored.teacher_logprobs
         logprobs, ids = teacher_logprobs.logprobs.copy(), teacher_logprobs.ids.copy()
         logprobs[teacher_logprobs.offsets[5]] = np.nan
         ids[teacher_logprobs.offsets[8] : teacher_logprobs.offsets[9]][-1] = 10_000
-        return (TeacherOutput(output.tokens, dataclasses.replace(teacher_logprobs, logprobs=logprobs, ids=ids)),)
+        return stored.with_teacher_logprobs(dataclasses.replace(teacher_logprobs, logprobs=logprobs, ids=ids))
 
 
 def test_positions_with_nan_teacher_log_probabilities_are_skipped_and_counted(pair, cache):
@@ -156,8 +156,8 @@ def test_positions_with_nan_teacher_log_probabilities_are_skipped_and_counted(pa
         ByteKL(), ForwardKLDivergence(), build_byte_partition(tokenizer, teacher_cache.teacher_tokenizer)
     )
     batches = [
-        BatchBuilder(source_class(teacher_cache), tokenizer, [byte_kl], 256).build([0, 1, 2])
-        for source_class in (CacheSource, SourceWithNaN)
+        BatchBuilder(CachedDocuments(cache_class(cache)), tokenizer, [byte_kl], 256).build([0, 1, 2])
+        for cache_class in (TeacherCache, CacheWithNaN)
     ]
     assert [batch.nan_positions for batch in batches] == [0, 3]
     assert 0 < batches[1].terms[0].num_items < batches[0].terms[0].num_items

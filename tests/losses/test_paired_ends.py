@@ -6,11 +6,12 @@ import torch
 from chat_families import write_family
 
 from xtk.batches.losses_per_teacher import PAIR_PROJECTION_METHOD, cached_next_bytes, cached_projection
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses import LOSSES
 from xtk.losses.divergences import FORWARD_KL
 from xtk.losses.head import fused_loss
-from xtk.losses.term import LossTerm, TeacherOutput, make_loss_inputs
+from xtk.losses.term import LossTerm, make_loss_inputs
 from xtk.models.output_head import OutputHead
 from xtk.name_registry import load_registered
 from xtk.text.document import Document
@@ -49,9 +50,9 @@ def test_gradient_raises_only_the_end_token_where_the_teacher_stops(tokenizers, 
     )
     expected_end = "<|call|>" if messages is CALLING else "<|return|>"
     assert teacher.special_token_names[int(teacher_tokens.ids[-1])] == expected_end
-    inputs = make_loss_inputs(
-        student_tokens, document, TeacherOutput(teacher_tokens, observed_only_logprobs(teacher_tokens, 0.9))
-    )
+    logprobs = observed_only_logprobs(teacher_tokens, 0.9)
+    teacher_document = TeacherDocument(document, teacher_tokens).with_teacher_logprobs(logprobs)
+    inputs = make_loss_inputs(student_tokens, document, teacher_document)
     assert inputs.is_end.sum() == 1
     loss = load_registered(LOSSES, name, "loss")()
     if loss.comparison_space == "bytes":

@@ -10,7 +10,6 @@ import torch
 from reference_losses import make_teacher_logprobs
 from small_vocabularies import make_byte_partition, partition_vocabularies, random_spellings
 
-from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.cells.shared_vocabulary_cells import CandidateUnitCells
@@ -117,7 +116,7 @@ def sampled_output(probs: np.ndarray, P: int, top_k: int, num_samples: int) -> T
     remainder[kept] = 0
     counts = rng.multinomial(num_samples, remainder / remainder.sum(), P)
     sampled_ids = [np.flatnonzero(row) for row in counts]
-    return to_teacher_logprobs(
+    return StoredLogprobs.to_teacher_logprobs(
         StoredLogprobs(
             positions=np.arange(1, P + 1, dtype=np.int32),
             offsets=np.arange(P + 1) * len(kept),

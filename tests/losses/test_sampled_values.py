@@ -13,7 +13,6 @@ from small_vocabularies import make_byte_partition, partition_vocabularies, rand
 from xtk.batches.top1_agreement import ByProjection, TeacherTopTokens
 from xtk.cache.codec.logprob_packing import pack_logprobs
 from xtk.cache.codec.logprob_unpacking import LogprobDecoder
-from xtk.cache.codec.shard_codec_registry import to_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.losses import LOSSES, SURROGATE_LOSSES
 from xtk.losses.cells.loss_cells import LossCells
@@ -82,7 +81,7 @@ def cached_logprobs(support: str, precision: str, *, sampled: bool) -> TeacherLo
     top_k, samples = SUPPORTS[support]
     stored, sample_set = stored_logprobs_of(top_k, samples), 0 if sampled and samples else None
     if precision == "float32":
-        return to_teacher_logprobs(stored, sample_set)
+        return StoredLogprobs.to_teacher_logprobs(stored, sample_set)
     ids, order, sets = observed_ids()[1:], np.arange(V, dtype=np.int32), int(samples > 0)
     tables, (packed,) = pack_logprobs([(stored, ids)], order, precision, sets, samples)
     return LogprobDecoder(tables, order, precision, sets, samples).decode_teacher_logprobs(
@@ -172,7 +171,9 @@ def test_values_of_sampled_supports_match_full_distributions(name, support):
     full = dataclasses.replace(stored_logprobs_of(V, 0), remainder_mass=np.zeros(P, np.float32))
     loss_term = make_loss_term(name)
     for student in (5, 6):
-        expected = mean_value(loss_term.build_cells(example_of(to_teacher_logprobs(full, None))), student)
+        expected = mean_value(
+            loss_term.build_cells(example_of(StoredLogprobs.to_teacher_logprobs(full, None))), student
+        )
         if name == "byte-kl":  # alternatives are computed from exact tokens only
             expected = pytest.approx(expected, rel=0.1)
         else:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtk.cache.reader import TeacherCache
-from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import Support
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
@@ -274,5 +274,5 @@ def test_nan_log_probabilities_of_a_teacher_are_refused(pair, tmp_path):
         if len(scores):
             num_refused += 1
             with pytest.raises(XtkError, match="log-probabilities that are NaN"):
-                check_scored_document(ScoredDocument(text, tokens, scores), "here")
+                check_scored_document(TeacherDocument(text, tokens, scores), "here")
     assert num_refused

@@ -16,9 +16,11 @@ from tokenizers import pre_tokenizers
 
 from xtk.batches.micro_batches import _unaligned
 from xtk.cache.reader import TeacherCache
+from xtk.cache.teacher_document import TeacherDocument
+from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.losses.interface import span_ranges
-from xtk.losses.term import TeacherOutput, make_loss_inputs
+from xtk.losses.term import make_loss_inputs
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.text.alignment import align_sequences
@@ -35,6 +37,11 @@ TEMPLATE = (
 TEXTS = ["201 apples", "日本語", "\nhello", "(a)", "Anna has", " Anna", "  201", "é", ""]
 ANSWERS = ["201", "It is 201.", "日本", "(a)", "\nhello", " 201"]
 CONVERSATIONS = [[{"role": "user", "content": "12+5?"}, {"role": "assistant", "content": answer}] for answer in ANSWERS]
+
+
+def said(document: Document, tokens: TokenSequence, logprobs: TeacherLogprobs) -> TeacherDocument:
+    """Return a document with a teacher's tokens and log-probabilities."""
+    return TeacherDocument(document, tokens).with_teacher_logprobs(logprobs)
 
 
 def make_model(folder, seed: int):
@@ -122,10 +129,8 @@ def test_prepended_space_token_is_trained_with_the_token_after_it(tokenizer, mod
         assert trained_bytes(tokenizer_without_bos, document) == expected
         (sequence,) = tokenize_documents(tokenizer_without_bos, [document])
         logprobs = cache.read_document(0).teacher_logprobs
-        assert _unaligned([make_loss_inputs(sequence, document, TeacherOutput(sequence, logprobs))], [sequence]) == (
-            0,
-            2,
-        )
+        inputs = make_loss_inputs(sequence, document, said(document, sequence, logprobs))
+        assert _unaligned([inputs], [sequence]) == (0, 2)
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -183,7 +188,7 @@ def test_cache_without_the_space_position_omits_only_the_space(cache, tokenizer,
     """Older versions wrote such caches: one position fewer, and in a conversation a shorter text run."""
     row = cache.read_document(number)
     (student,) = tokenize_documents(tokenizer, [row.document])
-    with_space = make_loss_inputs(student, row.document, TeacherOutput(row.tokens, row.teacher_logprobs))
+    with_space = make_loss_inputs(student, row.document, row)
     space = int(row.teacher_logprobs.positions[0])
     runs = row.tokens.text_runs.copy()
     runs[-1, 0] += number
@@ -195,7 +200,7 @@ def test_cache_without_the_space_position_omits_only_the_space(cache, tokenizer,
     observed = np.where(logprobs.positions == space, np.nan, logprobs.observed_logprobs)
     logprobs = replace(logprobs, observed_logprobs=observed)
     without_space = make_loss_inputs(
-        student, row.document, TeacherOutput(tokens_without_space, logprobs.drop_nan_positions())
+        student, row.document, said(row.document, tokens_without_space, logprobs.drop_nan_positions())
     )
     assert len(without_space.teacher_logprobs) == len(with_space.teacher_logprobs) - 1
     ranges, ranges_without_space = span_ranges(with_space), span_ranges(without_space)
@@ -223,7 +228,7 @@ def test_normalized_first_character_is_not_an_added_space_in_a_cache(run, models
         assert row.tokens.byte_ends.tolist() == teacher_sequence.byte_ends.tolist()
         assert not teacher_sequence.exact
         cached, online = (
-            make_loss_inputs(student_sequence, document, TeacherOutput(tokens, row.teacher_logprobs)).spans
+            make_loss_inputs(student_sequence, document, said(document, tokens, row.teacher_logprobs)).spans
             for tokens in (row.tokens, teacher_sequence)
         )
         assert cached.tolist() == online.tolist()
@@ -238,7 +243,7 @@ def test_other_tokenizer_is_aligned_from_the_first_byte(tokenizer, pair, cache, 
         (metaspace_sequence, other_sequence) if metaspace_student else (other_sequence, metaspace_sequence)
     )
     logprobs = cache.read_document(0).teacher_logprobs
-    inputs = make_loss_inputs(student, document, TeacherOutput(teacher, logprobs))
+    inputs = make_loss_inputs(student, document, said(document, teacher, logprobs))
     spans, aligned = inputs.spans, align_sequences(student, teacher)
     space = int(metaspace_sequence.byte_ends[1] == 0)
     assert (

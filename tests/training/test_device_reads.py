@@ -22,7 +22,7 @@ from xtk.parallel.parallel_config import ParallelConfig
 from xtk.training import student_with_losses
 from xtk.training.student_with_losses import StudentWithLoss
 from xtk.training.train_config import LoggingConfig
-from xtk.training.training_loop import TrainingRun, _step, _step_batch_builder
+from xtk.training.training_loop import TrainingRun, _step, step_batch_builder
 
 DOCUMENTS, STEPS = 6, 2
 CROSS_TOKENIZER_LOSSES = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
@@ -78,7 +78,7 @@ def take_steps(
             if simulated
             else contextlib.nullcontext(SimpleNamespace(waits={}, wait_locations={})) as counter
         ):
-            metrics.append(_step(run, recorder, _step_batch_builder(run)(step)))
+            metrics.append(_step(run, recorder, step_batch_builder(run)(step)))
         waits.append(counter)
     return metrics, {name: to_host(one) for name, one in recorder.gradients.items()}, waits
 

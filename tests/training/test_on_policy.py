@@ -15,17 +15,24 @@ import numpy as np
 import pytest
 import small_inputs
 import torch
-from interrupted_runs import deterministic_metrics, start_run, wait_for_path
+from interrupted_runs import deterministic_metrics, signal_at_checkpoint, start_run, wait_for_path
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from xtk_processes import run_xtk
 
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
+from xtk.losses.spec import parse_losses
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.rewards.reward_spec import parse_reward
+from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.runs.metrics_file import read_metrics
+from xtk.teachers.online_teacher import parse_online_teacher
+from xtk.text import token_sequence
 from xtk.text.tokenizer import Tokenizer
+from xtk.training import on_policy_loop
+from xtk.training.distill import distill
+from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.on_policy_config import (
     OnPolicyConfig,
     PromptSampler,
@@ -34,6 +41,7 @@ from xtk.training.on_policy_config import (
     reward_weights,
 )
 from xtk.training.student_generator import check_engine_can_load
+from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 HEADERS = (
     "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"
@@ -242,6 +250,63 @@ def test_a_killed_run_resumes_within_its_rollout_batch(pair, prompts, reference_
         for one in (output, reference_run)
     )
     assert resumed_metrics == expected_metrics
+
+
+@pytest.mark.slow
+def test_a_resumed_batch_has_the_log_probabilities_of_a_self_teacher_that_has_changed(pair, tmp_path):
+    """A teacher with the student's current weights would say something else after some steps of the batch."""
+    data = tmp_path / "privileged.jsonl"
+    prompts = [f"Anna has {at} apples and" for at in range(4)]
+    write_rows(data, [{"prompt": prompt, "teacher_prompt": f"She has 12. {prompt}"} for prompt in prompts])
+    arguments = ["distill", pair.student, data, "--teacher", "self:top_k=16", *OPTIONS, "--max-steps", 8,
+                 "--steps-per-generation", 4, "--loss", "forward-kl", "--learning-rate", 1e-2, "-o"]  # fmt: skip
+    run_xtk(*arguments, tmp_path / "whole", "--save-steps", 0)
+    output = tmp_path / "out"
+    signal_at_checkpoint(arguments, output, signal.SIGKILL, "--save-steps", 1, step=6)
+    for later in (7, 8):  # even if the signal came late, the run resumes within the batch of steps 5 to 8
+        shutil.rmtree(output / f"checkpoint-{later}", ignore_errors=True)
+    batch = output / "rollout_batches" / "000001"
+    assert sorted(path.name for path in batch.iterdir()) == [
+        "rollouts-00000-of-00001.jsonl",
+        "scores-00000-00000.arrow",
+    ]
+    assert "resuming from" in run_xtk(*arguments, output, "--save-steps", 1).stderr
+    assert (output / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert not batch.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "loss"), [("top_k=8", "byte-kl"), ("support=candidates,top_k=8", "p-kl:divergence=reverse-kl")]
+)
+def test_each_rollout_is_tokenized_once_by_each_side_and_written_once(
+    pair, prompts, tmp_path, monkeypatch, teacher, loss
+):
+    tokenized: dict[str, int] = {}
+    written: list[int] = []
+    original, original_write = token_sequence.sampled_tokens_for, on_policy_loop.write_rollouts
+
+    def count(tokenizer, document):
+        if document.sampled_tokens is not None:
+            tokenized[tokenizer.name] = tokenized.get(tokenizer.name, 0) + 1
+        return original(tokenizer, document)
+
+    def count_written(path, rollouts, run):
+        written.append(len(rollouts))
+        original_write(path, rollouts, run)
+
+    monkeypatch.setattr(token_sequence, "sampled_tokens_for", count)
+    monkeypatch.setattr(on_policy_loop, "write_rollouts", count_written)
+    sampling = SamplingConfig(max_completion_length=12, top_logprobs=8)
+    config = OnPolicyConfig(sampling=sampling, num_generations=2, steps_per_generation=2, num_iterations=2)
+    recipe = TrainConfig(
+        losses=tuple(parse_losses([loss])), max_steps=8, per_device_train_batch_size=4, on_policy=config
+    )
+    online_teacher = parse_online_teacher(f"{pair.teacher}:{teacher}", long_documents="refuse", trust_remote_code=False)
+    paths = RunPaths(pair.student, (str(prompts),), (), tmp_path / "out", online_teachers=(online_teacher,))
+    inputs = open_inputs(paths, recipe, Tokenizer(pair.student))
+    distill(paths, recipe, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+    assert written == [8, 6]  # two batches of two steps, each trained twice; one prompt is twice in the second
+    assert tokenized == {str(pair.student): 14, str(pair.teacher): 14}
 
 
 @pytest.mark.slow

@@ -22,11 +22,11 @@ from recorded_training_steps import make_train_config, open_run_inputs
 from safetensors.torch import load_file
 from xtk_processes import run_xtk
 
+from xtk.batches.data_sources import DocumentSource
 from xtk.batches.micro_batches import BatchSampler
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import MismatchError, XtkError
-from xtk.files.atomic_files import TEMPORARY_PREFIX
-from xtk.losses.term import TeacherOutput
 from xtk.parallel.graceful_stop import StopListener
 from xtk.runs.metrics_file import read_metrics
 from xtk.teachers.cache_building import cache_teacher
@@ -36,7 +36,7 @@ from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.kinds.run_inputs import RunInputs
-from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, shards_of_process
+from xtk.training.online_teacher_scoring import OnlineDocuments, TeacherBlocks, parts_of_process
 from xtk.training.train_config import RunPaths
 
 # One document per forward pass, so that rounding does not depend on which documents are scored together.
@@ -62,21 +62,26 @@ def online_inputs(
     return open_inputs(paths, make_train_config(["byte-kl"], **options), Tokenizer(student))
 
 
-def blocks_of(inputs: RunInputs, folder: Path, *, steps: int, size: int = 0, per_step: int = 8) -> TeacherBlocks:
-    assert isinstance(inputs.source, OnlineSource)
+def blocks_of(inputs: RunInputs, *, steps: int, size: int = 0, per_step: int = 8) -> TeacherBlocks:
+    assert isinstance(inputs.source, OnlineDocuments)
     sampler = BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), per_step, 42)
-    return TeacherBlocks(inputs.source, sampler, steps, size, folder, Accelerator(cpu=True))
+    return TeacherBlocks(inputs.source, sampler, steps, size, Accelerator(cpu=True))
 
 
-def all_outputs(inputs: RunInputs, folder: Path) -> list[tuple[TeacherOutput | None, ...]]:
+def outputs_of(source: DocumentSource, number: int) -> tuple[TeacherDocument | None, ...]:
+    """Return what each teacher says about a document."""
+    return tuple(output for teacher in source.teachers for output in teacher.outputs([number]))
+
+
+def all_outputs(inputs: RunInputs) -> list[tuple[TeacherDocument | None, ...]]:
     """Return the outputs of the teachers for all documents, scored in one block."""
-    for _ in blocks_of(inputs, folder, steps=1, per_step=len(inputs.source))(range(1), StopListener()):
-        outputs = [inputs.source.teacher_outputs(number) for number in range(len(inputs.source))]
+    for _ in blocks_of(inputs, steps=1, per_step=len(inputs.source))(range(1), StopListener()):
+        outputs = [outputs_of(inputs.source, number) for number in range(len(inputs.source))]
     return outputs
 
 
 def assert_same_outputs(
-    found: list[tuple[TeacherOutput | None, ...]], expected: list[tuple[TeacherOutput | None, ...]]
+    found: list[tuple[TeacherDocument | None, ...]], expected: list[tuple[TeacherDocument | None, ...]]
 ) -> None:
     assert len(found) == len(expected)
     for found_outputs, expected_outputs in zip(found, expected, strict=True):
@@ -93,7 +98,9 @@ def assert_same_outputs(
                     "observed_logprobs",
                     "entropy",
                 ):
-                    assert np.array_equal(getattr(one.logprobs, name), getattr(other.logprobs, name)), name
+                    assert np.array_equal(getattr(one.teacher_logprobs, name), getattr(other.teacher_logprobs, name)), (
+                        name
+                    )
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +152,6 @@ def test_a_run_with_an_online_teacher_equals_one_from_a_cache_bit_for_bit(pair, 
         line["teacher_seconds"] for line in online_metrics
     )
     assert all("teacher_seconds" not in line for line in cache_metrics)
-    assert not list((tmp_path / "live").glob(f"{TEMPORARY_PREFIX}*"))
     recipe = json.loads((tmp_path / "live" / "recipe.json").read_text())["identity"]
     assert recipe["inputs"].keys() == {"student", "teacher", "projection"}
 
@@ -182,12 +188,8 @@ def test_a_run_killed_within_a_block_ends_bitwise_equal(pair, corpus, original, 
     assert process.wait() == -signal.SIGKILL
     for later in range(5, 10):  # even if the signal came late, the run resumes within a block
         shutil.rmtree(output / f"checkpoint-{later}", ignore_errors=True)
-    leftover = output / f"{TEMPORARY_PREFIX}live-00001" / "0"
-    leftover.mkdir(parents=True, exist_ok=True)
-    (leftover / "shard-00000.arrow").write_bytes(b"half of a")
     assert f"resuming from {output}/checkpoint-4" in run_xtk(*arguments).stderr
     assert (output / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
-    assert not list(output.glob(f"{TEMPORARY_PREFIX}*"))
 
 
 @pytest.mark.slow
@@ -195,16 +197,16 @@ def test_sigterm_stops_scoring_and_other_block_sizes_resume_bit_for_bit(pair, co
     output = tmp_path / "out"
     arguments = [*command(pair, corpus), "-o"]
     process = start_run([*arguments, output])
-    wait_for_path(
-        output / f"{TEMPORARY_PREFIX}live-00002", process
-    )  # of the second epoch, for which the teacher is loaded again
+    metrics = output / "metrics.jsonl"
+    wait_for_path(metrics, process)
+    while len(metrics.read_text().splitlines()) < 5 and process.poll() is None:  # then the second epoch is scored
+        time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     code, stderr = exit_of_unfinished_run(process, output)
     assert code == os.EX_TEMPFAIL, stderr
     assert "stopped after step 5 of 10: SIGTERM" in stderr
     assert "Traceback" not in stderr
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-5"]
-    assert not list(output.glob(f"{TEMPORARY_PREFIX}live*"))
     done = run_xtk(*arguments, output, "--teacher-block-steps", 2)
     assert f"resuming from {output}/checkpoint-5" in done.stderr
     assert (output / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
@@ -221,30 +223,27 @@ def test_samples_of_an_epoch_are_those_of_the_next_seed(pair, corpus, tmp_path):
         for seed in (5, 6)
     ]  # fmt: skip
     inputs = online_inputs(pair.student, corpus, [online_teacher(pair.teacher, f"{options},seed=5")])
-    blocks = blocks_of(inputs, tmp_path, steps=2, per_step=len(inputs.source))
+    blocks = blocks_of(inputs, steps=2, per_step=len(inputs.source))
     for block in blocks(range(2), StopListener()):
         for number in range(len(inputs.source)):
-            assert_same_outputs(
-                [inputs.source.teacher_outputs(number)], [expected[block.start].teacher_outputs(number)]
-            )
+            assert_same_outputs([outputs_of(inputs.source, number)], [outputs_of(expected[block.start], number)])
 
 
 def test_blocks_begin_at_fixed_steps_and_none_spans_two_epochs(pair, corpus, tmp_path):
     inputs = online_inputs(pair.student, corpus, [online_teacher(pair.teacher, "top_k=4")])
-    blocks = blocks_of(inputs, tmp_path, steps=12, size=4, per_step=16)
+    blocks = blocks_of(inputs, steps=12, size=4, per_step=16)
     assert list(blocks.blocks()) == [range(3), range(3, 5), range(5, 8), range(8, 10), range(10, 12)]
     assert list(blocks(range(6, 12), StopListener())) == [range(6, 8), range(8, 10), range(10, 12)]
-    assert list(tmp_path.iterdir()) == []
-    assert blocks_of(inputs, tmp_path, steps=12).size == 64
+    assert blocks_of(inputs, steps=12).size == 64
 
 
 def test_top_k_all_returns_a_distribution_over_the_vocabulary(pair, corpus, tmp_path):
     inputs = online_inputs(pair.student, corpus, [online_teacher(pair.teacher, "top_k=all")])
-    for (output,) in all_outputs(inputs, tmp_path):
-        sizes = np.diff(output.logprobs.offsets)
+    for (output,) in all_outputs(inputs):
+        sizes = np.diff(output.teacher_logprobs.offsets)
         assert set(sizes.tolist()) == {496}
         probability_sums = np.add.reduceat(
-            np.exp(output.logprobs.logprobs.astype(np.float64)), output.logprobs.offsets[:-1]
+            np.exp(output.teacher_logprobs.logprobs.astype(np.float64)), output.teacher_logprobs.offsets[:-1]
         )
         assert np.allclose(probability_sums, 1, atol=1e-5)
 
@@ -259,8 +258,8 @@ def test_several_online_teachers_equal_their_caches(pair, corpus, tmp_path, meth
     inputs = online_inputs(pair.student, corpus, teachers, combine_teachers=method)
     assert [term.name for term in inputs.objectives] == [one.name for one in from_caches.objectives]
     assert inputs.teachers == from_caches.teachers
-    expected = [from_caches.source.teacher_outputs(number) for number in range(len(from_caches.source))]
-    assert_same_outputs(all_outputs(inputs, tmp_path), expected)
+    expected = [outputs_of(from_caches.source, number) for number in range(len(from_caches.source))]
+    assert_same_outputs(all_outputs(inputs), expected)
 
 
 def test_each_document_is_scored_by_the_teacher_that_it_names(pair, second_teacher, tmp_path):
@@ -272,7 +271,7 @@ def test_each_document_is_scored_by_the_teacher_that_it_names(pair, second_teach
         online_teacher(model, f"top_k=16,{ONE_DOCUMENT}", "truncate") for model in (pair.teacher, second_teacher)
     ]
     inputs = online_inputs(pair.student, data, teachers, {"route": "by", "weight": "counts"}, combine_teachers="route")
-    for number, outputs in enumerate(all_outputs(inputs, tmp_path)):
+    for number, outputs in enumerate(all_outputs(inputs)):
         document = inputs.source.document(number)
         names = {"teacher": outputs[0], "second": outputs[1]}
         assert [name for name, output in names.items() if output is not None] == [document.teacher_name]
@@ -280,8 +279,8 @@ def test_each_document_is_scored_by_the_teacher_that_it_names(pair, second_teach
     sampler = BatchSampler(
         np.arange(12), inputs.source.text_bytes(), 1, 42
     )  # one document per step: only one teacher scores it
-    for block in TeacherBlocks(inputs.source, sampler, 1, 1, tmp_path, Accelerator(cpu=True))(range(1), StopListener()):
-        outputs_of_step = inputs.source.teacher_outputs(sampler.documents_of_step(block.start)[0])
+    for block in TeacherBlocks(inputs.source, sampler, 1, 1, Accelerator(cpu=True))(range(1), StopListener()):
+        outputs_of_step = outputs_of(inputs.source, sampler.documents_of_step(block.start)[0])
         assert sorted(output is None for output in outputs_of_step) == [False, True]
     with pytest.raises(XtkError, match="the --route-column of a document is empty"):
         online_inputs(pair.student, data, teachers, combine_teachers="route")
@@ -303,7 +302,7 @@ def test_documents_are_truncated_to_the_context_of_all_teachers(pair, second_tea
     for long_documents, count in (("truncate", 7), ("skip", len(short))):
         teachers = [online_teacher(model, "top_k=16", long_documents) for model in (pair.teacher, second_teacher)]
         inputs = online_inputs(pair.student, data, teachers)
-        outputs = all_outputs(inputs, tmp_path)
+        outputs = all_outputs(inputs)
         assert len(outputs) == len(inputs.source) == count
         for number, outputs_of_document in enumerate(outputs):
             text = inputs.source.document(number).text
@@ -330,13 +329,14 @@ def test_a_tensor_parallel_teacher_returns_the_same_logprobs(pair, corpus, tmp_p
             online_inputs(
                 pair.student, corpus, [online_teacher(wide_teacher, f"top_k=8,{ONE_DOCUMENT}{engine_option}")]
             ),
-            tmp_path,
         )
         for engine_option in ("", ",engine.tp_size=2")
     )
     for (found,), (expected,) in zip(two, one, strict=True):
         assert np.array_equal(found.tokens.ids, expected.tokens.ids)
-        assert np.allclose(found.logprobs.observed_logprobs, expected.logprobs.observed_logprobs, atol=1e-5)
+        assert np.allclose(
+            found.teacher_logprobs.observed_logprobs, expected.teacher_logprobs.observed_logprobs, atol=1e-5
+        )
 
 
 # --- what is refused
@@ -353,7 +353,7 @@ def test_a_tensor_parallel_teacher_returns_the_same_logprobs(pair, corpus, tmp_p
         ("backend=vllm,support=sample", "does not support --support sample"),
         ("server=http://localhost:1/v1", "--server needs --backend server"),
         ("dtype=float8", "no dtype called 'float8'"),
-        ("precision=rough", "no precision called 'rough'"),
+        ("precision=fine", "no option of a teacher called 'precision'"),
     ],
 )
 def test_invalid_teacher_options_are_refused(pair, options, message):
@@ -383,12 +383,15 @@ def test_invalid_inputs_are_refused_with_the_reason(pair, corpus, cache, tmp_pat
 
 
 @pytest.mark.parametrize("one_process", [False, True])
-def test_each_shard_is_scored_by_one_process(one_process):
-    for processes in (1, 2, 3):
-        for shards in range(8):
-            parts = [shards_of_process(shards, rank, processes, one_process=one_process) for rank in range(processes)]
-            assert sorted(itertools.chain.from_iterable(parts)) == list(range(shards))
-            assert not one_process or not any(parts[1:])
+def test_each_part_is_scored_by_one_process(one_process):
+    for processes, num_parts in itertools.product((1, 2, 3), range(8)):
+        complete = set(range(1, num_parts, 3))
+        parts = [
+            parts_of_process(range(num_parts), complete, rank, processes, one_process) for rank in range(processes)
+        ]
+        assert sorted(itertools.chain.from_iterable(parts)) == sorted(set(range(num_parts)) - complete)
+        assert all(len(own) <= len(parts[0]) for own in parts)
+        assert not one_process or not any(parts[1:])
 
 
 @pytest.mark.slow

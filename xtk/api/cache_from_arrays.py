@@ -22,7 +22,8 @@ from xtk.cache.manifest import MANIFEST
 from xtk.cache.output import CACHE, remove_cache
 from xtk.cache.reader import TeacherCache
 from xtk.cache.shard import CacheShard
-from xtk.cache.shard_writing import ScoredDocument, ShardPosition, write_shard
+from xtk.cache.shard_writing import ShardPosition, write_shard
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import Support
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.cache.writer import ShardedCacheWriter, store_shard
@@ -114,7 +115,7 @@ class CacheWriter:
         self._claim()
         self._plan = ShardPlan(shard_tokens, np.zeros(self.tokenizer.embedding_rows, np.int64))
         self._fingerprint, self._values = CorpusFingerprint(), hashlib.sha256()
-        self._pending: list[ScoredDocument] = []
+        self._pending: list[TeacherDocument] = []
         self._is_closing = False
         self._top_k, self._num_positions = top_k, 0
         self._list_forms = set[tuple[int, bool]]()
@@ -198,7 +199,7 @@ class CacheWriter:
                 "this CacheWriter is closed", where=str(self.output), hint="create another one; or call close again"
             )
         arrays = _checked_arrays(tokens, top_ids, top_logprobs, observed_logprobs, entropy, where)
-        scored = ScoredDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
+        scored = TeacherDocument(view, tokens, arrays_to_stored([tokens], arrays)[0])
         vocab_size = self.tokenizer.embedding_rows
         check_scored_document(scored, where, vocab_size=vocab_size, precision=self._precision, hints=_HINTS)
         list_forms = _list_forms(tokens, arrays)
@@ -330,12 +331,12 @@ class CacheWriter:
         write_shard(self._spool / f"{number}.arrow", header, position, self._pending)
         self._pending = []
 
-    def _read_spooled(self, number: int) -> Iterator[ScoredDocument]:
+    def _read_spooled(self, number: int) -> Iterator[TeacherDocument]:
         assert self._spool is not None
         shard = CacheShard(self._spool / f"{number}.arrow")
         for at in range(len(shard)):
             stored = shard.read_document(at)
-            yield ScoredDocument(stored.document, stored.tokens, stored.stored_logprobs)
+            yield TeacherDocument(stored.document, stored.tokens, stored.stored_logprobs)
 
     def _discard(self) -> None:
         self._remove_spool()

@@ -7,24 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xtk.api.distillation_batch import DistillationBatch, make_batch
 from xtk.api.distillation_loss import DistillationLoss
 from xtk.api.tokenizer_argument import to_tokenizer
 from xtk.batches.combine_teachers import parse_ensemble
+from xtk.batches.data_sources import TextDocuments
 from xtk.batches.losses_per_teacher import as_cache, assign_losses, open_teachers
 from xtk.batches.micro_batches import BatchBuilder
 from xtk.batches.teacher_losses import TeacherLosses, combined_losses
 from xtk.cache.reader import TeacherCache
-from xtk.cache.shard import StoredDocument
+from xtk.cache.shard import CachedDocument
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.errors import MismatchError, XtkError
-from xtk.losses.term import TeacherOutput
 from xtk.projection.projection import SparseProjection
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.chat.regions import RegionWeights
-from xtk.text.document import Document
 
 DOCUMENT_KEY, TEXT_KEY = "document", "text"
 
@@ -99,7 +96,8 @@ class DistillationCollator:
             XtkError: a document is not in the cache, has another text, or is from a cache whose teacher has another
                 tokenizer, or with another support.
         """
-        documents = _Documents([self._stored(feature) for feature in features])
+        stored = [self._stored(feature) for feature in features]
+        documents = TextDocuments([one.document for one in stored], [_Teacher(stored)])
         builder = BatchBuilder(
             documents,
             self._student,
@@ -112,8 +110,8 @@ class DistillationCollator:
         batch = builder.build(range(len(documents)), self.sample_set)
         return make_batch(batch, self._losses, len(self._student))
 
-    def _stored(self, feature: Any) -> StoredDocument:
-        if isinstance(feature, StoredDocument):
+    def _stored(self, feature: Any) -> CachedDocument:
+        if isinstance(feature, CachedDocument):
             self._check_teacher(feature)
             return feature
         text = None
@@ -144,7 +142,7 @@ class DistillationCollator:
             )
         return stored
 
-    def _check_teacher(self, stored: StoredDocument) -> None:
+    def _check_teacher(self, stored: CachedDocument) -> None:
         """Refuse a document of a cache whose teacher has another tokenizer, or whose support stores less."""
         stored_header, own = stored.header, self.cache.header
         same = stored_header["teacher"]["tokenizer"] == own["teacher"]["tokenizer"]
@@ -157,32 +155,12 @@ class DistillationCollator:
             )
 
 
-class _Documents:
-    """Documents of one batch as a source of a `BatchBuilder`."""
+class _Teacher:
+    """What the teacher says about the documents of one batch."""
 
-    def __init__(self, documents: Sequence[StoredDocument]) -> None:
+    def __init__(self, documents: Sequence[CachedDocument]) -> None:
         self._documents = documents
 
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def document(self, number: int) -> Document:
-        """Return a document."""
-        return self._documents[number].document
-
-    def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return the teacher's output for a document, as the only one."""
-        stored = self._documents[number].with_sample_set(sample_set)
-        return (TeacherOutput(stored.tokens, stored.teacher_logprobs),)
-
-    def text_bytes(self) -> NDArray[np.int64]:
-        """Return [documents], the length of each text in UTF-8 bytes."""
-        return np.array([len(document.document.text.encode()) for document in self._documents], np.int64)
-
-    def conversations(self) -> NDArray[np.bool_]:
-        """Return [documents], which of them are conversations."""
-        return np.array([document.document.conversation is not None for document in self._documents], np.bool_)
-
-    def weights(self) -> NDArray[np.float64]:
-        """Return [documents], the weight of each document in the loss."""
-        return np.array([document.document.weight for document in self._documents], np.float64)
+    def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
+        """Return what the teacher says about some documents."""
+        return [self._documents[number].with_sample_set(sample_set) for number in documents]

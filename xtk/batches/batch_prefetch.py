@@ -51,6 +51,13 @@ class StepBatchBuilder:
         micro_batches = self._build(step)
         return [pinned(batch) for batch in micro_batches] if self.pins else micro_batches
 
+    def documents(self, step: int) -> list[int]:
+        """Return the documents of a step that this process trains on."""
+        if self.max_tokens:
+            return self.sampler.documents_of_rank(step, self.rank, self.num_ranks)
+        groups = self.sampler.micro_batches_of_rank(step, self.rank, self.num_ranks, self.documents_per_batch)
+        return [number for group in groups for number in group]
+
     def _build(self, step: int) -> list[MicroBatch]:
         epoch, builder, is_first = self.sampler.epoch_of_step(step), self.batch_builder, step == 0
         if self.max_tokens:

@@ -1,4 +1,4 @@
-"""Sources of training documents and teacher log-probabilities: caches (matched by document) or plain text."""
+"""Documents to train on, from caches (matched by document) or in memory, and what each teacher says about them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from numpy.typing import NDArray
 
 from xtk.batches.teacher_probability_mixture import mix_teacher_logprobs
 from xtk.cache.reader import TeacherCache
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.errors import MismatchError, XtkError
-from xtk.losses.term import TeacherOutput
+from xtk.teachers.source import NO_ROW, CacheRows, TeacherSource
 from xtk.text.document import Document
-
-NO_ROW = -1
+from xtk.text.token_sequence import TokenSequence, tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 
 class DocumentSource(Protocol):
-    """Documents to train on, with or without teacher outputs."""
+    """Documents to train on.
+
+    Attributes:
+        teachers: what each teacher says about them; a mixture is one teacher.
+    """
+
+    teachers: Sequence[TeacherSource]
 
     def __len__(self) -> int: ...
 
     def document(self, number: int) -> Document:
         """Return a document."""
 
-    def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return each teacher's output for a document; None for a teacher that has none.
-
-        Args:
-            sample_set: index of the set of sampled tokens, modulo the number of sets. None: only exact values.
-        """
+    def student_tokens(self, tokenizer: Tokenizer, numbers: Sequence[int]) -> list[TokenSequence]:
+        """Return the student's tokens of some documents."""
 
     def text_bytes(self) -> NDArray[np.int64]:
         """Return [documents], the length of each text in UTF-8 bytes."""
@@ -42,8 +45,8 @@ class DocumentSource(Protocol):
         """Return [documents], the weight of each document in the loss."""
 
 
-class CacheSource:
-    """Documents and teacher outputs from the cache of one teacher, or of several.
+class CachedDocuments:
+    """The documents of the cache of one teacher, or of several.
 
     Args:
         rows: int64 [teachers, documents], index of each document in each cache; -1: not in it. None: one cache, in its
@@ -54,6 +57,9 @@ class CacheSource:
         self._caches = caches
         self._rows = np.arange(len(caches[0]))[None] if rows is None else rows
         self._holders = (self._rows != NO_ROW).argmax(axis=0)  # the cache to read the document itself from
+        self.teachers: Sequence[TeacherSource] = [
+            CacheRows(cache, own) for cache, own in zip(caches, self._rows, strict=True)
+        ]
 
     def __len__(self) -> int:
         return int(self._rows.shape[1])
@@ -63,12 +69,9 @@ class CacheSource:
         holder = int(self._holders[number])
         return self._caches[holder].read_document(int(self._rows[holder, number])).document
 
-    def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return each cache's teacher output for a document; None where a cache does not have it."""
-        return tuple(
-            None if row == NO_ROW else _read_teacher_output(cache, int(row), sample_set)
-            for cache, row in zip(self._caches, self._rows[:, number], strict=True)
-        )
+    def student_tokens(self, tokenizer: Tokenizer, numbers: Sequence[int]) -> list[TokenSequence]:
+        """Return the student's tokens of some documents."""
+        return tokenize_documents(tokenizer, [self.document(number) for number in numbers])
 
     def text_bytes(self) -> NDArray[np.int64]:
         """Return [documents], the length of each text in UTF-8 bytes."""
@@ -90,47 +93,15 @@ class CacheSource:
         return collected
 
 
-def _read_teacher_output(cache: TeacherCache, row: int, sample_set: int | None) -> TeacherOutput:
-    stored = cache.read_document(row, sample_set)
-    return TeacherOutput(stored.tokens, stored.teacher_logprobs)
-
-
-class MixtureSource(CacheSource):
-    """Documents of caches whose teachers are mixed into one distribution.
+class TextDocuments:
+    """Documents in memory.
 
     Args:
-        caches: one per teacher; all teachers have the same tokenizer.
-        rows: as in `CacheSource`.
-        weights: one per teacher, summing to 1.
+        teachers: what each teacher says about them; none for losses on the text alone.
     """
 
-    def __init__(self, *caches: TeacherCache, rows: NDArray[np.int64], weights: Sequence[float]) -> None:
-        super().__init__(*caches, rows=rows)
-        self._weights = weights
-
-    def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return the mixture of all teachers as the only output."""
-        outputs = [output for output in super().teacher_outputs(number, sample_set) if output is not None]
-        first = outputs[0]
-        trained_ids = [first.tokens.ids[first.logprobs.positions]]
-        for other in outputs[1:]:
-            trained_ids.append(other.tokens.ids[other.logprobs.positions])
-            if not np.array_equal(trained_ids[0], trained_ids[-1]):
-                raise MismatchError(
-                    "--combine-teachers mixture needs the same tokens in all caches, but a document has different ones",
-                    where=f"document {number}: {len(trained_ids[0]):,} and {len(trained_ids[-1]):,} trained tokens",
-                    hint="use --combine-teachers sum",
-                )
-        return (
-            TeacherOutput(first.tokens, mix_teacher_logprobs([output.logprobs for output in outputs], self._weights)),
-        )
-
-
-class TextSource:
-    """Documents without a teacher, for losses on the text alone."""
-
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self._documents = documents
+    def __init__(self, documents: Sequence[Document], teachers: Sequence[TeacherSource] = ()) -> None:
+        self._documents, self.teachers = documents, teachers
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -139,9 +110,9 @@ class TextSource:
         """Return a document."""
         return self._documents[number]
 
-    def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return an empty tuple: there is no teacher."""
-        return ()
+    def student_tokens(self, tokenizer: Tokenizer, numbers: Sequence[int]) -> list[TokenSequence]:
+        """Return the student's tokens of some documents."""
+        return tokenize_documents(tokenizer, [self.document(number) for number in numbers])
 
     def text_bytes(self) -> NDArray[np.int64]:
         """Return [documents], the length of each text in UTF-8 bytes."""
@@ -154,6 +125,38 @@ class TextSource:
     def weights(self) -> NDArray[np.float64]:
         """Return [documents], the weight of each document in the loss."""
         return np.array([document.weight for document in self._documents], np.float64)
+
+
+class TeacherMixture:
+    """Several teachers as one: their probabilities are mixed.
+
+    Args:
+        teachers: teachers with the same tokenizer.
+        weights: one per teacher, summing to 1.
+    """
+
+    def __init__(self, teachers: Sequence[TeacherSource], weights: Sequence[float]) -> None:
+        self._teachers, self._weights = teachers, weights
+
+    def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
+        """Return the mixture of what the teachers say about some documents."""
+        of_teachers = [teacher.outputs(documents, sample_set) for teacher in self._teachers]
+        return [
+            self._mix(number, [output for output in outputs if output is not None])
+            for number, outputs in zip(documents, zip(*of_teachers, strict=True), strict=True)
+        ]
+
+    def _mix(self, number: int, outputs: list[TeacherDocument]) -> TeacherDocument:
+        ids = [output.tokens.ids[output.teacher_logprobs.positions] for output in outputs]
+        for other in ids[1:]:
+            if not np.array_equal(ids[0], other):
+                raise MismatchError(
+                    "--combine-teachers mixture needs the same tokens in all caches, but a document has different ones",
+                    where=f"document {number}: {len(ids[0]):,} and {len(other):,} trained tokens",
+                    hint="use --combine-teachers sum",
+                )
+        mixture = mix_teacher_logprobs([output.teacher_logprobs for output in outputs], self._weights)
+        return outputs[0].with_teacher_logprobs(mixture)
 
 
 # Matching of equal documents between caches.

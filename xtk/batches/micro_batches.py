@@ -14,16 +14,16 @@ from xtk.batches.combine_teachers import ScoreWeighting, score_tallies
 from xtk.batches.data_sources import DocumentSource
 from xtk.batches.first_step_comparison import ComparedText
 from xtk.batches.top1_agreement import TeacherTopTokens
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.interface import LossInputs, join_inputs
-from xtk.losses.term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
+from xtk.losses.term import LossTerm, make_loss_inputs, masks_whitespace
 from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.chat.regions import RegionWeights, token_regions
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence as TokenSequence
-from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 
 _NO_IDS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -190,7 +190,7 @@ class BatchBuilder:
     def _tokenize(self, numbers: Sequence[int]) -> list[_StudentDocument]:
         documents = [self._source.document(number) for number in numbers]
         student_documents = []
-        for document, sequence in zip(documents, tokenize_documents(self._tokenizer, documents), strict=True):
+        for document, sequence in zip(documents, self._source.student_tokens(self._tokenizer, numbers), strict=True):
             student = sequence if self._limit is None else sequence.truncate(self._limit)
             regions = token_regions(document, student)
             student = self._region_weights.select(student, regions, with_template=self._trains_template)
@@ -198,7 +198,7 @@ class BatchBuilder:
             student_documents.append(_StudentDocument(document, student, mask, regions))
         return student_documents
 
-    def _loss_inputs(self, read: _StudentDocument, output: TeacherOutput | None) -> LossInputs:
+    def _loss_inputs(self, read: _StudentDocument, output: TeacherDocument | None) -> LossInputs:
         regions = read.regions if read.has_regions else None
         bounds = self._region_weights.advantage_bounds
         return make_loss_inputs(read.student, read.document, output, read.whitespace_mask, regions, bounds)
@@ -310,8 +310,10 @@ class BatchBuilder:
             [teachers][documents], None where the teacher did not score the document; and the number of positions with
             NaN, which are left out.
         """
-        outputs = [self._source.teacher_outputs(number, sample_set) for number in numbers]
-        finite = [[_without_nan(of_document[teacher]) for of_document in outputs] for teacher in range(self._teachers)]
+        finite = [
+            [_without_nan(output) for output in teacher.outputs(numbers, sample_set)]
+            for teacher in self._source.teachers[: self._teachers]
+        ]
         examples = [
             [
                 None if output is None else self._loss_inputs(one, output)
@@ -340,12 +342,12 @@ class BatchBuilder:
         return None if self.score_weighting.scope == "batch" else np.concatenate(factors, axis=1), tallies
 
 
-def _without_nan(output: TeacherOutput | None) -> tuple[TeacherOutput | None, int]:
-    """Return a teacher output without positions that have a NaN log-probability, and the number of these."""
+def _without_nan(output: TeacherDocument | None) -> tuple[TeacherDocument | None, int]:
+    """Return what a teacher says without positions that have a NaN log-probability, and the number of these."""
     if output is None:
         return None, 0
-    logprobs = output.logprobs.drop_nan_positions()
-    return TeacherOutput(output.tokens, logprobs), len(output.logprobs) - len(logprobs)
+    logprobs = output.teacher_logprobs.drop_nan_positions()
+    return output.with_teacher_logprobs(logprobs), len(output.teacher_logprobs) - len(logprobs)
 
 
 def _region_counts(inputs: LossInputs, weights: NDArray[np.float64], terms: Sequence[LossCells]) -> NDArray[np.float64]:

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xtk.batches.combine_teachers import TeacherEnsemble
-from xtk.batches.data_sources import CacheSource, DocumentSource, MixtureSource, match_documents, route_documents
+from xtk.batches.data_sources import CachedDocuments, TeacherMixture, match_documents, route_documents
 from xtk.batches.losses_per_teacher import AssignedLoss, DistillationTeacher
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
 from xtk.losses.term import LossTerm
 from xtk.runs.metrics_file import metric_name
+from xtk.teachers.source import TeacherSource
 from xtk.text.tokenizer import Tokenizer
 
 
@@ -47,24 +45,21 @@ class TeacherLosses:
         """The terms of the loss."""
         return tuple(map(self._loss_term, self.losses))
 
-    def combine_caches(self, caches: Sequence[TeacherCache], rows: NDArray[np.int64]) -> DocumentSource:
-        """Return the documents of several caches.
+    def combined(self, teachers: Sequence[TeacherSource]) -> Sequence[TeacherSource]:
+        """Return the teachers as the losses see them: a mixture is one teacher."""
+        is_mixture = self.combination.method == "mixture"
+        return [TeacherMixture(teachers, self.combination.weights)] if is_mixture else teachers
 
-        Args:
-            rows: int64 [teachers, documents], index of each document in each cache; -1: not in it.
-        """
-        if self.combination.method == "mixture":
-            return MixtureSource(*caches, rows=rows, weights=self.combination.weights)
-        return CacheSource(*caches, rows=rows)
-
-    def cache_source(self, teachers: Sequence[DistillationTeacher]) -> DocumentSource:
+    def cached_documents(self, teachers: Sequence[DistillationTeacher]) -> CachedDocuments:
         """Return the documents of the caches of teachers, combined by the method of `--combine-teachers`."""
         caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
         if len(caches) == 1:
-            return CacheSource(*caches)
-        if self.combination.method == "route":
-            return CacheSource(*caches, rows=route_documents(caches, [teacher.name for teacher in teachers]))
-        return self.combine_caches(caches, match_documents(caches))
+            return CachedDocuments(*caches)
+        is_routed = self.combination.method == "route"
+        rows = route_documents(caches, [one.name for one in teachers]) if is_routed else match_documents(caches)
+        documents = CachedDocuments(*caches, rows=rows)
+        documents.teachers = self.combined(documents.teachers)
+        return documents
 
     def _loss_term(self, one: AssignedLoss) -> LossTerm:
         rule, divergence, loss = one.rule, one.loss.make_divergence(), one.loss

@@ -27,13 +27,14 @@ from xtk.cache.manifest import (
     source_headers,
 )
 from xtk.cache.shard import (
+    CachedDocument,
     CacheShard,
-    StoredDocument,
     corrupt_document_error,
     frame_checksum,
     read_vocabulary_order,
 )
 from xtk.cache.shard_writing import check_file_checksum
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import TeacherLogprobs
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import sha256
@@ -95,6 +96,8 @@ class TeacherCache:
         XtkError: there is no finished cache, or a shard is missing or has a wrong size.
     """
 
+    kind = "cache"
+
     def __init__(self, location: str | Path) -> None:
         self._location = location
         self.folder = open_folder(location)
@@ -126,10 +129,10 @@ class TeacherCache:
     def __len__(self) -> int:
         return self._first_rows[-1]
 
-    def __iter__(self) -> Iterator[StoredDocument]:
+    def __iter__(self) -> Iterator[CachedDocument]:
         return (self.read_document(number) for number in range(len(self)))
 
-    def __getitem__(self, number: int) -> StoredDocument:
+    def __getitem__(self, number: int) -> CachedDocument:
         """Return one document: `.document` (its text), `.tokens` (the teacher's) and `.teacher_logprobs`.
 
         Raises:
@@ -155,7 +158,7 @@ class TeacherCache:
         """
         return self.read_document(number, sample_set).teacher_logprobs
 
-    def read_document(self, number: int, sample_set: int | None = 0) -> StoredDocument:
+    def read_document(self, number: int, sample_set: int | None = 0) -> CachedDocument:
         """Return one document.
 
         Args:
@@ -179,6 +182,10 @@ class TeacherCache:
             ) from None
         stored.index = int(number)
         return stored
+
+    def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
+        """Return what the teacher says about some documents, as a `TeacherSource`."""
+        return [self.read_document(number, sample_set) for number in documents]
 
     @property
     def teacher_tokenizer(self) -> Tokenizer:

@@ -25,6 +25,7 @@ from xtk.cache.shard_writing import (
     count_text_bits,
     write_sealed,
 )
+from xtk.cache.teacher_document import TeacherDocument, teacher_tokens
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.cache.token_ids_by_frequency import VocabularyOrder, VocabularyOrderLoader
 from xtk.errors import CorruptError, XtkError
@@ -176,7 +177,7 @@ class CacheShard:
             "checksum": self.frame_checksum(),
         }
 
-    def read_document(self, number: int, sample_set: int | None = 0) -> StoredDocument:
+    def read_document(self, number: int, sample_set: int | None = 0) -> CachedDocument:
         """Return one document after comparing its checksum.
 
         Raises:
@@ -185,7 +186,7 @@ class CacheShard:
         self._check_size()
         if not self.is_intact(number):
             raise corrupt_document_error(self.name, number)
-        return StoredDocument(self, number, sample_set)
+        return CachedDocument(self, number, sample_set)
 
     def _check_size(self) -> None:
         """Refuse a file that was truncated after it was mapped.
@@ -277,7 +278,7 @@ def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:
     return "sha256:" + hashed.hexdigest()
 
 
-class StoredDocument:
+class CachedDocument(TeacherDocument):
     """One document of a cache; each part is decoded when it is first used.
 
     Attributes:
@@ -292,14 +293,6 @@ class StoredDocument:
     def header(self) -> dict[str, Any]:
         """The header of its cache: teacher, data and options."""
         return self._shard.header
-
-    def with_sample_set(self, sample_set: int | None) -> StoredDocument:
-        """Return the same document with another set of samples; None: only exact entries."""
-        if sample_set == self._sample_set:
-            return self
-        other = StoredDocument(self._shard, self._number, sample_set)
-        other.index = self.index
-        return other
 
     @cached_property
     def document(self) -> Document:
@@ -361,14 +354,8 @@ class StoredDocument:
             raise self._corruption_error("token or byte positions lie outside of the document")
         trained = np.zeros(length, np.bool_)
         trained[self.trained_positions] = True
-        # A token without bytes is a space that the tokenizer prepended, or a part of a rewritten character.
-        no_bytes = ids[pieces[ends[pieces[:, 0]] == pieces[:, 2], 0]]
-        space_ids = self.header.get("teacher", {}).get("space_ids", no_bytes)
-        exact = not len(no_bytes) or bool(np.isin(no_bytes, space_ids).all())
-        sequence = TokenSequence(ids, ends, trained, pieces, closers, exact=exact)
-        if sequence.border_mask.any():
-            sequence.bytes_of = self._shard.load_bytes_of()
-        return sequence
+        space_ids = self.header.get("teacher", {}).get("space_ids")
+        return teacher_tokens(ids, ends, trained, pieces, closers, space_ids, self._shard.load_bytes_of)
 
     @cached_property
     def teacher_logprobs(self) -> TeacherLogprobs:

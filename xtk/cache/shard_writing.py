@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from xtk.cache.codec.shard_codec_registry import CODECS, Codec
 from xtk.cache.columns import OPTIONAL_COLUMNS, SHARD_SCHEMA, ShardColumns, optional_columns, shard_schema
 from xtk.cache.manifest import VERSION
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import StoredLogprobs, kl_on_stored_ids
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError, XtkError
@@ -35,21 +36,6 @@ from xtk.text.token_sequence import TokenSequence
 CHECKSUM_PREFIX = b'{"checksum":"xxh3_128:'
 CHECKSUM_DIGITS = 32
 TEXT_KEYS = ("text_bits", "text_bytes")
-
-
-@dataclass(frozen=True)
-class ScoredDocument:
-    """One document with the teacher's tokens and log-probabilities, to be written into a cache.
-
-    Attributes:
-        document: text, and which parts are trained.
-        tokens: the teacher's tokens.
-        stored_logprobs: the teacher's log-probabilities at the trained tokens.
-    """
-
-    document: Document
-    tokens: TokenSequence
-    stored_logprobs: StoredLogprobs
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ def write_shard(
     path: Path,
     header: dict[str, Any],
     position: ShardPosition,
-    documents: Sequence[ScoredDocument],
+    documents: Sequence[TeacherDocument],
     vocabulary_order: VocabularyOrder | None = None,
 ) -> None:
     """Write a shard, with its position in the cache and a checksum of the whole file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +165,34 @@ class StoredLogprobs:
         """R, the number of independent sets of samples."""
         return (len(self.sample_offsets) - 1) // len(self) if len(self) else 0
 
+    def to_teacher_logprobs(self, sample_set: int | None = 0) -> TeacherLogprobs:
+        """Return the log-probabilities that a student trains on: exact entries, and one sample set if there are any.
+
+        Args:
+            sample_set: number of the sample set, modulo R. None: no samples; their mass stays in the remainder.
+        """
+        same = self.positions, self.observed_logprobs, self.entropy
+        if not self.num_sample_sets or sample_set is None:
+            return TeacherLogprobs(same[0], self.offsets, self.ids, self.logprobs, self.remainder_mass, *same[1:])
+        sets, size = self.num_sample_sets, len(self)
+        places = np.arange(size) * sets + sample_set % sets
+        first, stop = self.sample_offsets[places], self.sample_offsets[places + 1]
+        exact, sampled = np.diff(self.offsets), stop - first
+        offsets = sizes_to_offsets(exact + sampled)
+        ids = np.empty(offsets[-1], np.int32)
+        logprobs = np.empty(offsets[-1], np.float32)
+        at_exact = _range_indices(offsets[:-1], exact)
+        ids[at_exact], logprobs[at_exact] = self.ids, self.logprobs
+        at_sampled, chosen = _range_indices(offsets[:-1] + exact, sampled), _range_indices(first, sampled)
+        counts = self.sample_counts[chosen].astype(np.float64)
+        owner = np.repeat(np.arange(size), sampled)
+        num_samples = np.bincount(owner, counts, minlength=size)
+        with np.errstate(divide="ignore"):
+            share = np.log(counts) + np.log(self.remainder_mass.astype(np.float64) / np.maximum(num_samples, 1))[owner]
+        ids[at_sampled], logprobs[at_sampled] = self.sample_ids[chosen], share
+        remainder = np.where(num_samples > 0, np.float32(0), self.remainder_mass)
+        return TeacherLogprobs(same[0], offsets, ids, logprobs, remainder, *same[1:], exact_counts=exact)
+
 
 @dataclass(frozen=True)
 class TeacherLogprobs:
@@ -234,3 +263,15 @@ def kl_on_stored_ids(exact: StoredLogprobs, stored: StoredLogprobs) -> NDArray[n
         )
     owner = np.repeat(np.arange(len(exact)), np.diff(exact.offsets))
     return remainder_terms + np.bincount(owner, entries, minlength=len(exact)).astype(np.float64)
+
+
+def sizes_to_offsets(sizes: NDArray[Any]) -> NDArray[np.int64]:
+    """Return int64 [n + 1], where each of n ranges of these sizes begins, and the end of the last."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def _range_indices(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return all indices of the ranges `[start, start + size)`, one range after the other."""
+    before = np.cumsum(sizes) - sizes
+    indices: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(starts - before, sizes)
+    return indices

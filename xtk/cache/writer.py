@@ -28,7 +28,8 @@ from xtk.cache.output import (
 )
 from xtk.cache.reader import PREFETCHED_SHARDS, open_verified_shard
 from xtk.cache.shard import CacheShard
-from xtk.cache.shard_writing import ScoredDocument, ShardPosition, write_shard
+from xtk.cache.shard_writing import ShardPosition, write_shard
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import canonical_json, parse_json_object, sha256
@@ -89,7 +90,7 @@ class ShardedCacheWriter:
         """Return the position of a shard in the cache."""
         return ShardPosition(number, self._first_rows[number], self._rows[number])
 
-    def write_shard(self, number: int, documents: Sequence[ScoredDocument]) -> None:
+    def write_shard(self, number: int, documents: Sequence[TeacherDocument]) -> None:
         """Write one shard atomically."""
         self.add_manifest_entry(number, store_shard(self.folder, self.header, self.shard_position(number), documents))
 
@@ -159,7 +160,7 @@ def store_shard(
     folder: StorageFolder,
     header: dict[str, Any],
     position: ShardPosition,
-    documents: Sequence[ScoredDocument],
+    documents: Sequence[TeacherDocument],
     vocabulary_order: VocabularyOrder | None = None,
 ) -> dict[str, Any]:
     """Write one shard into the folder of a cache atomically, and return its manifest entry.

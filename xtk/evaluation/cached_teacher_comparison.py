@@ -17,7 +17,7 @@ from xtk.evaluation.bits_per_byte import BATCH_TOKENS, READ_BATCH_SIZE, max_inpu
 from xtk.evaluation.standard_errors import Ratio
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.head import fused_loss
-from xtk.losses.term import LossTerm, TeacherOutput, make_loss_inputs, masks_whitespace
+from xtk.losses.term import LossTerm, make_loss_inputs, masks_whitespace
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import chunk_rows
 from xtk.models.token_logprobs import compute_token_logprobs
@@ -136,8 +136,8 @@ def _prepare_documents(
         examples = {}
         for use_samples in sampled:
             row = cache.read_document(number, 0 if use_samples else None)
-            output = TeacherOutput(row.tokens, row.teacher_logprobs.drop_nan_positions())
-            examples[use_samples] = make_loss_inputs(student, document, output, mask)
+            teacher = row.with_teacher_logprobs(row.teacher_logprobs.drop_nan_positions())
+            examples[use_samples] = make_loss_inputs(student, document, teacher, mask)
         example = examples[sampled[0]]
         if len(example.positions):
             terms = tuple(objective.build_cells(examples[objective.accepts_samples]) for objective in objectives)

@@ -13,7 +13,7 @@ from xtk import terminal
 from xtk.api.cache_from_arrays import EXACT_SUPPORTS
 from xtk.cache.columns import OPTIONAL_COLUMNS, optional_columns
 from xtk.cache.reader import TeacherCache
-from xtk.cache.shard import StoredDocument
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write
@@ -106,7 +106,7 @@ def _rows(cache: TeacherCache, has_other_tokens: list[bool]) -> Iterator[dict[st
         yield {"support": support, "top_k": top_k} | _row(stored) | {name: values[name] for name in fields}
 
 
-def _row(stored: StoredDocument) -> dict[str, Any]:
+def _row(stored: TeacherDocument) -> dict[str, Any]:
     """Return a stored document as a row, without weight and route."""
     tokens, stored_logprobs = stored.tokens, stored.teacher_logprobs
     size = len(tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.cache.teacher_logprobs import TeacherLogprobs
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.losses import EXACT_REQUIREMENTS
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.cells.paired_ends import with_paired_ends
@@ -18,14 +18,6 @@ from xtk.losses.interface import MASK, ComparisonSpace, Loss, LossInputs
 from xtk.text.alignment import align_sequences, separate_added_spaces
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence as TokenSequence
-
-
-@dataclass(frozen=True)
-class TeacherOutput:
-    """One teacher's tokens and log-probabilities for a document."""
-
-    tokens: TokenSequence
-    logprobs: TeacherLogprobs
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ def masks_whitespace(objectives: Iterable[LossTerm]) -> bool:
 def make_loss_inputs(
     student: TokenSequence,
     document: Document,
-    teacher_output: TeacherOutput | None,
+    teacher: TeacherDocument | None,
     whitespace_mask: NDArray[np.bool_] | None = None,
     regions: NDArray[np.uint8] | None = None,
     advantage_bounds: NDArray[np.float32] | None = None,
@@ -86,7 +78,7 @@ def make_loss_inputs(
     Args:
         student: the student's tokens of the document.
         document: the document, which may contain sampled tokens with advantages.
-        teacher_output: the teacher's tokens and log-probabilities; None: no teacher.
+        teacher: the teacher's tokens and log-probabilities; None: no teacher.
         whitespace_mask: bool [T], from `student.whitespace_mask`; None: no loss needs it.
         regions: uint8 [T], from `token_regions`; None: they are not needed.
         advantage_bounds: float32 [regions], the largest size of the teacher's advantage in each; None: no bounds.
@@ -101,10 +93,10 @@ def make_loss_inputs(
         logprobs = np.where(sampled.sampled_mask[rows + 1], sampled.logprobs[rows + 1], np.float32(np.nan))
         own["sampling_logprobs"] = logprobs
         own["advantages"] = np.full(len(rows), sampled.advantage, np.float32)
-    if teacher_output is None:
+    if teacher is None:
         return LossInputs(student.ids, rows, np.zeros((0, 4), np.int32), np.zeros(0, np.int32), None, **own)
-    spans = align_sequences(student, teacher_output.tokens)
-    spans = separate_added_spaces(spans, student, teacher_output.tokens)
+    spans = align_sequences(student, teacher.tokens)
+    spans = separate_added_spaces(spans, student, teacher.tokens)
     spans = spans[student.train_mask[spans[:, 1] - 1]]
     own["is_end"] = np.isin(spans[:, 0], student.segment_end_tokens)
-    return LossInputs(student.ids, rows, spans, teacher_output.tokens.ids, teacher_output.logprobs, **own)
+    return LossInputs(student.ids, rows, spans, teacher.tokens.ids, teacher.teacher_logprobs, **own)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from xtk.cache.reader import TeacherCache
-    from xtk.cache.shard import StoredDocument
     from xtk.cache.statistics import PositionStatistics
+    from xtk.cache.teacher_document import TeacherDocument
     from xtk.text.tokenizer import Tokenizer
 
 MAX_DOCUMENTS, MAX_TOKENS = 2, 1500  # shown; tokens per document
@@ -110,7 +110,7 @@ def _histogram(title: str, values: NDArray[Any], unit: str) -> dict[str, Any]:
     return {"title": title, "unit": unit, "mean": mean, "bars": bars, "low": f"{low:.3g}", "high": f"{high:.3g}"}
 
 
-def _scored_document(row: StoredDocument, tokenizer: Tokenizer) -> dict[str, Any]:
+def _scored_document(row: TeacherDocument, tokenizer: Tokenizer) -> dict[str, Any]:
     positions = {place: at for at, place in enumerate(row.stored_logprobs.positions.tolist())}
     tokens = [
         (_token_html(tokenizer, token), *_title_and_shade(tokenizer, row, positions.get(place)))
@@ -119,7 +119,7 @@ def _scored_document(row: StoredDocument, tokenizer: Tokenizer) -> dict[str, Any
     return {"text": row.document.text, "length": len(row.tokens), "positions": len(positions), "tokens": tokens}
 
 
-def _title_and_shade(tokenizer: Tokenizer, row: StoredDocument, position: int | None) -> tuple[str, int]:
+def _title_and_shade(tokenizer: Tokenizer, row: TeacherDocument, position: int | None) -> tuple[str, int]:
     """Return the probability and the most likely tokens of a position, and its redness in percent."""
     if position is None:
         return "", 0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.cache.output import is_cache_file
 from xtk.errors import CorruptError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, has_same_content, next_free_path, read_json
 from xtk.files.output_claims import foreign_files_error
@@ -36,6 +35,7 @@ _SUBFOLDER_FILE_NAMES = {
 _STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*|best-0")
 ROLLOUT_BATCHES, _TRACKERS = "rollout_batches", "trackers"
 COMPARISON_FILE = "comparison.json"
+SCORE_FILE_NAMES = re.compile(r"scores-(\d{5})-(\d{5})\.arrow")
 ROLLOUT_FILE_NAMES = re.compile(r"rollouts-(\d{5})-of-(\d{5})\.jsonl")
 # `name` holds the name of the run; the others are what TensorBoard (through Accelerate), Weights & Biases and Trackio
 # write below the folder of trackers.
@@ -119,9 +119,11 @@ def _foreign_batch_files(folder: Path) -> list[str]:
         is_own = (
             not path.is_symlink()
             and all(name.isdecimal() for name in names[:-1])
-            and (
-                (len(names) == 2 and bool(names[1] == COMPARISON_FILE or ROLLOUT_FILE_NAMES.fullmatch(names[1])))
-                or (len(names) == 3 and is_cache_file(names[2]))
+            and len(names) == 2
+            and bool(
+                names[1] == COMPARISON_FILE
+                or ROLLOUT_FILE_NAMES.fullmatch(names[1])
+                or SCORE_FILE_NAMES.fullmatch(names[1])
             )
         )
         if not is_own and not names[-1].startswith(TEMPORARY_PREFIX):

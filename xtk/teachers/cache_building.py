@@ -152,7 +152,7 @@ def _open_shard_writer(
     if processes > 1:
         try:
             with WorkerPool(processes, job) as workers:
-                yield workers.write_shards
+                yield workers.run
         finally:
             open_folder(job.location).remove_stale_temporary_files()  # of a killed worker
     else:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk.cache.shard import CacheShard
-from xtk.cache.shard_writing import ScoredDocument, ShardPosition, write_shard
+from xtk.cache.shard_writing import ShardPosition, write_shard
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.teachers.cache_build_config import (
@@ -79,7 +80,7 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
     started = time.perf_counter()
     scores = teacher.score(documents, candidates)
     seconds = time.perf_counter() - started
-    rows = [ScoredDocument(*pair, logprobs) for pair, logprobs in zip(trained, scores, strict=True)]
+    rows = [TeacherDocument(*pair, logprobs) for pair, logprobs in zip(trained, scores, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard"
         ranks = make_vocabulary_order(request, tokenizer, plan)

@@ -235,7 +235,7 @@ def read_shards(
             if number in shard_numbers:
                 known = last[1] if shard.first_document == last[0] else []
                 first = shard.first_document + bool(known)
-                chunks = _chunk_documents(sharding, corpus, tokenizer, held[bool(known) :], first)
+                chunks = chunk_documents(sharding, corpus, tokenizer, held[bool(known) :], first)
                 last = at, chunks[-1] if chunks else known
                 pieces = [*known, *(piece for some in chunks for piece in some)]
                 pieces = pieces[shard.skipped_chunks : shard.skipped_chunks + shard.num_chunks]
@@ -248,16 +248,12 @@ def read_shards(
         raise _data_changed_error(corpus)
 
 
-def _chunk_documents(
-    dealing: ShardingOptions,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    documents: list[Document],
-    first: int,
+def chunk_documents(
+    sharding: ShardingOptions, corpus: Corpus, tokenizer: Tokenizer, documents: list[Document], first: int = 0
 ) -> list[list[Chunk]]:
-    """Return the pieces of each document."""
+    """Return the chunks of each document; errors name the corpus and the number of the document, from `first`."""
     read = _read_documents(tokenizer, documents, corpus, first)
-    return [list(_fit_to_limit(dealing, tokenizer, document, tokens)) for document, tokens in read]
+    return [list(_fit_to_limit(sharding, tokenizer, document, tokens)) for document, tokens in read]
 
 
 def _data_changed_error(corpus: Corpus) -> XtkError:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import signal
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.cache.shard_writing import ScoredDocument, ShardPosition
+from xtk.cache.shard_writing import ShardPosition
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import Support
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.cache.writer import store_shard
@@ -24,11 +22,9 @@ from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.storage_folders import open_folder
 from xtk.teachers.backend_interface import TeacherBackend
-from xtk.teachers.cache_build_config import CacheRequest, open_teacher
+from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_shard_planning import Chunk, ShardingOptions, ShardPlan, read_shards
 from xtk.teachers.logprob_checks import check_scored_document
-from xtk.text.document import Document
-from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
 
 SHARDS_IN_FLIGHT = 1  # shards that are scored but not written yet
@@ -56,6 +52,16 @@ class CacheJob:
     header: dict[str, Any]
     vocabulary_order: VocabularyOrder | None
 
+    def inherited_descriptors(self) -> list[int]:
+        """Return the open files that a worker process needs: of data from a pipe."""
+        return self.corpus.inherited_descriptors()
+
+    def run(
+        self, teacher: TeacherBackend, tokenizer: Tokenizer, shard_numbers: list[int]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Write some shards, as `write_shards`."""
+        return write_shards(self, teacher, tokenizer, shard_numbers)
+
 
 def write_shards(
     job: CacheJob, teacher: TeacherBackend, tokenizer: Tokenizer, shard_numbers: list[int]
@@ -78,7 +84,7 @@ def write_shards(
         while (read := coming.result()) is not None:
             coming = reading.submit(next, shards, None)
             number, pieces = read
-            documents = _score_documents(job, teacher, number, pieces)
+            documents = score_chunks(job.request, teacher, pieces, f"{job.corpus.name}, shard {number}")
             place = ShardPosition(number, firsts[number], rows_of[number])
             while len(written) >= SHARDS_IN_FLIGHT or (written and written[0][1].done()):
                 last, entry = written.popleft()
@@ -90,13 +96,16 @@ def write_shards(
             yield last, entry.result()
 
 
-def _score_documents(
-    job: CacheJob, teacher: TeacherBackend, number: int, pieces: list[tuple[Document, TokenSequence]]
-) -> list[ScoredDocument]:
-    """Return the scored documents of a shard."""
-    candidate_ids = candidate_ids_of(pieces, job.request.support, job.corpus.name)
+def score_chunks(
+    request: CacheRequest, teacher: TeacherBackend, pieces: Sequence[Chunk], where: str
+) -> list[TeacherDocument]:
+    """Return what the teacher says about some documents, after checking it.
+
+    Args:
+        where: the documents, for errors.
+    """
+    candidate_ids = candidate_ids_of(pieces, request.support, where)
     scores = teacher.score([tokens for _, tokens in pieces], candidate_ids)
-    where = f"{job.corpus.name}, shard {number}"
     if len(scores) != len(pieces):
         raise XtkError(
             f"the teacher's backend returned log-probabilities of {len(scores)} documents instead of {len(pieces)}",
@@ -104,15 +113,15 @@ def _score_documents(
             hint="this is an error of the backend; use another --backend",
         )
     documents = [
-        ScoredDocument(document, tokens, logprobs) for (document, tokens), logprobs in zip(pieces, scores, strict=True)
+        TeacherDocument(document, tokens, logprobs) for (document, tokens), logprobs in zip(pieces, scores, strict=True)
     ]
     for at, row in enumerate(documents):
         check_scored_document(
             row,
             f"{where}, row {at}",
             vocab_size=teacher.vocab_size,
-            support=job.request.support,
-            precision=job.request.precision,
+            support=request.support,
+            precision=request.precision,
         )
     return documents
 
@@ -137,26 +146,3 @@ def candidate_ids_of(pieces: Sequence[Chunk], support: Support, where: str) -> l
         for document, tokens in pieces
         if document.candidate_ids is not None
     ]
-
-
-def serve_shard_writer(pipe: Connection) -> None:
-    """Write shards in a worker process; `xtk.teachers.worker_pool` is the other end.
-
-    Receives the job, and sends None when the teacher is open. Then receives shard numbers, and sends the number and the
-    manifest entry of each written shard, and None.
-    """
-    signal.signal(signal.SIGTERM, _stop)
-    try:
-        job: CacheJob = pipe.recv()
-        tokenizer = job.request.teacher_tokenizer()
-        teacher = open_teacher(job.request, tokenizer, job.header["teacher"]["weights"])
-        pipe.send(None)
-        for number_and_entry in write_shards(job, teacher, tokenizer, pipe.recv()):
-            pipe.send(number_and_entry)
-        pipe.send(None)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not interrupt cleanup of libraries
-
-
-def _stop(number: int, frame: object) -> None:
-    sys.exit(128 + number)

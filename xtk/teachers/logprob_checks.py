@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.cache.codec.quantization_levels import min_observed_logprob
-from xtk.cache.shard_writing import ScoredDocument
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.errors import XtkError
 
@@ -22,7 +22,7 @@ BACKEND_HINTS = {
 
 
 def check_scored_document(
-    scored: ScoredDocument,
+    scored: TeacherDocument,
     where: str,
     *,
     vocab_size: int | None = None,
@@ -56,7 +56,7 @@ def check_scored_document(
         raise XtkError(failure, where=where, hint=hints["arrays"])
 
 
-def _wrong_shapes(scores: StoredLogprobs, row: ScoredDocument, support: Support | None) -> str | None:
+def _wrong_shapes(scores: StoredLogprobs, row: TeacherDocument, support: Support | None) -> str | None:
     """Return what is wrong with the lengths of the arrays; None if they are consistent."""
     if not np.array_equal(scores.positions, np.flatnonzero(row.tokens.train_mask)):
         return "the teacher did not score exactly the trained tokens"
@@ -98,7 +98,7 @@ def _wrong_numbers(scores: StoredLogprobs) -> str | None:
     return None
 
 
-def _wrong_ids(scores: StoredLogprobs, row: ScoredDocument, width: int | None) -> str | None:
+def _wrong_ids(scores: StoredLogprobs, row: TeacherDocument, width: int | None) -> str | None:
     observed_ids = row.tokens.ids[scores.positions]
     owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
     if _out_of_range(scores.ids, width):

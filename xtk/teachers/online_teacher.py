@@ -1,11 +1,11 @@
-"""Teachers that score blocks of documents during training, into short-lived caches, and release the device between."""
+"""Teachers that score blocks of documents during training, into memory, and release the device between."""
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Generator, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.cache.codec.shard_codec_registry import codec_for_precision
-from xtk.cache.teacher_logprobs import make_support
+from xtk.cache.teacher_document import TeacherDocument, teacher_tokens, without_bytes
+from xtk.cache.teacher_logprobs import StoredLogprobs, make_support
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.engines.backend import backend_options, backends_with
 from xtk.errors import XtkError
@@ -28,12 +28,11 @@ from xtk.teachers.cache_build_config import (
     CacheRequest,
     check_cache_request,
     make_cache_header,
-    make_vocabulary_order,
     open_teacher,
     sharding_options,
 )
-from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
-from xtk.teachers.cache_shard_writing import CacheJob, write_shards
+from xtk.teachers.cache_shard_planning import Chunk, ShardPlan, chunk_documents, make_shard_plan
+from xtk.teachers.cache_shard_writing import score_chunks
 from xtk.teachers.worker_pool import WorkerPool
 from xtk.text.document import Document
 from xtk.text.start_tokens import AUTO_START
@@ -41,7 +40,7 @@ from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
 
 DEFAULT_NUM_CANDIDATES = 32
-SHARD_TOKENS = 16384  # one process scores a shard at once: small, so that every process gets shards of a block
+PART_TOKENS = 16384  # scored at once by one process: few, so that every process gets parts of a block
 ENGINE_PREFIX = "engine."
 NUMERIC_OPTIONS = {
     "top_k": int,
@@ -51,7 +50,7 @@ NUMERIC_OPTIONS = {
     "batch_tokens": int,
     "concurrency": int,
 }
-TEXT_OPTIONS = ("support", "precision", "dtype", "start_token", "backend", "server", "weights")
+TEXT_OPTIONS = ("support", "dtype", "start_token", "backend", "server", "weights")
 SELF_TEACHER = "self"
 # Weights of the student as its own teacher.
 STUDENT_WEIGHTS = {
@@ -61,6 +60,31 @@ STUDENT_WEIGHTS = {
 }
 FULL_VOCABULARY = "all"  # value of top_k: the whole vocabulary
 _TEACHER_SPEC = re.compile(r"(?P<model>.*?)(:(?P<options>[a-z][a-z_.-]*=.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ScoringJob:
+    """Scoring of documents, in this process or another one.
+
+    Attributes:
+        request: teacher and options.
+        header: of the teacher; it states its weights.
+    """
+
+    request: CacheRequest
+    header: dict[str, Any]
+
+    def inherited_descriptors(self) -> list[int]:
+        """Return no files: documents are sent."""
+        return []
+
+    def run(
+        self, teacher: TeacherBackend, tokenizer: Tokenizer, parts: Iterable[Sequence[Chunk]]
+    ) -> Iterator[list[StoredLogprobs]]:
+        """Yield the log-probabilities of the documents of each part."""
+        for number, part in enumerate(parts):
+            scored = score_chunks(self.request, teacher, part, f"the documents of this block, part {number}")
+            yield [document.stored_logprobs for document in scored]
 
 
 class OnlineTeacher:
@@ -76,6 +100,8 @@ class OnlineTeacher:
         header: header of a cache of the whole corpus; set by `read_corpus`.
     """
 
+    kind = "teacher"
+
     def __init__(self, request: CacheRequest, tokenizer: Tokenizer, num_candidates: int = DEFAULT_NUM_CANDIDATES,
         student_weights: str = "",
                  devices: Sequence[int] = ()) -> None:  # fmt: skip
@@ -88,11 +114,17 @@ class OnlineTeacher:
         self._sharding = sharding_options(request)
         self._plan: ShardPlan | None = None
         self._opened: tuple[int, TeacherBackend] | None = None
+        self._scored: dict[int, TeacherDocument] = {}
 
     @property
     def manifest(self) -> dict[str, Any]:
         """The identity of this teacher, in the form of a cache manifest."""
         return {"header": self.header} | ({"weights": self.student_weights} if self.student_weights else {})
+
+    @property
+    def scores_repeat(self) -> bool:
+        """Whether it says the same again when a run resumes: not servers, vLLM, or weights that training changes."""
+        return self._backend.runs_loaded_model and self.student_weights in ("", "base")
 
     @property
     def needs_subprocess(self) -> bool:
@@ -137,69 +169,88 @@ class OnlineTeacher:
             sizes.append(len(tokens))
 
         plan = make_shard_plan(self._sharding, corpus, self.teacher_tokenizer, take, log_prefix)
-        ranks = make_vocabulary_order(self.request, self.teacher_tokenizer, plan)
-        self._plan, self.header = plan, make_cache_header(self.request, self.teacher_tokenizer, plan, ranks)
+        self._plan, self.header = plan, make_cache_header(self.request, self.teacher_tokenizer, plan, None)
         return documents, np.array(sizes, np.int32)
 
-    def make_job(self, block: InMemoryCorpus, num_tokens: NDArray[np.int32], location: Path, epoch: int) -> CacheJob:
-        """Return the job that writes the cache of a block of documents.
+    def read_chunks(self, corpus: Corpus) -> list[Chunk]:
+        """Return generated documents with the teacher's tokens, after checking their lengths."""
+        chunks: list[Chunk] = []
+        make_shard_plan(
+            self._sharding,
+            corpus,
+            self.teacher_tokenizer,
+            lambda document, tokens: chunks.append((document, tokens)),
+            "",
+        )
+        return chunks
+
+    def tokenize(self, documents: Sequence[Document]) -> list[Chunk]:
+        """Return documents of `read_corpus` with the teacher's tokens."""
+        corpus = InMemoryCorpus(documents, ["the documents of a block"], {})
+        chunks = chunk_documents(self._sharding, corpus, self.teacher_tokenizer, list(documents))
+        return [chunk for (chunk,) in chunks]
+
+    def score(
+        self, parts: Iterable[Sequence[Chunk]], epoch: int, longest: int, student_model: Any = None
+    ) -> Generator[list[StoredLogprobs]]:
+        """Score documents part by part, and yield the log-probabilities of each part.
 
         Args:
-            block: documents from `read_corpus`.
-            num_tokens: int32 [documents], the teacher's tokens of each.
+            parts: documents with the teacher's tokens; read while the teacher scores.
             epoch: number of completed epochs, added to the seed of the samples.
+            longest: tokens of the longest document.
+            student_model: if the student is its own teacher, its `BackboneWithHead` with the weights to use.
         """
-        whole = self._read_plan()
-        plan = ShardPlan(
-            whole.shard_tokens,
-            whole.token_counts,
-            num_documents=len(num_tokens),
-            optional_columns=whole.optional_columns,
-        )
-        fingerprint = CorpusFingerprint()
-        for at, (document, size) in enumerate(zip(block.documents, num_tokens.tolist(), strict=True)):
-            plan.assign_chunk(at, 0, size)
-            fingerprint.add(document)
-        plan.fingerprint = str(fingerprint)
         support = self.request.support
         if support.num_sample_sets:
             support = replace(support, seed=support.seed + epoch)
-        request = replace(self.request, support=support)
-        ranks = make_vocabulary_order(request, self.teacher_tokenizer, plan)
-        header = make_cache_header(request, self.teacher_tokenizer, plan, ranks)
-        header["teacher"] = self.header["teacher"]  # the files of the run's start, not of now
-        opening = replace(request, backend_options={**request.backend_options, "longest": whole.max_chunk_tokens})
-        return CacheJob(opening, block, location, self._sharding, plan, header, ranks)
+        options = {**self.request.backend_options, "longest": longest}
+        request = replace(self.request, support=support, backend_options=options)
+        job = ScoringJob(request, self.header)
+        if student_model is not None:
+            there = replace(request, backend_options={**options, "cut": student_model})
+            yield from job.run(open_teacher(there, self.teacher_tokenizer), self.teacher_tokenizer, parts)
+        elif self.needs_subprocess:
+            with WorkerPool(1, job, self.devices) as workers:
+                yield from workers.run(
+                    [[(document, without_bytes(tokens)) for document, tokens in part] for part in parts]
+                )
+        else:
+            if self._opened is None or self._opened[0] != support.seed:
+                self._opened = None
+                weights = self.header["teacher"]["weights"]
+                self._opened = support.seed, open_teacher(request, self.teacher_tokenizer, weights)
+            else:
+                self._opened[1].wake_up()
+            yield from job.run(self._opened[1], self.teacher_tokenizer, parts)
 
-    def write_shards(
-        self, job: CacheJob, shard_numbers: list[int], student_model: Any = None
-    ) -> Generator[tuple[int, dict[str, Any]]]:
-        """Write shards and yield their numbers and manifest entries, as `cache_shard_writing.write_shards` does.
+    def tokens_as_stored(self, tokens: TokenSequence) -> TokenSequence:
+        """Return the tokens of a document as a cache of this teacher would return them."""
+        arrays = tokens.ids, tokens.byte_ends, tokens.train_mask, tokens.text_runs, tokens.segment_end_tokens
+        return teacher_tokens(
+            *arrays, self.header["teacher"]["space_ids"], lambda: self.teacher_tokenizer.vocabulary.bytes_of
+        )
+
+    def keep(self, scored: Iterable[tuple[int, TeacherDocument]]) -> None:
+        """Keep what the teacher said about documents, by their indices, for `outputs`."""
+        self._scored.update(scored)
+
+    def forget(self) -> None:
+        """Drop all that is kept."""
+        self._scored = {}
+
+    def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
+        """Return what the teacher said about some documents of the current block; None for those it did not score.
 
         Args:
-            job: from `make_job`.
-            student_model: if the student is its own teacher, its `BackboneWithHead` with the weights to use.
+            sample_set: None: only exact values. The samples of each epoch are other ones; a block has one set.
         """
-        if not shard_numbers:
-            return
-        if student_model is not None:
-            there = replace(job.request, backend_options={**job.request.backend_options, "cut": student_model})
-            yield from write_shards(
-                job, open_teacher(there, self.teacher_tokenizer), self.teacher_tokenizer, shard_numbers
-            )
-            return
-        if self.needs_subprocess:
-            with WorkerPool(1, job, self.devices) as workers:
-                yield from workers.write_shards(shard_numbers)
-            return
-        seed = job.request.support.seed
-        if self._opened is None or self._opened[0] != seed:
-            self._opened = None
-            weights = job.header["teacher"]["weights"]
-            self._opened = seed, open_teacher(job.request, self.teacher_tokenizer, weights)
-        else:
-            self._opened[1].wake_up()
-        yield from write_shards(job, self._opened[1], self.teacher_tokenizer, shard_numbers)
+        kept = [self._scored.get(number) for number in documents]
+        return [None if output is None else output.with_sample_set(sample_set) for output in kept]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the loaded model, for the processes that build batches."""
+        return self.__dict__ | {"_opened": None}
 
     def release_device(self) -> None:
         """Release the device: move the model to CPU memory, or unload it if that is not possible."""
@@ -233,9 +284,8 @@ def parse_online_teacher(
     given, engine, servers = _parse_options(text, "" if match is None else match["options"] or "")
     backend = str(given.get("backend", "transformers"))
     kind: type[TeacherBackend] = load_registered(BACKENDS, backend, "backend")
-    dtype, precision = str(given.get("dtype", "float32")), str(given.get("precision", "float32"))
+    dtype = str(given.get("dtype", "float32"))
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    codec_for_precision(precision)
     weights = str(given.get("weights", "live" if model == SELF_TEACHER else ""))
     if weights and (
         model != SELF_TEACHER or weights not in STUDENT_WEIGHTS or not kind.runs_loaded_model or student is None
@@ -272,11 +322,11 @@ def parse_online_teacher(
         support=support,
         dtype=dtype,
         start_token=start_token,
-        precision=precision,
+        precision="float32",
         backend=backend,
         long_documents=long_documents,
         batch_tokens=given.get("batch_tokens", 8192),
-        shard_tokens=SHARD_TOKENS,
+        shard_tokens=PART_TOKENS,
         trust_remote_code=trust_remote_code,
         backend_options=backend_options(
             BACKENDS,

@@ -25,11 +25,11 @@ from xtk.engines.worker_process import WorkerProcess, stop_workers
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm, load_model_config
-from xtk.teachers.worker_pool import SHARD_WORKER
+from xtk.teachers.worker_pool import TEACHER_WORKER
 
 EXIT_POLL_SECONDS = 1.0  # wait for the exit of another process after a collective call failed
 ERROR_GRACE_SECONDS = 10.0  # time for the first process to raise its own error after another process has ended
-FOLLOWER = replace(SHARD_WORKER, main="xtk.teachers.tensor_parallel:run_follower")
+FOLLOWER = replace(TEACHER_WORKER, main="xtk.teachers.tensor_parallel:run_follower")
 
 
 class TensorParallelModel:

@@ -1,24 +1,28 @@
-"""Pool of worker processes on this machine that write shards of one cache."""
+"""Worker processes on this machine that each open a teacher: they write shards of a cache, or score documents."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from xtk.engines.worker_process import WorkerKind, WorkerProcess, stop_workers
 from xtk.errors import XtkError
 from xtk.subprocesses import cuda_visible_devices, environment_without_launcher_variables
-from xtk.teachers.cache_shard_writing import CacheJob
+from xtk.teachers.backend_interface import TeacherBackend
+from xtk.teachers.cache_build_config import CacheRequest, open_teacher
+from xtk.text.tokenizer import Tokenizer
 
 EXIT_SECONDS = 30.0  # wait for a worker that has finished
 RESUME_HINT = "run the same command again; finished parts are kept"
-SHARD_WORKER = WorkerKind(
-    main="xtk.teachers.cache_shard_writing:serve_shard_writer",
+TEACHER_WORKER = WorkerKind(
+    main=f"{__name__}:serve_teacher",
     process="a worker process of the teacher",
     exit_hint="see the messages of this process above",
     signal_hint=RESUME_HINT,
@@ -26,15 +30,38 @@ SHARD_WORKER = WorkerKind(
 )
 
 
+class TeacherJob(Protocol):
+    """Work for a teacher in worker processes.
+
+    Attributes:
+        request: teacher and options.
+        header: of the cache; it states the teacher's weights.
+    """
+
+    @property
+    def request(self) -> CacheRequest:  # noqa: D102
+        ...
+
+    @property
+    def header(self) -> dict[str, Any]:  # noqa: D102
+        ...
+
+    def inherited_descriptors(self) -> list[int]:
+        """Return the open files that a worker process needs."""
+
+    def run(self, teacher: TeacherBackend, tokenizer: Tokenizer, tasks: list[Any]) -> Iterator[Any]:
+        """Yield the result of each task."""
+
+
 class WorkerPool:
-    """Worker processes that each open the teacher and write some of the shards.
+    """Worker processes that each open the teacher and run some of the tasks of a job.
 
     Args:
         num_processes: number of processes; several have separate devices, if this machine has devices.
         devices: devices that all processes see; (): as above.
     """
 
-    def __init__(self, num_processes: int, job: CacheJob, devices: Sequence[int] = ()) -> None:
+    def __init__(self, num_processes: int, job: TeacherJob, devices: Sequence[int] = ()) -> None:
         self._job = job
         self._environments = _worker_environments(num_processes)
         if devices:
@@ -44,10 +71,10 @@ class WorkerPool:
 
     def __enter__(self) -> WorkerPool:
         try:
-            inherited = self._job.corpus.inherited_descriptors()
+            inherited = self._job.inherited_descriptors()
             for number, environment in enumerate(self._environments):
                 name = f"process {number} of {len(self._environments)}"
-                self._workers.append(WorkerProcess(SHARD_WORKER, name, environment, inherited))
+                self._workers.append(WorkerProcess(TEACHER_WORKER, name, environment, inherited))
             for worker in self._workers:
                 worker.send(self._job)
             for _ in self._messages():  # until each teacher is open
@@ -62,14 +89,10 @@ class WorkerPool:
     ) -> None:
         stop_workers(self._workers, EXIT_SECONDS if kind is None else 0.0)
 
-    def write_shards(self, shard_numbers: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Distribute shards over the processes; may be called once.
-
-        Yields:
-            The number and the manifest entry of each written shard.
-        """
+    def run(self, tasks: list[Any]) -> Iterator[Any]:
+        """Distribute tasks over the processes and yield their results; may be called once."""
         for at, worker in enumerate(self._workers):
-            worker.send(shard_numbers[at :: len(self._workers)])
+            worker.send(tasks[at :: len(self._workers)])
         yield from self._messages()
 
     def _messages(self) -> Iterator[Any]:
@@ -98,3 +121,22 @@ def _worker_environments(count: int) -> list[dict[str, str]]:
             hint=f"use --num-processes {devices} or less",
         )
     return [common | cuda_visible_devices([number]) for number in range(count)]
+
+
+def serve_teacher(pipe: Connection) -> None:
+    """Run in a worker process: receive a job, send None when its teacher is open, receive tasks, send their results."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        job: TeacherJob = pipe.recv()
+        tokenizer = job.request.teacher_tokenizer()
+        teacher = open_teacher(job.request, tokenizer, job.header["teacher"]["weights"])
+        pipe.send(None)
+        for result in job.run(teacher, tokenizer, pipe.recv()):
+            pipe.send(result)
+        pipe.send(None)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not interrupt cleanup of libraries
+
+
+def _stop(number: int, frame: object) -> None:
+    sys.exit(128 + number)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from xtk.batches.combine_teachers import ScoreWeighting
 from xtk.batches.cross_process_reduction import StepReduction
-from xtk.batches.data_sources import DocumentSource, TextSource
+from xtk.batches.data_sources import DocumentSource, TextDocuments
 from xtk.batches.micro_batches import BatchBuilder, BatchSampler, group_by_tokens, pad_or_pack, prefetch_in_thread
 from xtk.batches.top1_agreement import TokenMatching
 from xtk.data.corpus_reader import CorpusFingerprint
@@ -64,7 +64,7 @@ class HeldOutData:
     @classmethod
     def of_documents(cls, documents: Sequence[Document]) -> HeldOutData:
         """Return data that evaluates cross-entropy on plain text."""
-        return cls(TextSource(documents), ())
+        return cls(TextDocuments(documents), ())
 
 
 @dataclass(frozen=True)

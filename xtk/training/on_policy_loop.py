@@ -1,7 +1,8 @@
 """On-policy training loop: the student generates a rollout batch, the teachers score it, the student trains on it.
 
-A rollout batch and its teacher caches stay in the run folder until a later checkpoint exists. A run that is killed
-within a batch resumes with the same rollouts, although the weights that generated them are gone.
+A rollout batch stays in the run folder until a later checkpoint exists, with the log-probabilities of teachers that
+would not repeat them (`stored_scores`). A run that is killed within a batch resumes with the same rollouts, although
+the weights that generated them are gone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +19,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.batches.data_sources import NO_ROW
-from xtk.cache.manifest import MANIFEST
-from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import CorpusFingerprint, InMemoryCorpus
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import read_json, sha256, write_json
@@ -32,17 +30,17 @@ from xtk.runs.folder import ROLLOUTS_FILE
 from xtk.runs.folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, remove_rollout_batch
 from xtk.runs.metrics_file import MetricsFile
 from xtk.runs.rollout_batch_files import complete_rollout_files, read_rollouts, rollout_file_name, write_rollouts
-from xtk.teachers.cache_shard_writing import CacheJob
+from xtk.teachers.cache_shard_planning import Chunk
 from xtk.teachers.online_teacher import OnlineTeacher
+from xtk.teachers.source import NO_ROW, TeacherSource
 from xtk.text.alignment import align_sequences, separate_added_spaces
 from xtk.text.document import Document
 from xtk.text.document_token_ids import SampledTokens
-from xtk.text.teacher_tokenization import teacher_views
-from xtk.text.token_sequence import tokenize_documents
+from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.engine_logprob_check import LogprobCheck
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
-from xtk.training.online_teacher_scoring import CombineCaches, OnlineSource, TeacherBlocks
+from xtk.training.online_teacher_scoring import OnlineDocuments, TeacherBlocks
 
 
 class RolloutGenerator(Protocol):
@@ -67,7 +65,7 @@ class RolloutGenerator(Protocol):
         """End the generator."""
 
 
-class OnPolicySource(OnlineSource):
+class OnPolicyDocuments(OnlineDocuments):
     """The current rollout batch, the documents of the data, and the teachers' outputs for both.
 
     Args:
@@ -83,19 +81,21 @@ class OnPolicySource(OnlineSource):
         data: Sequence[Document],
         completions_per_prompt: int,
         student: Tokenizer,
-        teachers: Sequence[OnlineTeacher],
+        online_teachers: Sequence[OnlineTeacher],
+        teachers: Sequence[TeacherSource],
         route_names: Sequence[str],
         projections: Sequence[SparseProjection | None],
-        combine_caches: CombineCaches,
     ) -> None:
         placeholders = [prompt.document for prompt in prompts for _ in range(completions_per_prompt)]
-        sizes = np.full((len(teachers), len(placeholders) + len(data)), NO_ROW, np.int32)
-        super().__init__([*placeholders, *data], teachers, sizes, {}, combine_caches)
+        sizes = np.full((len(online_teachers), len(placeholders) + len(data)), NO_ROW, np.int32)
+        super().__init__([*placeholders, *data], online_teachers, sizes, teachers)
         self.prompts, self.completions_per_prompt = prompts, completions_per_prompt
         self._student, self._names, self._projections = student, route_names, projections
         self._current = list(self._documents)
         self._top_ids: dict[int, NDArray[np.int32]] = {}
         self._taken: list[int] = []
+        self._chunks: list[dict[int, Chunk]] = []
+        self._student_tokens: dict[int, TokenSequence] = {}
 
     def fingerprint(self) -> str:
         """Return the hash of the records, which contain prompts, completions and inputs of rewards and environments."""
@@ -117,44 +117,53 @@ class OnPolicySource(OnlineSource):
         """
         for number in self._taken:
             self._current[number] = self._documents[number]
-        self._top_ids, self._taken = {}, list(rollouts)
+        self._top_ids, self._taken, self._student_tokens = {}, list(rollouts), {}
         for number, rollout in rollouts.items():
             document = rollout.document
             self._current[number] = replace(document, weight=document.weight * weights[number])
             if rollout.top_ids is not None:
                 self._top_ids[number] = np.asarray(rollout.top_ids, np.int32)
 
-    def plan_jobs(self, numbers: NDArray[np.int64], epoch: int, folder: Path) -> list[CacheJob | None]:
-        """Return each teacher's scoring job for a rollout batch; None: nothing to score."""
-        jobs: list[CacheJob | None] = []
-        for at, teacher in enumerate(self.teachers):
-            own = [int(n) for n in numbers if not self._names or self.document(n).teacher_name == self._names[at]]
-            self._sizes[at, numbers] = NO_ROW
-            if not own:
-                jobs.append(None)
-                continue
-            requested = InMemoryCorpus([self._with_candidates(at, number) for number in own], ["rollouts"], {})
-            read, sizes = teacher.read_corpus(requested, "")
-            self._sizes[at, own] = sizes
-            jobs.append(teacher.make_job(InMemoryCorpus(read, requested.sources, {}), sizes, folder / str(at), epoch))
-        return jobs
+    def student_tokens(self, tokenizer: Tokenizer, numbers: Sequence[int]) -> list[TokenSequence]:
+        """Return the student's tokens of some documents; those of a rollout batch are computed once."""
+        new = list(dict.fromkeys(number for number in numbers if number not in self._student_tokens))
+        self._student_tokens |= zip(new, super().student_tokens(tokenizer, new), strict=True)
+        return [self._student_tokens[number] for number in numbers]
 
-    def _with_candidates(self, at: int, number: int) -> Document:
-        """Return a document for a teacher, with the candidate tokens to score if its support is `candidates`."""
-        document, teacher = self.document(number), self.teachers[at]
-        if teacher.request.support.kind != "candidates":
-            return document
-        lists = teacher_candidate_ids(
-            document, self._top_ids.get(number), self._student, teacher.teacher_tokenizer, self._projections[at]
-        )
-        return document.with_candidate_ids(lists)
+    def prepare_block(self, numbers: NDArray[np.int64]) -> None:
+        """Tokenize the documents of a rollout batch for each teacher that scores them, once."""
+        self._chunks = []
+        for at, teacher in enumerate(self.online_teachers):
+            own = [int(n) for n in numbers if not self._names or self.document(n).teacher_name == self._names[at]]
+            scored = InMemoryCorpus([self.document(number) for number in own], ["rollouts"], {})
+            chunks = dict(zip(own, teacher.read_chunks(scored) if own else [], strict=True))
+            if teacher.request.support.kind == "candidates":
+                ours = self.student_tokens(self._student, own)
+                chunks = {
+                    number: self._with_candidates(at, number, *chunk, student)
+                    for (number, chunk), student in zip(chunks.items(), ours, strict=True)
+                }
+            self._chunks.append(chunks)
+            self._sizes[at] = NO_ROW
+            self._sizes[at, own] = [len(tokens) for _, tokens in chunks.values()]
+
+    def chunks(self, teacher: int, part: Sequence[int]) -> list[Chunk]:
+        """Return the documents of a part with the teacher's tokens."""
+        return [self._chunks[teacher][number] for number in part]
+
+    def _with_candidates(
+        self, at: int, number: int, document: Document, theirs: TokenSequence, ours: TokenSequence
+    ) -> Chunk:
+        """Return a document with the candidate tokens for a teacher to score, and the teacher's tokens."""
+        lists = teacher_candidate_ids(document, self._top_ids.get(number), ours, theirs, self._projections[at])
+        return document.with_candidate_ids(lists), theirs
 
 
 def teacher_candidate_ids(
     document: Document,
     top_ids: NDArray[np.int32] | None,
-    student: Tokenizer,
-    teacher: Tokenizer,
+    ours: TokenSequence,
+    theirs: TokenSequence,
     projection: SparseProjection | None,
 ) -> list[NDArray[np.int32]]:
     """Return the candidate tokens for a teacher to score at each of its trained tokens.
@@ -162,13 +171,13 @@ def teacher_candidate_ids(
     Args:
         top_ids: int32 [sampled tokens, G], the student's top tokens at each position; None: unknown, and the teacher
             scores the observed tokens only.
+        ours: the student's tokens.
+        theirs: the teacher's tokens.
         projection: projection to the teacher's vocabulary; None: both vocabularies are the same.
 
     Returns:
         One array of teacher ids per trained token; empty where no sampled student token begins.
     """
-    ((_, theirs),) = teacher_views(teacher, [document])
-    (ours,) = tokenize_documents(student, [document])
     positions = np.flatnonzero(theirs.train_mask)
     lists = {position: np.zeros(0, np.int32) for position in positions.tolist()}
     sampled = document.sampled_tokens
@@ -203,7 +212,7 @@ class OnPolicyLoop(TeacherBlocks):
 
     def __init__(
         self,
-        source: OnPolicySource,
+        source: OnPolicyDocuments,
         sampler: PromptSampler,
         num_steps: int,
         on_policy: OnPolicyConfig,
@@ -212,12 +221,14 @@ class OnPolicyLoop(TeacherBlocks):
         generator: RolloutGenerator,
         run_fingerprint: str,
         check: LogprobCheck | None = None,
+        documents_of_step: Callable[[int], Iterable[int]] | None = None,
     ) -> None:
-        super().__init__(source, sampler, num_steps, on_policy.steps_per_rollout_batch, output, accelerator)
+        super().__init__(source, sampler, num_steps, on_policy.steps_per_rollout_batch, accelerator, documents_of_step)
+        self._output = output
         self._on_policy, self._batches_folder, self._check = on_policy, output / ROLLOUT_BATCHES, check
         self._fingerprint = run_fingerprint
         self._generator = generator
-        self._source: OnPolicySource = source
+        self._source: OnPolicyDocuments = source
         self._order: PromptSampler = sampler
         self.rollout_metrics: dict[str, float] = {}
         self.generation_seconds = 0.0
@@ -238,17 +249,12 @@ class OnPolicyLoop(TeacherBlocks):
             started = time.monotonic()
             self._generate_rollouts(block, folder, is_current=steps.start <= block.start)
             generated = time.monotonic()
-            if stop_listener.reason(self._accelerator.device, by_signals=True) or not self._score_block(
-                block, folder, stop_listener
+            if stop_listener.reason(self._accelerator.device, by_signals=True) or not self.score_block(
+                block, stop_listener, folder
             ):
-                self._source.close_caches()
                 return
             self.generation_seconds += generated - started
-            self.teacher_seconds += time.monotonic() - generated
-            try:
-                yield range(max(block.start, steps.start), block.stop)
-            finally:
-                self._source.close_caches()
+            yield range(max(block.start, steps.start), block.stop)
             self._remove_saved_batches()
 
     def blocks(self) -> Iterator[range]:
@@ -430,12 +436,6 @@ class OnPolicyLoop(TeacherBlocks):
                     hint="use a smaller --learning-rate or --num-iterations, or mix in data with --lmbda below 1; "
                     "earlier checkpoints are kept",
                 )
-
-    def _write_cache(self, teacher: OnlineTeacher, job: CacheJob, stop: StopListener) -> bool:
-        folder = Path(job.location)
-        complete = (folder / MANIFEST).is_file() and TeacherCache(folder).header == job.header
-        self._accelerator.wait_for_everyone()
-        return complete or super()._write_cache(teacher, job, stop)
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

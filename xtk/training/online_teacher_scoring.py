@@ -1,15 +1,10 @@
-"""Online teachers: they score the documents of a block of steps, leave the device, and the student trains on these.
-
-Each block has separate temporary caches in the run folder, removed when the block is done.
-"""
+"""Online teachers: they score the documents of a block of steps, leave the device, and the student trains on these."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,102 +13,76 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.batches.data_sources import NO_ROW, DocumentSource, TextSource
+from xtk.batches.data_sources import TextDocuments
 from xtk.batches.losses_per_teacher import number_duplicate_names
 from xtk.batches.micro_batches import BatchSampler
-from xtk.cache.reader import TeacherCache
-from xtk.cache.writer import ShardedCacheWriter
+from xtk.cache.teacher_document import TeacherDocument, without_bytes
 from xtk.data.corpus_reader import Corpus, InMemoryCorpus
 from xtk.errors import XtkError
-from xtk.files.atomic_files import TEMPORARY_PREFIX
-from xtk.files.storage_folders import open_folder
-from xtk.losses.term import TeacherOutput
 from xtk.parallel import process_group
 from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout_record import Prompt
-from xtk.teachers.cache_shard_writing import CacheJob
-from xtk.teachers.online_teacher import OnlineTeacher, read_corpus_for_all
+from xtk.teachers.cache_shard_planning import Chunk
+from xtk.teachers.online_teacher import PART_TOKENS, OnlineTeacher, read_corpus_for_all
+from xtk.teachers.source import NO_ROW, TeacherSource
 from xtk.text.document import Document
+from xtk.training.stored_scores import StoredScores
 
 COMMAND_NAME = "distill"
 DEFAULT_BLOCK_STEPS, DEFAULT_BLOCK_BYTES = 64, 4 << 30  # limits of a block without --teacher-block-steps
 
-# (caches of a block, index of each document in each cache [teachers, documents]) -> the combined source.
-CombineCaches = Callable[[Sequence[TeacherCache], NDArray[np.int64]], DocumentSource]
 
-
-class OnlineSource(TextSource):
-    """Documents in memory, with teacher outputs for the current block.
+class OnlineDocuments(TextDocuments):
+    """Documents in memory that online teachers score block by block.
 
     Args:
+        online_teachers: the teachers.
         token_counts: int32 [teachers, documents], tokens of each teacher; -1: the teacher does not score the document.
-        columns: columns of the data, stored in the caches' headers.
+        teachers: the teachers as the losses see them: a mixture is one.
     """
 
     def __init__(
         self,
         documents: Sequence[Document],
-        teachers: Sequence[OnlineTeacher],
+        online_teachers: Sequence[OnlineTeacher],
         token_counts: NDArray[np.int32],
-        columns: Mapping[str, str],
-        combine_caches: CombineCaches,
+        teachers: Sequence[TeacherSource],
     ) -> None:
-        super().__init__(documents)
-        self.teachers, self._sizes, self._columns, self._combine_caches = (
-            teachers,
-            token_counts,
-            columns,
-            combine_caches,
-        )
-        self._block: DocumentSource | None = None
+        super().__init__(documents, teachers)
+        self.online_teachers, self._sizes = online_teachers, token_counts
 
-    def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return the teachers' outputs for a document of the current block."""
-        if self._block is None:
-            raise RuntimeError("call open_caches before teacher_outputs: no block of documents is scored yet")
-        return self._block.teacher_outputs(number, sample_set)
+    def prepare_block(self, numbers: NDArray[np.int64]) -> None:
+        """Make the documents of a block ready to be scored; nothing to do here."""
 
-    def plan_jobs(self, numbers: NDArray[np.int64], epoch: int, folder: Path) -> list[CacheJob | None]:
-        """Return each teacher's scoring job for a block; None: nothing to score.
+    def parts(self, teacher: int, numbers: NDArray[np.int64]) -> list[list[int]]:
+        """Return the documents of a block that a teacher scores, in parts of at most `PART_TOKENS` tokens.
 
         Args:
             numbers: int64 [n], indices of the block's documents, ascending.
         """
-        jobs: list[CacheJob | None] = []
-        for number, teacher in enumerate(self.teachers):
-            own = self._documents_of_teacher(number, numbers)
-            block = InMemoryCorpus([self.document(int(at)) for at in own], ["the documents of a block"], self._columns)
-            path = folder / str(number)
-            jobs.append(teacher.make_job(block, self._sizes[number, own], path, epoch) if len(own) else None)
-        return jobs
+        parts: list[list[int]] = []
+        size = 0
+        for number in numbers[self._sizes[teacher, numbers] >= 0].tolist():
+            own = int(self._sizes[teacher, number])
+            if not parts or size + own > PART_TOKENS:
+                parts.append([])
+                size = 0
+            parts[-1].append(number)
+            size += own
+        return parts
 
-    def open_caches(self, numbers: NDArray[np.int64], jobs: Sequence[CacheJob | None]) -> None:
-        """Open the finished caches of a block.
+    def longest(self, teacher: int) -> int:
+        """Return the tokens of the longest document of a teacher."""
+        return int(self._sizes[teacher].max(initial=0))
 
-        Args:
-            numbers: as passed to `plan_jobs`.
-            jobs: as returned by `plan_jobs`.
-        """
-        caches = {number: TeacherCache(job.location) for number, job in enumerate(jobs) if job is not None}
-        rows = np.full(self._sizes.shape, NO_ROW, np.int64)
-        for number in caches:
-            own = self._documents_of_teacher(number, numbers)
-            rows[number, own] = np.arange(len(own))
-        unused = next(iter(caches.values()))  # placeholder for a teacher without documents: no index points to it
-        self._block = self._combine_caches([caches.get(number, unused) for number in range(len(jobs))], rows)
-
-    def close_caches(self) -> None:
-        """Close the caches of a block."""
-        self._block = None
+    def chunks(self, teacher: int, part: Sequence[int]) -> list[Chunk]:
+        """Return the documents of a part with the teacher's tokens."""
+        return self.online_teachers[teacher].tokenize([self.document(number) for number in part])
 
     def bytes_per_document(self) -> float:
         """Return the estimated size of a document's teacher log-probabilities."""
-        return sum(teacher.estimated_bytes_per_document for teacher in self.teachers)
-
-    def _documents_of_teacher(self, teacher: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        own: NDArray[np.int64] = numbers[self._sizes[teacher, numbers] >= 0]
-        return own
+        return sum(teacher.estimated_bytes_per_document for teacher in self.online_teachers)
 
 
 class TeacherBlocks:
@@ -122,7 +91,8 @@ class TeacherBlocks:
     Args:
         sampler: chooses the documents of each step.
         block_steps: steps per block; 0: up to `DEFAULT_BLOCK_STEPS`, within `DEFAULT_BLOCK_BYTES`.
-        output: the run folder, shared by all processes.
+        documents_of_step: the documents of a step that this process trains on, of which it keeps what teachers say;
+            None: all.
 
     Attributes:
         teacher_seconds: time of scoring so far.
@@ -133,15 +103,16 @@ class TeacherBlocks:
 
     def __init__(
         self,
-        source: OnlineSource,
+        source: OnlineDocuments,
         sampler: BatchSampler,
         num_steps: int,
         block_steps: int,
-        output: Path,
         accelerator: Any,
+        documents_of_step: Callable[[int], Iterable[int]] | None = None,
     ) -> None:
-        self._source, self._order, self._steps, self._output = source, sampler, num_steps, output
+        self._source, self._order, self._steps = source, sampler, num_steps
         self._accelerator = accelerator
+        self._documents_of_step = documents_of_step or (lambda step: self._order.documents_of_step(step))
         step_bytes = source.bytes_per_document() * len(sampler.documents_of_step(0))
         self.lend_student: Callable[[str], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
         self.offload: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -153,20 +124,12 @@ class TeacherBlocks:
 
         Iteration ends after a stop signal, in all processes.
         """
-        for number, block in enumerate(self.blocks()):
+        for block in self.blocks():
             if block.stop <= steps.start:
                 continue
-            folder = self._output / f"{TEMPORARY_PREFIX}live-{number:05d}"
-            started = time.monotonic()
-            try:
-                if not self._score_block(block, folder, stop_listener):
-                    return
-                self.teacher_seconds += time.monotonic() - started
-                yield range(max(block.start, steps.start), block.stop)
-            finally:
-                self._source.close_caches()
-                if self._accelerator.is_main_process:
-                    shutil.rmtree(folder, ignore_errors=True)
+            if not self.score_block(block, stop_listener):
+                return
+            yield range(max(block.start, steps.start), block.stop)
 
     def blocks(self) -> Iterator[range]:
         """Yield the blocks of the whole run; a block lies within one epoch, which selects the set of sampled tokens."""
@@ -181,7 +144,7 @@ class TeacherBlocks:
     @property
     def lends_student(self) -> bool:
         """Whether a teacher is the student itself (`--teacher self`)."""
-        return any(teacher.student_weights for teacher in self._source.teachers)
+        return any(teacher.student_weights for teacher in self._source.online_teachers)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of scoring so far.
@@ -194,67 +157,100 @@ class TeacherBlocks:
     def finish(self) -> None:
         """Clean up at the end of the run; nothing to do here."""
 
-    def _score_block(self, block: range, folder: Path, stop: StopListener) -> bool:
-        """Score the documents of a block, each process a part, and open the caches; False: stopped by a signal."""
+    def score_block(self, block: range, stop: StopListener, folder: Path | None = None) -> bool:
+        """Score the documents of a block, each process a part, and keep what the teachers say about its own documents.
+
+        Args:
+            folder: keeps what teachers say that would say something else in a resumed run; None: nothing is kept.
+
+        Returns:
+            False if a signal stopped it.
+        """
+        started = time.monotonic()
         accelerator, source = self._accelerator, self._source
         numbers = np.unique([number for step in block for number in self._order.documents_of_step(step)])
-        jobs = source.plan_jobs(numbers, self._order.epoch_of_step(block.start), folder)
+        wanted = {number for step in block for number in self._documents_of_step(step)}
+        source.prepare_block(numbers)
         devices = [accelerator.device] if accelerator.device.type == "cuda" else []
         if devices:
             torch.cuda.empty_cache()  # give memory of training steps to the teachers
         # --teacher self needs the student on its device.
         offload = contextlib.nullcontext if self.lends_student else self.offload
+        epoch = self._order.epoch_of_step(block.start)
         with offload(), torch.random.fork_rng(devices):  # dropout stays the same as without a teacher
-            for teacher, job in zip(source.teachers, jobs, strict=True):
-                if job is not None and not self._write_cache(teacher, job, stop):
+            for number, teacher in enumerate(source.online_teachers):
+                teacher.forget()
+                parts = source.parts(number, numbers)
+                documents = [[source.document(at) for at in part] for part in parts]
+                stored = StoredScores(folder, number, teacher, documents)
+                if parts and not self._score(number, parts, stored, epoch, wanted, stop):
                     return False
-        source.open_caches(numbers, jobs)
+        self.teacher_seconds += time.monotonic() - started
         return True
 
-    def _write_cache(self, teacher: OnlineTeacher, job: CacheJob, stop: StopListener) -> bool:
-        accelerator = self._accelerator
-        shards = len(job.plan.shards)
-        writer: ShardedCacheWriter | None = None
-        if accelerator.is_main_process:
-            shutil.rmtree(job.location, ignore_errors=True)
-            writer = ShardedCacheWriter(open_folder(job.location), job.header, job.plan.chunks_per_shard())
-        accelerator.wait_for_everyone()
-        own_shards = shards_of_process(
-            shards, accelerator.process_index, accelerator.num_processes, one_process=teacher.needs_subprocess
+    def _score(
+        self,
+        number: int,
+        parts: list[list[int]],
+        stored: StoredScores,
+        epoch: int,
+        wanted: set[int],
+        stop: StopListener,
+    ) -> bool:
+        """Score the parts of a block with one teacher; False: stopped by a signal."""
+        accelerator, teacher, source = self._accelerator, self._source.online_teachers[number], self._source
+        complete = stored.read()
+        accelerator.wait_for_everyone()  # all processes read the files before one writes
+        for part, documents in complete.items():
+            teacher.keep(pair for pair in zip(parts[part], documents, strict=True) if pair[0] in wanted)
+        own, *others = (
+            parts_of_process(range(len(parts)), complete, rank, accelerator.num_processes, teacher.needs_subprocess)
+            for rank in (accelerator.process_index, 0)
         )
-        entries = []
+        chunks: list[list[Chunk]] = []
+
+        def read_parts() -> Iterator[list[Chunk]]:
+            for part in own:
+                chunks.append(source.chunks(number, parts[part]))
+                yield chunks[-1]
+
+        lends = bool(teacher.student_weights)
         with (
-            self.lend_student(teacher.student_weights)
-            if teacher.student_weights
-            else contextlib.nullcontext() as lent_student,
-            contextlib.closing(teacher.write_shards(job, own_shards, lent_student)) as written,
+            self.lend_student(teacher.student_weights) if lends else contextlib.nullcontext() as student,
+            contextlib.closing(teacher.score(read_parts(), epoch, source.longest(number), student)) as scored,
         ):
-            more = True
-            while more:  # synchronize after each shard: idle processes wait for one shard, not until a timeout
-                entry = next(written, None)
-                entries += [] if entry is None else [entry]
+            for turn in range(len(others[0])):  # the first process has the most parts
+                result = None
+                if turn < len(own):
+                    scores = next(scored)
+                    documents = [TeacherDocument(*one, two) for one, two in zip(chunks[turn], scores, strict=True)]
+                    stored.write(own[turn], documents)
+                    result = own[turn], [(without_bytes(one.tokens), one.stored_logprobs) for one in documents]
+                # Processes exchange results after each part: idle ones wait for one part, not until a timeout.
                 if stop.reason(accelerator.device, by_signals=True):
                     return False
-                more = bool(process_group.all_reduce_max(int(entry is not None), accelerator.device))
+                for part, rows in filter(None, process_group.all_gather_object(result)):
+                    teacher.keep(
+                        (at, TeacherDocument(source.document(at), teacher.tokens_as_stored(tokens), logprobs))
+                        for at, (tokens, logprobs) in zip(parts[part], rows, strict=True)
+                        if at in wanted
+                    )
         teacher.release_device()
-        for shard, manifest_entry in itertools.chain.from_iterable(process_group.all_gather_object(entries)):
-            if writer is not None:
-                writer.add_manifest_entry(shard, manifest_entry)
-        if writer is not None:
-            order = job.vocabulary_order
-            writer.write_shared_files(
-                teacher.teacher_tokenizer.to_files() | ({} if order is None else {order.file_name: order.file_content})
-            )
-            writer.finish()
-        accelerator.wait_for_everyone()
         return True
 
 
-def shards_of_process(num_shards: int, rank: int, num_processes: int, *, one_process: bool) -> list[int]:
-    """Return the shards that a process scores; with `one_process`, the first one scores all."""
+def parts_of_process(
+    parts: Iterable[int], complete: Container[int], rank: int, num_processes: int, one_process: bool
+) -> list[int]:
+    """Return the parts that a process scores; with `one_process`, the first one scores all.
+
+    Args:
+        complete: parts that need not be scored.
+    """
+    missing = [part for part in parts if part not in complete]
     if one_process:
-        return list(range(num_shards)) if rank == 0 else []
-    return list(range(rank, num_shards, num_processes))
+        return missing if rank == 0 else []
+    return missing[rank::num_processes]
 
 
 def read_training_documents(

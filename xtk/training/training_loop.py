@@ -422,10 +422,10 @@ def _step_batches(
             block = next(blocks, None)
         if block is None:
             return
-        yield from prefetch(_step_batch_builder(run), block, run.logging_config.dataloader_num_workers)
+        yield from prefetch(step_batch_builder(run), block, run.logging_config.dataloader_num_workers)
 
 
-def _step_batch_builder(run: TrainingRun) -> StepBatchBuilder:
+def step_batch_builder(run: TrainingRun) -> StepBatchBuilder:
     """Return the builder of this process's micro-batches."""
     recipe, layout = run.recipe, run.parallel
     return StepBatchBuilder(run.batch_builder, run.sampler, recipe.per_device_train_batch_size, recipe.max_batch_tokens,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
+from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs, sizes_to_offsets
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.name_registry import unknown_name_error
 from xtk.text.token_sequence import TokenSequence
@@ -134,8 +134,8 @@ class RawCodec:
         """Return all stored log-probabilities of a document."""
         reader = _ArrayReader(packed)
         size = len(positions)
-        offsets = _sizes_to_offsets(reader.read("<i4", size))
-        sampled_offsets = _sizes_to_offsets(reader.read("<i4", size * self.num_sample_sets))
+        offsets = sizes_to_offsets(reader.read("<i4", size))
+        sampled_offsets = sizes_to_offsets(reader.read("<i4", size * self.num_sample_sets))
         exact, sampled = int(offsets[-1]), int(sampled_offsets[-1])
         if (np.diff(offsets) < 0).any() or (np.diff(sampled_offsets) < 0).any():
             raise ValueError("the offsets of the log-probabilities decrease")
@@ -158,54 +158,7 @@ class RawCodec:
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], sample_set: int | None
     ) -> TeacherLogprobs:
         """Return a document's log-probabilities with one sample set; with None, only exact entries."""
-        return to_teacher_logprobs(self.unpack_stored_logprobs(packed, ids, positions), sample_set)
-
-
-def to_teacher_logprobs(stored_logprobs: StoredLogprobs, sample_set: int | None) -> TeacherLogprobs:
-    """Return the log-probabilities that a student trains on: exact entries, and one sample set if there are any.
-
-    Args:
-        sample_set: number of the sample set, modulo R. None: no samples; their mass stays in the remainder.
-    """
-    if not stored_logprobs.num_sample_sets or sample_set is None:
-        return TeacherLogprobs(
-            stored_logprobs.positions,
-            stored_logprobs.offsets,
-            stored_logprobs.ids,
-            stored_logprobs.logprobs,
-            stored_logprobs.remainder_mass,
-            stored_logprobs.observed_logprobs,
-            stored_logprobs.entropy,
-        )
-    sets, size = stored_logprobs.num_sample_sets, len(stored_logprobs)
-    places = np.arange(size) * sets + sample_set % sets
-    first, stop = stored_logprobs.sample_offsets[places], stored_logprobs.sample_offsets[places + 1]
-    exact, sampled = np.diff(stored_logprobs.offsets), stop - first
-    offsets = _sizes_to_offsets(exact + sampled)
-    ids = np.empty(offsets[-1], np.int32)
-    logprobs = np.empty(offsets[-1], np.float32)
-    at_exact = _range_indices(offsets[:-1], exact)
-    ids[at_exact], logprobs[at_exact] = stored_logprobs.ids, stored_logprobs.logprobs
-    at_sampled, chosen = _range_indices(offsets[:-1] + exact, sampled), _range_indices(first, sampled)
-    counts = stored_logprobs.sample_counts[chosen].astype(np.float64)
-    owner = np.repeat(np.arange(size), sampled)
-    num_samples = np.bincount(owner, counts, minlength=size)
-    with np.errstate(divide="ignore"):
-        share = (
-            np.log(counts)
-            + np.log(stored_logprobs.remainder_mass.astype(np.float64) / np.maximum(num_samples, 1))[owner]
-        )
-    ids[at_sampled], logprobs[at_sampled] = stored_logprobs.sample_ids[chosen], share
-    return TeacherLogprobs(
-        positions=stored_logprobs.positions,
-        offsets=offsets,
-        ids=ids,
-        logprobs=logprobs,
-        remainder_mass=np.where(num_samples > 0, np.float32(0), stored_logprobs.remainder_mass),
-        observed_logprobs=stored_logprobs.observed_logprobs,
-        entropy=stored_logprobs.entropy,
-        exact_counts=exact,
-    )
+        return self.unpack_stored_logprobs(packed, ids, positions).to_teacher_logprobs(sample_set)
 
 
 class _ArrayReader:
@@ -222,14 +175,3 @@ class _ArrayReader:
 
 def _array_bytes(array: NDArray[Any], kind: str) -> bytes:
     return array.astype(kind, copy=False).tobytes()
-
-
-def _sizes_to_offsets(sizes: NDArray[Any]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-
-
-def _range_indices(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return all indices of the ranges `[start, start + size)`, one range after the other."""
-    before = np.cumsum(sizes) - sizes
-    indices: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(starts - before, sizes)
-    return indices

@@ -17,7 +17,7 @@ def open_cache_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.data))
     _check_caches(paths, recipe)
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
-    return RunInputs(setup.cache_source(setup.teachers), **setup.input_fields(student))
+    return RunInputs(setup.cached_documents(setup.teachers), **setup.input_fields(student))
 
 
 def _check_caches(paths: RunPaths, recipe: TrainConfig) -> None:

@@ -27,11 +27,11 @@ from xtk.training.kinds.online_teachers import plain_corpus
 from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.kinds.teacher_setup import TeacherSetup, set_up_teachers
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
-from xtk.training.on_policy_loop import OnPolicyLoop, OnPolicySource
+from xtk.training.on_policy_loop import OnPolicyDocuments, OnPolicyLoop
 from xtk.training.online_teacher_scoring import read_training_prompts
 from xtk.training.student_generator import StudentGenerator
 from xtk.training.train_config import RunPaths, TrainConfig
-from xtk.training.training_loop import TrainingRun
+from xtk.training.training_loop import TrainingRun, step_batch_builder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class OnPolicyInputs(RunInputs):
         adapter: folder of the student's adapter; None: none.
     """
 
-    source: OnPolicySource
+    source: OnPolicyDocuments
     config: OnPolicyConfig
     adapter: Path | None
 
@@ -100,7 +100,7 @@ class OnPolicyInputs(RunInputs):
                 f"distill: a rollout batch (--steps-per-generation {config.steps_per_generation}) has {per_batch:,} "
                 f"documents, but one completion for each of {most:,}: it trains some of them several times"
             )
-        for teacher in self.source.teachers:
+        for teacher in self.source.online_teachers:
             terminal.note(f"distill: {teacher.describe_placement()}")
         may_truncate = run.recipe.long_documents != "refuse"
         generator.check_prompts(self.source.prompts, run.recipe.max_length or 0, may_truncate=may_truncate)
@@ -110,7 +110,7 @@ class OnPolicyInputs(RunInputs):
         return OnPolicyLoop(
             self.source, run.sampler, run.steps, config, run.output, run.accelerator, generator,
                 run_fingerprint(run.identity),
-            check,
+            check, step_batch_builder(run).documents,
         )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def open_on_policy_inputs(
     prompts = read_training_prompts(paths.online_teachers, corpus, config.prompt_format, is_routed=is_routed)
     check_rewards_apply(WeightedRewards(config.rewards), prompts)
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
-    source = _on_policy_source(config, prompts, corpus, setup)
+    source = _on_policy_source(config, prompts, corpus, setup, paths.online_teachers)
     fields = setup.input_fields(student, prompts=source.fingerprint())
     return OnPolicyInputs(source=source, **fields, ce_on_data_only=True, config=config, adapter=paths.adapter)
 
@@ -136,7 +136,8 @@ def _on_policy_source(
     prompts: Sequence[Prompt],
     corpus: Corpus,
     setup: TeacherSetup,
-) -> OnPolicySource:
+    online_teachers: Sequence[OnlineTeacher],
+) -> OnPolicyDocuments:
     """Return the source of on-policy documents: prompts, and with `lmbda` < 1 also the completions of the data."""
     conversation = next((prompt.document for prompt in prompts if prompt.document.conversation is not None), None)
     if conversation is not None and on_policy.environment:  # it sends the first message: prompts alone may not render
@@ -160,13 +161,13 @@ def _on_policy_source(
         None if teacher.has_students_tokenizer or teacher.support != "candidates" else teacher.projection
         for teacher in setup.teachers
     ]
-    return OnPolicySource(
+    return OnPolicyDocuments(
         prompts,
         data,
         on_policy.num_generations,
         setup.tokenizer,
-        [teacher.source for teacher in setup.teachers if isinstance(teacher.source, OnlineTeacher)],
+        online_teachers,
+        setup.combined(online_teachers),
         [teacher.name for teacher in setup.teachers] if setup.combination.method == "route" else [],
         projections,
-        setup.combine_caches,
     )

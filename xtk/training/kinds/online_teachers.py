@@ -13,23 +13,28 @@ from xtk.losses import AUTO_LOSS
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.kinds.teacher_setup import needs_no_teacher, set_up_teachers
-from xtk.training.online_teacher_scoring import OnlineSource, TeacherBlocks, read_training_documents, teacher_names
+from xtk.training.online_teacher_scoring import OnlineDocuments, TeacherBlocks, read_training_documents, teacher_names
 from xtk.training.train_config import RunPaths, TrainConfig
-from xtk.training.training_loop import TrainingRun
+from xtk.training.training_loop import TrainingRun, step_batch_builder
 
 
 @dataclass(frozen=True)
 class OnlineInputs(RunInputs):
     """Inputs of a run whose teachers score the data during training."""
 
-    source: OnlineSource
+    source: OnlineDocuments
 
     def teacher_blocks(self, run: TrainingRun) -> TeacherBlocks:
         """Return the blocks of steps that the teachers score, and print their size."""
         blocks = TeacherBlocks(
-            self.source, run.sampler, run.steps, run.recipe.teacher_block_steps, run.output, run.accelerator
+            self.source,
+            run.sampler,
+            run.steps,
+            run.recipe.teacher_block_steps,
+            run.accelerator,
+            step_batch_builder(run).documents,
         )
-        teachers = self.source.teachers
+        teachers = self.source.online_teachers
         processes = "a separate process" if any(teacher.needs_subprocess for teacher in teachers) else "each process"
         terminal.note(
             f"distill: {', '.join(teacher_names(teachers))} scores the documents of {blocks.size} steps at a time, "
@@ -47,7 +52,7 @@ def open_online_inputs(
     corpus = plain_corpus(paths, recipe)
     documents, sizes = read_training_documents(teachers, corpus, is_routed=combination.method == "route")
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
-    source = OnlineSource(documents, teachers, sizes, paths.columns, setup.combine_caches)
+    source = OnlineDocuments(documents, teachers, sizes, setup.combined(teachers))
     # A block of steps is scored with the student's weights at its beginning.
     follows_student = any(teacher.student_weights in ("live", "ema") for teacher in teachers)
     block = {"teacher_block_steps": recipe.teacher_block_steps} if recipe.teacher_block_steps else {}

@@ -62,7 +62,7 @@ class TeacherSetup(TeacherLosses):
         """Return the fingerprints of caches or online teachers, and of the projections that are given or needed."""
         needed = {loss.teacher for loss in self.losses if loss.rule.comparison_space == "projection"}
         caches = [sha256(canonical_json(teacher.source.manifest)) for teacher in self.teachers]
-        kind = "teacher" if any(teacher.is_online for teacher in self.teachers) else "cache"
+        kind = self.teachers[0].source.kind
         projections = [
             _projection_fingerprint(teacher.projection) if number in needed or teacher.named_projection else None
             for number, teacher in enumerate(self.teachers)
@@ -105,7 +105,7 @@ class TeacherSetup(TeacherLosses):
             for number, (ours, theirs) in enumerate(zip(self.teachers, held, strict=True))
         )
         return HeldOutData(
-            self.cache_source(held),
+            self.cached_documents(held),
             self.objectives,
             self.names,
             self.combination.score_weighting,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xtk.batches.combine_teachers import parse_ensemble
-from xtk.batches.data_sources import TextSource
+from xtk.batches.data_sources import TextDocuments
 from xtk.batches.losses_per_teacher import assign_losses
 from xtk.data.corpus_reader import Corpus, CorpusFingerprint
 from xtk.errors import XtkError
@@ -28,7 +28,7 @@ def open_text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer,
     documents = list(Corpus(list(paths.data), paths.columns, paths.max_document_bytes))
     fingerprint = str(CorpusFingerprint.of(documents))
     return RunInputs(
-        TextSource(documents),
+        TextDocuments(documents),
         tokenizer,
         tuple(
             LossTerm(

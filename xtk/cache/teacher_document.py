@@ -1,0 +1,100 @@
+"""What one teacher says about one document: its tokens and log-probabilities."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
+from xtk.text.document import Document
+from xtk.text.token_sequence import TokenSequence
+
+
+class TeacherDocument:
+    """One document with a teacher's tokens and log-probabilities. From a cache, each part is decoded when first used.
+
+    Attributes:
+        document: text, and which parts are trained.
+        tokens: the teacher's tokens.
+        stored_logprobs: its log-probabilities at the trained tokens, with all sets of samples.
+        teacher_logprobs: those that a student trains on: the exact entries, and one set of samples or none.
+    """
+
+    def __init__(
+        self,
+        document: Document,
+        tokens: TokenSequence,
+        stored_logprobs: StoredLogprobs | None = None,
+        sample_set: int | None = 0,
+    ) -> None:
+        self.document, self.tokens, self._sample_set = document, tokens, sample_set
+        if stored_logprobs is not None:
+            self.stored_logprobs = stored_logprobs
+
+    @cached_property
+    def document(self) -> Document:
+        """The text, and which parts are trained."""
+        raise NotImplementedError
+
+    @cached_property
+    def tokens(self) -> TokenSequence:
+        """The teacher's tokens."""
+        raise NotImplementedError
+
+    @cached_property
+    def stored_logprobs(self) -> StoredLogprobs:
+        """All stored log-probabilities of the teacher."""
+        raise ValueError("this document has the log-probabilities for training only")
+
+    @cached_property
+    def teacher_logprobs(self) -> TeacherLogprobs:
+        """The teacher's log-probabilities, with one sample set or none."""
+        return self.stored_logprobs.to_teacher_logprobs(self._sample_set)
+
+    def with_sample_set(self, sample_set: int | None) -> TeacherDocument:
+        """Return the same document with another set of samples; None: only exact entries."""
+        other = copy.copy(self)
+        other._sample_set = sample_set
+        other.__dict__.pop("teacher_logprobs", None)
+        return other
+
+    def with_teacher_logprobs(self, teacher_logprobs: TeacherLogprobs) -> TeacherDocument:
+        """Return the same document and tokens with other log-probabilities for training."""
+        other = copy.copy(self)
+        other.teacher_logprobs = teacher_logprobs
+        return other
+
+
+def teacher_tokens(
+    ids: NDArray[np.int32],
+    byte_ends: NDArray[np.int32],
+    train_mask: NDArray[np.bool_],
+    text_runs: NDArray[np.int32],
+    segment_end_tokens: NDArray[np.int32],
+    space_ids: NDArray[np.int32] | list[int] | None,
+    load_bytes_of: Callable[[], Callable[[int], bytes] | None],
+) -> TokenSequence:
+    """Return a teacher's tokens of a document, from the arrays that a cache stores.
+
+    `exact` is False if a run starts with a token that has no bytes and is not a space.
+
+    Args:
+        space_ids: ids of tokens that a tokenizer prepends as a space; None: all that have no bytes.
+        load_bytes_of: returns the function from a token id to its bytes; called only if a token ends in template text.
+    """
+    # A token without bytes is a space that the tokenizer prepended, or a part of a rewritten character.
+    no_bytes = ids[text_runs[byte_ends[text_runs[:, 0]] == text_runs[:, 2], 0]]
+    exact = not len(no_bytes) or space_ids is None or bool(np.isin(no_bytes, space_ids).all())
+    sequence = TokenSequence(ids, byte_ends, train_mask, text_runs, segment_end_tokens, exact=exact)
+    if sequence.border_mask.any():
+        sequence.bytes_of = load_bytes_of()
+    return sequence
+
+
+def without_bytes(tokens: TokenSequence) -> TokenSequence:
+    """Return the arrays of a teacher's tokens that a cache stores, to be sent to another process."""
+    return TokenSequence(tokens.ids, tokens.byte_ends, tokens.train_mask, tokens.text_runs, tokens.segment_end_tokens)
