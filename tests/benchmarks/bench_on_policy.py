@@ -27,16 +27,14 @@ from measurement import gsm8k, model_folder, report
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xtk import terminal
-from xtk.cache.reader import TeacherCache
 from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
-from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.tokenizer import Tokenizer
-from xtk.training import on_policy_loop, training_loop
+from xtk.training import training_loop
 from xtk.training.distill import distill
 from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.on_policy_config import OnPolicyConfig
@@ -72,8 +70,8 @@ def record_time(owner: Any, name: str, seconds: Seconds, label: str) -> Callable
     return lambda: setattr(owner, name, original)
 
 
-def train_and_time(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds], float]:
-    """Train on-policy; return seconds by activity of each rollout batch, and bytes of stored scores per position."""
+def train_and_time(folder: Path, teacher: str, loss: str, name: str) -> list[Seconds]:
+    """Train on-policy; return seconds by activity of each rollout batch."""
     student = folder / "student"
     paths = RunPaths(student, (str(folder / "prompts.jsonl"),), (), folder / name, online_teachers=(
         parse_online_teacher(teacher, long_documents="truncate", trust_remote_code=False),))  # fmt: skip
@@ -82,24 +80,12 @@ def train_and_time(folder: Path, teacher: str, loss: str, name: str) -> tuple[li
                          on_policy=OnPolicyConfig(sampling=sampling))  # fmt: skip
     seconds: Seconds = {}
     seconds_of_batches: list[Seconds] = []
-    bytes_per_position: list[float] = []
     restore_functions = [
         record_time(TransformersGenerator, "generate", seconds, "generation"),
         record_time(TransformersTeacher, "score", seconds, "teacher"),
         record_time(training_loop, "_step", seconds, "step"),
     ]
-    original_score, started = on_policy_loop.OnPolicyLoop._score_block, [0.0]
-
-    def recorded_score(
-        self: on_policy_loop.OnPolicyLoop, block: range, folder_of_block: Path, stop: StopListener
-    ) -> bool:
-        result = original_score(self, block, folder_of_block, stop)
-        cache = TeacherCache(next(path for path in folder_of_block.iterdir() if path.is_dir()))
-        shards = list(cache.shards())
-        positions = sum(shard.counts()["positions"] for shard in shards)
-        bytes_per_position.append(sum(shard.bytes_by_section()["teacher_logprobs"] for shard in shards) / positions)
-        return result
-
+    started = [0.0]
     original_step = training_loop._step
 
     def recorded_step(*arguments: Any) -> Any:
@@ -111,18 +97,16 @@ def train_and_time(folder: Path, teacher: str, loss: str, name: str) -> tuple[li
         started[0] = now
         return result
 
-    on_policy_loop.OnPolicyLoop._score_block = recorded_score  # type: ignore[method-assign]
     training_loop._step = recorded_step
     terminal.set_quiet(True)
     try:
         inputs = open_inputs(paths, config, Tokenizer(student))
         distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
     finally:
-        on_policy_loop.OnPolicyLoop._score_block = original_score  # type: ignore[method-assign]
         training_loop._step = original_step
         for restore in restore_functions:
             restore()
-    return seconds_of_batches, statistics.median(bytes_per_position)
+    return seconds_of_batches
 
 
 def peak_memory(*arguments: object) -> float:
@@ -166,7 +150,7 @@ def main() -> None:
         rows = [{"prompt": " ".join(text.split()[:24])} for text in gsm8k(PROMPTS)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         memory = memory_row(folder)
-        seconds_of_batches, _ = train_and_time(folder, f"{folder / 'teacher'}:top_k=32", "byte-kl", "across")
+        seconds_of_batches = train_and_time(folder, f"{folder / 'teacher'}:top_k=32", "byte-kl", "across")
         overheads = [
             1 - (seconds["generation"] + seconds["teacher"] + seconds["step"]) / seconds["all"]
             for seconds in seconds_of_batches
@@ -175,12 +159,6 @@ def main() -> None:
             key: statistics.median(seconds[key] for seconds in seconds_of_batches)
             for key in ("generation", "teacher", "step", "all")
         }
-        bytes_per_position = {
-            precision: train_and_time(
-                folder, f"{folder / 'alike'}:support=candidates,top_k=32,precision={precision}", "reverse-kl", precision
-            )[1]
-            for precision in ("float32", "fine", "standard")
-        }  # fmt: skip
         medians = ", ".join(f"{key} {value:.2f} s" for key, value in median_seconds.items())
         report(
             Path(__file__).name,
@@ -188,9 +166,6 @@ def main() -> None:
                 ("a rollout batch: time outside of generation, the teacher's pass and the step",
                  f"{statistics.median(overheads):.1%} ({medians})", "5 %"),
                 memory,
-                *((f"bytes of log-probabilities per position, `candidates` with K = 32, `precision={precision}`",
-                   f"{size:.0f} bytes", "160 bytes")
-                  for precision, size in bytes_per_position.items()),
             ],
         )  # fmt: skip
 

@@ -203,7 +203,7 @@ class TeacherBlocks:
         accelerator.wait_for_everyone()  # all processes read the files before one writes
         for part, documents in complete.items():
             teacher.keep(pair for pair in zip(parts[part], documents, strict=True) if pair[0] in wanted)
-        own, *others = (
+        own, of_first = (
             parts_of_process(range(len(parts)), complete, rank, accelerator.num_processes, teacher.needs_subprocess)
             for rank in (accelerator.process_index, 0)
         )
@@ -219,7 +219,7 @@ class TeacherBlocks:
             self.lend_student(teacher.student_weights) if lends else contextlib.nullcontext() as student,
             contextlib.closing(teacher.score(read_parts(), epoch, source.longest(number), student)) as scored,
         ):
-            for turn in range(len(others[0])):  # the first process has the most parts
+            for turn in range(len(of_first)):  # no process has more parts than the first
                 result = None
                 if turn < len(own):
                     scores = next(scored)
