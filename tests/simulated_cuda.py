@@ -3,7 +3,8 @@
 Tensors of the simulated device have the device `cuda:0` and wrap a CPU tensor. Operations for which the host waits are
 counted: reads of values by the host (`.item()`, `.tolist()`, `.cpu()`), operations whose output shape depends on
 values (`nonzero`, a boolean mask as an index, `repeat_interleave` without its output size), and copies to the device
-that are not `non_blocking` from pinned memory.
+that are not `non_blocking` from pinned memory, and events that the host waits for. Operations on the device are counted
+too: each is a launch of at least one kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("c
 aten = torch.ops.aten
 
 READ, SHAPE, UPLOAD = "device-to-host read", "shape from values", "blocking copy to the device"
+EVENT = "event that the host waits for"
 # Operations that synchronize because the shape of their output depends on values on the device.
 SHAPE_FROM_VALUES = {
     aten.nonzero.default,
@@ -119,6 +121,7 @@ class SimulatedCuda(TorchDispatchMode):
     Attributes:
         waits: number of times the host waited, by kind.
         wait_locations: the same by line of code.
+        operations: number of operations on the device that are not views, by name.
         pinned: pinned tensors by the address of their memory.
     """
 
@@ -129,6 +132,7 @@ class SimulatedCuda(TorchDispatchMode):
         self._only_as_on_a_gpu = only_as_on_a_gpu
         self.waits: collections.Counter[str] = collections.Counter()
         self.wait_locations: collections.Counter[str] = collections.Counter()
+        self.operations: collections.Counter[str] = collections.Counter()
         self.pinned: dict[int, Tensor] = {}
         self._names = _DeviceNames(self)
         self._patch = pytest.MonkeyPatch()
@@ -138,6 +142,7 @@ class SimulatedCuda(TorchDispatchMode):
         self._patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(0, dtype=torch.uint8))
         self._patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
         self._patch.setattr(SimulatedCuda, "forbids_to_device", self._only_as_on_a_gpu)
+        self._patch.setattr(torch.cuda, "Event", lambda: _Event(self))
         super().__enter__()
         self._names.__enter__()
         return self
@@ -164,6 +169,8 @@ class SimulatedCuda(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._fused_sdp_choice.default:
             return 0  # the math backend, composed of other operations
+        if not func.is_view:
+            self.operations[str(func)] += 1
         self._check(func, leaves, device_tensors, args, kwargs)
         plain_args, plain_kwargs = tree_map(lambda one: one.inner if isinstance(one, SimulatedTensor) else one,
                                             (args, kwargs))  # fmt: skip
@@ -193,7 +200,9 @@ class SimulatedCuda(TorchDispatchMode):
                 else host_tensors and args[0] is host_tensors[0]
             )
             if isinstance(source, SimulatedTensor) and is_to_host:
-                self.count(READ, str(func))
+                is_async = func is aten.copy_.default and (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+                if not (is_async and args[0].untyped_storage().data_ptr() in self.pinned):
+                    self.count(READ, str(func))
             elif not isinstance(source, SimulatedTensor):
                 is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
                 if not (is_async and source.untyped_storage().data_ptr() in self.pinned):
@@ -208,6 +217,20 @@ class SimulatedCuda(TorchDispatchMode):
                 raise RuntimeError(f"{func}: tensors on two devices")
         elif device_tensors and any(one.dim() for one in host_tensors):
             raise RuntimeError(f"{func}: tensors on two devices")
+
+
+class _Event:
+    """An event in the queue of the simulated device."""
+
+    def __init__(self, owner: SimulatedCuda) -> None:
+        self._owner = owner
+
+    def record(self) -> None:
+        """Put the event into the queue."""
+
+    def synchronize(self) -> None:
+        """Wait for the event."""
+        self._owner.count(EVENT, "synchronize()")
 
 
 def to_device(tensor: Tensor) -> Tensor:

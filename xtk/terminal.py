@@ -231,6 +231,11 @@ class Progress:
             seconds = time.monotonic() - self._started
             note(f"{self.label}: {self.done:,} {self.unit} in {format_duration(seconds)}")
 
+    def advance_with_rate(self, amount: int) -> None:
+        """Add `amount` finished units, and show how many there are per second."""
+        rate = (self.done + amount - self._first) / max(time.monotonic() - self._started, 1e-3)
+        self.advance(amount, f"{rate:,.0f} {self.unit}/s")
+
     def advance(self, amount: int, detail: str = "") -> None:
         """Add `amount` finished units, and show `detail` (rates, losses) after them."""
         self.done += amount

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,25 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
         return values.to(device)
     pinned = values if values.is_pinned() else values.pin_memory()
     return pinned.to(device, non_blocking=True)
+
+
+def start_copy_to_host(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy values to the host; return a function that waits for the copy and returns it.
+
+    On a GPU the copy goes to pinned memory while later work is queued.
+    """
+    if values.device.type != "cuda":
+        return lambda: values
+    host = torch.empty(values.shape, dtype=values.dtype).pin_memory()
+    host.copy_(values, non_blocking=True)
+    copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return wait
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:

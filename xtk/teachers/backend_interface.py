@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,10 +33,12 @@ class TeacherBackend(Backend, ABC):
     Attributes:
         support_kinds: the supported kinds of support.
         entropy_kind: "exact", or "lower bound" if only the top tokens of a distribution are known.
+        report_tokens: is called with the number of tokens of each batch that is scored, for a progress bar.
     """
 
     support_kinds: ClassVar[frozenset[str]]
     entropy_kind: ClassVar[str] = "lower bound"
+    report_tokens: Callable[[int], None] = staticmethod(lambda count: None)
 
     @abstractmethod
     def __init__(self, request: TeacherConfig) -> None: ...

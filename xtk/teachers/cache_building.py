@@ -63,8 +63,9 @@ class CachePartition:
         return [number for number in shards if number % self.num_machines == self.machine_rank]
 
 
-# Writes shards of a cache and yields the number and the manifest entry of each.
-WriteShards = Callable[[list[int]], Iterator[tuple[int, dict[str, Any]]]]
+# Writes shards of a cache and yields the number and the manifest entry of each; calls a function with the number of
+# tokens of each batch that the teacher has scored.
+WriteShards = Callable[[list[int], Callable[[int], None]], Iterator[tuple[int, dict[str, Any]]]]
 
 
 def cache_teacher(
@@ -157,7 +158,12 @@ def _open_shard_writer(
             open_folder(job.location).remove_stale_temporary_files()  # of a killed worker
     else:
         teacher = open_teacher(job.request, tokenizer, job.header["teacher"]["weights"])
-        yield lambda numbers: write_shards(job, teacher, tokenizer, numbers)
+
+        def write(numbers: list[int], report_tokens: Callable[[int], None]) -> Iterator[tuple[int, dict[str, Any]]]:
+            teacher.report_tokens = report_tokens
+            return write_shards(job, teacher, tokenizer, numbers)
+
+        yield write
 
 
 def _write_missing_shards(
@@ -171,6 +177,5 @@ def _write_missing_shards(
     total = sum(tokens.values())
     done = total - sum(tokens[number] for number in missing)
     with terminal.Progress("cache-teacher", total, "tokens", done=done) as progress:
-        for number, entry in write(missing):
+        for number, entry in write(missing, progress.advance_with_rate):
             writer.add_manifest_entry(number, entry)
-            progress.advance(tokens[number])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,14 +21,16 @@ from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.cache.writer import store_shard
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
-from xtk.files.storage_folders import open_folder
+from xtk.files.storage_folders import StorageFolder, open_folder
 from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_shard_planning import Chunk, ShardingOptions, ShardPlan, read_shards
 from xtk.teachers.logprob_checks import check_scored_document
 from xtk.text.tokenizer import Tokenizer
 
-SHARDS_IN_FLIGHT = 1  # shards that are scored but not written yet
+# Threads that check, pack and write shards while the teacher scores; compiled kernels run side by side in them. Half of
+# the cores, since a teacher on a CPU needs them too.
+WRITING_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class CacheJob:
 def write_shards(
     job: CacheJob, teacher: TeacherBackend, tokenizer: Tokenizer, shard_numbers: list[int]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Score and write shards: while one is scored, the next is read and the previous one is written.
+    """Score and write shards: while one is scored, the next is read and the previous ones are packed and written.
 
     Yields:
         The number and the manifest entry of each written shard.
@@ -77,29 +80,50 @@ def write_shards(
     written: deque[tuple[int, Future[dict[str, Any]]]] = deque()
     with (
         ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
-        ThreadPoolExecutor(1, thread_name_prefix="xtk-write") as writing,
+        ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="xtk-write") as writing,
     ):
         shards = read_shards(job.sharding, job.corpus, tokenizer, job.plan, set(shard_numbers))
         coming = reading.submit(next, shards, None)
         while (read := coming.result()) is not None:
             coming = reading.submit(next, shards, None)
             number, pieces = read
-            documents = score_chunks(job.request, teacher, pieces, f"{job.corpus.name}, shard {number}")
+            where = f"{job.corpus.name}, shard {number}"
+            documents = score_chunks(job.request, teacher, pieces, where)
             place = ShardPosition(number, firsts[number], rows_of[number])
-            while len(written) >= SHARDS_IN_FLIGHT or (written and written[0][1].done()):
+            while len(written) >= WRITING_THREADS or (written and written[0][1].done()):
                 last, entry = written.popleft()
                 yield last, entry.result()
-            written.append(
-                (number, writing.submit(store_shard, folder, job.header, place, documents, job.vocabulary_order))
-            )
+            written.append((number, writing.submit(_store, job, folder, place, documents, teacher.vocab_size, where)))
         for last, entry in written:
             yield last, entry.result()
+
+
+def _store(
+    job: CacheJob,
+    folder: StorageFolder,
+    place: ShardPosition,
+    documents: list[TeacherDocument],
+    vocab_size: int,
+    where: str,
+) -> dict[str, Any]:
+    """Check and write one shard, and return its manifest entry."""
+    check_scored_documents(job.request, documents, vocab_size, where)
+    return store_shard(folder, job.header, place, documents, job.vocabulary_order)
+
+
+def check_scored_documents(
+    request: CacheRequest, documents: Sequence[TeacherDocument], vocab_size: int, where: str
+) -> None:
+    """Refuse log-probabilities that are not valid distributions in the requested support."""
+    options: dict[str, Any] = {"vocab_size": vocab_size, "support": request.support, "precision": request.precision}
+    for at, row in enumerate(documents):
+        check_scored_document(row, f"{where}, row {at}", **options)
 
 
 def score_chunks(
     request: CacheRequest, teacher: TeacherBackend, pieces: Sequence[Chunk], where: str
 ) -> list[TeacherDocument]:
-    """Return what the teacher says about some documents, after checking it.
+    """Return what the teacher says about some documents; `check_scored_documents` checks it.
 
     Args:
         where: the documents, for errors.
@@ -112,18 +136,9 @@ def score_chunks(
             where=where,
             hint="this is an error of the backend; use another --backend",
         )
-    documents = [
+    return [
         TeacherDocument(document, tokens, logprobs) for (document, tokens), logprobs in zip(pieces, scores, strict=True)
     ]
-    for at, row in enumerate(documents):
-        check_scored_document(
-            row,
-            f"{where}, row {at}",
-            vocab_size=teacher.vocab_size,
-            support=request.support,
-            precision=request.precision,
-        )
-    return documents
 
 
 def candidate_ids_of(pieces: Sequence[Chunk], support: Support, where: str) -> list[NDArray[np.int32]] | None:

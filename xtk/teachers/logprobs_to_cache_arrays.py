@@ -42,16 +42,6 @@ def trained_positions(document: TokenSequence) -> NDArray[np.int32]:
     return np.flatnonzero(document.train_mask).astype(np.int32)
 
 
-def concatenate_arrays(parts: Sequence[LogprobArrays]) -> LogprobArrays:
-    """Return the concatenated positions of several parts."""
-    whole = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("ids", "logprobs", "observed_logprobs", "entropy", "sampled_ids")
-    }
-    masses = [part.remainder_mass for part in parts if part.remainder_mass is not None]
-    return LogprobArrays(**whole, remainder_mass=np.concatenate(masses) if masses else None)
-
-
 def arrays_to_stored(documents: Sequence[TokenSequence], arrays: LogprobArrays) -> list[StoredLogprobs]:
     """Return the log-probabilities of each document, from arrays over the trained tokens of all documents."""
     positions = [trained_positions(document) for document in documents]

@@ -32,7 +32,7 @@ from xtk.teachers.cache_build_config import (
     sharding_options,
 )
 from xtk.teachers.cache_shard_planning import Chunk, ShardPlan, chunk_documents, make_shard_plan
-from xtk.teachers.cache_shard_writing import score_chunks
+from xtk.teachers.cache_shard_writing import check_scored_documents, score_chunks
 from xtk.teachers.worker_pool import WorkerPool
 from xtk.text.document import Document
 from xtk.text.start_tokens import AUTO_START
@@ -83,7 +83,9 @@ class ScoringJob:
     ) -> Iterator[list[StoredLogprobs]]:
         """Yield the log-probabilities of the documents of each part."""
         for number, part in enumerate(parts):
-            scored = score_chunks(self.request, teacher, part, f"the documents of this block, part {number}")
+            where = f"the documents of this block, part {number}"
+            scored = score_chunks(self.request, teacher, part, where)
+            check_scored_documents(self.request, scored, teacher.vocab_size, where)
             yield [document.stored_logprobs for document in scored]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,11 +21,11 @@ from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS, default_device, load_causal_lm
 from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
 from xtk.models.resolver import weights_fingerprint
+from xtk.parallel.host_to_device import start_copy_to_host, to_device
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import (
     LogprobArrays,
     arrays_to_stored,
-    concatenate_arrays,
     sampling_uniforms,
     trained_positions,
 )
@@ -46,6 +48,7 @@ COMPUTE_OPTIONS = frozenset({"tp_size", "attn_implementation", "experts_implemen
 BLOCK_SIZE = 64
 # Matrix products are fast with many rows; passes over the logits with few, which stay in the processor's cache.
 CHUNK_PASSES = 16
+MIN_SHIFTED = -1e4  # a logit minus the largest one, in place of -inf: its probability is 0 in float32
 
 
 class TransformersTeacher(TeacherBackend):
@@ -146,20 +149,38 @@ class TransformersTeacher(TeacherBackend):
     ) -> list[StoredLogprobs]:
         """Return the log-probabilities at the trained tokens of each document.
 
+        On a GPU the next batch is queued before the results of the last one are read.
+
         Args:
             documents: at most the context length of the model each.
             candidate_ids: for `--support candidates`, ids [P, G] at the trained tokens of each document; -1: padding.
         """
         scored: list[StoredLogprobs | None] = [None] * len(documents)
+        started: deque[tuple[list[int], Callable[[], Tensor]]] = deque()
+        num_started = 2 if self.device.type == "cuda" else 1
+
+        def finish() -> None:
+            batch, wait = started.popleft()
+            own = [documents[at] for at in batch]
+            for number, logprobs in zip(
+                batch, arrays_to_stored(own, _split_columns(wait(), self.support)), strict=True
+            ):
+                scored[number] = logprobs
+            self.report_tokens(sum(map(len, own)))
+
         for batch in batches_by_length([len(document) for document in documents], self.batch_tokens):
             named = None if candidate_ids is None else [candidate_ids[at] for at in batch]
-            for number, scores in zip(batch, self._score_batch([documents[at] for at in batch], named), strict=True):
-                scored[number] = scores
-        return [scores for scores in scored if scores is not None]
+            started.append((batch, self._start_batch([documents[at] for at in batch], named)))
+            if len(started) == num_started:
+                finish()
+        while started:
+            finish()
+        return [logprobs for logprobs in scored if logprobs is not None]
 
-    def _score_batch(
+    def _start_batch(
         self, documents: list[TokenSequence], given: Sequence[NDArray[np.int32]] | None
-    ) -> list[StoredLogprobs]:
+    ) -> Callable[[], Tensor]:
+        """Queue the work for a batch; return the function that waits for its `_join_columns`, int32 [N, C]."""
         longest = max(1, *(len(document) for document in documents))
         ids = torch.zeros(len(documents), longest, dtype=torch.int64)
         for row, document in enumerate(documents):
@@ -167,16 +188,18 @@ class TransformersTeacher(TeacherBackend):
         positions = [trained_positions(document) for document in documents]
         places = np.concatenate([row * longest + at - 1 for row, at in enumerate(positions)])
         observed_ids = np.concatenate([document.ids[at] for document, at in zip(documents, positions, strict=True)])
-        states = self._run(ids.to(self.device)).flatten(0, 1)
+        states = self._run(to_device(ids, self.device)).flatten(0, 1)
         uniforms = np.concatenate([sampling_uniforms(document, self.support) for document in documents])
         wanted = _PositionInputs(
-            torch.from_numpy(observed_ids.astype(np.int64)).to(states.device),
-            None if given is None else torch.from_numpy(_padded_candidates(given).astype(np.int64)).to(states.device),
-            torch.from_numpy(uniforms).to(states.device),
+            to_device(torch.from_numpy(observed_ids.astype(np.int64)), states.device),
+            None
+            if given is None
+            else to_device(torch.from_numpy(_padded_candidates(given).astype(np.int64)), states.device),
+            to_device(torch.from_numpy(uniforms), states.device),
         )
-        rows = states[torch.from_numpy(places).to(states.device)]
-        parts = list(_arrays_of_states(rows, wanted, self._cut.head, self.support))
-        return arrays_to_stored(documents, concatenate_arrays(parts) if parts else _empty_arrays(self.support))
+        rows = states[to_device(torch.from_numpy(places), states.device)]
+        parts = list(_columns_of_states(rows, wanted, self._cut.head, self.support))
+        return start_copy_to_host(torch.cat(parts) if parts else _no_columns(self.support))
 
 
 class _PositionInputs:
@@ -202,16 +225,36 @@ def _padded_candidates(given: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     )
 
 
-def _empty_arrays(support: Support) -> LogprobArrays:
-    """Return the arrays of zero positions, for documents without trained tokens."""
-    none = np.zeros(0, np.float32)
-    return LogprobArrays(
-        ids=np.zeros((0, 0), np.int32),
-        logprobs=np.zeros((0, 0), np.float32),
-        observed_logprobs=none,
-        entropy=none,
-        sampled_ids=np.zeros((0, support.num_sample_sets, support.num_samples), np.int32),
+def _join_columns(parts: tuple[Tensor | None, ...]) -> Tensor:
+    """Return the arrays of `LogprobArrays` as one matrix int32 [N, C], so that one copy takes them to the host."""
+    columns = [part.flatten(1) if part.dim() > 1 else part[:, None] for part in parts if part is not None]
+    return torch.cat([part if part.dtype == torch.int32 else part.float().view(torch.int32) for part in columns], 1)
+
+
+def _split_columns(joined: Tensor, support: Support) -> LogprobArrays:
+    """Return the arrays that `_join_columns` joined."""
+    num_samples = support.num_sample_sets * support.num_samples
+    single = 3 if num_samples else 2
+    top = (joined.shape[1] - single - num_samples) // 2
+    table = joined.numpy()
+    edges = np.cumsum([0, top, top, 1, 1, num_samples, single - 2])
+    ids, logprobs, observed, entropy, sampled, remainder = (
+        np.ascontiguousarray(table[:, start:stop]) for start, stop in itertools.pairwise(edges.tolist())
     )
+    return LogprobArrays(
+        ids=ids,
+        logprobs=logprobs.view(np.float32),
+        observed_logprobs=observed.view(np.float32)[:, 0],
+        entropy=entropy.view(np.float32)[:, 0],
+        sampled_ids=sampled.reshape(len(table), support.num_sample_sets, support.num_samples),
+        remainder_mass=remainder.view(np.float32)[:, 0] if num_samples else None,
+    )
+
+
+def _no_columns(support: Support) -> Tensor:
+    """Return the matrix of zero positions, for documents without trained tokens."""
+    num_samples = support.num_sample_sets * support.num_samples
+    return torch.zeros(0, num_samples + (3 if num_samples else 2), dtype=torch.int32)
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
@@ -227,21 +270,18 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]
         start += size
 
 
-def _arrays_of_states(
-    states: Tensor, wanted: _PositionInputs, head: OutputHead, support: Support
-) -> Iterator[LogprobArrays]:
-    """Yield the log-probabilities of some rows at a time."""
+def _columns_of_states(states: Tensor, wanted: _PositionInputs, head: OutputHead, support: Support) -> Iterator[Tensor]:
+    """Yield the log-probabilities of some rows at a time, as `_join_columns` of `_arrays_of_logits`."""
     width = head.num_logits(states)
     chunk = chunk_rows(width)
     logits_of = ChunkedLogits(head, states, chunk)
-    few = max(1, chunk // CHUNK_PASSES)
+    few = max(1, chunk // CHUNK_PASSES) if states.device.type == "cpu" else chunk
     work = states.new_empty((min(few, len(states)), width), dtype=torch.float32)
     for start in range(0, len(states), chunk):
         logits = logits_of(states[start : start + chunk])
         for first in range(0, len(logits), few):
             rows = slice(start + first, start + min(first + few, len(logits)))
-            parts = _arrays_of_logits(logits[first : first + few], wanted[rows], support, work)
-            yield LogprobArrays(*(None if part is None else part.cpu().numpy() for part in parts))  # type: ignore[arg-type]
+            yield _join_columns(_arrays_of_logits(logits[first : first + few], wanted[rows], support, work))
 
 
 def _arrays_of_logits(
@@ -256,12 +296,14 @@ def _arrays_of_logits(
     else:
         highest = values[:, :1].clone()
     shifted = logits.sub_(highest)
+    if shifted.device.type != "cpu":  # a look at the mean, as below, would wait for the device
+        shifted.clamp_min_(MIN_SHIFTED)
     exponentials = torch.exp(shifted, out=work[: len(logits)])
     normalizer = exponentials.sum(1, keepdim=True)
     log_normalizer = normalizer.log()
     mean = torch.einsum("nv,nv->n", exponentials, shifted) / normalizer[:, 0]
-    if not mean.isfinite().all():  # tokens with a logit of -inf
-        mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normalizer[:, 0]
+    if shifted.device.type == "cpu" and not mean.isfinite().all():  # tokens with a logit of -inf
+        mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(MIN_SHIFTED)) / normalizer[:, 0]
     logprobs = values - highest - log_normalizer
     if support.kind == "top-p":
         probs = logprobs.exp()

@@ -92,9 +92,11 @@ class VllmTeacher(TeacherBackend):
         """
         check_document_lengths(documents, self.max_document_tokens, self._name)
         heads = [empty_top_logprobs(self._top_k)] * len(documents)
+        self.report_tokens(sum(len(document) for document in documents if not num_tokens_to_read(document)))
         for batch in _batch_documents([num_tokens_to_read(document) for document in documents], self._tokens_in_a_call):
             for number, logprobs in zip(batch, self._top_logprobs([documents[at] for at in batch]), strict=True):
                 heads[number] = logprobs
+            self.report_tokens(sum(len(documents[at]) for at in batch))
         where = f"{self._name}, run by vLLM"
         return [
             top_logprobs_to_stored(document, logprobs, self._support, self.vocab_size, where)

@@ -135,7 +135,12 @@ class ServerTeacher(TeacherBackend):
             candidate_ids: not supported, always None.
         """
         check_document_lengths(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
-        return gather_responses(self._endpoints, map(self._score, documents))
+        return gather_responses(self._endpoints, map(self._score_and_report, documents))
+
+    async def _score_and_report(self, document: TokenSequence) -> StoredLogprobs:
+        scored = await self._score(document)
+        self.report_tokens(len(document))
+        return scored
 
     async def _score(self, document: TokenSequence) -> StoredLogprobs:
         length = num_tokens_to_read(document)

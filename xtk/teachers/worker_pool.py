@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol
@@ -89,11 +89,19 @@ class WorkerPool:
     ) -> None:
         stop_workers(self._workers, EXIT_SECONDS if kind is None else 0.0)
 
-    def run(self, tasks: list[Any]) -> Iterator[Any]:
-        """Distribute tasks over the processes and yield their results; may be called once."""
+    def run(self, tasks: list[Any], report_tokens: Callable[[int], None] = lambda count: None) -> Iterator[Any]:
+        """Distribute tasks over the processes and yield their results; may be called once.
+
+        Args:
+            report_tokens: is called with the number of tokens of each batch that is scored.
+        """
         for at, worker in enumerate(self._workers):
             worker.send(tasks[at :: len(self._workers)])
-        yield from self._messages()
+        for message in self._messages():
+            if isinstance(message, int):
+                report_tokens(message)
+            else:
+                yield message
 
     def _messages(self) -> Iterator[Any]:
         """Yield the messages of all workers until each has sent None."""
@@ -124,13 +132,17 @@ def _worker_environments(count: int) -> list[dict[str, str]]:
 
 
 def serve_teacher(pipe: Connection) -> None:
-    """Run in a worker process: receive a job, send None when its teacher is open, receive tasks, send their results."""
+    """Run in a worker process: receive a job, send None when its teacher is open, receive tasks, send their results.
+
+    In between, the number of tokens of each batch is sent. At the end, None.
+    """
     signal.signal(signal.SIGTERM, _stop)
     try:
         job: TeacherJob = pipe.recv()
         tokenizer = job.request.teacher_tokenizer()
         teacher = open_teacher(job.request, tokenizer, job.header["teacher"]["weights"])
         pipe.send(None)
+        teacher.report_tokens = pipe.send  # an int
         for result in job.run(teacher, tokenizer, pipe.recv()):
             pipe.send(result)
         pipe.send(None)
