@@ -258,8 +258,10 @@ class EndpointPool:
                 except (RetryableError, NoResponseError) as failure:
                     failed, hint = endpoint, failure.hint
                     last = f"{endpoint}: {failure.what if isinstance(failure, NoResponseError) else failure}"
-                    internal += isinstance(failure, _UnavailableError) and failure.is_internal
-                    bad += isinstance(failure, RetryableError) and not isinstance(failure, _UnavailableError)
+                    if isinstance(failure, _UnavailableError):
+                        internal += failure.is_internal
+                    elif isinstance(failure, RetryableError):
+                        bad, hint = bad + 1, hint or self._response_hint
             raise XtkError(
                 f"no server gave a valid response in {attempts} attempts; last error: {last}",
                 where=what,
@@ -324,8 +326,7 @@ class EndpointPool:
             try:
                 return parse_response(self._without_secrets(response.content.decode("utf-8-sig", "surrogatepass")))
             except ValueError as failure:
-                what = self._message(f"the server's response is not valid JSON: {failure}")
-                raise RetryableError(what, self._response_hint) from None
+                raise RetryableError(self._message(f"the server's response is not valid JSON: {failure}")) from None
         message = self._message(error_message(response))
         if response.status_code >= 500 or response.status_code in BUSY_STATUS_CODES:
             raise _UnavailableError(

@@ -24,7 +24,7 @@ class RetryableError(Exception):
     """An invalid response; a retry may succeed.
 
     Args:
-        hint: the next step if all retries fail; None: the general one.
+        hint: the next step if all retries fail; None: that of the pool.
     """
 
     def __init__(self, what: str, hint: str | None = None) -> None:
@@ -80,7 +80,7 @@ def parse_token_ids(names: Sequence[str]) -> NDArray[np.int32]:
     except ValueError:
         ids = []
     if list(map(str, ids)) != list(names):  # `int` also accepts "1_2", " 3 " and digits of other scripts
-        raise RetryableError("the server's response has token ids that are not decimal numbers", VLLM_SERVER_HINT)
+        raise RetryableError("the server's response has token ids that are not decimal numbers")
     return checked_token_ids(ids)
 
 
@@ -91,11 +91,9 @@ def checked_token_ids(values: Any) -> NDArray[np.int32]:
         RetryableError: not a list of integers, or an id is negative or above `MAX_TOKEN_ID`.
     """
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise RetryableError("the token ids in the server's response are not a list of integers", VLLM_SERVER_HINT)
+        raise RetryableError("the token ids in the server's response are not a list of integers")
     if values and not (min(values) >= 0 and max(values) <= MAX_TOKEN_ID):
-        raise RetryableError(
-            f"the server's response has a token id that is below 0 or above {MAX_TOKEN_ID}", VLLM_SERVER_HINT
-        )
+        raise RetryableError(f"the server's response has a token id that is below 0 or above {MAX_TOKEN_ID}")
     return np.array(values, np.int32)
 
 
@@ -107,7 +105,7 @@ def checked_logprobs(values: Iterable[Any]) -> NDArray[np.float32]:
     """
     values = list(values)
     if not set(map(type, values)) <= {float, int}:
-        raise RetryableError("the server's response has a log-probability that is not a number", VLLM_SERVER_HINT)
+        raise RetryableError("the server's response has a log-probability that is not a number")
     try:
         logprobs = np.array(values, np.float64)
     except OverflowError:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from xtk import terminal
 from xtk.engines.http_client_pool import Endpoint, EndpointPool
-from xtk.engines.server_responses import VLLM_SERVER_HINT, PermanentError, RetryableError
+from xtk.engines.server_responses import PermanentError, RetryableError
 from xtk.errors import MismatchError, XtkError
 from xtk.text.tokenizer import Tokenizer
 
@@ -105,7 +105,7 @@ def only_choice(response: Any) -> dict[str, Any]:
     """
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RetryableError("the server's response does not have exactly one completion (choices)", VLLM_SERVER_HINT)
+        raise RetryableError("the server's response does not have exactly one completion (choices)")
     return choices[0]
 
 
@@ -117,14 +117,13 @@ def parse_models(answer: Any) -> list[dict[str, Any]]:
     """
     models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not models:
-        raise RetryableError("the server's response to /models is not a list of models", VLLM_SERVER_HINT)
+        raise RetryableError("the server's response to /models is not a list of models")
     if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
-        raise RetryableError("the server's list of models has a model whose id is not a string", VLLM_SERVER_HINT)
+        raise RetryableError("the server's list of models has a model whose id is not a string")
     for length in (model.get("max_model_len") for model in models):
         if length is not None and (type(length) is not int or length < 1):
             raise RetryableError(
-                f"the server's context length (max_model_len) is {str(length)[:40]!r}, but must be a positive integer",
-                VLLM_SERVER_HINT,
+                f"the server's context length (max_model_len) is {str(length)[:40]!r}, but must be a positive integer"
             )
     return models
 
