@@ -20,17 +20,11 @@ class XtkError(Exception):
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(what)
-        self.what = what
-        self.where = where
-        self.hint = hint
+        self.what, self.where, self.hint = what, where, hint
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.where:
-            lines.append(f"  where: {self.where}")
-        if self.hint:
-            lines.append(f"  try:   {self.hint}")
-        return "\n".join(lines)
+        where = f"\n  where: {self.where}" if self.where else ""
+        return self.what + where + (f"\n  try:   {self.hint}" if self.hint else "")
 
 
 class NonFiniteModelError(XtkError):
@@ -93,23 +87,16 @@ def from_os_error(error: BaseException) -> XtkError | None:
         if any(word in text for word in words):
             return XtkError(what, where=where or text, hint=hint)
     if isinstance(error, MemoryError) or "Cannot allocate memory" in text or "not enough memory" in text:
-        return XtkError(
-            "there is not enough memory",
-            where=text or None,
-            hint="use a smaller batch (--batch-tokens, --per-device-train-batch-size) or a machine with more memory",
-        )
+        hint = "use a smaller batch (--batch-tokens, --per-device-train-batch-size) or a machine with more memory"
+        return XtkError("there is not enough memory", where=text or None, hint=hint)
     if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
-        return XtkError(
-            "the path is not valid UTF-8, which a library requires",
-            where=ascii(error.object)[:200],
-            hint="rename the file or folder",
-        )
+        what = "the path is not valid UTF-8, which a library requires"
+        return XtkError(what, where=ascii(error.object)[:200], hint="rename the file or folder")
     if isinstance(error, FileNotFoundError):
         return XtkError("no such file or folder", where=where or text, hint="check the path")
     if isinstance(error, PermissionError):
-        return XtkError(
-            "permission denied", where=where or text, hint="use another path, or change the permissions of this one"
-        )
+        hint = "use another path, or change the permissions of this one"
+        return XtkError("permission denied", where=where or text, hint=hint)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return XtkError("the file name is too long", where=where or text, hint="use a shorter path")
     if isinstance(error, OSError) and error.errno is not None and where is not None:

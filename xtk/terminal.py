@@ -111,11 +111,9 @@ def _write_result(line: str) -> None:
         sys.exit(128 + signal.SIGPIPE)
     except OSError as failure:
         os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())  # discards the rest of the line
-        raise XtkError(
-            f"the result cannot be written: {failure.strerror}",
-            where="standard output",
-            hint="check the disk space or the program that reads the output",
-        ) from None
+        hint = "check the disk space or the program that reads the output"
+        what = f"the result cannot be written: {failure.strerror}"
+        raise XtkError(what, where="standard output", hint=hint) from None
 
 
 def _without_nan(value: Any) -> Any:
@@ -210,14 +208,9 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[detail]}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+            detail = TextColumn("{task.fields[detail]}")
+            self._bar = Bar(*columns, detail, console=Console(stderr=True), transient=True)
             self._bar.start()
             self._task = self._bar.add_task(self.label, total=self.total, completed=self.done, detail="")
         return self
@@ -246,7 +239,7 @@ class Progress:
         text = detail
         if self.total is not None:
             left = elapsed / max(self.done - self._first, 1) * (self.total - self.done)
-            text = f"{detail}  {format_duration(left)} left" if detail else f"{format_duration(left)} left"
+            text = f"{detail}  {format_duration(left)} left".lstrip()
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, detail=text)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES:
@@ -282,18 +275,12 @@ def piped_records() -> list[dict[str, Any]]:
 def _parse_piped_record(line: str) -> dict[str, Any]:
     if not line.lstrip().startswith("{"):
         return {"path": line.strip()}
-    try:
+    record: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    except (ValueError, RecursionError) as failure:
-        raise XtkError(
-            f"a line of standard input is not valid JSON: {failure}", where="argument -", hint=_PIPE_HINT
-        ) from None
     if not isinstance(record, dict) or not isinstance(record.get("path"), str):
-        raise XtkError(
-            "a line of standard input has no path: the JSON object has no string under the key path",
-            where="argument -",
-            hint=_PIPE_HINT,
-        )
+        what = "a line of standard input is neither a path nor a JSON object with a path"
+        raise XtkError(what, where="argument -", hint=_PIPE_HINT)
     return record
 
 
@@ -303,9 +290,7 @@ def path_argument(value: str) -> str:
         return value
     records = piped_records()
     if len(records) > 1:
-        raise XtkError(
-            f"standard input has {len(records)} paths, but the argument - takes one",
-            where="argument -",
-            hint="pipe a command that prints one path, or give the path itself",
-        )
+        hint = "pipe a command that prints one path, or give the path itself"
+        what = f"standard input has {len(records)} paths, but the argument - takes one"
+        raise XtkError(what, where="argument -", hint=hint)
     return str(records[0]["path"])

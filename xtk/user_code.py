@@ -3,61 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from xtk.errors import Terminated, XtkError
 from xtk.name_registry import unknown_name_error
 
 
-class _Exited(BaseException):
-    """`os._exit` was called."""
-
-
-_original_exit = os._exit
-_user_code_state = threading.local()  # .process: id of the process in which this thread calls user code
-
-
-def _exit_outside_user_code(status: int) -> NoReturn:
-    """Raise an exception inside of user code; exit elsewhere, also in processes forked by user code."""
-    if getattr(_user_code_state, "process", None) == os.getpid():
-        raise _Exited(f"os._exit({status})")
-    _original_exit(status)
-
-
 @contextlib.contextmanager
 def user_code_errors(subject: str, *, where: str | None = None, hint: str | None = None) -> Iterator[None]:
-    """Turn exceptions of user code, also `sys.exit` and `os._exit`, into an XtkError that names it.
+    """Turn exceptions of user code, also `sys.exit`, into an XtkError that names it.
 
-    Ctrl-C, SIGTERM and errors of xtk pass through. The current directory is restored afterwards. A process that the
-    code forks ends here.
+    KeyboardInterrupt, SIGTERM and errors of xtk pass through. The current directory is restored afterwards. A process
+    that the code forks ends here.
 
     Args:
         subject: subject of the error sentence, such as `the reward score.py:f`.
     """
-    before, directory, process = getattr(_user_code_state, "process", None), _current_directory(), os.getpid()
-    os._exit, _user_code_state.process = _exit_outside_user_code, process
+    directory, process = _current_directory(), os.getpid()
     try:
         yield
-    except (XtkError, Terminated):
+    except (XtkError, Terminated, KeyboardInterrupt):
         raise
-    except (SystemExit, _Exited) as error:
-        call = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
-        raise XtkError(f"{subject} ended the process: {call}", where=where, hint=hint) from error
+    except SystemExit as error:
+        raise XtkError(f"{subject} ended the process: sys.exit({error.code!r})", where=where, hint=hint) from error
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and not _was_raised_by_code(error):
-            raise
         raise XtkError(f"{subject} failed: {_describe(error)}", where=where, hint=hint) from error
     finally:
         if os.getpid() != process:  # a process that the code forked returned from it; it must not continue the command
-            _original_exit(1)
-        _user_code_state.process = before
+            os._exit(1)
         if directory is not None and directory != _current_directory():
             os.chdir(directory)
 
@@ -74,16 +52,6 @@ def _describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:
         return f"{type(error).__name__} (its message cannot be printed)"
-
-
-def _was_raised_by_code(error: BaseException) -> bool:
-    """Return whether an exception came from a `raise` statement and not from a signal."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def load_user_object(spec: str, option: str, kind: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import stat
 import sys
@@ -9,18 +10,12 @@ from pathlib import Path
 
 from xtk.errors import XtkError
 
-# Environment variables of libraries, and their default folders inside the user's cache folder.
-USER_CACHE_VARIABLES = {
-    "XTK_CACHE": "xtk", "HF_HOME": "huggingface", "TORCH_HOME": "torch", "VLLM_CACHE_ROOT": "vllm",
+# Environment variables of libraries, and their default folders: in the user's cache folder, and in the home folder.
+CACHE_VARIABLES = {"XTK_CACHE": "xtk", "HF_HOME": "huggingface", "TORCH_HOME": "torch", "VLLM_CACHE_ROOT": "vllm"}
+HOME_VARIABLES = {
+    "XDG_CACHE_HOME": ".cache", "TRITON_CACHE_DIR": ".triton/cache", "VLLM_CONFIG_ROOT": ".config/vllm",
 }  # fmt: skip
-HOME_VARIABLES = {"TRITON_CACHE_DIR": ".triton/cache", "VLLM_CONFIG_ROOT": ".config/vllm"}
-HF_HOME_VARIABLES = {
-    "HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules", "HF_ASSETS_CACHE": "assets", "HF_XET_CACHE": "xet",
-}  # fmt: skip
-READABLE_HF_VARIABLES = {"HF_HUB_CACHE": "hub", "HF_TOKEN_PATH": "token"}
-INDUCTOR_CACHE_VARIABLE = (
-    "TORCHINDUCTOR_CACHE_DIR"  # by default in the folder of temporary files, under the user's name
-)
+READABLE_HF_VARIABLES = {"HF_HUB_CACHE": "hub", "HF_TOKEN_PATH": "token"}  # folders in HF_HOME
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", str(SHARED_MEMORY))
 
@@ -41,28 +36,34 @@ def use_writable_cache_folders(*, quiet: bool) -> None:
     Call it before the libraries are imported. The folder is private (mode 700), since numba and others execute code
     from their caches, and the next command uses it again. Read-only Hugging Face caches are still read.
     """
-    before, home = (
-        dict(os.environ),
-        _cache_path(os.environ.get("XDG_CACHE_HOME"), _home_folder(), ".cache") or "~/.cache",
-    )
-    changed = _changes()
-    if not changed:
+    _set_inductor_cache()
+    home = _expanded("~")
+    caches = _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    defaults = {name: home / below for name, below in HOME_VARIABLES.items()}
+    defaults |= {name: caches / below for name, below in CACHE_VARIABLES.items()}
+    places = {name: _expanded(os.environ.get(name) or str(default)) for name, default in defaults.items()}
+    if not (refused := {name: place for name, place in places.items() if not _can_write(place)}):
         return
-    folder: Path | None = None
-    for name, wanted in changed.items():
-        if isinstance(wanted, Path):
-            os.environ[name] = str(wanted)
-            continue
-        folder = folder or _temporary_folder()
-        os.environ[name] = str(folder / wanted)
-    named = [name for name, wanted in changed.items() if isinstance(wanted, str) and name != INDUCTOR_CACHE_VARIABLE]
-    if not named or quiet or os.environ.get("RANK", "0") != "0":
-        return
-    failure = next((value for name in named if (value := before.get(name))), None) or home
-    sys.stderr.write(
-        f"xtk: cannot write to {failure}; using {folder} for caches (set XDG_CACHE_HOME or TMPDIR to change it)\n"
-    )
-    sys.stderr.flush()
+    folder = _temporary_folder()
+    for name in refused:
+        os.environ[name] = str(folder / {**CACHE_VARIABLES, **HOME_VARIABLES}[name])
+    for name, below in READABLE_HF_VARIABLES.items() if "HF_HOME" in refused else ():
+        if os.access(refused["HF_HOME"] / below, os.R_OK):
+            os.environ.setdefault(name, str(refused["HF_HOME"] / below))
+    if not quiet and os.environ.get("RANK", "0") == "0":
+        named = next(iter(refused.values()))
+        sys.stderr.write(
+            f"xtk: cannot write to {named}; using {folder} for caches (set XDG_CACHE_HOME or TMPDIR to change it)\n"
+        )
+        sys.stderr.flush()
+
+
+def _set_inductor_cache() -> None:
+    """Name the cache of torch's compiler, which by default has the name of the user, if this user has none."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_temporary_folder() / "torchinductor"))
 
 
 def shared_memory_is_writable() -> bool:
@@ -70,86 +71,14 @@ def shared_memory_is_writable() -> bool:
     return sys.platform != "linux" or _can_write(SHARED_MEMORY / "xtk")
 
 
-def _home_folder() -> Path | None:
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises without a home
-    return home if home.is_absolute() else None
+def _expanded(path: str) -> Path:
+    """Return a path with the home folder in place of ~; the path as it is, if there is none."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises without a home
 
 
-def _changes() -> dict[str, str | Path]:
-    """Return the variables to set: a path, or a name inside the temporary folder."""
-    caches, changes = _cache_path(os.environ.get("XDG_CACHE_HOME"), _home_folder(), ".cache"), dict[str, str | Path]()
-    for base, table in ((caches, USER_CACHE_VARIABLES), (_home_folder(), HOME_VARIABLES)):
-        for name, below in table.items():
-            if not _can_write(_cache_path(os.environ.get(name), base, below)):
-                changes[name] = below
-    if not _can_write(caches and caches / "any"):
-        changes["XDG_CACHE_HOME"] = "caches"
-    numba = os.environ.get("NUMBA_CACHE_DIR")
-    if (numba or not _package_cache_is_writable()) and not _can_write(_cache_path(numba, caches, "numba")):
-        changes["NUMBA_CACHE_DIR"] = "numba"
-    if "HF_HOME" in changes:
-        home = _cache_path(os.environ.get("HF_HOME"), caches, USER_CACHE_VARIABLES["HF_HOME"])
-        for name, below in READABLE_HF_VARIABLES.items():
-            place = _cache_path(os.environ.get(name), home, below)
-            if (
-                place is not None
-                and _is_readable(place)
-                and not (below == "hub" and "HUGGINGFACE_HUB_CACHE" in os.environ)
-            ):
-                changes[name] = place
-    for name, below in HF_HOME_VARIABLES.items():
-        if os.environ.get(name) and not _can_write(_cache_path(os.environ.get(name), None, "")):
-            changes[name] = f"huggingface/{below}"
-    if _has_no_user_name() and INDUCTOR_CACHE_VARIABLE not in os.environ:
-        changes[INDUCTOR_CACHE_VARIABLE] = "torchinductor"
-    return changes
-
-
-def _cache_path(value: str | None, base: Path | None, below: str) -> Path | None:
-    """Return a library's cache folder: the value of its variable, else a folder below `base`; None: unknown."""
-    if value:
-        path = Path(os.path.expanduser(value))  # noqa: PTH111
-        return path if path.parts[:1] != ("~",) else None
-    return None if base is None else base / below
-
-
-def _is_readable(path: Path) -> bool:
-    try:
-        return os.access(path, os.R_OK) and path.exists()
-    except OSError:
-        return False
-
-
-def _has_no_user_name() -> bool:
-    """Return whether this user has no name in the system; torch needs one for its default cache."""
-    if any(os.environ.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):
-        return False
-    import pwd
-
-    try:
-        pwd.getpwuid(os.getuid())
-    except KeyError:
-        return True
-    return False
-
-
-def _package_cache_is_writable() -> bool:
-    """Return whether numba can write next to the modules of xtk, its first choice."""
-    folders = {Path(__file__).parent}
-    for folder, _, _ in os.walk(Path(__file__).parent):
-        if not folder.endswith("__pycache__"):
-            folders.add(Path(folder))
-    return all(_can_write(folder / "__pycache__" / "any", probe=False) for folder in folders)
-
-
-def _can_write(path: Path | None, *, probe: bool = True) -> bool:
-    """Return whether a folder is writable or can be created.
-
-    Args:
-        path: the folder; None: unknown.
-        probe: create and remove a folder, since permissions are not reliable on all file systems.
-    """
-    if path is None:
+def _can_write(path: Path) -> bool:
+    """Return whether a folder is writable or can be created; False for one in a home folder that is not known (~)."""
+    if path.parts[:1] == ("~",):
         return False
     folder = path
     try:
@@ -159,10 +88,10 @@ def _can_write(path: Path | None, *, probe: bool = True) -> bool:
             folder = folder.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             return False
-        if probe:
-            trial = folder / f".xtk-{os.getpid()}-{os.urandom(4).hex()}"
-            trial.mkdir()
-            trial.rmdir()
+        # Permissions are not reliable on all file systems.
+        trial = folder / f".xtk-{os.getpid()}-{os.urandom(4).hex()}"
+        trial.mkdir()
+        trial.rmdir()
     except OSError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Hostile HTTP servers: each response ends in an error message, within limits of memory and time."""
+"""Malformed responses of HTTP servers: each ends in an error message, within a limit of time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gzip
 import json
 import sys
 import time
-import tracemalloc
 from email.utils import formatdate
 from multiprocessing.connection import Connection
 from typing import ClassVar
@@ -64,15 +63,8 @@ def attack(connection: Connection) -> None:
 
         do_GET = do_POST = attack  # noqa: N815
 
-        def endless(self) -> None:
-            self.send_response(200)
-            self.send_header("Connection", "close")
-            self.end_headers()
-            while True:
-                self.wfile.write(b"[" * (1 << 20))
-
-        def bomb(self) -> None:
-            self.respond(200, gzip.compress(b" " * (1 << 26)), {"Content-Encoding": "gzip"})
+        def compressed(self) -> None:
+            self.respond(200, gzip.compress(b'{"data": [{"id": "m"}]}'), {"Content-Encoding": "gzip"})
 
         def redirect(self) -> None:
             self.respond(302, b"", {"Location": "http://127.0.0.1:9/v1/models"})
@@ -109,9 +101,6 @@ def attack(connection: Connection) -> None:
 
         def nan(self) -> None:
             self.respond(200, b'{"data": NaN}')
-
-        def twice(self) -> None:
-            self.respond(200, b'{"data": [], "data": [{"id": "m"}]}')
 
         def nul(self) -> None:
             self.respond(200, b"\0" * 1000)
@@ -196,7 +185,7 @@ def server():
 
 def request_models(server: ServerProcess, kind: str) -> object:
     endpoint = Endpoint.parse(f"{server.host}/{kind}/v1")
-    pool = EndpointPool([endpoint], concurrency=2, max_weight=float("inf"), retry_policy=HASTY)
+    pool = EndpointPool([endpoint], concurrency=2, retry_policy=HASTY)
 
     async def send_request() -> object:
         async with pool.connected():
@@ -208,8 +197,6 @@ def request_models(server: ServerProcess, kind: str) -> object:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("endless", "larger than 1,048,576 bytes"),
-        ("bomb", "compressed \\(gzip\\)"),
         ("drip", "within 1.5 seconds"),
         ("hints", "within 1.5 seconds"),
         ("hang", "within 1.5 seconds"),
@@ -218,22 +205,22 @@ def request_models(server: ServerProcess, kind: str) -> object:
         ("length", "max_model_len"),
         ("name", "a model whose id is not a string"),
         ("nan", "NaN is not a JSON number"),
-        ("twice", "a key twice"),
         ("nul", "not valid JSON"),
         ("html", "not valid JSON"),
         ("latin", "not valid JSON"),
         ("error", "500 x"),
     ],
 )
-def test_hostile_response_ends_in_a_short_error(server, kind, message):
-    tracemalloc.start()
+def test_malformed_response_ends_in_a_short_error(server, kind, message):
     started = time.monotonic()
     with pytest.raises(NoResponseError, match=message) as raised:
         request_models(server, kind)
     assert time.monotonic() - started < 10
     assert len(raised.value.what) < 1000
-    assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    tracemalloc.stop()
+
+
+def test_compressed_response_is_read(server):
+    assert request_models(server, "compressed") == [{"id": "m"}]
 
 
 @pytest.mark.parametrize(("status", "attempts"), [(500, 5), (501, 5), (502, 12), (503, 12), (529, 12)])
@@ -241,11 +228,11 @@ def test_internal_errors_are_retried_less_often_than_those_of_busy_servers(statu
     policy = RetryPolicy(max_attempts=12, initial_backoff=0.001, max_backoff=0.01)
     with run_server(attack) as running:
         endpoint = Endpoint.parse(f"{running.host}/fails/{status}/v1")
-        pool = EndpointPool([endpoint], concurrency=1, max_weight=1, retry_policy=policy)
+        pool = EndpointPool([endpoint], concurrency=1, retry_policy=policy)
 
         async def send_request() -> object:
             async with pool.connected():
-                return await pool.request("/x", lambda _: {}, str, what="a document", weight=1, max_bytes=1000)
+                return await pool.request("/x", lambda _: {}, str, what="a document")
 
         with pytest.raises(XtkError, match=f"in {attempts} attempts; last error: .*: HTTP {status} request {attempts}"):
             asyncio.run(send_request())
@@ -265,7 +252,7 @@ def test_request_without_a_body_has_the_shorter_status_timeout(server, monkeypat
 
 def test_server_that_changes_its_model_is_refused(server):
     endpoint = Endpoint.parse(f"{server.host}/switch/v1")
-    pool = EndpointPool([endpoint], concurrency=1, max_weight=float("inf"), retry_policy=HASTY)
+    pool = EndpointPool([endpoint], concurrency=1, retry_policy=HASTY)
 
     async def send_requests() -> None:
         async with pool.connected():
@@ -414,7 +401,7 @@ def test_value_that_is_not_a_log_probability_is_refused(value):
 
 def test_infinity_and_nan_in_json_are_refused():
     for text in ("-Infinity", "Infinity", "NaN"):
-        with pytest.raises(RetryableError, match="is not a JSON number"):
-            parse_response(json.dumps({"logprob": 0}).replace("0", text).encode())
+        with pytest.raises(ValueError, match="is not a JSON number"):
+            parse_response(json.dumps({"logprob": 0}).replace("0", text))
     with pytest.raises(RetryableError, match="not finite"):
-        checked_logprobs([parse_response(b"-1e999")])
+        checked_logprobs([parse_response("-1e999")])

@@ -11,7 +11,7 @@ import pytest
 import small_inputs
 import torch
 
-from xtk.batches.data_sources import DocumentsOfCaches
+from xtk.batches.data_sources import DocumentsFromCaches
 from xtk.batches.losses_per_teacher import assign_losses, open_teachers
 from xtk.batches.micro_batches import BatchBuilder
 from xtk.losses.head import fused_loss
@@ -129,7 +129,7 @@ def test_every_sampled_token_carries_loss(cached_rollouts, pair, loss):
     loss_term = LossTerm(
         assigned.rule, assigned.loss.make_divergence(), teacher.comparison_space(assigned.rule.comparison_space)
     )
-    batch = BatchBuilder(DocumentsOfCaches(teacher.source), student, [loss_term], 256).build([0, 1, 2])
+    batch = BatchBuilder(DocumentsFromCaches(teacher.source), student, [loss_term], 256).build([0, 1, 2])
     (term,) = batch.terms
     torch.manual_seed(0)
     documents, length = batch.input_ids.shape

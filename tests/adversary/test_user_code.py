@@ -24,9 +24,7 @@ from xtk.user_code import user_code_errors
 REWARDS = {
     "sys.exit(0)": ("import sys; sys.exit(0)", "ended the process: sys.exit(0)"),
     "sys.exit()": ("import sys; sys.exit()", "ended the process: sys.exit(None)"),
-    "os._exit(0)": ("import os; os._exit(0)", "ended the process: os._exit(0)"),
     "quit": ("raise SystemExit", "ended the process: sys.exit(None)"),
-    "KeyboardInterrupt": ("raise KeyboardInterrupt", "failed: KeyboardInterrupt"),
     "GeneratorExit": ("raise GeneratorExit", "failed: GeneratorExit"),
     "an exception of its own": ("class Own(BaseException): pass\n    raise Own('x')", "failed: Own: x"),
     "an exception without a message": (
@@ -94,8 +92,7 @@ def test_user_code_changes_neither_the_row_nor_the_current_directory(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "message"), [
-    ("import sys; sys.exit(0)", "ended the process: sys.exit(0)"), ("import os; os._exit(0)", "os._exit(0)"),
-    ("raise KeyboardInterrupt", "failed: KeyboardInterrupt"), ("def f(", "failed: SyntaxError"),
+    ("import sys; sys.exit(0)", "ended the process: sys.exit(0)"), ("def f(", "failed: SyntaxError"),
 ])  # fmt: skip
 def test_module_that_ends_the_process_is_an_error_that_names_it(tmp_path, code, message):
     (tmp_path / "own.py").write_text(code + "\ndef score(*given): return 1.0\n")
@@ -105,7 +102,7 @@ def test_module_that_ends_the_process_is_an_error_that_names_it(tmp_path, code, 
 
 
 @pytest.mark.parametrize("method", ["__init__", "reset", "step", "reward"])
-@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "raise GeneratorExit"])
 def test_environment_that_ends_the_process_is_an_error_that_names_it(tmp_path, method, code):
     methods = {"__init__": "self", "reset": "self, record", "step": "self, text", "reward": "self"}
     bodies = {"step": "return 'x', False", "reward": "return 1.0"} | {method: code}
@@ -179,9 +176,8 @@ def test_processes_forked_by_user_code_keep_their_exit_codes():
     assert result.stdout == "7\n"
 
 
-@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)"])
-def test_rollout_with_a_reward_that_exits_fails_without_output(run, pair, tmp_path, code):
-    (tmp_path / "own.py").write_text(f"def score(completion, prompt, row):\n    {code}\n")
+def test_rollout_with_a_reward_that_exits_fails_without_output(run, pair, tmp_path):
+    (tmp_path / "own.py").write_text("def score(completion, prompt, row):\n    import sys; sys.exit(0)\n")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "One"}) + "\n" + json.dumps({"prompt": "Two"}) + "\n")
     result = run("rollout", pair.student, "p.jsonl", "--reward", "own.py:score", "--max-completion-length", 4,
                  "-o", "r.jsonl", code=1, cwd=tmp_path)  # fmt: skip

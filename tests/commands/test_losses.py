@@ -10,7 +10,7 @@ import pytest
 import torch
 from recorded_training_steps import make_train_config, open_run_inputs
 
-from xtk.batches.data_sources import DocumentsOfCaches
+from xtk.batches.data_sources import DocumentsFromCaches
 from xtk.batches.losses_per_teacher import open_teachers
 from xtk.batches.micro_batches import BatchBuilder
 from xtk.cache.reader import TeacherCache
@@ -128,7 +128,7 @@ def test_losses_that_ignore_sampled_tokens_use_the_exact_tokens_only(run, pair, 
         )
         term = LossTerm(loss.make_loss(), loss.make_divergence(), comparison_space)
         byte_kl = LossTerm(ByteKL(), ForwardKLDivergence(), build_byte_partition(tokenizer, cache.teacher_tokenizer))
-        tensors.append(BatchBuilder(DocumentsOfCaches(cache), tokenizer, [byte_kl, term], 256).build([0, 1, 2]).terms)
+        tensors.append(BatchBuilder(DocumentsFromCaches(cache), tokenizer, [byte_kl, term], 256).build([0, 1, 2]).terms)
     (byte_kl_top_k, term_top_k), (byte_kl_sampled, term_sampled) = tensors
     # simct divides by a sum with the remainder, which one cache stores and the other computes from float32 entries.
     tolerance = {"rtol": 1e-5, "atol": 1e-7} if text == "simct" else {"rtol": 0, "atol": 0}
@@ -156,7 +156,7 @@ def test_positions_with_nan_teacher_log_probabilities_are_skipped_and_counted(pa
         ByteKL(), ForwardKLDivergence(), build_byte_partition(tokenizer, teacher_cache.teacher_tokenizer)
     )
     batches = [
-        BatchBuilder(DocumentsOfCaches(cache_class(cache)), tokenizer, [byte_kl], 256).build([0, 1, 2])
+        BatchBuilder(DocumentsFromCaches(cache_class(cache)), tokenizer, [byte_kl], 256).build([0, 1, 2])
         for cache_class in (TeacherCache, CacheWithNaN)
     ]
     assert [batch.nan_positions for batch in batches] == [0, 3]

@@ -19,7 +19,7 @@ from xtk.data.corpus_reader import Corpus
 from xtk.doctor import CHECKS
 from xtk.doctor.all_checks import run_checks
 from xtk.doctor.cache_and_loss_checks import auto_loss, cache_identity, projection
-from xtk.doctor.chat_template_checks import duplicate_start_token, template_content
+from xtk.doctor.conversation_checks import duplicate_start_token, template_content
 from xtk.doctor.data_checks import compression, conversations, document_lengths, special_tokens_in_text
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.doctor.environment_checks import library_versions
@@ -30,8 +30,7 @@ from xtk.doctor.memory_and_disk_estimates import (
     max_pass_tokens,
     memory,
 )
-from xtk.doctor.vocabulary_checks import embedding_rows, special_tokens
-from xtk.doctor.weight_checks import attention, dtypes, weight_tensors
+from xtk.doctor.model_checks import attention, dtypes, embedding_rows, special_tokens, weight_tensors
 from xtk.errors import CorruptError
 from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import load_causal_lm

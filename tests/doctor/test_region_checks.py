@@ -7,9 +7,8 @@ from chat_families import write_family
 from transformers import LlamaConfig
 
 from xtk.data.corpus_reader import Corpus
-from xtk.doctor.chat_template_checks import template_content
+from xtk.doctor.conversation_checks import TOOL, reasoning_and_tools, regions, template_content
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, RunPlan
-from xtk.doctor.region_checks import TOOL, reasoning_and_tools, regions
 
 TOOL_CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
 TOOL_CONVERSATION = [

@@ -8,7 +8,7 @@ import torch
 from chat_families import write_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from xtk.batches.data_sources import DocumentsOfCaches
+from xtk.batches.data_sources import DocumentsFromCaches
 from xtk.batches.losses_per_teacher import assign_losses, open_teachers
 from xtk.batches.micro_batches import BatchBuilder
 from xtk.cache.reader import TeacherCache
@@ -111,7 +111,7 @@ def loss_and_gradient(student_and_folder, text: str, regions: RegionWeights):
     ((assigned,), _) = assign_losses(parse_losses([text]), [teacher])
     space = teacher.comparison_space(assigned.rule.comparison_space)
     loss_term = LossTerm(assigned.rule, assigned.loss.make_divergence(), space)
-    builder = BatchBuilder(DocumentsOfCaches(teacher.source), tokenizer, [loss_term], 512, region_weights=regions)
+    builder = BatchBuilder(DocumentsFromCaches(teacher.source), tokenizer, [loss_term], 512, region_weights=regions)
     batch = builder.build([0, 1, 2])
     vocab_size = tokenizer.embedding_rows
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import pytest
 import small_inputs
 import torch
 
-from xtk.batches.data_sources import DocumentsOfCaches
+from xtk.batches.data_sources import DocumentsFromCaches
 from xtk.batches.losses_per_teacher import DistillationTeacher, assign_losses, open_teachers
 from xtk.batches.micro_batches import BatchBuilder
 from xtk.cache.reader import TeacherCache
@@ -110,7 +110,7 @@ def test_sampled_tokens_have_gradients_and_prompts_and_tool_answers_have_none(ro
     loss_term = LossTerm(
         assigned.rule, assigned.loss.make_divergence(), teacher.comparison_space(assigned.rule.comparison_space)
     )
-    source = DocumentsOfCaches(teacher.source)
+    source = DocumentsFromCaches(teacher.source)
     batch = BatchBuilder(source, rollouts.student, [loss_term], 256).build([0, 1])
     (term,) = batch.terms
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_a_student_with_another_tokenizer_trains_on_the_text_without_policy_grad
     for text, has_items in (("alm", True), ("policy-gradient", False)):
         (loss,) = parse_losses([text])
         loss_term = LossTerm(loss.make_loss(), loss.make_divergence(), None)
-        (term,) = BatchBuilder(DocumentsOfCaches(cache), other, [loss_term], 256).build([0, 1]).terms
+        (term,) = BatchBuilder(DocumentsFromCaches(cache), other, [loss_term], 256).build([0, 1]).terms
         assert (term.num_items > 0) == has_items
 
 
@@ -157,7 +157,7 @@ def test_advantages_are_summed_and_clipped_by_region(rollouts):
     teacher = rollouts.teacher("alike")
     ((assigned,), _) = assign_losses(parse_losses(["policy-gradient:reward_weight=0"]), [teacher])
     loss_term = LossTerm(assigned.rule, assigned.loss.make_divergence(), None)
-    source, found = DocumentsOfCaches(teacher.source), {}
+    source, found = DocumentsFromCaches(teacher.source), {}
     for bounds in ({}, {"answer": 0.25, "end-of-turn": 0.5}):
         regions = RegionWeights(advantage_bounds=bounds)
         batch = BatchBuilder(source, rollouts.student, [loss_term], 256, region_weights=regions).build([0, 1])

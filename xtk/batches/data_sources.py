@@ -45,7 +45,7 @@ class DocumentSource(Protocol):
         """Return [documents], the weight of each document in the loss."""
 
 
-class DocumentsOfCaches:
+class DocumentsFromCaches:
     """The documents of the cache of one teacher, or of several.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from xtk.batches.combine_teachers import TeacherEnsemble
-from xtk.batches.data_sources import DocumentsOfCaches, TeacherMixture, match_documents, route_documents
+from xtk.batches.data_sources import DocumentsFromCaches, TeacherMixture, match_documents, route_documents
 from xtk.batches.losses_per_teacher import AssignedLoss, DistillationTeacher
 from xtk.cache.reader import TeacherCache
 from xtk.errors import MismatchError, XtkError
@@ -50,14 +50,14 @@ class TeacherLosses:
         is_mixture = self.combination.method == "mixture"
         return [TeacherMixture(teachers, self.combination.weights)] if is_mixture else teachers
 
-    def cached_documents(self, teachers: Sequence[DistillationTeacher]) -> DocumentsOfCaches:
+    def cached_documents(self, teachers: Sequence[DistillationTeacher]) -> DocumentsFromCaches:
         """Return the documents of the caches of teachers, combined by the method of `--combine-teachers`."""
         caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
         if len(caches) == 1:
-            return DocumentsOfCaches(*caches)
+            return DocumentsFromCaches(*caches)
         is_routed = self.combination.method == "route"
         rows = route_documents(caches, [one.name for one in teachers]) if is_routed else match_documents(caches)
-        documents = DocumentsOfCaches(*caches, rows=rows)
+        documents = DocumentsFromCaches(*caches, rows=rows)
         documents.teachers = self.combined(documents.teachers)
         return documents
 

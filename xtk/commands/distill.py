@@ -175,7 +175,7 @@ def _on_policy(
     options: DistillOptions, teachers: tuple[OnlineTeacher, ...], devices: tuple[int, ...]
 ) -> OnPolicyConfig:
     """Return the on-policy configuration from options."""
-    from xtk.engines.engine_options import parse_engine_options
+    from xtk.engines.backend import parse_engine_options
     from xtk.errors import XtkError
     from xtk.rewards.reward_spec import parse_reward
     from xtk.rollouts.generator_interface import SamplingConfig

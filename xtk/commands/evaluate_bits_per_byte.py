@@ -60,7 +60,7 @@ def evaluate_bits_per_byte(folders: dict[str, tuple[Path, Path | None]], options
     Args:
         folders: {model name: (folder, adapter folder or None)}.
     """
-    from xtk.evaluation.cached_teacher_comparison import DocumentsOfCaches
+    from xtk.evaluation.cached_teacher_comparison import CachedDocuments
 
     data = options.data
     cached = [place for place in data if place != "-" and is_cache(place)]
@@ -78,7 +78,7 @@ def evaluate_bits_per_byte(folders: dict[str, tuple[Path, Path | None]], options
                     "--columns does not apply to a teacher cache as DATA", where=cached[0], hint="remove --columns"
                 )
             cache = TeacherCache(cached[0])
-            documents = DocumentsOfCaches(cache)
+            documents = CachedDocuments(cache)
         else:
             documents = corpus = Corpus(data, parse_columns_option(options.columns), options.max_document_bytes)
             if options.teacher:

@@ -310,7 +310,7 @@ def _describe_model(path: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def _print_description(record: dict[str, Any]) -> None:
-    from xtk.pages.projection_audit_tables import audit_lines
+    from xtk.pages.projection_audit import audit_lines
 
     terminal.result_line(f"{record['path']}: {record['kind']}")
     audited = record["header"].get("audit") if record["kind"] == "projection" else None

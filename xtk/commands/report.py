@@ -221,7 +221,7 @@ def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[tupl
     from xtk.cache import statistics as cache_statistics
     from xtk.cache.reader import TeacherCache
     from xtk.pages.alignment_html import alignment_sections
-    from xtk.pages.projection_audit_html import audit_sections
+    from xtk.pages.projection_audit import audit_sections
     from xtk.projection.disk_cache import cached_projection
     from xtk.projection.file import read_projection
     from xtk.text.alignment_statistics import AlignmentStatistics, align_documents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from xtk.doctor import CHECKS
 from xtk.doctor.doctor_inputs import DoctorInputs, Finding
@@ -19,9 +20,9 @@ def run_checks(inputs: DoctorInputs) -> Iterator[Finding]:
             for finding in load_registered(table, name, "check")(inputs):
                 if finding.level == "error":
                     reported.append((finding.what, finding.where))
-                yield finding
+                yield replace(finding, check=finding.check or name)
         except XtkError as failure:
             where = failure.where or ""
             if not any(failure.what == what and where in other for what, other in reported):
-                yield Finding(name, "error", failure.what, where, failure.hint or "")
+                yield Finding("error", failure.what, where, failure.hint or "", check=name)
             reported.append((failure.what, where))

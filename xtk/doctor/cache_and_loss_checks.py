@@ -22,12 +22,10 @@ def cache_identity(inputs: DoctorInputs) -> Iterator[Finding]:
     identity, teacher = inputs.cache.header["teacher"], inputs.teacher.tokenizer
     support = inputs.cache.header["options"].get("support")
     where = f"cache of {identity['name']}"
+    again = f"give the teacher of the cache, or run xtk cache-teacher {teacher.name} ..."
     if identity["tokenizer"] != teacher.fingerprint:
         what = f"the cache comes from a teacher with another tokenizer ({identity['tokenizer'][:15]})"
-        hint = f"give the teacher of the cache, or run xtk cache-teacher {teacher.name} ..."
-        yield Finding(
-            "cache_identity", "error", what, f"{where}; {inputs.teacher.name} has {teacher.fingerprint[:15]}", hint
-        )
+        yield Finding("error", what, f"{where}; {inputs.teacher.name} has {teacher.fingerprint[:15]}", again)
         return
     summary = f"{len(inputs.cache):,} documents, support {support}"
     if (bits := teacher_bits_per_byte(inputs.cache.manifest)) is not None:
@@ -37,18 +35,15 @@ def cache_identity(inputs: DoctorInputs) -> Iterator[Finding]:
     own = _weights_fingerprints(inputs.teacher)
     if cached and own and cached != own:
         what = f"the cache comes from a teacher with other weights or another configuration ({cached[0][:15]})"
-        hint = f"give the teacher of the cache, or run xtk cache-teacher {teacher.name} ..."
-        yield Finding("cache_identity", "warning", what, f"{where}; {inputs.teacher.name} has {own[0][:15]}", hint)
+        yield Finding("warning", what, f"{where}; {inputs.teacher.name} has {own[0][:15]}", again)
     elif inputs.data_sample.documents and identity["template"] != teacher.template_fingerprint:
-        what = "the cache was made with another chat template"
-        yield Finding(
-            "cache_identity", "warning", what, where, "if the data has conversations, run cache-teacher --force"
-        )
+        hint = "if the data has conversations, run cache-teacher --force"
+        yield Finding("warning", "the cache was made with another chat template", where, hint)
     elif not cached or not own:
         reason = "the teacher's folder has none" if cached else "the cache has no fingerprint"
-        yield Finding("cache_identity", "ok", f"{summary}; weights not compared: {reason}", where)
+        yield Finding("ok", f"{summary}; weights not compared: {reason}", where)
     else:
-        yield Finding("cache_identity", "ok", f"{summary}; same weights as this teacher", where)
+        yield Finding("ok", f"{summary}; same weights as this teacher", where)
 
 
 def _weights_fingerprints(side: DoctorModel) -> list[str]:
@@ -61,7 +56,7 @@ def projection(inputs: DoctorInputs) -> Iterator[Finding]:
     """Report the coverage of the projection that `distill` would build."""
     student, teacher = (side.tokenizer for side in inputs.models)
     if student.fingerprint == teacher.fingerprint:
-        yield Finding("projection", "ok", "student and teacher have the same tokenizer: no projection is needed")
+        yield Finding("ok", "student and teacher have the same tokenizer: no projection is needed")
         return
     audit = cached_projection(student, teacher, DEFAULT_PROJECTION_METHOD).header["audit"]
     rows, tokens = audit["rows"], len(student)
@@ -70,16 +65,12 @@ def projection(inputs: DoctorInputs) -> Iterator[Finding]:
         f"student tokens: {exact:.1%} are teacher tokens, {rows['composed'] / tokens:.1%} are composed of several, "
         f"{rows['unmapped'] / tokens:.1%} are unmapped; unmapped mass {audit['unmapped_mass']:.4f}"
     )
-    figures = {"rows": rows, "unmapped_mass": audit["unmapped_mass"],
-               "unreachable_teacher_tokens": audit["unreachable_teacher_tokens"],
-               "poorly_matched_categories": audit["poorly_matched_categories"]}  # fmt: skip
+    shown = ("unmapped_mass", "unreachable_teacher_tokens", "poorly_matched_categories")
+    figures = {"rows": rows, **{name: audit[name] for name in shown}}
     warning = audit_warning(audit)
-    if warning is None:
-        yield Finding("projection", "ok", what, figures=figures)
-    else:
-        yield Finding(
-            "projection", "warning", f"{what}. {'; '.join(map(str.strip, warning.splitlines()))}", figures=figures
-        )
+    if warning is not None:
+        what += f". {'; '.join(map(str.strip, warning.splitlines()))}"
+    yield Finding("ok" if warning is None else "warning", what, figures=figures)
 
 
 @dataclass(frozen=True)
@@ -101,4 +92,4 @@ def auto_loss(inputs: DoctorInputs) -> Iterator[Finding]:
     name = str(cache.header["teacher"]["name"])
     losses, why = DistillationTeacher(name, name, cache, inputs.student.tokenizer).auto_losses()
     chosen = " and ".join(f"--loss {loss}" for loss in losses)
-    yield Finding("auto_loss", "ok", f"--loss auto chooses {chosen}, because {why}", figures={"losses": losses})
+    yield Finding("ok", f"--loss auto chooses {chosen}, because {why}", figures={"losses": losses})

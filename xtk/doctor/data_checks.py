@@ -11,7 +11,8 @@ from xtk.text.token_sequence import count_lost_bytes, format_lost_bytes, tokeniz
 
 # Measured: over 99 % of the bytes are aligned in the pairs of docs/explanation/numbers.md.
 MIN_ALIGNED_FRACTION = 0.9
-LONG_DOCUMENT_HINTS = {"student": "truncate or skip", "teacher": "truncate, split or skip"}
+LONG_DOCUMENT_HINTS = {"student": "distill --long-documents truncate or skip",
+                       "teacher": "cache-teacher --long-documents truncate, split or skip"}  # fmt: skip
 
 
 def document_lengths(inputs: DoctorInputs) -> Iterator[Finding]:
@@ -21,30 +22,23 @@ def document_lengths(inputs: DoctorInputs) -> Iterator[Finding]:
         return
     for number, side in enumerate(inputs.models):
         limit, longest = max_document_tokens(side, inputs.plan), reading.longest[number][0]
-        figures = {
-            "longest_tokens": longest[0],
-            "limit_tokens": limit,
-            "documents_too_long": reading.num_too_long[number],
-        }
+        too_long, choice = reading.num_too_long[number], inputs.plan.long_documents
+        figures = {"longest_tokens": longest[0], "limit_tokens": limit, "documents_too_long": too_long}
         message = f"the longest of {_documents_read(inputs)} has {longest[0]:,} tokens"
         if side.role == "teacher" and inputs.cache is not None:
             continue  # it has scored them already
         if limit is None:
-            yield Finding(
-                "document_lengths", "note", f"{message}; config.json has no context length", side.name, figures=figures
-            )
-        elif reading.num_too_long[number] and inputs.plan.long_documents == "refuse":
-            command = "distill" if side.role == "student" else "cache-teacher"
-            what = f"{reading.num_too_long[number]:,} of {_documents_read(inputs)} "
-            what += f"are longer than {limit:,} tokens; {message}"
-            hint = f"use xtk {command} --long-documents {LONG_DOCUMENT_HINTS[side.role]}"
-            yield Finding("document_lengths", "error", what, f"{side.name}, document {longest[1]}", hint, figures)
-        elif reading.num_too_long[number]:
-            what = f"{reading.num_too_long[number]:,} of {_documents_read(inputs)} are too long: "
-            what += f"--long-documents {inputs.plan.long_documents}; {message}"
-            yield Finding("document_lengths", "warning", what, f"{side.name}, document {longest[1]}", figures=figures)
+            yield Finding("note", f"{message}; config.json has no context length", side.name, figures=figures)
+        elif not too_long:
+            yield Finding("ok", f"{message} (limit {limit:,})", side.name, figures=figures)
         else:
-            yield Finding("document_lengths", "ok", f"{message} (limit {limit:,})", side.name, figures=figures)
+            what, where = f"{too_long:,} of {_documents_read(inputs)} are ", f"{side.name}, document {longest[1]}"
+            if choice == "refuse":
+                hint = f"use xtk {LONG_DOCUMENT_HINTS[side.role]}"
+                yield Finding("error", f"{what}longer than {limit:,} tokens; {message}", where, hint, figures)
+            else:
+                what += f"too long: --long-documents {choice}; {message}"
+                yield Finding("warning", what, where, figures=figures)
 
 
 def _documents_read(inputs: DoctorInputs) -> str:
@@ -54,21 +48,15 @@ def _documents_read(inputs: DoctorInputs) -> str:
 
 def special_tokens_in_text(inputs: DoctorInputs) -> Iterator[Finding]:
     """Find texts that contain the strings of special tokens, as rendered chats do."""
+    texts = [document.text for document in inputs.data_sample.documents]
     for side in inputs.models:
         names = list(side.tokenizer.vocabulary.special_tokens)
-        listed = [
-            (at, name)
-            for at, (document, _) in enumerate(inputs.data_sample.documents)
-            for name in names
-            if name in document.text
-        ]
-        if listed:
-            fraction = len({at for at, _ in listed}) / len(inputs.data_sample.documents)
-            what = f"{fraction:.0%} of the documents contain special tokens such as {listed[0][1]}, read by xtk as text"
+        listed = [next((name for name in names if name in text), "") for text in texts]
+        if any(listed):
+            fraction, example = sum(map(bool, listed)) / len(texts), next(filter(None, listed))
+            what = f"{fraction:.0%} of the documents contain special tokens such as {example}, read by xtk as text"
             hint = "give conversations as messages, so that each model's chat template renders them"
-            yield Finding(
-                "special_tokens_in_text", "warning", what, side.name, hint, {"document_fraction": round(fraction, 6)}
-            )
+            yield Finding("warning", what, side.name, hint, {"document_fraction": round(fraction, 6)})
 
 
 def compression(inputs: DoctorInputs) -> Iterator[Finding]:
@@ -76,7 +64,7 @@ def compression(inputs: DoctorInputs) -> Iterator[Finding]:
     reading = inputs.data_sample
     if not reading.num_documents:
         what = "lengths, alignment, cost, reasoning and tools are not checked without a cache or data"
-        yield Finding("compression", "note", what, hint="run xtk doctor STUDENT TEACHER DATA")
+        yield Finding("note", what, hint="run xtk doctor STUDENT TEACHER DATA")
         return
     sizes = [reading.num_bytes / max(tokens, 1) for tokens in reading.num_tokens]
     figures = {"student_bytes_per_token": round(sizes[0], 4), "teacher_bytes_per_token": round(sizes[1], 4),
@@ -85,16 +73,16 @@ def compression(inputs: DoctorInputs) -> Iterator[Finding]:
         f"bytes per token: student {sizes[0]:.2f}, teacher {sizes[1]:.2f}; "
         f"{reading.num_tokens[0] / max(reading.num_tokens[1], 1):.2f} student tokens per teacher token"
     )
-    yield Finding("compression", "ok", what, _documents_read(inputs), figures=figures)
+    yield Finding("ok", what, _documents_read(inputs), figures=figures)
     yield _alignment_finding(inputs)
     for side in inputs.models:
-        texts = [document.text for document, _ in reading.documents if document.conversation is None]
+        texts = [document.text for document in reading.documents if document.conversation is None]
         if warning := count_normalization_loss(side.tokenizer, texts).warning():
-            yield Finding("compression", "note", warning, side.name, "see docs/explanation/alignment.md")
+            yield Finding("note", warning, side.name, "see docs/explanation/alignment.md")
 
 
 def _alignment_finding(inputs: DoctorInputs) -> Finding:
-    documents = [document for document, _ in inputs.data_sample.documents]
+    documents = inputs.data_sample.documents
     statistics = AlignmentStatistics(inputs.student.tokenizer, inputs.teacher.tokenizer)
     for group in align_documents(documents, inputs.student.tokenizer, inputs.teacher.tokenizer):
         statistics.add(group)
@@ -102,28 +90,22 @@ def _alignment_finding(inputs: DoctorInputs) -> Finding:
     aligned, one_to_one = 1 - record["unaligned_fraction"], record["span_kinds"]["1:1"]["span_fraction"]
     figures = {"aligned_byte_fraction": aligned, "one_to_one_span_fraction": one_to_one}
     # In conversations, template text and untrained messages are in no span.
-    low = aligned < MIN_ALIGNED_FRACTION and all(document.conversation is None for document in documents)
+    low = aligned < MIN_ALIGNED_FRACTION and not inputs.data_sample.conversations
     what = f"{aligned:.1%} of the bytes are aligned; {one_to_one:.1%} of the spans are one token to one token"
     hint = "run xtk align STUDENT TEACHER DATA --stats to list the worst documents" if low else ""
-    where = f"{len(documents):,} documents"
-    return Finding("alignment", "warning" if low else "ok", what, where, hint, figures)
+    return Finding("warning" if low else "ok", what, f"{len(documents):,} documents", hint, figures, "alignment")
 
 
 def conversations(inputs: DoctorInputs) -> Iterator[Finding]:
     """Count bytes of trained messages that the chat templates change."""
-    conversations = [document for document, _ in inputs.data_sample.documents if document.conversation is not None]
+    documents = inputs.data_sample.conversations
     for side in inputs.models:
-        if not conversations or not side.has_chat_template:
+        if not documents or not side.has_chat_template:
             continue
-        counts = [
-            count_lost_bytes(*pair)
-            for pair in zip(conversations, tokenize_documents(side.tokenizer, conversations), strict=True)
-        ]
-        if sum(counts):
-            yield Finding("conversations", "warning", format_lost_bytes(counts), side.name,
-                "see docs/how-to/conversations.md",
-                          {"bytes": sum(counts)})  # fmt: skip
+        sequences = tokenize_documents(side.tokenizer, documents)
+        counts = [count_lost_bytes(*pair) for pair in zip(documents, sequences, strict=True)]
+        if total := sum(counts):
+            hint = "see docs/how-to/conversations.md"
+            yield Finding("warning", format_lost_bytes(counts), side.name, hint, {"bytes": total})
         else:
-            yield Finding(
-                "conversations", "ok", f"{len(conversations):,} conversations, no answer is changed", side.name
-            )
+            yield Finding("ok", f"{len(documents):,} conversations, no answer is changed", side.name)

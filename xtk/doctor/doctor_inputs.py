@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -19,9 +19,9 @@ from xtk.models.student_model_setup import ALL_LINEAR
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.teachers.cache_resource_estimate import EvenSample
 from xtk.text.chat.parts import REASONING_KEY
-from xtk.text.document import Conversation, Document
+from xtk.text.document import Document
 from xtk.text.model_config_json import read_model_config
-from xtk.text.token_sequence import TokenSequence, tokenize_documents
+from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 
 LEVELS = ("ok", "note", "warning", "error")
@@ -31,23 +31,14 @@ SAMPLE_SIZE, MAX_DOCUMENTS_READ = 512, 40 * READ_BATCH_SIZE
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a check.
+    """A result of a check."""
 
-    Attributes:
-        check: name of the check.
-        level: one of `LEVELS`; "error": a command will fail.
-        what: the message, one sentence.
-        where: model, file or document; "": the pair.
-        hint: what to do; "": nothing.
-        figures: values for --json.
-    """
-
-    check: str
-    level: str
-    what: str
-    where: str = ""
-    hint: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
+    level: str  # one of `LEVELS`; "error": a command will fail
+    what: str  # the message, one sentence
+    where: str = ""  # model, file or document; "": the pair
+    hint: str = ""  # what to do
+    figures: dict[str, Any] = field(default_factory=dict)  # values for --json
+    check: str = ""  # name; "": that of the function, which `run_checks` adds
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as `xtk doctor --json` prints it."""
@@ -63,25 +54,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorModel:
-    """A student or teacher, without weights.
+    """A student or teacher, without weights."""
 
-    Attributes:
-        role: "student" or "teacher".
-        folder: the model folder.
-        tokenizer: its tokenizer.
-        config: content of config.json; empty if there is none.
-        tensor_headers: {name: (safetensors dtype, shape)} of the weights, from the file headers.
-        is_remote: whether its weights are on the Hugging Face Hub and not downloaded.
-        adapter: folder of its PEFT adapter; None: none.
-    """
-
-    role: str
+    role: str  # "student" or "teacher"
     folder: Path
     tokenizer: Tokenizer
-    config: dict[str, Any]
-    tensor_headers: dict[str, tuple[str, tuple[int, ...]]]
-    is_remote: bool = False
-    adapter: Path | None = None
+    config: dict[str, Any]  # content of config.json; empty if there is none
+    tensor_headers: dict[str, tuple[str, tuple[int, ...]]]  # name: (safetensors dtype, shape), from the file headers
+    is_remote: bool = False  # its weights are on the Hugging Face Hub and not downloaded
+    adapter: Path | None = None  # folder of its PEFT adapter
 
     @classmethod
     def read(cls, role: str, folder: Path, name: str) -> DoctorModel:
@@ -119,31 +100,17 @@ class DoctorModel:
     @property
     def embedding(self) -> tuple[str, int] | None:
         """Name and number of rows of its input embedding; None: not found."""
-        endings = (
-            "embed_tokens.weight",
-            "wte.weight",
-            "embed_in.weight",
-            "word_embeddings.weight",
-            "embeddings.weight",
-        )
-        names = [name for ending in endings for name in self.tensor_headers if name.endswith(ending)]
+        endings = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings")
+        names = [name for ending in endings for name in self.tensor_headers if name.endswith(f"{ending}.weight")]
         return (names[0], self.tensor_headers[names[0]][1][0]) if names else None
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Options of a planned run, named as in `distill` and `cache-teacher`.
-
-    Attributes:
-        parallel: the parallel layout.
-        output: output folder.
-        top_k: --top-k of the cache; 0: the default.
-        tokens_per_second: teacher throughput in tokens per second; 0: unknown.
-        others: as the options of `distill` with the same name.
-    """
+    """Options of a planned run, named as in `distill` and `cache-teacher`."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    output: Path = Path()
+    output: Path = Path()  # folder
     dtype: str = "float32"
     teacher_dtype: str = "float32"
     mixed_precision: str = "no"
@@ -159,27 +126,19 @@ class RunPlan:
     attn_implementation: str = ""
     lora_r: int = 0
     lora_target_modules: tuple[str, ...] = ALL_LINEAR
-    top_k: int = 0
-    tokens_per_second: float = 0.0
+    top_k: int = 0  # of the cache; 0: the default
+    tokens_per_second: float = 0.0  # of the teacher; 0: unknown
 
 
 @dataclass(frozen=True)
 class DoctorInputs:
-    """Inputs of all checks.
-
-    Attributes:
-        student: the student.
-        teacher: the teacher.
-        plan: options of the planned run.
-        cache: a finished cache; None: not given.
-        corpus: the data; None: not given, or the documents of the cache.
-    """
+    """Inputs of all checks."""
 
     student: DoctorModel
     teacher: DoctorModel
     plan: RunPlan
-    cache: TeacherCache | None = None
-    corpus: Corpus | None = None
+    cache: TeacherCache | None = None  # a finished one
+    corpus: Corpus | None = None  # the data; None: not given, or the documents of the cache
 
     @property
     def models(self) -> tuple[DoctorModel, DoctorModel]:
@@ -193,9 +152,9 @@ class DoctorInputs:
         return () if self.cache is None else (stored.document for stored in self.cache)
 
     @cached_property
-    def conversation_contents(self) -> ConversationContents:
-        """What the conversations contain, of at most `MAX_DOCUMENTS_READ` documents."""
-        return ConversationContents.of(islice(self.documents(), MAX_DOCUMENTS_READ))
+    def conversation_contents(self) -> frozenset[str]:
+        """What the conversations contain, of at most `MAX_DOCUMENTS_READ` documents (`contents_of`)."""
+        return contents_of(islice(self.documents(), MAX_DOCUMENTS_READ))
 
     @cached_property
     def data_sample(self) -> DataSample:
@@ -203,80 +162,56 @@ class DoctorInputs:
         return DataSample.from_inputs(self)
 
 
-@dataclass
-class ConversationContents:
-    """What the conversations of the data contain; false: none of them does.
+def contents_of(documents: Iterable[Document]) -> frozenset[str]:
+    """Return what the conversations of documents contain.
 
-    Attributes:
-        conversations: whether there are any.
-        reasoning, earlier_reasoning: reasoning of the assistant; with a later user message.
-        thoughts, earlier_thoughts: the text <think> in a trained content; with a later user message.
-        outer_space: a trained content that begins or ends with white space.
-        tools, calls: descriptions of tools; tool calls.
+    "conversations", if there are any; "tools", their descriptions; "calls" of tools; "reasoning" of the assistant;
+    "thoughts", the text <think> in a trained content; "outer space", a trained content that begins or ends with white
+    space. The last four also with "earlier " before them: with a later user message.
     """
-
-    conversations: bool = False
-    reasoning: bool = False
-    earlier_reasoning: bool = False
-    thoughts: bool = False
-    earlier_thoughts: bool = False
-    outer_space: bool = False
-    tools: bool = False
-    calls: bool = False
-
-    @classmethod
-    def of(cls, documents: Iterable[Document]) -> ConversationContents:
-        """Return the contents of documents."""
-        contents = cls()
-        for document in documents:
-            if document.conversation is not None:
-                contents._add(document.conversation, document.trained_messages)
-        return contents
-
-    def _add(self, conversation: Conversation, trained_messages: Sequence[bool]) -> None:
-        self.conversations = True
-        self.tools |= bool(conversation.tools)
-        roles = [message["role"] for message in conversation.messages]
-        for number, (message, is_trained) in enumerate(zip(conversation.messages, trained_messages, strict=True)):
-            is_earlier, content = "user" in roles[number:], message["content"]
-            has_reasoning, has_thoughts = REASONING_KEY in message, is_trained and "<think>" in content
-            self.reasoning |= has_reasoning
-            self.earlier_reasoning |= has_reasoning and is_earlier
-            self.thoughts |= has_thoughts
-            self.earlier_thoughts |= has_thoughts and is_earlier
-            self.outer_space |= is_trained and content != content.strip()
-            self.calls |= bool(message.get("tool_calls"))
+    contents = set()
+    for document in documents:
+        if document.conversation is None:
+            continue
+        messages = document.conversation.messages
+        contents |= {"conversations", "tools"} if document.conversation.tools else {"conversations"}
+        roles = [message["role"] for message in messages]
+        for number, (message, is_trained) in enumerate(zip(messages, document.trained_messages, strict=True)):
+            content = message["content"]
+            parts = {
+                "calls": message.get("tool_calls"),
+                "reasoning": REASONING_KEY in message,
+                "thoughts": is_trained and "<think>" in content,
+                "outer space": is_trained and content != content.strip(),
+            }
+            here = {name for name, is_there in parts.items() if is_there}
+            contents |= here | ({f"earlier {name}" for name in here} if "user" in roles[number:] else set())
+    return frozenset(contents)
 
 
 @dataclass
 class DataSample:
-    """Statistics of the first documents of the data, with both tokenizers.
+    """Statistics of the first documents of the data. Lists have a value for the student, and one for the teacher."""
 
-    Attributes:
-        documents: an evenly spaced sample of the documents read.
-        num_documents: number of documents read.
-        is_complete: whether all documents were read.
-        num_tokens: tokens of student and teacher, over all documents read.
-        num_trained_tokens: trained tokens of student and teacher.
-        longest: for student and teacher, (tokens, document index) of the longest documents, descending.
-        num_too_long: for student and teacher, number of documents above the limit.
-        num_bytes: UTF-8 bytes of the documents read.
-    """
-
-    documents: list[tuple[Document, TokenSequence]] = field(default_factory=list)
-    num_documents: int = 0
-    is_complete: bool = True
-    num_tokens: list[int] = field(default_factory=lambda: [0, 0])
+    documents: list[Document] = field(default_factory=list)  # an evenly spaced sample of the documents read
+    num_documents: int = 0  # read
+    num_bytes: int = 0  # UTF-8, of the documents read
+    is_complete: bool = True  # all documents were read
+    num_tokens: list[int] = field(default_factory=lambda: [0, 0])  # of all documents read
     num_trained_tokens: list[int] = field(default_factory=lambda: [0, 0])
-    longest: list[list[tuple[int, int]]] = field(default_factory=lambda: [[], []])
-    num_too_long: list[int] = field(default_factory=lambda: [0, 0])
-    num_bytes: int = 0
+    longest: list[list[tuple[int, int]]] = field(default_factory=lambda: [[], []])  # (tokens, index), the longest first
+    num_too_long: list[int] = field(default_factory=lambda: [0, 0])  # documents above the limit
+
+    @property
+    def conversations(self) -> list[Document]:
+        """The sampled documents that are conversations."""
+        return [document for document in self.documents if document.conversation is not None]
 
     @classmethod
     def from_inputs(cls, inputs: DoctorInputs) -> DataSample:
         """Return the statistics of at most `MAX_DOCUMENTS_READ` documents."""
-        reading, sample = cls(), EvenSample(SAMPLE_SIZE)
-        for group in _document_batches(inputs.documents()):
+        reading, sample, documents = cls(), EvenSample(SAMPLE_SIZE), iter(inputs.documents())
+        while group := list(islice(documents, READ_BATCH_SIZE)):
             if reading.num_documents >= MAX_DOCUMENTS_READ:
                 reading.is_complete = False
                 break
@@ -293,7 +228,7 @@ class DataSample:
                         sample.add(document, tokens)
             reading.num_bytes += sum(len(document.text.encode()) for document in group)
             reading.num_documents += len(group)
-        reading.documents = sample.documents
+        reading.documents = [document for document, _ in sample.documents]
         return reading
 
 
@@ -301,14 +236,3 @@ def max_document_tokens(model: DoctorModel, plan: RunPlan) -> int | None:
     """Return the maximum number of tokens of a document for a model; None: no limit."""
     limits = [limit for limit in (model.context_length, plan.max_length) if limit]
     return min(limits) if limits else None
-
-
-def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    group: list[Document] = []
-    for document in documents:
-        group.append(document)
-        if len(group) == READ_BATCH_SIZE:
-            yield group
-            group = []
-    if group:
-        yield group

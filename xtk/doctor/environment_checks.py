@@ -19,21 +19,15 @@ def library_versions(inputs: DoctorInputs) -> Iterator[Finding]:
 
     installed = {name: version for name in (*LIBRARIES, *OPTIONAL_LIBRARIES) if (version := _version(name))}
     versions = ", ".join(f"{name} {version}" for name, version in installed.items())
-    yield Finding("library_versions", "ok", f"Python {platform.python_version()}, {versions}", figures=installed)
-    if torch.cuda.is_available():
-        devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
-        yield Finding(
-            "library_versions",
-            "ok",
-            "; ".join(f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices),
-        )
-        if inputs.plan.parallel.num_processes > len(devices):
-            what = (
-                f"the run has {inputs.plan.parallel.num_processes} processes, and this machine has {len(devices)} GPUs"
-            )
-            yield Finding("library_versions", "note", what, hint="use --num-machines for several machines")
-    else:
-        yield Finding("library_versions", "note", f"no GPU was found: everything runs on {os.cpu_count()} CPU cores")
+    yield Finding("ok", f"Python {platform.python_version()}, {versions}", figures=installed)
+    if not torch.cuda.is_available():
+        yield Finding("note", f"no GPU was found: everything runs on {os.cpu_count()} CPU cores")
+        return
+    devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
+    yield Finding("ok", "; ".join(f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices))
+    if (processes := inputs.plan.parallel.num_processes) > len(devices):
+        what = f"the run has {processes} processes, and this machine has {len(devices)} GPUs"
+        yield Finding("note", what, hint="use --num-machines for several machines")
 
 
 def _version(name: str) -> str:

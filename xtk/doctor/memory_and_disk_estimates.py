@@ -46,15 +46,10 @@ class UnsupportedModel(XtkError):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of one process in bytes, by purpose.
+    """Memory of one process."""
 
-    Attributes:
-        bytes_by_purpose: {purpose: bytes}; the sum is the peak.
-        device: "cuda" or "cpu".
-    """
-
-    bytes_by_purpose: Mapping[str, int]
-    device: str
+    bytes_by_purpose: Mapping[str, int]  # {purpose: bytes}; the sum is the peak
+    device: str  # "cuda" or "cpu"
 
     @property
     def total(self) -> int:
@@ -71,30 +66,18 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model, without its weights.
+    """Sizes of a model, without its weights."""
 
-    Attributes:
-        weights, trained_weights: bytes of all and of the trainable parameters.
-        head_bytes: bytes of the output head.
-        head_is_trained: whether the output head is trained.
-        largest_block: bytes of the largest layer, or of embedding and output head.
-        vocab_size: V, rows of the output head.
-        hidden_size: H.
-        num_layers: L.
-        mlp_size: I, values between the matrices of an MLP per token, in all its active experts.
-        key_size: K, values of the keys of a token.
-    """
-
-    weights: int
-    trained_weights: int
-    head_bytes: int
+    weights: int  # bytes of all parameters
+    trained_weights: int  # bytes of the trainable parameters
+    head_bytes: int  # of the output head
     head_is_trained: bool
-    largest_block: int
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    mlp_size: int
-    key_size: int
+    largest_block: int  # bytes of the largest layer, or of embedding and output head
+    vocab_size: int  # V, rows of the output head
+    hidden_size: int  # H
+    num_layers: int  # L
+    mlp_size: int  # I, values between the matrices of an MLP per token, in all its active experts
+    key_size: int  # K, values of the keys of a token
 
     @property
     def kept_values(self) -> int:
@@ -121,9 +104,8 @@ class ModelSizes:
                 model = auto_model_class(configuration).from_config(configuration, dtype=DTYPES[dtype], **attention)
                 prepared = model
                 if plan and plan.lora_r:
-                    adapter = StudentModelConfig(
-                        dtype=dtype, lora_r=plan.lora_r, lora_target_modules=plan.lora_target_modules
-                    )
+                    targets = plan.lora_target_modules
+                    adapter = StudentModelConfig(dtype=dtype, lora_r=plan.lora_r, lora_target_modules=targets)
                     prepared = attach_trainable_adapter(model, StudentSource(folder), adapter)
                 return cls._of_model(prepared, model, configuration.get_text_config())
         except Exception as error:  # models fail in many ways
@@ -152,17 +134,13 @@ class ModelSizes:
         experts = getattr(configuration, "num_experts_per_tok", None) or 1
         mlp = getattr(configuration, "moe_intermediate_size", None) if experts > 1 else None
         mlp = mlp or getattr(configuration, "intermediate_size", None) or 4 * hidden
+        tables = {id(embedding): embedding, id(head): head}.values()
         return cls(
             weights=_parameter_bytes(prepared.parameters()),
-            trained_weights=_parameter_bytes(
-                parameter for parameter in prepared.parameters() if parameter.requires_grad
-            ),
+            trained_weights=_parameter_bytes(one for one in prepared.parameters() if one.requires_grad),
             head_bytes=_parameter_bytes([head]),
             head_is_trained=head.requires_grad,
-            largest_block=max(
-                [_parameter_bytes({id(embedding): embedding, id(head): head}.values())]
-                + [_parameter_bytes(block.parameters()) for block in blocks]
-            ),
+            largest_block=max(map(_parameter_bytes, [tables, *(block.parameters() for block in blocks)])),
             vocab_size=len(head),
             hidden_size=hidden,
             num_layers=configuration.num_hidden_layers,
@@ -185,7 +163,7 @@ def memory(inputs: DoctorInputs) -> Iterator[Finding]:
         try:
             yield _memory_finding(command, estimate(inputs), inputs.plan)
         except UnsupportedModel as error:
-            yield Finding("memory", "note", f"{command}: {error.what}", side.name)
+            yield Finding("note", f"{command}: {error.what}", side.name)
 
 
 def _memory_finding(command: str, estimate: MemoryEstimate, plan: RunPlan) -> Finding:
@@ -202,7 +180,7 @@ def _memory_finding(command: str, estimate: MemoryEstimate, plan: RunPlan) -> Fi
     if command == "cache-teacher":
         hint = "use a smaller --batch-tokens, --dtype bfloat16, or --engine tp_size=N"
     level = "error" if estimate.total > available else "warning" if estimate.total > 0.9 * available else "ok"
-    return Finding("memory", level, what, hint=hint if level != "ok" else "", figures=figures)
+    return Finding(level, what, hint=hint if level != "ok" else "", figures=figures)
 
 
 def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
@@ -293,9 +271,7 @@ def max_pass_tokens(inputs: DoctorInputs, *, entire_step: bool = False) -> int:
     With `entire_step`, the tokens of all passes of a step under `--max-batch-tokens`.
     """
     plan, limit = inputs.plan, max_document_tokens(inputs.student, inputs.plan)
-    longest = [size for size, _ in inputs.data_sample.longest[0]] or [
-        min(limit or DEFAULT_DOCUMENT_TOKENS, DEFAULT_DOCUMENT_TOKENS)
-    ]
+    longest = [size for size, _ in inputs.data_sample.longest[0]] or [DEFAULT_DOCUMENT_TOKENS]
     longest = [min(size, limit) if limit else size for size in longest]
     size = plan.per_device_train_batch_size
     together = sum(longest[:size]) if len(longest) >= min(size, 64) else longest[0] * size
@@ -327,21 +303,18 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
         totals = cache_totals(inputs.cache.manifest)
         per_position = totals["bytes"] / max(totals["positions"], 1)
         what = f"the cache has {totals['bytes']:,} bytes, {per_position:.1f} bytes per position"
-        yield Finding("disk", "ok", what, figures=dict(totals))
+        yield Finding("ok", what, figures=dict(totals))
     elif reading.num_documents:
-        each = _bytes_per_position(inputs)
-        size = round(each * reading.num_trained_tokens[1])
+        positions, each = reading.num_trained_tokens[1], BYTES_PER_POSITION
+        if plan.top_k:
+            each = BASE_BYTES_PER_POSITION + BYTES_PER_ID * min(plan.top_k, inputs.teacher.tokenizer.embedding_rows)
+        size = round(each * positions)
         basis = f", extrapolated from caches with {DEFAULT_TOP_K['top-k']} ids" if plan.top_k else ""
         more = "" if reading.is_complete else " (only the documents read; run xtk cache-teacher --estimate for all)"
-        positions = f"{reading.num_trained_tokens[1]:,} positions of {each:.1f} bytes"
-        what = f"cache size: about {_format_bytes(size)}, {positions}{basis}{more}"
-        figures = {
-            "bytes": size,
-            "positions": reading.num_trained_tokens[1],
-            "tokens": reading.num_tokens[1],
-            "is_complete": reading.is_complete,
-        }
-        yield Finding("disk", "ok", what, figures=figures)
+        what = f"cache size: about {_format_bytes(size)}, {positions:,} positions of {each:.1f} bytes{basis}{more}"
+        figures = {"bytes": size, "positions": positions, "tokens": reading.num_tokens[1],
+                   "is_complete": reading.is_complete}  # fmt: skip
+        yield Finding("ok", what, figures=figures)
         yield _scoring_time_finding(inputs)
     weights = sum(math.prod(shape) for _, shape in inputs.student.tensor_headers.values())
     width = 2 if plan.dtype == "bfloat16" else 4
@@ -352,35 +325,27 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
     kept = width * (3 * trained * (plan.save_total_limit + 1) + weights) + 4 * trained * (plan.ema_decay > 0)
     folder = next(path for path in (plan.output.resolve(), *plan.output.resolve().parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
-    level = "error" if size + kept > free else "ok"
-    total = _format_bytes(size + kept)
-    what = f"checkpoints: at most {_format_bytes(kept)}; with the cache: {total} of {_format_bytes(free)} free"
-    hint = "use another -o, or --save-total-limit 1" if level == "error" else ""
-    free_figures = {"checkpoint_bytes": kept, "cache_bytes": size, "free_bytes": free}
-    yield Finding("disk", level, what, str(folder), hint, free_figures)
-
-
-def _bytes_per_position(inputs: DoctorInputs) -> float:
-    """Return the estimated bytes per position of the cache."""
-    if not inputs.plan.top_k:
-        return BYTES_PER_POSITION
-    return BASE_BYTES_PER_POSITION + BYTES_PER_ID * min(inputs.plan.top_k, inputs.teacher.tokenizer.embedding_rows)
+    checkpoints, total, left = map(_format_bytes, (kept, size + kept, free))
+    what = f"checkpoints: at most {checkpoints}; with the cache: {total} of {left} free"
+    figures = {"checkpoint_bytes": kept, "cache_bytes": size, "free_bytes": free}
+    level, hint = ("error", "use another -o, or --save-total-limit 1") if size + kept > free else ("ok", "")
+    yield Finding(level, what, str(folder), hint, figures)
 
 
 def _scoring_time_finding(inputs: DoctorInputs) -> Finding:
     reading, rate = inputs.data_sample, inputs.plan.tokens_per_second
     if not rate:
         what = "the teacher's time is not estimated, because its throughput is unknown"
-        return Finding("disk", "note", what, hint="give --tokens-per-second; xtk cache-teacher --estimate measures it")
+        return Finding("note", what, hint="give --tokens-per-second; xtk cache-teacher --estimate measures it")
     seconds = reading.num_tokens[1] / rate
     more = "" if reading.is_complete else " (only the documents read)"
     what = f"teacher time: {format_duration(seconds)} at {rate:,.0f} tokens per second{more}"
-    return Finding("disk", "ok", what, figures={"teacher_seconds": round(seconds, 3), "tokens_per_second": rate})
+    return Finding("ok", what, figures={"teacher_seconds": round(seconds, 3), "tokens_per_second": rate})
 
 
 def _format_bytes(size: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
-            return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
+            return f"{size:,.{0 if unit == 'bytes' else 1}f} {unit}"
         size /= 1000
     return f"{size:,.1f} TB"

@@ -28,7 +28,7 @@ def start_tokens(inputs: DoctorInputs) -> Iterator[Finding]:
 
     Weights of models of at most `MAX_PARAMETERS` are loaded. All numbers are of the same bytes.
     """
-    texts = [document.text for document, _ in inputs.data_sample.documents if document.conversation is None]
+    texts = [document.text for document in inputs.data_sample.documents if document.conversation is None]
     texts = [text for text in texts if len(text) > 1]
     chosen = texts[:: max(1, len(texts) // NUM_DOCUMENTS)][:NUM_DOCUMENTS]
     documents = [Document.from_text(text[:DOCUMENT_CHARACTERS]) for text in chosen]
@@ -74,7 +74,7 @@ def _compare_start_tokens(
         what = f"{best} predicts the texts better than {current}, the tokenizer's own start ({what})"
         token = NO_START if best == _name(no_start) else best
         level, hint = "warning", f"use --start-token '{token}' in every command that reads texts with this model"
-    return Finding("start_tokens", level, what, side.name, hint, figures), results[current]
+    return Finding(level, what, side.name, hint, figures), results[current]
 
 
 def _compare_by_category(name: str, student: BitsPerByteResult, teacher: BitsPerByteResult) -> Finding:
@@ -89,11 +89,11 @@ def _compare_by_category(name: str, student: BitsPerByteResult, teacher: BitsPer
     own, theirs = pairs["all"]
     what = f"bits per byte of the same texts: teacher {theirs:.3f}, student {own:.3f}"
     if not weak:
-        return Finding("teacher_level", "ok", what, name, figures=figures)
+        return Finding("ok", what, name, "", figures, "teacher_level")
     listed = ", ".join(f"{kind} {pairs[kind][1]:.3f} and {pairs[kind][0]:.3f}" for kind in weak)
     what += f"; the teacher is not better than the student by {MIN_IMPROVEMENT:.0%}: {listed}"
     hint = "check that it is the right model, and its start token; the student learns little where it is not better"
-    return Finding("teacher_level", "warning" if "all" in weak else "note", what, name, hint, figures)
+    return Finding("warning" if "all" in weak else "note", what, name, hint, figures, "teacher_level")
 
 
 def _name(tokenizer: Tokenizer) -> str:

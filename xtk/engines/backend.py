@@ -4,52 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from xtk.engines.engine_options import parse_engine_options
 from xtk.errors import XtkError
 from xtk.name_registry import load_registered
+from xtk.options.spec_parsing import parse_pair
 from xtk.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """Configuration for opening a model with a backend.
+    """Configuration for opening a model with a backend."""
 
-    Attributes:
-        folder: local model folder; tokenizer and configuration are enough for a backend that uses servers.
-        name: name of the model in messages.
-        tokenizer: the model's.
-        dtype: of weights and computation, a value of `--dtype`.
-        batch_tokens: maximum tokens computed at once, padding included.
-        trust_remote_code: allow model code from the model's folder.
-        options: options of one backend, by name.
-    """
-
-    folder: Path
-    name: str
+    folder: Path  # local model folder; tokenizer and configuration are enough for a backend that uses servers
+    name: str  # of the model, in messages
     tokenizer: Tokenizer
-    dtype: str = "float32"
-    batch_tokens: int = 8192
-    trust_remote_code: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"  # of weights and computation, a value of `--dtype`
+    batch_tokens: int = 8192  # maximum tokens computed at once, padding included
+    trust_remote_code: bool = False  # allow model code from the model's folder
+    options: Mapping[str, Any] = field(default_factory=dict)  # of one backend, by name
 
 
 class Backend:
-    """A backend. A subclass sets what differs.
+    """A backend. A subclass sets what differs."""
 
-    Attributes:
-        uses_servers: the model runs on servers at given addresses; its weights are not read on this machine.
-        has_engine_options: it accepts options of an engine.
-        supports_adapters: the model may be a PEFT adapter of another one.
-        runs_loaded_model: it runs a transformers model, and can use a loaded one, such as the one in training.
-    """
-
-    uses_servers: ClassVar[bool] = False
-    has_engine_options: ClassVar[bool] = False
-    supports_adapters: ClassVar[bool] = False
-    runs_loaded_model: ClassVar[bool] = False
+    uses_servers: ClassVar[bool] = False  # the model runs on given servers; its weights are not read on this machine
+    has_engine_options: ClassVar[bool] = False  # it accepts options of an engine
+    supports_adapters: ClassVar[bool] = False  # the model may be a PEFT adapter of another one
+    runs_loaded_model: ClassVar[bool] = False  # it can run a loaded transformers model, such as the one in training
 
     @classmethod
     def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
@@ -76,13 +60,9 @@ def check_backend_options(
         prefix: of the options on the command line.
     """
     kind: type[Backend] = load_registered(backends, backend, "backend")
-    checks: list[tuple[str, object, Callable[[type[Backend]], bool]]] = [
-        ("engine", engine, lambda one: one.has_engine_options),
-        ("server", servers, lambda one: one.uses_servers),
-    ]
-    for name, values, applies in checks:
-        if values and not applies(kind):
-            able = backends_with(backends, applies)
+    for name, values, ability in (("engine", engine, "has_engine_options"), ("server", servers, "uses_servers")):
+        if values and not getattr(kind, ability):
+            able = backends_with(backends, attrgetter(ability))
             hint = f"add {prefix}backend {able.split(' or ')[0]}, or remove {prefix}{name}"
             if kind.uses_servers:
                 hint = f"remove {prefix}{name} and set the options of the engine when you start the server"
@@ -118,3 +98,40 @@ def backend_options(
         return {"servers": list(servers), "concurrency": concurrency}
     given = {"engine": parse_engine_options(engine), "adapter": adapter}
     return {name: value for name, value in given.items() if value}
+
+
+def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return engine options from `name=value` words, with YAML values: numbers, true, "text", {"a": 1}.
+
+    A mapping is returned as a dict, unchanged.
+    """
+    import yaml
+
+    if isinstance(words, Mapping):
+        return dict(words)
+    options: dict[str, Any] = {}
+    for word in words:
+        name, value = parse_pair(word.removeprefix("--"), f"--engine {word}")
+        if name in options:
+            raise XtkError(f"--engine {name} is given twice", hint="remove one of them")
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError as failure:
+            raise XtkError(
+                f"--engine {name}: {value!r} is not valid YAML: {failure}",
+                hint='use a number, true, false, text, or {"key": value}',
+            ) from None
+    return options
+
+
+def check_not_reserved(engine: Mapping[str, Any], reserved: Mapping[str, str | None]) -> None:
+    """Refuse engine options that xtk sets.
+
+    Args:
+        reserved: names that xtk sets, with the xtk option to use instead; None: there is none.
+    """
+    for name in engine:
+        if name in reserved:
+            instead = reserved[name]
+            hint = f"use {instead}" if instead else f"remove {name}"
+            raise XtkError(f"the engine option {name} is not allowed: xtk sets this argument", hint=hint)

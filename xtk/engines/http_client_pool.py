@@ -6,37 +6,31 @@ Requests and the parsing of responses are defined by callers (`xtk.teachers.vllm
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import random
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import httpx
 
 from xtk import terminal
-from xtk.engines.secret_filter import SecretFilter
-from xtk.engines.server_responses import (
-    MAX_ERROR_BYTES,
-    MAX_MESSAGE_LENGTH,
-    RESPONSE_OVERHEAD_BYTES,
-    VLLM_SERVER_HINT,
-    PermanentError,
-    RetryableError,
-    error_message,
-    parse_response,
-    read_body,
-)
+from xtk.engines.server_responses import VLLM_SERVER_HINT, PermanentError, RetryableError, error_message, parse_response
 from xtk.errors import XtkError
 
 API_KEY_VARIABLES = ("XTK_API_KEY", "OPENAI_API_KEY")  # the environment variables that may hold a key
+MIN_SECRET_LENGTH = 16  # a shorter secret may be a word of a response: it is removed only after the name of its scheme
+AUTH_SCHEMES = ("Bearer", "Basic")
 # A server or a gateway before it is busy or being restarted (520 to 530: gateways of Cloudflare and others).
 BUSY_STATUS_CODES = frozenset({408, 425, 429, 502, 503, 504, *range(520, 531)})
+MAX_MESSAGE_LENGTH = 500  # characters of an error message of a server
 REPORT_INTERVAL_SECONDS = 30.0
 T = TypeVar("T")
 
@@ -45,41 +39,28 @@ class NoResponseError(XtkError):
     """A server gave no valid response in all attempts."""
 
 
-class _NoResponse(Exception):
-    """The server is unreachable or busy. `pause`: its Retry-After, in seconds; `failed`: it has an internal error."""
+class _UnavailableError(RetryableError):
+    """The server is unreachable or busy. `retry_after`: seconds; `is_internal`: the server has an internal error."""
 
-    def __init__(self, why: str, pause: float = 0.0, *, failed: bool = False) -> None:
-        super().__init__(why)
-        self.retry_after, self.failed = pause, failed
+    def __init__(self, what: str, retry_after: float = 0.0, *, is_internal: bool = False) -> None:
+        super().__init__(what)
+        self.retry_after, self.is_internal = retry_after, is_internal
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Limits and pauses of retries.
+    """Limits and pauses of retries. Times are in seconds."""
 
-    Attributes:
-        max_attempts: attempts per request, over all servers.
-        max_bad_responses: invalid responses per request.
-        max_internal_errors: HTTP 500 and similar errors per request, which often do not go away.
-        total_seconds: seconds per request, including all attempts and pauses.
-        attempt_seconds: seconds per attempt, from the connection to the last byte.
-        status_seconds: the same for a request without a body (list of models, version of weights), which is cheap.
-        connect_seconds: seconds until a server accepts a connection.
-        initial_backoff: seconds before the second attempt; it doubles with each failure.
-        max_backoff: upper limit of the pause, in seconds.
-        max_retry_after: the same for a pause that a server requests.
-    """
-
-    max_attempts: int = 20
-    max_bad_responses: int = 3
-    max_internal_errors: int = 5
-    total_seconds: float = 1200.0
-    attempt_seconds: float = 600.0
-    status_seconds: float = 60.0
-    connect_seconds: float = 10.0
-    initial_backoff: float = 0.5
+    max_attempts: int = 20  # per request, over all servers
+    max_bad_responses: int = 3  # invalid responses per request
+    max_internal_errors: int = 5  # HTTP 500 and similar errors per request, which often do not go away
+    total_seconds: float = 1200.0  # per request, including all attempts and pauses
+    attempt_seconds: float = 600.0  # per attempt, from the connection to the last byte
+    status_seconds: float = 60.0  # the same for a request without a body (models, version of weights), which is cheap
+    connect_seconds: float = 10.0  # until a server accepts a connection
+    initial_backoff: float = 0.5  # before the second attempt; it doubles with each failure
     max_backoff: float = 30.0
-    max_retry_after: float = 300.0
+    max_retry_after: float = 300.0  # longest pause that a server can request
 
     def backoff(self, failures: int) -> float:
         """Return a pause in seconds after consecutive failures, with jitter to spread requests that failed together."""
@@ -89,35 +70,19 @@ class RetryPolicy:
 
 @dataclass
 class Endpoint:
-    """A server, and its current state. Times are those of the event loop's clock.
+    """A server, and its current state. Times are those of the event loop's clock."""
 
-    Attributes:
-        url: address up to and including `/v1`.
-        requested_model: the text after `#` in the user's address; "" if there is none.
-        model: the server's name of the model, once known.
-        owner: the kind of server that its list of models states, such as "vllm" or "sglang"; "": none.
-        num_inflight: requests in flight.
-        consecutive_failures: number of failures since the last response.
-        backoff_until: time before which no request is sent.
-        may_have_restarted: whether it failed since its state was last checked: it may have been restarted.
-        waiting_since: time of the last response, or of the first request without one; None: no request is pending.
-        last_report_time: time of the last printed line about it.
-        has_reported: whether a line was printed since the last response.
-        answers_as: the model named in its responses; "" before the first one that names any.
-    """
-
-    url: str
-    requested_model: str = ""
-    model: str = ""
-    owner: str = ""
+    url: str  # up to and including `/v1`
+    requested_model: str = ""  # the text after `#` in the user's address
+    model: str = ""  # the server's name of the model, once known
+    owner: str = ""  # the kind of server that its list of models states, such as "vllm" or "sglang"
     num_inflight: int = 0
-    consecutive_failures: int = 0
+    consecutive_failures: int = 0  # since the last response
     backoff_until: float = field(default=0.0, repr=False)
-    may_have_restarted: bool = field(default=False, repr=False)
-    waiting_since: float | None = field(default=None, repr=False)
+    may_have_restarted: bool = field(default=False, repr=False)  # it failed since its state was last checked
+    waiting_since: float | None = field(default=None, repr=False)  # last response, or first request; None: none pending
     last_report_time: float = field(default=-math.inf, repr=False)
-    answers_as: str = field(default="", repr=False)
-    has_reported: bool = field(default=False, repr=False)
+    answers_as: str = field(default="", repr=False)  # the model named in its responses
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
@@ -135,9 +100,11 @@ class Endpoint:
         return cls(urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.fragment)
 
     @property
-    def password(self) -> str:
-        """The password in the address; "": none."""
-        return unquote(urlsplit(self.url).password or "")
+    def secrets(self) -> list[str]:
+        """The password in the address, and the header that is made of it; empty: there is none."""
+        parts = urlsplit(self.url)
+        user, password = unquote(parts.username or ""), unquote(parts.password or "")
+        return [password, b64encode(f"{user}:{password}".encode()).decode()] if password else []
 
     @property
     def root_url(self) -> str:
@@ -155,7 +122,6 @@ class EndpointPool:
 
     Args:
         concurrency: largest number of requests in flight.
-        max_weight: largest total weight of requests in flight; a heavier request is sent alone.
         api_key_variable: environment variable with the key; "": the first of `API_KEY_VARIABLES` that is set.
         response_hint: the next step if responses are not valid.
         on_recovered: awaited before the first request to a server that had failed and may have been restarted;
@@ -167,63 +133,55 @@ class EndpointPool:
         endpoints: Sequence[Endpoint],
         *,
         concurrency: int,
-        max_weight: float,
         retry_policy: RetryPolicy,
         on_recovered: Callable[[Endpoint], Awaitable[None]] | None = None,
         api_key_variable: str = "",
         response_hint: str = VLLM_SERVER_HINT,
     ) -> None:
-        self.endpoints = list(endpoints)
-        self._response_hint = response_hint
+        self.endpoints, self._concurrency, self._retry_policy = list(endpoints), concurrency, retry_policy
+        self._on_recovered, self._response_hint = on_recovered, response_hint
         self._key_variables = (api_key_variable,) if api_key_variable else API_KEY_VARIABLES
-        self._concurrency, self._max_weight, self._retry_policy, self._on_recovered = (
-            concurrency,
-            max_weight,
-            retry_policy,
-            on_recovered,
-        )
 
     @asynccontextmanager
-    async def connected(self) -> AsyncIterator[None]:
-        """Keep HTTP connections open within the context."""
+    async def connected(self, max_concurrency: int | None = None) -> AsyncIterator[None]:
+        """Keep HTTP connections open within the context.
+
+        Args:
+            max_concurrency: a smaller limit of requests in flight, for large responses.
+        """
         key = _read_key(self._key_variables)
-        self._secrets = SecretFilter([key, *(endpoint.password for endpoint in self.endpoints)])
+        self._secrets = _forms_of_secrets([key, *(one for endpoint in self.endpoints for one in endpoint.secrets)])
+        concurrency = min(self._concurrency, max_concurrency or self._concurrency)
+        self._inflight_limit = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         # The timeout of an attempt is measured around it: a server that sends a byte now and then hangs as well.
         timeout = httpx.Timeout(None, connect=self._retry_policy.connect_seconds)
-        # A compressed response could be a thousand times larger than its transfer: it is refused.
-        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers) as self._client:
-            self._inflight_limit = _InflightLimit(self._concurrency, self._max_weight)
             for endpoint in self.endpoints:
                 endpoint.num_inflight, endpoint.consecutive_failures, endpoint.backoff_until = 0, 0, 0.0
                 endpoint.waiting_since = None
-            watch = asyncio.get_running_loop().create_task(self._report_silence())
+            watch = asyncio.create_task(self._report_silence())
             try:
                 yield
             finally:
                 watch.cancel()
-                with suppress(asyncio.CancelledError):
-                    await watch
 
     async def _report_silence(self) -> None:
         """Print a line for each server without a response for `REPORT_INTERVAL_SECONDS`, and again at this interval."""
         while True:
             await asyncio.sleep(min(1.0, REPORT_INTERVAL_SECONDS / 4))
-            now = asyncio.get_running_loop().time()
             for endpoint in self.endpoints:
-                since = endpoint.waiting_since
-                if since is not None and now - since >= REPORT_INTERVAL_SECONDS:
-                    state = (
-                        "retrying" if endpoint.consecutive_failures else f"{endpoint.num_inflight} request(s) pending"
-                    )
-                    self._report(endpoint, f"no response for {terminal.format_duration(now - since)}; {state}")
+                silent = _now() - (_now() if endpoint.waiting_since is None else endpoint.waiting_since)
+                if silent >= REPORT_INTERVAL_SECONDS:
+                    pending = f"{endpoint.num_inflight} request(s) pending"
+                    state = "retrying" if endpoint.consecutive_failures else pending
+                    self._report(endpoint, f"no response for {terminal.format_duration(silent)}; {state}")
 
     def _report(self, endpoint: Endpoint, why: str) -> None:
         """Print a line about a server, at most once per `REPORT_INTERVAL_SECONDS`."""
-        now = asyncio.get_running_loop().time()
-        if now - endpoint.last_report_time >= REPORT_INTERVAL_SECONDS:
-            endpoint.last_report_time, endpoint.has_reported = now, True
+        if _now() - endpoint.last_report_time >= REPORT_INTERVAL_SECONDS:
+            endpoint.last_report_time = _now()
             terminal.note(f"{endpoint}: {why}")
 
     async def request_one(
@@ -234,31 +192,27 @@ class EndpointPool:
         parse: Callable[[Any], T],
         *,
         max_attempts: int,
-        max_bytes: int = RESPONSE_OVERHEAD_BYTES,
         at_root: bool = False,
     ) -> T:
-        """Return the parsed response of this server: POST with a body, GET without.
+        """Return the parsed response of this server: POST with a JSON body, GET without (None).
 
         Args:
-            path: path after `/v1`.
-            body: JSON body; None: none.
-            parse: as in `request`.
-            at_root: whether the path follows the address without `/v1`.
+            path: path after `/v1`; `at_root`: after the address without `/v1`.
+            parse: converts the response's JSON, or raises RetryableError.
 
         Raises:
             PermanentError: the server refuses the request.
             NoResponseError: no valid response.
         """
-        url = (endpoint.root_url if at_root else endpoint.url) + path
         for attempt in range(1, max_attempts + 1):
             try:
-                return await self._attempt(endpoint, url, body, parse, max_bytes)
-            except (RetryableError, _NoResponse) as failure:
+                return await self._attempt(endpoint, path, body, parse, at_root)
+            except RetryableError as failure:
                 if attempt == max_attempts:
                     raise NoResponseError(
                         f"no valid response from the server: {failure}",
                         where=str(endpoint),
-                        hint=getattr(failure, "hint", None) or self._response_hint,
+                        hint=failure.hint or self._response_hint,
                     ) from None
                 await asyncio.sleep(self._retry_policy.backoff(attempt))
         raise AssertionError("max_attempts must be at least 1")
@@ -270,50 +224,44 @@ class EndpointPool:
         parse: Callable[[Any], T],
         *,
         what: str,
-        weight: float,
-        max_bytes: int,
         at_root: bool = False,
     ) -> T:
         """Return the parsed response of the least busy server; on failure retry on others within the retry policy.
 
         Args:
-            path: path after `/v1`.
+            path, parse, at_root: as in `request_one`.
             body_for: returns the JSON body for a server.
-            parse: converts the response's JSON, or raises RetryableError.
             what: subject of the request, for errors.
-            at_root: whether the path follows the address without `/v1`.
 
         Raises:
             PermanentError: a server refuses the request.
         """
-        async with self._inflight_limit.acquired(weight):
-            loop = asyncio.get_running_loop()
-            end = loop.time() + self._retry_policy.total_seconds
+        policy = self._retry_policy
+        async with self._inflight_limit:
+            end = _now() + policy.total_seconds
             last, hint, attempts, bad, internal = "", None, 0, 0, 0
             failed: Endpoint | None = None
             while (
-                attempts < self._retry_policy.max_attempts
-                and bad < self._retry_policy.max_bad_responses
-                and internal < self._retry_policy.max_internal_errors
-                and loop.time() < end
+                attempts < policy.max_attempts
+                and bad < policy.max_bad_responses
+                and internal < policy.max_internal_errors
+                and _now() < end
             ):
                 endpoint = self._freest(failed)
-                await asyncio.sleep(max(0.0, min(endpoint.backoff_until, end) - loop.time()))
+                await asyncio.sleep(max(0.0, min(endpoint.backoff_until, end) - _now()))
                 attempts += 1
                 try:
                     if endpoint.may_have_restarted and self._on_recovered is not None:
                         await self._on_recovered(endpoint)
                     endpoint.may_have_restarted = False
-                    address = (endpoint.root_url if at_root else endpoint.url) + path
-                    return await self._attempt(endpoint, address, body_for(endpoint), parse, max_bytes)
-                except (RetryableError, _NoResponse, NoResponseError) as failure:
-                    failed, last = (
-                        endpoint,
-                        f"{endpoint}: {failure.what if isinstance(failure, NoResponseError) else failure}",
-                    )
-                    hint = getattr(failure, "hint", None)
-                    bad += isinstance(failure, RetryableError)
-                    internal += getattr(failure, "failed", False)
+                    return await self._attempt(endpoint, path, body_for(endpoint), parse, at_root)
+                except (RetryableError, NoResponseError) as failure:
+                    failed, hint = endpoint, failure.hint
+                    last = f"{endpoint}: {failure.what if isinstance(failure, NoResponseError) else failure}"
+                    if isinstance(failure, _UnavailableError):
+                        internal += failure.is_internal
+                    elif isinstance(failure, RetryableError):
+                        bad, hint = bad + 1, hint or self._response_hint
             raise XtkError(
                 f"no server gave a valid response in {attempts} attempts; last error: {last}",
                 where=what,
@@ -325,11 +273,10 @@ class EndpointPool:
 
         A server that failed last time gets one request at a time if there is another server.
         """
-        now = asyncio.get_running_loop().time()
         return min(
             self.endpoints,
             key=lambda one: (
-                max(0.0, one.backoff_until - now),
+                max(0.0, one.backoff_until - _now()),
                 one is failed,
                 one.consecutive_failures > 0 and one.num_inflight > 0,
                 one.num_inflight,
@@ -337,99 +284,84 @@ class EndpointPool:
         )
 
     async def _attempt(
-        self, endpoint: Endpoint, url: str, body: dict[str, Any] | None, parse: Callable[[Any], T], most: int
+        self, endpoint: Endpoint, path: str, body: dict[str, Any] | None, parse: Callable[[Any], T], at_root: bool
     ) -> T:
-        now = asyncio.get_running_loop().time
-        timeout = (
-            self._retry_policy.attempt_seconds
-            if body is not None
-            else min(self._retry_policy.status_seconds, self._retry_policy.attempt_seconds)
-        )
+        policy = self._retry_policy
+        seconds = policy.attempt_seconds
+        if body is None:
+            seconds = min(policy.status_seconds, seconds)
         endpoint.num_inflight += 1
         if endpoint.waiting_since is None:
-            endpoint.waiting_since = now()
+            endpoint.waiting_since = _now()
         try:
-            async with asyncio.timeout(timeout):
-                answer = await self._exchange(url, body, most)
-        except TimeoutError:
-            why = f"no response within {timeout:g} seconds"
-            self._back_off(endpoint, 0.0, why)
-            raise _NoResponse(why) from None
-        except _NoResponse as failure:
-            self._back_off(endpoint, failure.retry_after, str(failure))
-            raise
-        except RetryableError as failure:
-            self._report(endpoint, f"{failure}; retrying")
-            raise
-        finally:
-            endpoint.num_inflight -= 1
-        if endpoint.has_reported:
-            silent = now() - (endpoint.waiting_since or now())
-            terminal.note(f"{endpoint}: responding again after {terminal.format_duration(silent)}")
-        endpoint.consecutive_failures, endpoint.has_reported = 0, False
-        endpoint.waiting_since = now() if endpoint.num_inflight else None
-        try:
+            try:
+                async with asyncio.timeout(seconds):
+                    answer = await self._exchange((endpoint.root_url if at_root else endpoint.url) + path, body)
+            except TimeoutError:
+                raise _UnavailableError(f"no response within {seconds:g} seconds") from None
+            finally:
+                endpoint.num_inflight -= 1
+            self._count_response(endpoint)
             if body is not None:
                 _check_model(endpoint, answer)
             return parse(answer)
         except RetryableError as failure:
             self._report(endpoint, f"{failure}; retrying")
+            if isinstance(failure, _UnavailableError):
+                self._back_off(endpoint, failure.retry_after)
             raise
 
-    async def _exchange(self, url: str, body: dict[str, Any] | None, most: int) -> Any:
+    async def _exchange(self, url: str, body: dict[str, Any] | None) -> Any:
         """Return the JSON value of a response. All texts of servers pass here, and have no key afterwards.
 
         Raises:
-            RetryableError: the response is not valid.
+            RetryableError: the response is not valid, or the server is unreachable or busy.
             PermanentError: the server refuses the request.
-            _NoResponse: the server is unreachable or busy.
         """
         try:
-            raw = await self._response_body(url, body, most)
-            return self._secrets.answer(parse_response(raw), raw.decode("utf-8", "replace"))
-        except RetryableError as failure:
-            raise RetryableError(self._without_key(failure), failure.hint or self._response_hint) from None
-        except PermanentError as failure:
-            raise PermanentError(failure.status, self._without_key(failure)) from None
-        except _NoResponse as failure:
-            raise _NoResponse(self._without_key(failure), failure.retry_after, failed=failure.failed) from None
+            response = await self._client.request("GET" if body is None else "POST", url, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as failure:
-            raise _NoResponse(f"{type(failure).__name__} {self._without_key(failure)}".strip()) from None
+            raise _UnavailableError(self._message(f"{type(failure).__name__} {failure}".strip())) from None
+        if response.status_code == 200:
+            try:
+                return parse_response(self._without_secrets(response.content.decode("utf-8-sig", "surrogatepass")))
+            except ValueError as failure:
+                raise RetryableError(self._message(f"the server's response is not valid JSON: {failure}")) from None
+        message = self._message(error_message(response))
+        if response.status_code >= 500 or response.status_code in BUSY_STATUS_CODES:
+            raise _UnavailableError(
+                f"HTTP {response.status_code} {message}",
+                _retry_after(response.headers.get("retry-after", "")),
+                is_internal=response.status_code not in BUSY_STATUS_CODES,
+            )
+        raise PermanentError(response.status_code, message)
 
-    def _without_key(self, error: Exception) -> str:
-        return self._secrets.message(str(error))[:MAX_MESSAGE_LENGTH]
+    def _without_secrets(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
-    async def _response_body(self, url: str, body: dict[str, Any] | None, most: int) -> bytes:
-        method = "GET" if body is None else "POST"
-        async with self._client.stream(method, url, json=body) as answer:
-            if answer.status_code == 200:
-                encoding = answer.headers.get("content-encoding", "identity")
-                if encoding != "identity":
-                    raise RetryableError(
-                        f"the server's response is compressed ({encoding}), but xtk reads only uncompressed responses",
-                        hint="turn off compression in the server or in the proxy before it",
-                    )
-                raw, is_whole = await read_body(answer, most)
-                if not is_whole:
-                    raise RetryableError(
-                        f"the server's response is larger than {most:,} bytes, the limit for this request"
-                    )
-                return raw
-            message = error_message(answer, (await read_body(answer, MAX_ERROR_BYTES))[0])
-            if answer.status_code >= 500 or answer.status_code in BUSY_STATUS_CODES:
-                pause = _retry_after(answer.headers.get("retry-after", ""))
-                failed = answer.status_code not in BUSY_STATUS_CODES
-                raise _NoResponse(f"HTTP {answer.status_code} {message}", pause, failed=failed)
-            raise PermanentError(answer.status_code, message)
+    def _message(self, text: str) -> str:
+        return self._without_secrets(text)[:MAX_MESSAGE_LENGTH]
 
-    def _back_off(self, endpoint: Endpoint, retry_after: float, why: str) -> None:
-        now = asyncio.get_running_loop().time()
+    def _count_response(self, endpoint: Endpoint) -> None:
+        since = _now() if endpoint.waiting_since is None else endpoint.waiting_since
+        if endpoint.last_report_time >= since:
+            terminal.note(f"{endpoint}: responding again after {terminal.format_duration(_now() - since)}")
+        endpoint.consecutive_failures = 0
+        endpoint.waiting_since = _now() if endpoint.num_inflight else None
+
+    def _back_off(self, endpoint: Endpoint, retry_after: float) -> None:
         endpoint.may_have_restarted = True
-        self._report(endpoint, f"{why}; retrying")
-        if now >= endpoint.backoff_until:  # else it failed together with others, which count as one failure
+        if _now() >= endpoint.backoff_until:  # else it failed together with others, which count as one failure
             endpoint.consecutive_failures += 1
-            endpoint.backoff_until = now + self._retry_policy.backoff(endpoint.consecutive_failures)
-        endpoint.backoff_until = max(endpoint.backoff_until, now + min(retry_after, self._retry_policy.max_retry_after))
+            endpoint.backoff_until = _now() + self._retry_policy.backoff(endpoint.consecutive_failures)
+        pause = min(retry_after, self._retry_policy.max_retry_after)
+        endpoint.backoff_until = max(endpoint.backoff_until, _now() + pause)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _read_key(variables: Sequence[str]) -> str:
@@ -444,6 +376,15 @@ def _read_key(variables: Sequence[str]) -> str:
     return key
 
 
+def _forms_of_secrets(secrets: Sequence[str]) -> list[str]:
+    """Return keys and passwords as they are, and escaped as in JSON, JSON in JSON, and URLs; the longest first."""
+    texts = [secret for secret in secrets if len(secret) >= MIN_SECRET_LENGTH]
+    texts += [f"{scheme} {one}" for one in secrets if 0 < len(one) < MIN_SECRET_LENGTH for scheme in AUTH_SCHEMES]
+    forms = {text.replace("/", slash) for text in texts for slash in ("/", r"\/", r"\\/")}
+    forms |= {form for text in texts for form in (json.dumps(text)[1:-1], quote(text, ""))}
+    return sorted(forms, key=len, reverse=True)
+
+
 def _retry_after(header: str) -> float:
     """Return the seconds of a Retry-After header, which is a number or a date; 0: there is none, or no valid one."""
     with suppress(ValueError, TypeError, OverflowError):
@@ -452,34 +393,6 @@ def _retry_after(header: str) -> float:
     with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
     return 0.0
-
-
-class _InflightLimit:
-    """Limits the number and the total weight of requests in flight; a request above the limit is sent alone."""
-
-    def __init__(self, max_inflight: int, max_weight: float) -> None:
-        self._max_inflight, self._max_weight = max_inflight, max_weight
-        self._num_inflight, self._inflight_weight = 0, 0.0
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def acquired(self, weight: float) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: (
-                    not self._num_inflight
-                    or (self._num_inflight < self._max_inflight and self._inflight_weight + weight <= self._max_weight)
-                )
-            )
-            self._num_inflight += 1
-            self._inflight_weight += weight
-        try:
-            yield
-        finally:
-            self._num_inflight -= 1
-            self._inflight_weight -= weight
-            async with self._changed:
-                self._changed.notify_all()
 
 
 def _check_model(endpoint: Endpoint, answer: Any) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from xtk import terminal
-from xtk.engines.backend import BackendConfig
-from xtk.engines.engine_options import check_not_reserved, parse_engine_options
+from xtk.engines.backend import BackendConfig, check_not_reserved, parse_engine_options
 from xtk.errors import XtkError
 from xtk.name_registry import nearest_name
 

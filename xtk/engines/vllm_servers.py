@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from xtk import terminal
 from xtk.engines.http_client_pool import Endpoint, EndpointPool
-from xtk.engines.server_responses import VLLM_SERVER_HINT, PermanentError, RetryableError
+from xtk.engines.server_responses import PermanentError, RetryableError
 from xtk.errors import MismatchError, XtkError
 from xtk.text.tokenizer import Tokenizer
 
@@ -21,7 +21,6 @@ PROBE_TEXT = (
 )
 PROBE_VOCABULARY_TOKENS = 256
 MIN_CONTEXT = 256  # context length in tokens that any server has
-MAX_TOKEN_RATIO = 8  # accepted ratio of the server's number of tokens to ours before the tokenizers are compared
 T = TypeVar("T")
 
 
@@ -44,7 +43,9 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     return returned[0]
 
 
-def gather_responses(pool: EndpointPool, requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+def gather_responses(
+    pool: EndpointPool, requests: Iterable[Coroutine[Any, Any, T]], max_concurrency: int | None = None
+) -> list[T]:
     """Run coroutines that send requests to the servers of a pool, and return their results in order.
 
     Raises:
@@ -52,21 +53,16 @@ def gather_responses(pool: EndpointPool, requests: Iterable[Coroutine[Any, Any, 
     """
 
     async def gather() -> list[T]:
-        async with pool.connected():
+        async with pool.connected(max_concurrency):
+            tasks = [asyncio.ensure_future(request) for request in requests]
             try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(request) for request in requests]
-            except BaseExceptionGroup as several:
-                raise _first_exception(several) from None
-        return [task.result() for task in tasks]
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     return run_coroutine(gather())
-
-
-def _first_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception of a group, in nested groups too."""
-    one = group.exceptions[0]
-    return _first_exception(one) if isinstance(one, BaseExceptionGroup) else one
 
 
 def connect_servers(
@@ -75,33 +71,28 @@ def connect_servers(
     probe: Callable[[Endpoint, int | None], Awaitable[T]],
     refusal_error: Callable[[PermanentError, str], XtkError],
 ) -> tuple[int | None, list[T]]:
-    """Select the model on each server of a pool, and test it.
+    """Return the minimum context length of servers in tokens, None if it is unknown, and the results of their tests.
 
     Args:
         pool: the servers; each gets the name of its model.
         name: the model's name where the user has given none.
         probe: tests a server of some context length in tokens; None: unknown.
         refusal_error: returns the error for a refused request, from the refusal and the server.
-
-    Returns:
-        The minimum context length in tokens, None if it is unknown, and the results of the tests.
     """
 
     async def connect() -> tuple[int | None, list[T]]:
-        lengths, context_lengths = [], []
+        lengths, results = [], []
         async with pool.connected():
-            for endpoint in pool.endpoints:
+            for one in pool.endpoints:
                 try:
-                    models = await pool.request_one(
-                        endpoint, "/models", None, parse_models, max_attempts=STARTUP_ATTEMPTS
-                    )
-                    model = select_model(models, endpoint, name)
-                    endpoint.model, endpoint.owner = model["id"], str(model.get("owned_by") or "")
+                    models = await pool.request_one(one, "/models", None, parse_models, max_attempts=STARTUP_ATTEMPTS)
+                    model = select_model(models, one, name)
+                    one.model, one.owner = model["id"], str(model.get("owned_by") or "")
                     lengths.append(model.get("max_model_len"))
-                    context_lengths.append(await probe(endpoint, lengths[-1]))
+                    results.append(await probe(one, lengths[-1]))
                 except PermanentError as error:
-                    raise refusal_error(error, str(endpoint)) from None
-        return min((length for length in lengths if length is not None), default=None), context_lengths
+                    raise refusal_error(error, str(one)) from None
+        return min((length for length in lengths if length is not None), default=None), results
 
     return run_coroutine(connect())
 
@@ -114,7 +105,7 @@ def only_choice(response: Any) -> dict[str, Any]:
     """
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RetryableError("the server's response does not have exactly one completion (choices)", VLLM_SERVER_HINT)
+        raise RetryableError("the server's response does not have exactly one completion (choices)")
     return choices[0]
 
 
@@ -126,14 +117,13 @@ def parse_models(answer: Any) -> list[dict[str, Any]]:
     """
     models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not models:
-        raise RetryableError("the server's response to /models is not a list of models", VLLM_SERVER_HINT)
+        raise RetryableError("the server's response to /models is not a list of models")
     if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
-        raise RetryableError("the server's list of models has a model whose id is not a string", VLLM_SERVER_HINT)
+        raise RetryableError("the server's list of models has a model whose id is not a string")
     for length in (model.get("max_model_len") for model in models):
         if length is not None and (type(length) is not int or length < 1):
             raise RetryableError(
-                f"the server's context length (max_model_len) is {str(length)[:40]!r}, but must be a positive integer",
-                VLLM_SERVER_HINT,
+                f"the server's context length (max_model_len) is {str(length)[:40]!r}, but must be a positive integer"
             )
     return models
 

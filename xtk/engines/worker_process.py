@@ -31,14 +31,9 @@ WORKER_PROGRAM = f"import sys; from {__name__} import run_worker; run_worker(*sy
 
 @dataclass(frozen=True)
 class WorkerError:
-    """An error in a worker as text, since exceptions of libraries cannot always be sent.
+    """An error in a worker as text, since exceptions of libraries cannot always be sent."""
 
-    Attributes:
-        kind: name of a class of `xtk.errors`; any other name means `XtkError`.
-        what, where, hint: as in `XtkError`.
-    """
-
-    kind: str
+    kind: str  # name of a class of `xtk.errors`; any other name means `XtkError`
     what: str
     where: str | None
     hint: str | None
@@ -66,21 +61,13 @@ class WorkerError:
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """A kind of worker, and what errors about a worker that ended contain.
+    """A kind of worker, and what errors about a worker that ended contain."""
 
-    Attributes:
-        main: `module:function` that a worker calls with its pipe.
-        process: the process in messages, such as "the generation process".
-        exit_hint: next step after an exit code.
-        signal_hint: next step after a signal.
-        memory_hint: next step after SIGKILL, which a lack of memory causes.
-    """
-
-    main: str
-    process: str
-    exit_hint: str
-    signal_hint: str
-    memory_hint: str
+    main: str  # `module:function` that a worker calls with its pipe
+    process: str  # the process in messages, such as "the generation process"
+    exit_hint: str  # next step after an exit code
+    signal_hint: str  # next step after a signal
+    memory_hint: str  # next step after SIGKILL, which a lack of memory causes
 
 
 class WorkerProcess:

@@ -13,7 +13,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.engines.http_client_pool import Endpoint, EndpointPool, RetryPolicy
-from xtk.engines.server_responses import PermanentError, RetryableError, max_response_bytes
+from xtk.engines.server_responses import PermanentError, RetryableError
 from xtk.engines.vllm_servers import gather_responses
 from xtk.errors import ResumableStop, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
@@ -28,7 +28,6 @@ BYTES_PER_TOKEN = 3.5  # for estimates before the first answer
 _MAX_TOKENS = 1e12  # of an answer
 NUM_CHECKED_ANSWERS = 3  # the command stops if none of these can be used
 _SERVICE_HINT = "check that a service with the OpenAI interface answers at this URL"
-_BYTES_PER_ENTRY = 160  # of JSON: {"token": ..., "logprob": ..., "bytes": [...]}
 
 
 @dataclass(frozen=True)
@@ -325,7 +324,7 @@ class ServiceClient:
                 hint=f"set it: export {options.api_key_env}=...",
             )
         self._pool = EndpointPool(
-            [self._endpoint], concurrency=options.concurrency, max_weight=float("inf"), retry_policy=RetryPolicy(),
+            [self._endpoint], concurrency=options.concurrency, retry_policy=RetryPolicy(),
             api_key_variable=options.api_key_env, response_hint=_SERVICE_HINT,
         )  # fmt: skip
         self._usage = _Usage(options)
@@ -414,15 +413,12 @@ class ServiceClient:
             )
 
     async def _send(self, request: ServiceRequest) -> dict[str, Any]:
-        entries = (request.answer_tokens + request.prompt_tokens) * (self._options.top_logprobs + 1)
         try:
             return await self._pool.request(
                 _PATHS[self._options.mode],
                 lambda endpoint: request.body,
                 _checked_response,
                 what=f"document {request.index}",
-                weight=1.0,
-                max_bytes=max_response_bytes(0) + int(entries * _BYTES_PER_ENTRY * 4),
             )
         except PermanentError as failure:
             raise XtkError(

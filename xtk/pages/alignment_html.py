@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from xtk.pages.alignment_tables import VISIBLE_SYMBOLS, alignment_tables
 from xtk.pages.html_page import page, render, visible_bytes
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from xtk.text.alignment_statistics import AlignedDocument
-    from xtk.text.tokenizer import Tokenizer
+from xtk.text.alignment_statistics import AlignedDocument, span_kinds
+from xtk.text.tokenizer import Tokenizer
 
 # A span takes about 250 bytes of HTML for 4 bytes of text; browsers scroll 10 MB smoothly.
 MAX_DOCUMENT_BYTES_SHOWN = 16_384
@@ -29,7 +26,7 @@ LEGEND = {
     "many": "several tokens on both sides",
     "left": "unaligned",
 }
-Sides = tuple[tuple["Tokenizer", "NDArray[np.int32]"], tuple["Tokenizer", "NDArray[np.int32]"]]
+Sides = tuple[tuple[Tokenizer, NDArray[np.int32]], tuple[Tokenizer, NDArray[np.int32]]]
 
 
 def alignment_page(
@@ -107,8 +104,6 @@ def _boxes(
     document: AlignedDocument, tokenizers: tuple[Tokenizer, Tokenizer], stop: int, lengths: tuple[int, int] | None
 ) -> Iterator[tuple[str, Any, bool]]:
     """Yield the first `stop` spans and the unaligned tokens between them; those after the last span with `lengths`."""
-    from xtk.text.alignment_statistics import span_kinds
-
     sides = (tokenizers[0], document.student.ids), (tokenizers[1], document.teacher.ids)
     spans = document.spans[:stop]
     left_at, right_at = 0, 0

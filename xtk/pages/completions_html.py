@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.evaluation.evaluation_result_files import shorten_names
+from xtk.evaluation.evaluation_result_files import finite_number, shorten_names
 from xtk.pages.html_page import format_number
 
 MAX_PROMPTS = 6  # shown
@@ -17,23 +16,14 @@ MAX_PROMPTS = 6  # shown
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """A completion of a prompt.
+    """A completion of a prompt."""
 
-    Attributes:
-        model: unique name of the model; the name of the file if the file has none.
-        prompt_number: index of the prompt.
-        prompt: text of the prompt; "" if unknown.
-        text: the completion.
-        reward: its reward; None if it was not scored.
-        is_truncated: whether it reached the maximum length.
-    """
-
-    model: str
+    model: str  # unique name of the model; the name of the file if the file has none
     prompt_number: int
-    prompt: str
-    text: str
-    reward: float | None = None
-    is_truncated: bool = False
+    prompt: str  # "": unknown
+    text: str  # the completion
+    reward: float | None = None  # None: not scored
+    is_truncated: bool = False  # it reached the maximum length
 
     def facts(self) -> str:
         """Return model, reward and truncation as text."""
@@ -74,12 +64,10 @@ def _read_sample_file(path: Path, lines: Sequence[Mapping[str, Any]], name: str)
         number, prompt, text = _prompt_and_completion(line)
         if number is None:
             break
-        finish = line.get("finish_reason")
-        reward = line.get("reward")
-        worth = float(reward) if isinstance(reward, int | float) and abs(reward) <= sys.float_info.max else None
+        reward, is_truncated = finite_number(line.get("reward")), line.get("finish_reason") == "length"
         model = str(line["model"]) if "problem" in line and line.get("model") else name
-        key = (model, number, prompt)
-        samples.setdefault(key, GeneratedSample(model, number, prompt, text, worth, finish == "length"))
+        sample = GeneratedSample(model, number, prompt, text, reward, is_truncated)
+        samples.setdefault((model, number, prompt), sample)
     if not samples:
         raise XtkError(
             "the file of --samples has no completions",

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from xtk.errors import XtkError
+from xtk.files.atomic_files import atomic_write
 from xtk.files.output_claims import FileKind
 from xtk.pages.alignment_tables import visible_symbol
 
@@ -112,8 +113,6 @@ PAGE = FileKind[None]("pages", _is_page, _check_request)
 
 def write_page(path: Path, content: str) -> None:
     """Write a page, unless the file has the same content."""
-    from xtk.files.atomic_files import atomic_write
-
     encoded = content.encode("utf-8", "replace")  # a name may be invalid UTF-8
     if path.is_file() and path.read_bytes() == encoded:
         return

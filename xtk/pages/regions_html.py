@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from xtk.errors import XtkError
 from xtk.pages.html_page import page, render, visible_bytes
-
-if TYPE_CHECKING:
-    from xtk.text.document import Document
-    from xtk.text.tokenizer import Tokenizer
+from xtk.text.chat.conversation_tokens import NO_REGION, REGIONS
+from xtk.text.chat.regions import token_regions
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
+from xtk.text.tokenizer import Tokenizer
 
 SHOWN_DOCUMENTS, MAX_TOKENS_SHOWN = 3, 4000
 
 
 def regions_page(documents: Sequence[Document], models: Sequence[tuple[str, Tokenizer]], request: str) -> str:
     """Return the page of some documents, for each model with its name and tokenizer."""
-    from xtk.text.chat.conversation_tokens import REGIONS
-
     readings = [(document, [(name, *_read(document, side)) for name, side in models]) for document in documents]
     return page("What is trained", render("regions", regions=REGIONS, documents=readings), request)
 
 
 def _read(document: Document, tokenizer: Tokenizer) -> tuple[str, list[tuple[int | None, bool, Markup]], int]:
     """Return the error of reading a document, (region, whether it is trained, HTML) of its parts, tokens not shown."""
-    from xtk.errors import XtkError
-    from xtk.text.chat.conversation_tokens import NO_REGION
-    from xtk.text.chat.regions import token_regions
-    from xtk.text.token_sequence import tokenize_documents
-
     try:
         (sequence,) = tokenize_documents(tokenizer, [document])
     except XtkError as error:

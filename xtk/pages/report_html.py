@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from xtk.evaluation.evaluation_result_files import finite_number, result_rows, shorten_names
+from markupsafe import Markup
+
+from xtk.evaluation.evaluation_result_files import EvaluationResult, finite_number, result_rows, shorten_names
 from xtk.name_registry import unknown_name_error
-from xtk.pages.completions_html import MAX_PROMPTS, evenly_spaced, samples_by_prompt
+from xtk.pages.completions_html import MAX_PROMPTS, GeneratedSample, evenly_spaced, samples_by_prompt
 from xtk.pages.html_page import page, render
 from xtk.pages.svg_curves import MetricCurve, curves_figure
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
-    from xtk.evaluation.evaluation_result_files import EvaluationResult
-    from xtk.pages.completions_html import GeneratedSample
 
 CLOCK_METRICS = ("step", "training_seconds", "tokens")  # not drawn as curves
 # Teacher and student on the text of the first step: one value each, in the table of runs.
@@ -40,29 +36,17 @@ METRIC_UNITS = {
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run of the report.
+    """A run of the report."""
 
-    Attributes:
-        name: unique short name.
-        path: its folder, as given.
-        state: finished or unfinished, with the step, as text.
-        fingerprint: fingerprint of its recipe.
-        recipe: its options and inputs.
-        metrics: records of metrics.jsonl, in the order of steps.
-        samples: a completion per batch of rollouts.
-        command: the command that repeats the run.
-        best_step: the step of its weights, if early stopping chose them.
-    """
-
-    name: str
-    path: str
-    state: str
-    fingerprint: str
-    recipe: Mapping[str, Any]
-    metrics: Sequence[Mapping[str, Any]]
-    samples: Sequence[Mapping[str, Any]] = field(default=())
-    command: str = ""
-    best_step: int | None = None
+    name: str  # unique and short
+    path: str  # its folder, as given
+    state: str  # finished or unfinished, with the step, as text
+    fingerprint: str  # of its recipe
+    recipe: Mapping[str, Any]  # its options and inputs
+    metrics: Sequence[Mapping[str, Any]]  # records of metrics.jsonl, in the order of steps
+    samples: Sequence[Mapping[str, Any]] = ()  # a completion per batch of rollouts
+    command: str = ""  # that repeats the run
+    best_step: int | None = None  # the step of its weights, if early stopping chose them
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric."""
@@ -92,17 +76,11 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class ReportCell:
-    """A number of a table.
-
-    Attributes:
-        value: the number.
-        standard_error: its standard error; None if unknown.
-        baselines: (value, name) of the models or runs to compare with.
-    """
+    """A number of a table."""
 
     value: float
-    standard_error: float | None
-    baselines: Sequence[tuple[float, str]]
+    standard_error: float | None  # None: unknown
+    baselines: Sequence[tuple[float, str]]  # value and name of the models or runs to compare with
 
 
 # Title, heads, and the name and cells of each row.
@@ -127,9 +105,8 @@ def report_page(
         request: fingerprint of the inputs, stored in the head of the page.
     """
     flat = [dict(_flatten_recipe(run.recipe)) for run in runs]
-    values = {
-        name: [options.get(name, "") for options in flat] for name in sorted({name for at in flat for name in at})
-    }
+    names = sorted({name for options in flat for name in options})
+    values = {name: [options.get(name, "") for options in flat] for name in names}
     differing = [name for name in values if len(set(values[name])) > 1]
     content = render(
         "report",
@@ -176,9 +153,8 @@ def _curves(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, list[Markup]]]:
 def _last_metrics(runs: Sequence[ReportedRun]) -> Iterator[ComparisonTable]:
     """Yield a table of the last values, with differences to the first run and to the untrained student."""
     last = [run.last_values() for run in runs]
-    every = dict.fromkeys(name for values in last for name in values)
     rows = []
-    for name in every:
+    for name in dict.fromkeys(name for values in last for name in values):
         if name == "step" or name.startswith(FIRST_STEP_METRICS):
             continue
         cells: list[ReportCell | None] = []
@@ -205,16 +181,10 @@ def _evaluations(results: Sequence[EvaluationResult], baselines: Sequence[str]) 
     rows = []
     for row in result_rows(results):
         known = row.by_model
-        cells = [
-            ReportCell(
-                known[model].value,
-                known[model].error,
-                [(known[other].value, names[other]) for other in compared if other in known and other != model],
-            )
-            if model in known
-            else None
-            for model in models
-        ]
+        cells: list[ReportCell | None] = []
+        for model in models:
+            others = [(known[other].value, names[other]) for other in compared if other in known and other != model]
+            cells.append(ReportCell(known[model].value, known[model].error, others) if model in known else None)
         rows.append((f"{row.data}: {row.metric}" if row.data else row.metric, cells))
     yield "Evaluations", [names[model] for model in models], rows
 

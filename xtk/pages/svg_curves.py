@@ -21,17 +21,11 @@ MAX_VALUE = 1e300  # larger values are drawn at the edge: their difference is no
 
 @dataclass(frozen=True)
 class MetricCurve:
-    """A metric of a run.
+    """A metric of a run."""
 
-    Attributes:
-        run: name of the run.
-        color_index: index of the run, which selects its color.
-        points: (step, value) in the order of steps.
-    """
-
-    run: str
-    color_index: int
-    points: Sequence[tuple[float, float]]
+    run: str  # its name
+    color_index: int  # index of the run
+    points: Sequence[tuple[float, float]]  # (step, value) in the order of steps
 
 
 def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve]) -> Markup:

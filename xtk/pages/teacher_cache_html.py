@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
+from xtk.cache.reader import TeacherCache
+from xtk.cache.statistics import PositionStatistics
+from xtk.cache.teacher_document import TeacherDocument
 from xtk.pages.html_page import page, render, visible_bytes
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from xtk.cache.reader import TeacherCache
-    from xtk.cache.statistics import PositionStatistics
-    from xtk.cache.teacher_document import TeacherDocument
-    from xtk.text.tokenizer import Tokenizer
+from xtk.text.tokenizer import Tokenizer
 
 MAX_DOCUMENTS, MAX_TOKENS = 2, 1500  # shown; tokens per document
 MAX_ALTERNATIVES = 6
@@ -49,12 +46,7 @@ def cache_page(record: dict[str, Any], cache: TeacherCache, positions: PositionS
 def cache_sections(
     record: dict[str, Any], positions: PositionStatistics, documents: Sequence[dict[str, Any]] = ()
 ) -> Markup:
-    """Return statistics of a cache as HTML: a table, sizes and histograms; then documents.
-
-    Args:
-        record: JSON record of `xtk inspect`.
-        positions: sampled positions, for the histograms.
-    """
+    """Return statistics of a cache as HTML: a table, sizes and histograms; then documents. Arguments: `cache_page`."""
     header, statistics = record["header"], record["statistics"]
     facts = {
         "teacher": header["teacher"]["name"],
@@ -90,11 +82,9 @@ def _histogram(title: str, values: NDArray[Any], unit: str) -> dict[str, Any]:
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     low = min(low, 0.0) if high - low > 0.5 * abs(high) else low
     one_bin_per_integer = values.dtype.kind == "i" and high - low < HISTOGRAM_BINS
-    edges = (
-        np.arange(low - 0.5, high + 1)
-        if one_bin_per_integer
-        else np.linspace(low, high if high > low else low + 1, HISTOGRAM_BINS + 1)
-    )
+    edges = np.linspace(low, high if high > low else low + 1, HISTOGRAM_BINS + 1)
+    if one_bin_per_integer:
+        edges = np.arange(low - 0.5, high + 1)
     counts, edges = np.histogram(values, edges)
     step, top = PLOT_WIDTH / len(counts), max(int(counts.max(initial=1)), 1)
     bars = [

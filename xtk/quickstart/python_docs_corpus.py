@@ -16,15 +16,8 @@ PACKAGES = (
     "venv", "wsgiref", "xml", "xmlrpc", "zoneinfo",
 )  # fmt: skip
 EXCLUDED_FOLDERS = (
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-)
+    "test", "tests", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages", "__pycache__",
+)  # fmt: skip
 MIN_DOCSTRING_CHARACTERS = 80
 MIN_DOCUMENT_CHARACTERS, MAX_DOCUMENT_CHARACTERS = 300, 1200
 HELD_OUT_FRACTION = 0.05

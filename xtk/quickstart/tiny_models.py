@@ -85,9 +85,6 @@ def train_tokenizer(
         digits: quantifier of the digits that may form one token: `""` one, `"{1,3}"` up to three.
         specials: special tokens; they have the first ids.
         merge_spaces: whether spaces of an indentation may form one token.
-
-    Returns:
-        The tokenizer.
     """
     pattern = PRE_TOKENIZER_PATTERN.replace("DIGITS", digits)
     if not merge_spaces:

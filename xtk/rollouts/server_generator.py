@@ -19,12 +19,10 @@ from xtk.engines.server_responses import (
     RetryableError,
     checked_logprobs,
     checked_token_ids,
-    max_response_bytes,
     parse_token_ids,
 )
 from xtk.engines.vllm_servers import (
     COMPLETIONS_PATH,
-    MAX_TOKEN_RATIO,
     STARTUP_ATTEMPTS,
     check_same_tokenizer,
     connect_servers,
@@ -76,7 +74,6 @@ class ServerGenerator(Generator):
         self._endpoints = EndpointPool(
             servers,
             concurrency=config.options.get("concurrency") or DEFAULT_CONCURRENCY,
-            max_weight=float("inf"),
             retry_policy=config.options.get("patience") or RetryPolicy(),
             on_recovered=self._restore_weights,
         )
@@ -131,9 +128,8 @@ class ServerGenerator(Generator):
             "return_token_ids": True,
             "max_tokens": 1,
         }
-        most = max_response_bytes(0, MAX_TOKEN_RATIO * len(ours.ids))
         choice = await self._endpoints.request_one(
-            endpoint, COMPLETIONS_PATH, payload, only_choice, max_attempts=STARTUP_ATTEMPTS, max_bytes=most
+            endpoint, COMPLETIONS_PATH, payload, only_choice, max_attempts=STARTUP_ATTEMPTS
         )
         theirs = choice.get("prompt_token_ids")
         if not isinstance(theirs, list) or not isinstance(choice.get("token_ids"), list):
@@ -162,10 +158,6 @@ class ServerGenerator(Generator):
                     payload_for,
                     lambda response: self._completion(response, sampling, num_top_ids),
                     what=where,
-                    weight=0.0,
-                    max_bytes=max_response_bytes(
-                        payload["max_tokens"] * (num_top_ids + 2), payload["max_tokens"] + len(request.input_ids)
-                    ),
                 )
                 endpoint, sends = attempts[-1]
                 # After an update meanwhile, the completion is at least partly from older weights.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.cache.teacher_logprobs import SUPPORTS, StoredLogprobs, Support
-from xtk.engines.engine_options import check_not_reserved
+from xtk.engines.backend import check_not_reserved
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS, default_device, load_causal_lm

@@ -23,12 +23,10 @@ from xtk.engines.server_responses import (
     PermanentError,
     RetryableError,
     checked_logprobs,
-    max_response_bytes,
     parse_token_ids,
 )
 from xtk.engines.vllm_servers import (
     COMPLETIONS_PATH,
-    MAX_TOKEN_RATIO,
     STARTUP_ATTEMPTS,
     check_same_tokenizer,
     connect_servers,
@@ -87,7 +85,6 @@ class ServerTeacher(TeacherBackend):
         self._endpoints = EndpointPool(
             servers,
             concurrency=request.options.get("concurrency") or DEFAULT_CONCURRENCY,
-            max_weight=MAX_BYTES_IN_FLIGHT,
             retry_policy=request.options.get("patience") or RetryPolicy(),
         )
         self._limit, logprobs = connect_servers(self._endpoints, self._name, self._probe_logprobs, self._refusal_error)
@@ -135,7 +132,10 @@ class ServerTeacher(TeacherBackend):
             candidate_ids: not supported, always None.
         """
         check_document_lengths(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
-        return gather_responses(self._endpoints, map(self._score_and_report, documents))
+        longest = max((num_tokens_to_read(document) for document in documents), default=0)
+        largest_response = max(1, longest) * (self._top_k + 1) * BYTES_PER_ENTRY
+        num_requests = max(1, MAX_BYTES_IN_FLIGHT // largest_response)
+        return gather_responses(self._endpoints, map(self._score_and_report, documents), num_requests)
 
     async def _score_and_report(self, document: TokenSequence) -> StoredLogprobs:
         scored = await self._score(document)
@@ -159,8 +159,6 @@ class ServerTeacher(TeacherBackend):
                 lambda response: self._to_stored_logprobs(document, parse(response, document, self._top_k)),
                 at_root=sglang,
                 what=self._describe_document(document),
-                weight=length * (self._top_k + 1) * BYTES_PER_ENTRY,
-                max_bytes=max_response_bytes(length * (self._top_k + 1)),
             )
         except PermanentError as failure:
             raise self._refusal_error(failure, self._describe_document(document)) from None
@@ -201,7 +199,6 @@ class ServerTeacher(TeacherBackend):
             {**body, **_sampling_parameters(self._top_k)},
             _response_choice,
             max_attempts=STARTUP_ATTEMPTS,
-            max_bytes=max_response_bytes(MAX_TOKEN_RATIO * len(ids) * (self._top_k + 1), MAX_TOKEN_RATIO * len(ids)),
         )
         theirs, entries = choice.get("prompt_token_ids"), choice["prompt_logprobs"]
         if not isinstance(theirs, list):
@@ -223,7 +220,6 @@ class ServerTeacher(TeacherBackend):
             sglang_responses.prompt_entries,
             at_root=True,
             max_attempts=STARTUP_ATTEMPTS,
-            max_bytes=max_response_bytes(MAX_TOKEN_RATIO * len(ids) * (self._top_k + 1), MAX_TOKEN_RATIO * len(ids)),
         )
         if own and own[0][1] == self._tokenizer.special_token_ids.get("bos") != ids[0]:
             own = own[1:]

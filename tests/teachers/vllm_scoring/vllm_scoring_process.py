@@ -20,7 +20,7 @@ def main() -> None:
     from reference_logprobs import make_documents
 
     from xtk.cache.teacher_logprobs import StoredLogprobs, Support
-    from xtk.engines.engine_options import parse_engine_options
+    from xtk.engines.backend import parse_engine_options
     from xtk.teachers.backend_interface import TeacherConfig
     from xtk.teachers.vllm import VllmTeacher
     from xtk.text.tokenizer import Tokenizer
