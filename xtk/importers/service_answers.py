@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from xtk.engines.vllm_servers import gather_responses
 from xtk.errors import ResumableStop, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.files.output_claims import FileKind
+from xtk.importers.completion_logprobs import read_answer, row_errors
 from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
 from xtk.text.document import Document
 
@@ -109,32 +110,21 @@ def _make_request(number: int, document: Document, model: str, options: ServiceO
 
 
 def _service_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in OpenAI's form: arguments of tool calls are text there."""
+    """Return a message in OpenAI's form, in which arguments of tool calls are text."""
     result = {key: value for key, value in message.items() if key != "reasoning_content"}
-    if calls := result.get("tool_calls"):
-        result["tool_calls"] = [
-            {
-                "type": "function",
-                "id": f"call_{number}",
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": call["function"]["arguments"]
-                    if isinstance(call["function"]["arguments"], str)
-                    else json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for number, call in enumerate(calls)
-        ]
-    return result
+    calls = []
+    for number, call in enumerate(result.get("tool_calls") or ()):
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        function = {**call["function"], "arguments": text}
+        calls.append({"type": "function", "id": f"call_{number}", **call, "function": function})
+    return result | {"tool_calls": calls} if calls else result
 
 
 def estimate(requests: Sequence[ServiceRequest], options: ServiceOptions) -> dict[str, float]:
     """Return `requests`, estimated `prompt_tokens`, the largest number of `answer_tokens`, and the largest `cost`."""
-    prompts, answers = (
-        sum(request.prompt_tokens for request in requests),
-        sum(request.answer_tokens for request in requests),
-    )
+    prompts = sum(request.prompt_tokens for request in requests)
+    answers = sum(request.answer_tokens for request in requests)
     return {
         "requests": len(requests),
         "prompt_tokens": round(prompts),
@@ -309,14 +299,10 @@ def _reported_tokens(response: Mapping[str, Any], key: str) -> float:
 
 
 class ServiceClient:
-    """Sends requests to a service, within the limits of the options.
+    """Sends requests to a service, within the limits of the options."""
 
-    Args:
-        check: raises XtkError if import-cache cannot use an answer. Arguments: a row of the file, its name in errors.
-    """
-
-    def __init__(self, server: str, options: ServiceOptions, check: Callable[[dict[str, Any], str], object]) -> None:
-        self._check, self._num_usable = check, 0
+    def __init__(self, server: str, options: ServiceOptions) -> None:
+        self._num_usable = 0
         self._unusable: list[XtkError] = []
         self._options, self._endpoint = options, Endpoint.parse(server)
         if options.api_key_env and not os.environ.get(options.api_key_env):
@@ -393,7 +379,8 @@ class ServiceClient:
     def _check_answer(self, request: ServiceRequest, response: dict[str, Any]) -> None:
         """Count whether import-cache can use a stored answer."""
         try:
-            self._check({"request": request.body, "response": response}, f"document {request.index}")
+            with row_errors(f"document {request.index}"):
+                read_answer({"request": request.body, "response": response})
             self._num_usable += 1
         except XtkError as failure:
             self._unusable.append(failure)
