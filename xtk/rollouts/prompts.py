@@ -76,7 +76,7 @@ class PromptFormat:
     def _rendered(self, record: Record, where: str) -> str:
         assert self._template is not None
         try:
-            (text,) = self._template.render_batch([{str(key): value for key, value in record.items()}])
+            text = self._template.render({str(key): value for key, value in record.items()})
         except XtkError as error:
             raise XtkError(
                 error.what, where=where, hint=f"fields of the record: {', '.join(map(str, record))}"
@@ -170,9 +170,7 @@ def tokenize_prompts(
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
     texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
     conversations = [document.conversation for document in documents if document.conversation is not None]
-    renderings = (
-        tokenizer.chat_template.render_batch_with_positions(conversations, **arguments) if conversations else []
-    )
+    renderings = [tokenizer.chat_template.render_with_positions(one, **arguments) for one in conversations]
     rendered = iter(
         tokenizer.encode_rendered(
             [rendering.text for rendering in renderings],
