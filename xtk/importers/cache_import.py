@@ -143,23 +143,14 @@ def _find_codec(sources: Sequence[str]) -> DistillKitCodec | None:
 
 @dataclass
 class _ImportCounts:
-    """What the log-probabilities of files lack.
+    """What the log-probabilities of files lack: numbers of positions, of characters and of rows."""
 
-    Attributes:
-        joined: characters of several tokens, whose log-probabilities a service did not write.
-        listed: all.
-        bounded: the token of the text is not listed, and an upper bound of its log-probability is stored.
-        unknown: it is not listed, and the listed tokens have all probability: the position is not trained.
-        normalized: the listed tokens have all probability.
-        other_text: rows with a text or messages that have other tokens than the row.
-    """
-
-    joined: int = 0
-    listed: int = 0
-    bounded: int = 0
-    unknown: int = 0
-    normalized: int = 0
-    other_text: int = 0
+    listed: int = 0  # all positions
+    bounded: int = 0  # the token of the text is not listed, and an upper bound of its log-probability is stored
+    unknown: int = 0  # it is not listed, and the listed tokens have all probability: the position is not trained
+    normalized: int = 0  # the listed tokens have all probability
+    joined: int = 0  # characters of several tokens, whose log-probabilities a service did not write
+    other_text: int = 0  # rows with a text or messages that have other tokens than the row
 
     def print_notes(self) -> None:
         """Print what the cache lacks."""
