@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
-from xtk.rollouts.stop_strings import StopStringDetector
+from xtk.rollouts.token_sampling import StopStringDetector
 from xtk.text.tokenizer import Tokenizer
 
 

@@ -22,25 +22,25 @@ FLOORS = [
     ("files", "atomic writes, locks, claims of outputs, local and remote storage", 1_850),  # to reach: 1,500
     ("text",
      "tokenizers as bytes, vocabularies, documents, alignment; `chat/`: templates, parts, positions, regions",
-     6_250),  # to reach: 6,000
+     6_000),
     ("data", "files and records become documents", 1_800),
     ("projection",
      "the sparse matrix between two vocabularies, its methods, audit, file and disk cache",
-     2_650),  # to reach: 2,600
+     2_600),
     ("cache",
      "teacher caches: shards, reader, writer, manifest, statistics; `codec/` alone knows the bits",
-     5_450),
+     5_510),
     ("engines",
      "worker processes, HTTP clients and vLLM settings that teachers and generation share",
      1_210),  # to reach: 850
-    ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 700),
+    ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 710),
     ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 2_950),  # to reach: 2,600
     ("losses",
      "one file a loss, and the fused head; `cells/`: the mechanisms; `kernels/`: numba and Triton",
-     5_950),  # to reach: 5,800
-    ("teachers", "backends, planning and writing of caches, online teachers", 3_400),  # to reach: 3,000
-    ("rewards", "rewards, and the sandbox that runs generated code", 2_250),  # to reach: 2,100
-    ("rollouts", "generation backends, prompts, environments, files of rollouts", 2_650),  # to reach: 2,500
+     5_800),
+    ("teachers", "backends, planning and writing of caches, online teachers", 3_570),  # to reach: 3,000
+    ("rewards", "rewards, and the sandbox that runs generated code", 2_100),
+    ("rollouts", "generation backends, prompts, environments, files of rollouts", 2_480),
     ("runs", "runs on disk: folder, recipe, checkpoints, resuming, metrics, model card", 2_100),  # to reach: 1,900
     ("batches",
      "documents become micro-batches: sources, several teachers, losses per teacher, reduction",
@@ -48,13 +48,13 @@ FLOORS = [
     ("evaluation", "bits per byte, answers scored by rewards, lm-evaluation-harness", 2_150),  # to reach: 1,900
     ("training",
      "`distill`: configuration, loop, step, on-policy, held-out; `kinds/`: the four kinds of runs",
-     4_200),  # to reach: 3,900
+     4_270),  # to reach: 3,900
     ("publish", "a finished student as a model folder, GGUF file or repository of the hub", 450),
     ("transplant",
      "another tokenizer for a model: rows of embedding and head, pruned vocabularies",
-     1_150),  # to reach: 1,100
+     1_100),
     ("api", "the Python API: `xtk/__init__.py` names its objects", 1_650),  # to reach: 1,500
-    ("importers", "caches from and for other tools, answers of services", 1_950),  # to reach: 1,550
+    ("importers", "caches from and for other tools, answers of services", 1_710),  # to reach: 1,550
     ("doctor", "checks and forecasts before a long run", 1_430),  # to reach: 1,250
     ("quickstart", "the demonstration pipeline and its tiny models", 450),
     ("pages", "HTML pages, their templates, and the tables on them", 1_060),  # to reach: 900

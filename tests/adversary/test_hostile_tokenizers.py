@@ -42,15 +42,6 @@ def missing_unknown_token(content):
     content["added_tokens"], content["pre_tokenizer"], content["post_processor"] = [], None, None
 
 
-def megabyte_per_letter(content):
-    content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": "x" * 1_000_000}
-
-
-def doubling_normalizer(content):
-    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-    content["normalizer"] = {"type": "Sequence", "normalizers": [double] * 30}
-
-
 def deeply_nested(content):
     normalizer = {"type": "NFC"}
     for _ in range(150):
@@ -63,8 +54,6 @@ ATTACKS = {
     large_id_in_vocabulary: "has a token with id 300,000,000",
     empty_added_token: "added token 5000 in tokenizer.json has no text",
     missing_unknown_token: "the tokenizer cannot encode a text: WordLevel error: Missing [UNK] token",
-    megabyte_per_letter: "outputs up to 1,000,000 bytes per input byte",
-    doubling_normalizer: "outputs up to 1,073,741,824 bytes per input byte",
     deeply_nested: "nested more than 100 levels deep",
 }
 

@@ -376,16 +376,19 @@ def set_top(response, choice):
     choice["logprobs"]["content"][2]["top_logprobs"] = {"a": -1}
 
 
+OTHER_TYPE = "a value of the row has another type than its format"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_message, "message of the row is not an object"),
-        (set_choice, "choice of the row is not an object"),
-        (set_logprobs, "logprobs of the row is not an object"),
-        (set_tokens, "logprobs.content of the row is not a list"),
-        (set_token, "token of the row is not an object"),
-        (set_bytes, "not numbers from 0 to 255"),
-        (set_top, "top_logprobs of the row is not a list"),
+        (set_message, OTHER_TYPE),
+        (set_choice, OTHER_TYPE),
+        (set_logprobs, OTHER_TYPE),
+        (set_tokens, OTHER_TYPE),
+        (set_token, OTHER_TYPE),
+        (set_bytes, "bytes must be in range(0, 256)"),
+        (set_top, OTHER_TYPE),
         (other_text, "of another text than the answer"),
         (positive_logprob, "must be a number of at most 0"),
         (nan_logprob, "must be a number of at most 0"),
@@ -587,10 +590,10 @@ def test_unlisted_end_token_joins_no_characters(top, num_uncounted):
     choice = {"message": {"content": "".join(tokens)}, "finish_reason": "stop", "logprobs": {"content": content}}
     usage = {"completion_tokens": len(tokens) + num_uncounted}
     row = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "choices": [choice], "usage": usage}
-    assert read_answer(row, "row").num_joined == 0
+    assert read_answer(row).num_joined == 0
     if top == "other":
         choice["finish_reason"] = "length"  # no end token: more tokens than entries are joined ones
-        assert read_answer(row, "row").num_joined == 2
+        assert read_answer(row).num_joined == 2
 
 
 def test_truncated_character_at_the_end_is_left_out(run, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from xtk.errors import XtkError
 from xtk.rewards import REWARDS
 from xtk.rewards.answer_parsing import last_boxed_content, parse_number
-from xtk.rewards.math_equality import MathComparer
+from xtk.rewards.boxed_answer import MathComparer
 from xtk.rewards.reward_spec import RewardSpec, WeightedRewards, parse_reward
 
 needs_data = pytest.mark.skipif("XTK_DATA" not in os.environ, reason="XTK_DATA names no folder with real data")

@@ -17,11 +17,10 @@ from scripted_generator import ScriptedGenerator
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards, parse_reward
-from xtk.rollouts.advantages import group_advantages
 from xtk.rollouts.environments import load_environment
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import read_prompts, tokenize_between_turns, tokenize_prompts
-from xtk.rollouts.rollout_generation import generate_rollouts
+from xtk.rollouts.rollout_generation import generate_rollouts, group_advantages
 from xtk.rollouts.rollout_jsonl import json_line, number_line, rollout_to_json
 from xtk.rollouts.rollout_record import Rollout
 from xtk.text.document import Conversation

@@ -15,8 +15,7 @@ from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.packed_attention import ATTENTION_NAME
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
-from xtk.rollouts.stop_strings import StopStringDetector
-from xtk.rollouts.token_sampling import gumbel_noise, mask_unlikely, position_seeds, sample_tokens
+from xtk.rollouts.token_sampling import StopStringDetector, gumbel_noise, mask_unlikely, position_seeds, sample_tokens
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.text.tokenizer import Tokenizer
 

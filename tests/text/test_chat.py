@@ -150,15 +150,13 @@ def test_token_ids_are_those_of_the_rendered_text(chat_tokenizers, name):
     tokenizer = chat_tokenizers[name]
     conversation = Conversation(tuple(CHAT))
     backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-    rendered = tokenizer.chat_template.render_batch_with_positions([conversation])[0].text
+    rendered = tokenizer.chat_template.render_with_positions(conversation).text
     (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(CHAT)])
     assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
 
 
 def test_system_prompt_inside_the_first_user_turn_is_located(chat_tokenizers):
-    (rendering,) = chat_tokenizers["metaspace"].chat_template.render_batch_with_positions(
-        [Conversation(tuple(CHAT[:3]))]
-    )
+    rendering = chat_tokenizers["metaspace"].chat_template.render_with_positions(Conversation(tuple(CHAT[:3])))
     assert written_contents(rendering) == [message["content"] for message in CHAT[:3]]
 
 
@@ -336,7 +334,7 @@ def test_template_that_depends_on_the_content_of_other_turns_keeps_all_answers(f
     assert trained_text(tokenizer, sequence) == "I ask.It is 12.Anna."
     assert (sequence.segment_end_tokens >= 0).all()
     backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-    rendered = tokenizer.chat_template.render_batch_with_positions([document.conversation])[0].text
+    rendered = tokenizer.chat_template.render_with_positions(document.conversation).text
     assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
 
 
@@ -484,7 +482,7 @@ def test_tools_tool_calls_and_dates_reach_the_template():
         {"role": "tool", "content": "5"},
     ]
     conversation = Document.from_messages(messages, tools=[{"name": "add"}]).conversation
-    (rendering,) = template.render_batch_with_positions([conversation])
+    rendering = template.render_with_positions(conversation)
     call = '{"type": "function", "function": {"name": "é<", "arguments": {}}}'
     assert rendering.text == f'[{{"name": "add"}}]2024-07-26<b>|[{call}]|5|'
     assert written_contents(rendering) == ["<b>", None, None, "é<", "{}", "5"]
@@ -492,15 +490,15 @@ def test_tools_tool_calls_and_dates_reach_the_template():
 
 def test_message_that_the_template_omits_has_no_position():
     template = ChatTemplate("{% for m in messages if m.role != 'system' %}{{ m.content }}.{% endfor %}", {}, "here")
-    (rendering,) = template.render_batch_with_positions(
-        [Conversation(({"role": "system", "content": "s"}, {"role": "user", "content": "u"}))]
+    rendering = template.render_with_positions(
+        Conversation(({"role": "system", "content": "s"}, {"role": "user", "content": "u"}))
     )
     assert written_contents(rendering) == [None, "u"]
 
 
 def test_content_that_the_template_writes_twice_is_located_once():
     template = ChatTemplate("{{ messages[0].content }}; {{ messages[0].content }}!", {}, "here")
-    (rendering,) = template.render_batch_with_positions([Conversation(({"role": "user", "content": "abc"},))])
+    rendering = template.render_with_positions(Conversation(({"role": "user", "content": "abc"},)))
     assert [position.runs.tolist() for position in rendering.positions] == [[[0, 5, 3]]]  # the last of the two
 
 
@@ -541,7 +539,7 @@ def test_content_that_the_template_writes_as_json_keeps_the_alignment_of_the_oth
     ])  # fmt: skip
     chat_tokenizers = {name: with_template(families, tmp_path / name, "teacher", template)
              for name, template in (("json", as_json), ("plain", TURNS_TEMPLATE))}  # fmt: skip
-    (rendering,) = chat_tokenizers["json"].chat_template.render_batch_with_positions([document.conversation])
+    rendering = chat_tokenizers["json"].chat_template.render_with_positions(document.conversation)
     position = rendering.positions[1]
     rendered = {index: rendering.text[rendered_index] for first, start, size in position.runs.tolist()
                 for index, rendered_index in
@@ -653,14 +651,14 @@ def test_random_choices_of_a_template_are_the_same_for_all_conversations_and_are
     )
     tokenizer = with_template(families, tmp_path, "teacher", template)
     one, other = (Document.from_messages([{"role": "user", "content": text}]).conversation for text in ("one", "other"))
-    first = [part.text for part in tokenizer.chat_template.render_batch_with_positions([one, one])]
+    first = [tokenizer.chat_template.render_with_positions(one).text for _ in range(2)]
     random.seed(7)  # as in another process
     state = random.getstate()
-    again = tokenizer.chat_template.render_batch_with_positions([other])
+    again = tokenizer.chat_template.render_with_positions(other)
     assert random.getstate() == state
-    assert first == [again[0].text.replace("other|", "one|")] * 2
-    assert written_contents(again[0]) == ["other"]
+    assert first == [again.text.replace("other|", "one|")] * 2
+    assert written_contents(again) == ["other"]
     assert Tokenizer(tokenizer.folder).chat_template
     assert capsys.readouterr().err.count("makes random choices") == 1
     prompts = SandboxedTemplate("{{ range(10000) | random }}", PROMPT_TEMPLATE, "here")
-    assert len(set(prompts.render_batch([{"number": number} for number in range(8)]))) > 1  # rows may differ
+    assert len({prompts.render({"number": number}) for number in range(8)}) > 1  # rows may differ

@@ -7,8 +7,7 @@ import pytest
 import small_inputs
 
 from xtk.text.tokenizer import Tokenizer
-from xtk.transplant.matching_pursuit_numba import pursue_batch
-from xtk.transplant.orthogonal_matching_pursuit import combine_donor_rows
+from xtk.transplant.orthogonal_matching_pursuit import combine_donor_rows, pursue_batch
 from xtk.transplant.row_methods import DonorCombination
 from xtk.transplant.token_sources import TokenSources
 

@@ -18,10 +18,9 @@ from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
-from xtk.transplant.corpus_token_counts import count_tokens
 from xtk.transplant.model_transplant import TransplantConfig, pruned_tokenizer, transplant_model
 from xtk.transplant.token_sources import TokenSources
-from xtk.transplant.vocabulary_pruning import BpeVocabulary, choose_tokens
+from xtk.transplant.vocabulary_pruning import BpeVocabulary, choose_tokens, count_tokens
 
 TEXTS = [*small_inputs.sentences(120, seed=9), *small_inputs.ODD_TEXTS, "  two   spaces\n\n\nand 99 lines"]
 

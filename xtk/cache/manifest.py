@@ -11,7 +11,7 @@ from xtk.files.atomic_files import canonical_json, parse_json_object, sha256
 from xtk.files.json_validation import check_json
 from xtk.files.safe_artifact_files import check_file_name
 from xtk.files.storage_folders import StorageFolder
-from xtk.text.tokenizer_validation import MAX_TOKENS
+from xtk.text.model_config_json import MAX_TOKENS
 
 FORMAT, VERSION = "xtk-teacher-cache", 6
 MANIFEST = "manifest.json"

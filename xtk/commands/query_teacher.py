@@ -41,7 +41,6 @@ def query_teacher(options: QueryTeacherOptions) -> None:
     from xtk.data.record_to_document import record_to_prompt
     from xtk.files.output_claims import claim_output
     from xtk.files.write_locks import only_writer_of_path
-    from xtk.importers.completion_logprobs import read_answer
     from xtk.importers.service_answers import (
         ANSWERS,
         AnswerFile,
@@ -68,7 +67,7 @@ def query_teacher(options: QueryTeacherOptions) -> None:
             for name, value in figures.items():
                 terminal.result_line(f"{name:24} {value:,}")
         return
-    client, path = ServiceClient(options.server, service, read_answer), Path(options.output)
+    client, path = ServiceClient(options.server, service), Path(options.output)
     claim_output(path, ANSWERS, inputs=options.data)
     with only_writer_of_path(path, "file of answers"):
         client.request_answers(requests, AnswerFile(path, requests))

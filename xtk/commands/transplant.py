@@ -174,9 +174,8 @@ def _check_options(options: TransplantOptions) -> None:
 @contextlib.contextmanager
 def _pruned(old: Tokenizer, options: TransplantOptions, columns: dict[str, str]) -> Any:
     """Yield the pruned tokenizer, and the old id of each of its tokens."""
-    from xtk.transplant.corpus_token_counts import count_tokens
     from xtk.transplant.model_transplant import pruned_tokenizer
-    from xtk.transplant.vocabulary_pruning import BpeVocabulary, choose_tokens
+    from xtk.transplant.vocabulary_pruning import BpeVocabulary, choose_tokens, count_tokens
 
     vocabulary = BpeVocabulary(old)
     counts = None

@@ -10,8 +10,7 @@ from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.text.chat.conversation_tokens import END_OF_TURN, MARKUP, REGIONS
 from xtk.text.chat.parts import REASONING
-from xtk.text.chat.region_statistics import RegionStatistics
-from xtk.text.chat.regions import token_regions
+from xtk.text.chat.regions import RegionStatistics, token_regions
 from xtk.text.document import Document
 from xtk.text.token_sequence import count_lost_bytes, tokenize_documents
 from xtk.text.tokenizer import Tokenizer

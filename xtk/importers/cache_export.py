@@ -38,9 +38,8 @@ def _is_export(path: Path) -> bool:
 
 
 def _check_export(path: Path, request: str) -> None:
-    raise XtkError(
-        "the output file exists", where=str(path), hint="use another output path (-o), or --force to replace it"
-    )
+    hint = "use another output path (-o), or --force to replace it"
+    raise XtkError("the output file exists", where=str(path), hint=hint)
 
 
 EXPORT = FileKind[None]("exported caches", _is_export, _check_export)
@@ -145,12 +144,8 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path, fields: list[str]
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         group: list[dict[str, Any]] = []
         for row in rows:
-            as_text = {
-                name: json.dumps(row[name], ensure_ascii=False)
-                for name in CONTENT_COLUMNS
-                if isinstance(row[name], list)
-            }
-            group.append(row | as_text)
+            lists = {name: row[name] for name in CONTENT_COLUMNS if isinstance(row[name], list)}
+            group.append(row | {name: json.dumps(value, ensure_ascii=False) for name, value in lists.items()})
             if len(group) == _ROWS_PER_GROUP:
                 writer.write_table(pa.Table.from_pylist(group, schema))
                 group = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,32 +13,33 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.api.cache_from_arrays import EXACT_SUPPORTS, CacheWriter, to_array
+from xtk.api.tokenizer_argument import store_files
 from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION
 from xtk.cache.manifest import MAX_TOKEN_ID
 from xtk.cache.reader import TeacherCache
 from xtk.data.corpus_reader import Corpus
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
-from xtk.importers.byte_tokenizer import write_byte_tokenizer
 from xtk.importers.cache_export import VERSION, VERSION_KEY
 from xtk.importers.completion_logprobs import (
     MIN_REMAINDER,
-    ListedToken,
     ScoredAnswer,
     is_completion_record,
     read_answer,
+    row_errors,
     upper_bound,
 )
-from xtk.importers.distillkit_codec import CONFIG, DistillKitCodec
-from xtk.importers.foreign_logprobs import Listed, ListedRow, fitted_row, listed_row
+from xtk.importers.foreign_logprobs import CONFIG, DistillKitCodec, Listed, ListedRow, fitted_row, listed_row
 from xtk.options.shared import MAX_ROW_BYTES
 from xtk.text.tokenizer import Tokenizer
+from xtk.text.vocabulary import BYTE_LEVEL_ENCODER
 from xtk.untrusted_json import parse_json
 
 ID_COLUMNS = ("token_ids", "logprobs", "top_ids", "top_logprobs")
 _CONTENT_COLUMNS = ("messages", "tools", "segments", "text", "prompt", "completion")
 _DOCUMENT_COLUMNS = (("messages",), ("segments",), ("text",), ("prompt", "completion"))  # each alone is a document
 MAX_NOTES = 3
+_START_TOKEN, _END_TOKEN = "<|xtk-start|>", "<|xtk-end|>"
 _SUPPORT_ORDER = ("none", "top-k", "candidates")  # of rows with several, the last: it promises the least of its tokens
 
 Row = ScoredAnswer | ListedRow | Mapping[str, Any]
@@ -90,7 +92,7 @@ def import_cache(
             f"import-cache: the answers have {len(fingerprints)} values of system_fingerprint: the service changed its "
             "configuration between them"
         )
-    place = tokenizer or write_byte_tokenizer(known)
+    place = tokenizer or _write_byte_tokenizer(known)
     with CacheWriter(
         output, place, name=name or Path(model).name, support=support,
         top_k=next(iter(top_k)) if len(top_k) == 1 and support == "top-k" else None,
@@ -105,8 +107,7 @@ def import_cache(
 def _support_of(row: Row) -> str:
     """Return the support that a row needs: `none` if it lists observed tokens only."""
     if isinstance(row, ScoredAnswer):
-        pairs = zip(row.tokens, row.top, strict=True)
-        lists_others = any(pair.spelling != observed.spelling for observed, listed in pairs for pair in listed)
+        lists_others = any(other.spelling != token.spelling for token in row.tokens for other in token.top)
     elif isinstance(row, ListedRow):
         lists_others = True
     else:
@@ -142,51 +143,33 @@ def _find_codec(sources: Sequence[str]) -> DistillKitCodec | None:
 
 @dataclass
 class _ImportCounts:
-    """What the log-probabilities of files lack.
+    """What the log-probabilities of files lack: numbers of positions, of characters and of rows."""
 
-    Attributes:
-        joined: characters of several tokens, whose log-probabilities a service did not write.
-        listed: all.
-        bounded: the token of the text is not listed, and an upper bound of its log-probability is stored.
-        unknown: it is not listed, and the listed tokens have all probability: the position is not trained.
-        normalized: the listed tokens have all probability.
-        other_text: rows with a text or messages that have other tokens than the row.
-    """
-
-    joined: int = 0
-    listed: int = 0
-    bounded: int = 0
-    unknown: int = 0
-    normalized: int = 0
-    other_text: int = 0
+    listed: int = 0  # all positions
+    bounded: int = 0  # the token of the text is not listed, and an upper bound of its log-probability is stored
+    unknown: int = 0  # it is not listed, and the listed tokens have all probability: the position is not trained
+    normalized: int = 0  # the listed tokens have all probability
+    joined: int = 0  # characters of several tokens, whose log-probabilities a service did not write
+    other_text: int = 0  # rows with a text or messages that have other tokens than the row
 
     def print_notes(self) -> None:
         """Print what the cache lacks."""
-        if self.other_text:
-            terminal.note(
-                f"import-cache: warning: {self.other_text:,} rows have token ids that are not those of their text or "
-                "messages; the tokens are read as text"
-            )
-        if self.joined:
-            terminal.note(
-                f"import-cache: {self.joined:,} characters are not trained: the service wrote each of them for several "
-                "tokens, without the log-probabilities of these"
-            )
-        if self.bounded:
-            terminal.note(
-                f"import-cache: at {self.bounded:,} of {self.listed:,} positions the token of the text is not listed; "
-                "an upper bound of its log-probability is stored"
-            )
-        if self.unknown:
-            terminal.note(
-                f"import-cache: {self.unknown:,} of {self.listed:,} positions are not trained: the token of the text "
-                "is not listed, and the listed probabilities have the sum 1"
-            )
-        if self.listed and self.normalized == self.listed:
-            terminal.note(
-                "import-cache: the listed probabilities have the sum 1 at all positions: another tool normalized them, "
-                "and the remainder is lost"
-            )
+        share = f"of {self.listed:,} positions"
+        is_normalized = self.listed and self.normalized == self.listed
+        for count, note in (
+            (self.other_text, f"warning: {self.other_text:,} rows have token ids that are not those of their text or "
+             "messages; the tokens are read as text"),
+            (self.joined, f"{self.joined:,} characters are not trained: the service wrote each of them for several "
+             "tokens, without the log-probabilities of these"),
+            (self.bounded, f"at {self.bounded:,} {share} the token of the text is not listed; an upper bound of its "
+             "log-probability is stored"),
+            (self.unknown, f"{self.unknown:,} {share} are not trained: the token of the text is not listed, and the "
+             "listed probabilities have the sum 1"),
+            (is_normalized, "the listed probabilities have the sum 1 at all positions: another tool normalized them, "
+             "and the remainder is lost"),
+        ):  # fmt: skip
+            if count:
+                terminal.note(f"import-cache: {note}")
 
 
 class _Rows:
@@ -208,7 +191,8 @@ class _Rows:
         for record, where in self._corpus.records():
             self._where = where
             try:
-                row = self._read(record)
+                with row_errors(where):
+                    row = self._read(record)
             except XtkError as failure:
                 self._refuse(failure)
                 continue
@@ -216,46 +200,43 @@ class _Rows:
 
     def _read(self, record: Mapping[str, Any]) -> Row:
         if is_completion_record(record):
-            answer = read_answer(record, self._where)
+            answer = read_answer(record)
             if self.expected_model and answer.model != self.expected_model:
                 raise XtkError(
                     f"the answer is of another model: {answer.model}, not {self.expected_model}",
-                    where=self._where,
                     hint="import the answers of each model into a separate cache",
                 )
             return answer
         if record.get(VERSION_KEY, VERSION) != VERSION:
             raise XtkError(
                 f"the row has version {record[VERSION_KEY]!r:.20} of exported caches; this xtk reads version {VERSION}",
-                where=self._where,
                 hint="export the cache again with this version of xtk",
             )
-        missing = [column for column in ID_COLUMNS if record.get(column) is None]
-        if missing:
-            if (row := listed_row(record, self._codec, self._where)) is not None:
-                return row
-            raise XtkError(
-                f"the row has neither an answer with choices nor the columns {', '.join(missing)}",
-                where=self._where,
-                hint="docs/how-to/import.md lists the formats",
-            )
-        return record
+        if all(record.get(column) is not None for column in ID_COLUMNS):
+            return record
+        if (row := listed_row(record, self._codec)) is not None:
+            return row
+        raise XtkError(
+            f"the row has neither an answer with choices nor the columns {', '.join(ID_COLUMNS)}",
+            hint="docs/how-to/import.md lists the formats",
+        )
 
     def add(self, writer: CacheWriter, row: Row) -> None:
         """Add a row to a cache."""
         try:
-            if isinstance(row, ScoredAnswer):
-                _add_answer(writer, row, self._where)
-                self.counts.joined += row.num_joined
-                self.counts.bounded += row.num_bounded
-                self.counts.unknown += row.num_unknown
-                self.counts.listed += len(row.tokens)
-            elif isinstance(row, ListedRow):
-                _add_listed(writer, row, self._where, self.counts)
-            else:
-                _add_columns(writer, row, self._where, self.counts)
+            with row_errors(self._where):
+                if isinstance(row, ScoredAnswer):
+                    _add_answer(writer, row)
+                    self.counts.joined += row.num_joined
+                    self.counts.bounded += row.num_bounded
+                    self.counts.unknown += row.num_unknown
+                    self.counts.listed += len(row.tokens)
+                elif isinstance(row, ListedRow):
+                    _add_listed(writer, row, self.counts)
+                else:
+                    _add_columns(writer, row, self.counts)
         except XtkError as failure:
-            self._refuse(XtkError(failure.what, where=self._where, hint=failure.hint))
+            self._refuse(failure)
 
     def _refuse(self, failure: XtkError) -> None:
         if not self._skip:
@@ -265,7 +246,36 @@ class _Rows:
             terminal.note(f"import-cache: skipping {failure.where}: {failure.what}")
 
 
-def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
+def _write_byte_tokenizer(spellings: Iterable[bytes]) -> Path:
+    """Write a tokenizer with a token for each byte string and for each byte, and return its folder.
+
+    It has no merges, so that a text is encoded as bytes; caches store token ids, which it only decodes.
+    """
+    singles = {bytes([byte]) for byte in range(256)}
+    names = ["".join(map(BYTE_LEVEL_ENCODER.__getitem__, one)) for one in sorted(singles | set(spellings))]
+    special = [_START_TOKEN, _END_TOKEN]
+    vocabulary = {name: number for number, name in enumerate([*special, *names])}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    added = [
+        {"id": number, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for number, text in enumerate(special)
+    ]  # fmt: skip
+    content: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": vocabulary, "merges": [],
+        },
+    }  # fmt: skip
+    roles = {"bos_token": _START_TOKEN, "eos_token": _END_TOKEN}
+    files = {"tokenizer.json": json.dumps(content, ensure_ascii=False), "tokenizer_config.json": json.dumps(roles)}
+    return store_files("tokenizers", files)
+
+
+def _add_answer(writer: CacheWriter, row: ScoredAnswer) -> None:
     tokenizer = writer.tokenizer
     known = tokenizer.vocabulary.token_of_bytes
     # The token in front only holds a place: the prompt of an answer is not in the cache.
@@ -273,38 +283,27 @@ def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
     end = -1 if tokenizer.end_id is None else tokenizer.end_id
     tokens = row.tokenized(lambda spelling: known.get(spelling, -1), start, end)
     if (tokens.ids < 0).any():
-        raise XtkError(
-            "a token of the answer is not in the tokenizer", where=where, hint="use the teacher's own --tokenizer"
-        )
-    scored = [(one, listed) for one, listed in zip(row.tokens, row.top, strict=True) if one.logprob is not None]
-    width = max((len(position) for _, position in scored), default=0)
+        raise XtkError("a token of the answer is not in the tokenizer", hint="use the teacher's own --tokenizer")
+    scored = [token for token in row.tokens if token.logprob is not None]
+    width = max((len(token.top) for token in scored), default=0)
     ids, logprobs = np.full((len(scored), width), -1, np.int64), np.full((len(scored), width), -np.inf, np.float32)
-    for number, (_, position) in enumerate(scored):
-        for at, (token, logprob) in enumerate(_listed_ids(position, tokenizer).items()):
-            ids[number, at], logprobs[number, at] = token, logprob
-    writer.add_tokenized(row.document, tokens, ids, logprobs, [token.logprob or 0.0 for token, _ in scored])
+    for number, token in enumerate(scored):
+        logprob_of: dict[int, float] = {}  # tokens without bytes stay in the remainder
+        for other in token.top:
+            if other.spelling in known:
+                logprob_of.setdefault(known[other.spelling], -np.inf if other.logprob is None else other.logprob)
+        ids[number, : len(logprob_of)], logprobs[number, : len(logprob_of)] = [*logprob_of], [*logprob_of.values()]
+    writer.add_tokenized(row.document, tokens, ids, logprobs, [token.logprob or 0.0 for token in scored])
 
 
-def _listed_ids(position: Sequence[ListedToken], tokenizer: Tokenizer) -> dict[int, float]:
-    """Return {id: log-probability} of listed tokens; those without bytes stay in the remainder."""
-    known = tokenizer.vocabulary.token_of_bytes
-    logprob_of: dict[int, float] = {}
-    for one in position:
-        token = -1 if one.spelling is None else known.get(one.spelling, -1)
-        if token >= 0:
-            logprob_of.setdefault(token, -np.inf if one.logprob is None else one.logprob)
-    return logprob_of
-
-
-def _add_listed(writer: CacheWriter, row: ListedRow, where: str, counts: _ImportCounts) -> None:
-    """Add a row of another tool."""
+def _add_listed(writer: CacheWriter, row: ListedRow, counts: _ImportCounts) -> None:
     content: dict[str, Any] = {}
     if row.token_ids is None:
         content = {"messages": row.messages, "tools": row.tools}
         token_ids = writer.tokenize(content)[0].astype(np.int64)
     else:
         token_ids = _without_padding(row.token_ids, writer.tokenizer)
-    lists, trained = fitted_row(row, token_ids, where)
+    lists, trained = fitted_row(row, token_ids)
     columns: dict[str, list[Any]] = {name: [None] * len(token_ids) for name in ID_COLUMNS}
     columns["token_ids"] = token_ids.tolist()
     for at in np.flatnonzero(trained).tolist():
@@ -312,7 +311,7 @@ def _add_listed(writer: CacheWriter, row: ListedRow, where: str, counts: _Import
         assert listed is not None
         columns["logprobs"][at] = _observed_logprob(int(token_ids[at]), listed, counts)
         columns["top_ids"][at], columns["top_logprobs"][at] = listed[0].tolist(), listed[1].tolist()
-    _add_columns(writer, {**content, **columns}, where, counts)
+    _add_columns(writer, {**content, **columns}, counts)
 
 
 def _without_padding(token_ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
@@ -352,23 +351,19 @@ def _has_tokens(
     return np.array_equal(tokenized, token_ids) and np.array_equal(positions, np.flatnonzero(scored))
 
 
-def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts: _ImportCounts) -> None:
+def _add_columns(writer: CacheWriter, row: Mapping[str, Any], counts: _ImportCounts) -> None:
     """Add a row with token ids: of its text or messages if these have the same tokens, else of the ids alone."""
     for name in ID_COLUMNS:
         if not isinstance(row[name], list):
-            raise XtkError(f"the column {name} is not a list", where=where, hint="use one value per token")
-    ids = to_array("token_ids", row["token_ids"], np.int64, where)
+            raise ValueError(f"the column {name} is not a list")
+    ids = to_array("token_ids", row["token_ids"], np.int64, "")
     scored = np.array([value is not None for value in row["logprobs"]], np.bool_)
     if len({len(row[name]) for name in ID_COLUMNS}) != 1:
-        raise XtkError(
-            f"{', '.join(ID_COLUMNS)} have different lengths",
-            where=where,
-            hint="use one value per token; null: unknown",
-        )
+        raise ValueError(f"{', '.join(ID_COLUMNS)} have different lengths; unknown values are null")
     scored[:1] = False
     content = {name: row[name] for name in (*_CONTENT_COLUMNS, "complete") if row.get(name) is not None}
     if isinstance(content.get("segments"), str):  # Parquet
-        content["segments"] = parse_json(content["segments"], what="segments", where=where)
+        content["segments"] = parse_json(content["segments"], what="segments", where="")
     document: Mapping[str, Any] = {"input_ids": ids.tolist(), "completion_mask": scored.astype(int).tolist()}
     optional = {name: row[name] for name in OPT_IN_FIELDS if row.get(name) is not None}
     if content.keys() - {"complete"}:
@@ -378,14 +373,11 @@ def _add_columns(writer: CacheWriter, row: Mapping[str, Any], where: str, counts
             counts.other_text += 1
     numbers = np.flatnonzero(scored)
     lists = [(row["top_ids"][at] or [], row["top_logprobs"][at] or []) for at in numbers]
-    if not all(isinstance(entries, list) for pair in lists for entries in pair) or any(
-        len(a) != len(b) for a, b in lists
-    ):
-        what = "top_ids and top_logprobs must be lists of the same length at each position"
-        raise XtkError(what, where=where, hint="use null where nothing is listed")
+    if any(not isinstance(a, list) or not isinstance(b, list) or len(a) != len(b) for a, b in lists):
+        raise ValueError("top_ids and top_logprobs must be lists of the same length at each position, or null")
     width = max((len(listed) for listed, _ in lists), default=0)
     top_ids, top = np.full((len(numbers), width), -1, np.int64), np.full((len(numbers), width), -np.inf, np.float32)
     for number, (listed, logprobs) in enumerate(lists):
-        top_ids[number, : len(listed)] = to_array("top_ids", listed, np.int64, where)
-        top[number, : len(listed)] = to_array("top_logprobs", logprobs, np.float32, where)
+        top_ids[number, : len(listed)] = to_array("top_ids", listed, np.int64, "")
+        top[number, : len(listed)] = to_array("top_logprobs", logprobs, np.float32, "")
     writer.add({**document, **optional}, top_ids, top, [row["logprobs"][at] for at in numbers])

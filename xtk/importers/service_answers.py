@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from xtk.engines.vllm_servers import gather_responses
 from xtk.errors import ResumableStop, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.files.output_claims import FileKind
+from xtk.importers.completion_logprobs import read_answer, row_errors
 from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
 from xtk.text.document import Document
 
@@ -32,14 +33,7 @@ _SERVICE_HINT = "check that a service with the OpenAI interface answers at this 
 
 @dataclass(frozen=True)
 class ServiceRequest:
-    """One request, and an upper estimate of its tokens.
-
-    Attributes:
-        index: of its document.
-        body: JSON.
-        prompt_tokens: estimate.
-        answer_tokens: maximum.
-    """
+    """The request of document `index`, with an estimate of its tokens and the maximum of its answer's."""
 
     index: int
     body: dict[str, Any]
@@ -108,32 +102,21 @@ def _make_request(number: int, document: Document, model: str, options: ServiceO
 
 
 def _service_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in OpenAI's form: arguments of tool calls are text there."""
+    """Return a message in OpenAI's form, in which arguments of tool calls are text."""
     result = {key: value for key, value in message.items() if key != "reasoning_content"}
-    if calls := result.get("tool_calls"):
-        result["tool_calls"] = [
-            {
-                "type": "function",
-                "id": f"call_{number}",
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": call["function"]["arguments"]
-                    if isinstance(call["function"]["arguments"], str)
-                    else json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for number, call in enumerate(calls)
-        ]
-    return result
+    calls = []
+    for number, call in enumerate(result.get("tool_calls") or ()):
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        function = {**call["function"], "arguments": text}
+        calls.append({"type": "function", "id": f"call_{number}", **call, "function": function})
+    return result | {"tool_calls": calls} if calls else result
 
 
 def estimate(requests: Sequence[ServiceRequest], options: ServiceOptions) -> dict[str, float]:
     """Return `requests`, estimated `prompt_tokens`, the largest number of `answer_tokens`, and the largest `cost`."""
-    prompts, answers = (
-        sum(request.prompt_tokens for request in requests),
-        sum(request.answer_tokens for request in requests),
-    )
+    prompts = sum(request.prompt_tokens for request in requests)
+    answers = sum(request.answer_tokens for request in requests)
     return {
         "requests": len(requests),
         "prompt_tokens": round(prompts),
@@ -176,13 +159,10 @@ ANSWERS = FileKind[None]("files of answers", _is_answer_file)
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """A line of an answer file.
+    """A line of an answer file, its bytes `[start, start + size)`.
 
     Attributes:
-        start: first byte of the line.
-        size: its bytes.
-        prompt_tokens: that the service reports; 0: none.
-        answer_tokens: the same.
+        prompt_tokens, answer_tokens: that the service reports; 0: none.
         num_listed: largest number of tokens that are listed at a position.
         model: that answered; "": unknown.
     """
@@ -193,12 +173,6 @@ class StoredAnswer:
     answer_tokens: float
     num_listed: int
     model: str
-
-    @classmethod
-    def from_response(cls, start: int, size: int, response: Mapping[str, Any]) -> StoredAnswer:
-        """Return the line of a response."""
-        used = (_reported_tokens(response, "prompt_tokens"), _reported_tokens(response, "completion_tokens"))
-        return cls(start, size, *used, _num_listed(response), str(response.get("model") or ""))
 
 
 class AnswerFile:
@@ -245,7 +219,8 @@ class AnswerFile:
                 stream.truncate(start)
 
     def _append(self, key: str, index: int, start: int, size: int, response: Mapping[str, Any]) -> None:
-        self.answers[key] = StoredAnswer.from_response(start, size, response)
+        listed, model = _num_listed(response), str(response.get("model") or "")
+        self.answers[key] = StoredAnswer(start, size, *_reported_tokens(response), listed, model)
         self._lines.append((key, index))
 
     def add(self, request: ServiceRequest, response: dict[str, Any]) -> None:
@@ -278,44 +253,25 @@ def _to_line(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
-@dataclass
-class _Usage:
-    """Tokens that answers have used, and the cost."""
-
-    options: ServiceOptions
-    prompt_tokens: float = 0
-    answer_tokens: float = 0
-    reserved: float = 0
-    num_inflight: int = 0
-
-    @property
-    def cost(self) -> float:
-        return _cost(self.prompt_tokens, self.answer_tokens, self.options)
-
-    def add(self, prompt_tokens: float, answer_tokens: float, request: ServiceRequest) -> None:
-        """Count an answer; a service that reports no usage (0) is counted by the estimate."""
-        self.prompt_tokens += prompt_tokens or request.prompt_tokens
-        self.answer_tokens += answer_tokens or request.answer_tokens
-
-
-def _reported_tokens(response: Mapping[str, Any], key: str) -> float:
-    """Return a number of tokens that a service reports; 0: it reports none, or no possible number."""
-    used = response.get("usage")
-    value = used.get(key) if isinstance(used, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_TOKENS:
-        return 0.0
-    return float(value)
+def _reported_tokens(response: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the tokens of prompt and answer that a service reports; 0: it reports none, or no possible number."""
+    usage = response.get("usage")
+    values = [usage.get(f"{name}_tokens") if isinstance(usage, Mapping) else 0 for name in ("prompt", "completion")]
+    prompt, answer = (
+        float(value) if isinstance(value, int | float) and 0 <= value <= _MAX_TOKENS else 0.0 for value in values
+    )
+    return prompt, answer
 
 
 class ServiceClient:
     """Sends requests to a service, within the limits of the options.
 
-    Args:
-        check: raises XtkError if import-cache cannot use an answer. Arguments: a row of the file, its name in errors.
+    Attributes:
+        cost: of all answers, also of those that were in the file.
     """
 
-    def __init__(self, server: str, options: ServiceOptions, check: Callable[[dict[str, Any], str], object]) -> None:
-        self._check, self._num_usable = check, 0
+    def __init__(self, server: str, options: ServiceOptions) -> None:
+        self._num_usable = 0
         self._unusable: list[XtkError] = []
         self._options, self._endpoint = options, Endpoint.parse(server)
         if options.api_key_env and not os.environ.get(options.api_key_env):
@@ -327,17 +283,12 @@ class ServiceClient:
             [self._endpoint], concurrency=options.concurrency, retry_policy=RetryPolicy(),
             api_key_variable=options.api_key_env, response_hint=_SERVICE_HINT,
         )  # fmt: skip
-        self._usage = _Usage(options)
-        self._next_request = 0.0
+        self.cost = self._reserved = self._next_request = 0.0
+        self._num_inflight = 0
         self._stopped = ""
         self._error: XtkError | None = None
         self._failed = asyncio.Event()
         self._turn, self._slots = asyncio.Condition(), asyncio.Semaphore(options.concurrency)
-
-    @property
-    def cost(self) -> float:
-        """The cost of all answers, also of those that were in the file."""
-        return self._usage.cost
 
     def request_answers(self, requests: Sequence[ServiceRequest], file: AnswerFile) -> None:
         """Request all answers that the file does not have.
@@ -347,7 +298,7 @@ class ServiceClient:
         """
         unique = {request.key: request for request in requests}
         for key, stored in file.answers.items():
-            self._usage.add(stored.prompt_tokens, stored.answer_tokens, unique[key])
+            self._add_cost(stored.prompt_tokens, stored.answer_tokens, unique[key])
             # An answer of another model than those of the file is refused.
             self._endpoint.answers_as = self._endpoint.answers_as or stored.model
         left = {key: one for key, one in unique.items() if key not in file.answers}
@@ -374,8 +325,7 @@ class ServiceClient:
                 if self._error is not None:
                     return
                 response = await self._send(request)
-                used = _reported_tokens(response, "prompt_tokens"), _reported_tokens(response, "completion_tokens")
-                self._usage.add(*used, request)
+                self._add_cost(*_reported_tokens(response), request)
                 _refuse_without_logprobs(response)
                 file.add(request, response)
                 self._check_answer(request, response)
@@ -385,14 +335,15 @@ class ServiceClient:
                 self._failed.set()
             finally:
                 async with self._turn:
-                    self._usage.reserved -= self._max_cost_of(request)
-                    self._usage.num_inflight -= 1
+                    self._reserved -= self._max_cost_of(request)
+                    self._num_inflight -= 1
                     self._turn.notify_all()
 
     def _check_answer(self, request: ServiceRequest, response: dict[str, Any]) -> None:
         """Count whether import-cache can use a stored answer."""
         try:
-            self._check({"request": request.body, "response": response}, f"document {request.index}")
+            with row_errors(f"document {request.index}"):
+                read_answer({"request": request.body, "response": response})
             self._num_usable += 1
         except XtkError as failure:
             self._unusable.append(failure)
@@ -427,6 +378,11 @@ class ServiceClient:
                 hint=_refusal_hint(failure, self._options),
             ) from None
 
+    def _add_cost(self, prompt_tokens: float, answer_tokens: float, request: ServiceRequest) -> None:
+        """Count an answer; a service that reports no usage (0) is counted by the estimate."""
+        used = prompt_tokens or request.prompt_tokens, answer_tokens or request.answer_tokens
+        self.cost += _cost(*used, self._options)
+
     def _max_cost_of(self, request: ServiceRequest) -> float:
         return _cost(request.prompt_tokens, request.answer_tokens, self._options)
 
@@ -435,15 +391,15 @@ class ServiceClient:
 
         A request counts with its largest cost until its answer is there.
         """
-        options, usage, loop = self._options, self._usage, asyncio.get_running_loop()
+        options, loop = self._options, asyncio.get_running_loop()
         own = self._max_cost_of(request)
 
         def is_allowed() -> bool:
-            return not options.max_cost or self.cost + usage.reserved + own <= options.max_cost
+            return not options.max_cost or self.cost + self._reserved + own <= options.max_cost
 
         async with self._turn:
             await self._turn.wait_for(
-                lambda: self._error is not None or bool(self._stopped) or is_allowed() or not usage.num_inflight
+                lambda: self._error is not None or bool(self._stopped) or is_allowed() or not self._num_inflight
             )
             if self._error is not None:
                 return False
@@ -453,8 +409,8 @@ class ServiceClient:
                 )
                 self._turn.notify_all()
                 return False
-            usage.reserved += own
-            usage.num_inflight += 1
+            self._reserved += own
+            self._num_inflight += 1
             seconds = 60 / options.max_requests_per_minute if options.max_requests_per_minute else 0.0
             if options.max_tokens_per_minute:
                 tokens = request.prompt_tokens + request.answer_tokens

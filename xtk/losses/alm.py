@@ -28,6 +28,7 @@ class ALM(Loss):
     comparison_space = "spans"
     averaged_over = "spans"
     requires = "observed"
+    items_are_spans = True
 
     def __post_init__(self) -> None:
         """Refuse a temperature that is not positive and finite."""
@@ -36,11 +37,6 @@ class ALM(Loss):
                 f"the temperature of the loss alm must be above 0 and finite, not {self.temperature}",
                 hint="use --loss alm:temperature=100",
             )
-
-    @property
-    def covers_spans(self) -> bool:
-        """Whether an item is a span: yes."""
-        return True
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span: a cell for its last token, prefix tokens for those before it."""

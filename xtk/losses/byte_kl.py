@@ -61,7 +61,6 @@ class ByteKL(Loss):
             teacher_probs=probs,
             rows=rows,
             tokens=tokens,
-            log_weights=np.zeros(len(tokens), np.float32),
             item_rows=np.maximum(following, previous).astype(np.int32),
             row_counts=((np.diff(cell_offsets) > 0) & (following >= 0)).astype(np.int64),
             previous_rows=previous.astype(np.int32),
@@ -78,9 +77,8 @@ class ByteKL(Loss):
 def find_all_boundaries(example: LossInputs, partition: BytePartition) -> NDArray[np.int64]:
     """Return the token boundaries of either model at which both are compared, as `find_boundaries` returns them."""
     student = TokenPath(example.student_ids, _inverse_index(len(example.student_ids), example.positions + 1))
-    items: NDArray[np.int64] = find_boundaries(
-        partition.student, partition.teacher, student, teacher_path(example), example.spans
-    )
+    teacher = teacher_path(example)
+    items: NDArray[np.int64] = find_boundaries(partition.student, partition.teacher, student, teacher, example.spans)
     return items
 
 

@@ -57,8 +57,7 @@ def longest_prefix_cells(
 ) -> dict[str, Any]:
     """Return the fields of `LossCells` of the teacher's distribution over the student's next tokens.
 
-    Args:
-        with_inside: whether items inside of a teacher token have cells.
+    `with_inside`: whether items inside of a teacher token have cells.
     """
     stored = example.teacher_logprobs
     assert stored is not None
@@ -85,7 +84,6 @@ def longest_prefix_cells(
         "teacher_probs": probs,
         "rows": entry_rows,
         "tokens": tokens,
-        "log_weights": np.zeros(len(tokens), np.float32),
         "item_rows": rows.astype(np.int32),
         "corrections": None if stored.exact_counts is None else corrections,
     }

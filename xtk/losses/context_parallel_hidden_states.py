@@ -93,11 +93,7 @@ class StateExchange:
         )
 
     def exchange(self, states: Tensor) -> Tensor:
-        """Return the states [stop - first_received_row, H] for this process's losses; a collective call.
-
-        Args:
-            states: [local rows, H]. Their gradients are sent back and summed.
-        """
+        """Return the states [stop - first_received_row, H] of this process's losses; gradients are sent back."""
         return _ExchangeStates.apply(states, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def local_terms(self, terms: Sequence[LossCells]) -> list[LossCells]:

@@ -28,5 +28,4 @@ class CrossEntropy(Loss):
             teacher_probs=np.ones(size, np.float32),
             rows=np.arange(size, dtype=np.int32),
             tokens=example.student_ids[example.positions + 1],
-            log_weights=np.zeros(size, np.float32),
         )

@@ -167,13 +167,7 @@ def _log_mixture(fraction: float, probs: Tensor, log_probs: Tensor) -> Tensor:
 
 
 def make_divergence(name: str, options: dict[str, str], loss_text: str) -> Divergence:
-    """Return a divergence with its options.
-
-    Args:
-        name: a key of `DIVERGENCES`.
-        options: option names and values as text.
-        loss_text: the --loss specification, for messages.
-    """
+    """Return the divergence of a key of `DIVERGENCES`, with its options as text; `loss_text`: --loss, for messages."""
     return _check_divergence(
         from_pairs(load_registered(DIVERGENCES, name, "divergence"), options.items(), f"the loss {loss_text}"),
         loss_text,

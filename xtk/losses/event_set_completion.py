@@ -74,11 +74,7 @@ class EventSetCells(LossCells):
         return replace(super().softmax_reads(dtype), alternatives=tokens)
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:
-        """Return the weighted sum of the divergence between cells and of the event sets' terms.
-
-        Args:
-            others: [sets], log-probabilities of the event sets.
-        """
+        """Return the weighted sum of the divergence between cells and of the event sets' terms; others: [sets]."""
         (of_sets,) = others
         values = -self.set_masses.to(of_sets.dtype) * of_sets
         if self.weights is not None:

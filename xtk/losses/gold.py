@@ -38,6 +38,7 @@ class GOLD(Loss):
     averaged_over = "spans"
     unit = "nats, and probability for the ranks"
     requires = "ranks"
+    items_are_spans = True
 
     def __post_init__(self) -> None:
         """Refuse negative or non-finite weights, and a negative number of ranks."""
@@ -58,11 +59,6 @@ class GOLD(Loss):
         paired_fraction = len(pairs.paired_students) / max(1, len(pairs.student_of_teacher))
         return paired_fraction, 1 - paired_fraction
 
-    @property
-    def covers_spans(self) -> bool:
-        """Whether an item is a span: yes."""
-        return True
-
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span."""
         assert isinstance(comparison_space, ProjectionColumns)
@@ -70,9 +66,8 @@ class GOLD(Loss):
         common, uncommon = self.default_weights(pairs)
         common = common if self.paired_weight is None else self.paired_weight
         uncommon = uncommon if self.ranked_weight is None else self.ranked_weight
-        cells = SortedProbCells.from_teacher(
-            example, span_ranges(example), pairs.student_of_teacher, self.max_ranks, uncommon
-        )
+        ranges = span_ranges(example)
+        cells = SortedProbCells.from_teacher(example, ranges, pairs.student_of_teacher, self.max_ranks, uncommon)
         cells = replace(cells, excluded_tokens=torch.from_numpy(pairs.paired_students), factor=common)
         if not self.published:
             return cells

@@ -173,9 +173,8 @@ def _forward_backward(
             LogitsWindow(low, high, first_token, width, shard is None and len(edges) == 2)
             for low, high in itertools.pairwise(edges)
         ]
-        sums += _loss_of_chunk(
-            [some[base:stop] for some in inputs], base, logits_of, windows, cells_of_terms, gradients
-        )
+        of_chunk = [some[base:stop] for some in inputs]
+        sums += _loss_of_chunk(of_chunk, base, logits_of, windows, cells_of_terms, gradients)
     return sums, gradients.finish()
 
 
@@ -248,12 +247,7 @@ class _GradientAccumulator:
     def add(
         self, rows: slice, d_logits: Tensor, inputs: Sequence[Tensor], among: slice, logits_of: ChunkedLogits
     ) -> None:
-        """Add the gradients that follow from the gradient [n, V] of some rows' logits, which is overwritten.
-
-        Args:
-            inputs: inputs of the matrices for the chunk.
-            among: the rows within `inputs`.
-        """
+        """Add the gradients that follow from the gradient [n, V] of logits, of rows `among` inputs; overwrites it."""
         if logits_of.softcap_gradient is not None:
             d_logits.mul_(logits_of.softcap_gradient)
         if not self._matrices:
@@ -264,9 +258,8 @@ class _GradientAccumulator:
         small = d_logits
         if logits_of.scratch is not None and d_logits.dtype != self.compute:
             small = logits_of.scratch.copy_(d_logits)
-        for d_input, d_matrix, some, matrix in zip(
-            self._inputs, self._matrices, inputs, logits_of.matrices, strict=True
-        ):
+        parts = zip(self._inputs, self._matrices, inputs, logits_of.matrices, strict=True)
+        for d_input, d_matrix, some, matrix in parts:
             if d_input is not None:
                 _add_product(d_input[rows], small, matrix, self._scale)
             if d_matrix is not None:
@@ -305,9 +298,8 @@ def _loss_and_gradients(
     alternatives = iter(statistics.alternative_logits)
     by_rank = iter(zip(statistics.largest, statistics.included_sums, strict=True))
     values, gradients = [], ChunkGradients([], [], [], [])
-    for cells, part, logits, left in zip(
-        cells_of_terms, parts, statistics.entry_logits, statistics.remainder_sums, strict=True
-    ):
+    of_terms = zip(cells_of_terms, parts, statistics.entry_logits, statistics.remainder_sums, strict=True)
+    for cells, part, logits, left in of_terms:
         log_remainders = left.log() - log_normalizer[part.remainder_rows] + part.remainder_log_weights
         sums = [
             _group_sums(part.cells, logits, log_totals),
@@ -321,11 +313,8 @@ def _loss_and_gradients(
             item_rows = to_device(part.largest.rows, included.device)
             rank_rows = item_rows[part.largest.rank_items]
             leaves.append(largest.logits - log_totals[rank_rows])
-            leaves.append(
-                torch.ones_like(included)
-                if part.largest.excluded_tokens is None
-                else included / statistics.exp_sums[item_rows]
-            )
+            has_all = part.largest.excluded_tokens is None
+            leaves.append(torch.ones_like(included) if has_all else included / statistics.exp_sums[item_rows])
         weights = None
         if with_gradient and cells.regions is not None and cells.num_items:
             # A value is linear in the weights of its items, so that its gradient by them has the items' own values.
@@ -348,16 +337,10 @@ def _loss_and_gradients(
         gradients.alternatives.extend(more)
         if part.largest is not None:
             # Where an item has no more tokens, -0.0 is added to any entry of its row, which changes nothing.
-            gradients.ranks.append(
-                RankGradients(
-                    rank_rows,
-                    largest.tokens.clamp_min(0),
-                    of_leaves[-2].masked_fill(largest.tokens < 0, -0.0),
-                    of_leaves[-1],
-                    leaves[-1].detach(),
-                    part.largest,
-                )
-            )
+            tokens, of_logprobs = largest.tokens.clamp_min(0), of_leaves[-2].masked_fill(largest.tokens < 0, -0.0)
+            masses = leaves[-1].detach()
+            of_ranks = RankGradients(rank_rows, tokens, of_logprobs, of_leaves[-1], masses, part.largest)
+            gradients.ranks.append(of_ranks)
     return torch.stack(values), gradients if with_gradient else None
 
 
@@ -370,11 +353,7 @@ def _group_sums(entries: EntryGroups, logits: Tensor, log_totals: Tensor) -> _Gr
 
 
 class _GroupLogSumExp:
-    """Log-sum-exp of values in groups, and its gradient.
-
-    Attributes:
-        log_sums: [groups]; -inf for an empty one.
-    """
+    """Log-sum-exp of values in groups, `log_sums` [groups] (-inf for an empty one), and its gradient."""
 
     def __init__(self, values: Tensor, groups: Tensor, count: int) -> None:
         self._groups = groups

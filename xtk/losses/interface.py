@@ -152,6 +152,7 @@ class Loss:
         requires: a key of `TEACHER_REQUIREMENTS`.
         takes_divergence: whether the divergence between its cells is an option.
         default_divergence: a key of `DIVERGENCES`, the default of that option.
+        items_are_spans: whether an item is a span, and not the position of its first row.
     """
 
     where: str = option(ALL_POSITIONS, "Positions of the items.", choices=(ALL_POSITIONS, SHARED_BOUNDARIES))
@@ -163,21 +164,19 @@ class Loss:
     requires: ClassVar[str] = "distribution"
     takes_divergence: ClassVar[bool] = True
     default_divergence: ClassVar[str] = "forward-kl"
+    items_are_spans: ClassVar[bool] = False
 
     @property
     def covers_spans(self) -> bool:
-        """Whether an item is a span, and not the position of its first row."""
-        return False
+        """As `items_are_spans`, which may depend on an option."""
+        return self.items_are_spans
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return the cells of one document, or of several joined ones, for all positions."""
         raise NotImplementedError
 
     def build_selected_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return the cells with a weight of 0 for items that the options `where` and `whitespace` leave out.
-
-        Items have the region of their first row.
-        """
+        """Return the cells with a weight of 0 for items that the options `where` and `whitespace` leave out."""
         cells = self.build_cells(example, comparison_space)
         if example.regions is not None:
             cells = replace(cells, regions=torch.from_numpy(example.regions[cells.first_rows.numpy()]))

@@ -64,26 +64,18 @@ class PolicyGradient(Loss):
 
     def __post_init__(self) -> None:
         """Refuse options out of range, and advantages with an expected gradient of 0."""
-        if not 0 < self.clip < float("inf"):
-            raise XtkError(
-                f"clip of the loss policy-gradient must be above 0 and finite, not {self.clip}",
-                hint="use --loss policy-gradient:clip=5 (nats)",
-            )
-        if not 0 < self.epsilon <= 1:
-            raise XtkError(
-                f"epsilon of the loss policy-gradient must be above 0 and at most 1, not {self.epsilon}",
-                hint="use --loss policy-gradient:epsilon=0.2",
-            )
-        if not 0 < self._upper_epsilon < float("inf"):
-            raise XtkError(
-                f"epsilon_high of the loss policy-gradient must be above 0 and finite, not {self._upper_epsilon}",
-                hint="use --loss policy-gradient:epsilon_high=0.28",
-            )
-        for name, factor in (("teacher_weight", self.teacher_weight), ("reward_weight", self.reward_weight)):
-            if not 0 <= factor < float("inf"):
+        upper, inf = self._upper_epsilon, float("inf")
+        for name, value, is_valid, wanted, example in (
+            ("clip", self.clip, 0 < self.clip < inf, "above 0 and finite", "5 (nats)"),
+            ("epsilon", self.epsilon, 0 < self.epsilon <= 1, "above 0 and at most 1", "0.2"),
+            ("epsilon_high", upper, 0 < upper < inf, "above 0 and finite", "0.28"),
+            ("teacher_weight", self.teacher_weight, 0 <= self.teacher_weight < inf, "at least 0 and finite", "1"),
+            ("reward_weight", self.reward_weight, 0 <= self.reward_weight < inf, "at least 0 and finite", "1"),
+        ):
+            if not is_valid:
                 raise XtkError(
-                    f"{name} of the loss policy-gradient must be at least 0 and finite, not {factor}",
-                    hint=f"use --loss policy-gradient:{name}=1",
+                    f"{name} of the loss policy-gradient must be {wanted}, not {value}",
+                    hint=f"use --loss policy-gradient:{name}={example}",
                 )
         if self.teacher_weight == self.reward_weight == 0:
             raise XtkError(

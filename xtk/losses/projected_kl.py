@@ -28,11 +28,7 @@ class PKL(Loss):
 
     comparison_space = "projection"
     averaged_over = "spans"
-
-    @property
-    def covers_spans(self) -> bool:
-        """Whether an item is a span: yes."""
-        return True
+    items_are_spans = True
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item per span."""

@@ -15,12 +15,9 @@ from xtk.options.spec_parsing import OptionSpec, from_pairs, option_names, parse
 
 @dataclass(frozen=True)
 class LossSpec(OptionSpec):
-    """One term of the total loss.
+    """One term of the total loss; its name is a key of `LOSSES`, or `AUTO_LOSS`.
 
-    Attributes:
-        name: a key of `LOSSES`, or `AUTO_LOSS`.
-        weight: its factor in the sum.
-        options: the loss's options, its divergence's options, and `divergence` if the name does not imply it.
+    The options are those of the loss and of its divergence, and `divergence` if the name does not imply it.
     """
 
     def make_loss(self) -> Loss:
@@ -49,9 +46,8 @@ class LossSpec(OptionSpec):
         for key in options:
             if key not in known:
                 raise unknown_name_error(f"option of the loss {self.name}", key, ["weight", *known])
-        return make_divergence(
-            name, {key: text for key, text in options.items() if key not in ("divergence", *own)}, str(self)
-        )
+        others = {key: text for key, text in options.items() if key not in ("divergence", *own)}
+        return make_divergence(name, others, str(self))
 
 
 def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
@@ -67,9 +63,8 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
         if name not in LOSSES and name != AUTO_LOSS:
             raise unknown_name_error("loss", name, LOSSES)
         if name in [result.name for result in results]:
-            raise XtkError(
-                f"--loss {name} is given twice", hint=f"use it once, with a weight: --loss {name}:weight=0.5"
-            )
+            hint = f"use it once, with a weight: --loss {name}:weight=0.5"
+            raise XtkError(f"--loss {name} is given twice", hint=hint)
         pairs = dict(parse_pairs(options, f"--loss {text}"))
         weight = parse_weight(pairs.pop("weight"), name, "loss") if "weight" in pairs else 1.0
         loss = LossSpec(name, weight, tuple(sorted(pairs.items())))

@@ -157,10 +157,7 @@ def assemble_projection(
     shape: tuple[int, int],
     header: dict[str, Any],
 ) -> SparseProjection:
-    """Return a projection of entries in any order; duplicate entries are added.
-
-    Sums that are 0 in float32 are dropped.
-    """
+    """Return a projection of entries in any order; duplicate entries are added, sums of 0 in float32 dropped."""
     keys = rows.astype(np.int64) * shape[1] + columns
     places, inverse = np.unique(keys, return_inverse=True)
     summed = np.bincount(inverse, weights.astype(np.float64), minlength=len(places))

@@ -145,12 +145,7 @@ def _write_state(state: Path, header: dict[str, Any], counter: CooccurrenceCount
 def _read_state(
     state: Path, wanted: dict[str, Any], corpus: Iterable[Document]
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    """Return number of documents, keys and counts of an interrupted run; empty if it does not match or is corrupt.
-
-    Args:
-        wanted: expected format, version, algorithm version and tokenizers.
-        corpus: has to begin with the counted documents.
-    """
+    """Return number of documents, keys and counts of a run; empty if they are not of `wanted` and this corpus."""
     nothing = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
     with contextlib.suppress(Exception):  # any corruption: counting again is correct, only slower
         raw = state.read_bytes()

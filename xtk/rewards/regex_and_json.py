@@ -86,17 +86,12 @@ class JsonReward:
         if self.schema:
             try:
                 schema = json.loads(Path(self.schema).read_text(encoding="utf-8"))
-            except OSError as error:
+            except (OSError, ValueError) as error:
+                problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not JSON: {error}"
                 raise XtkError(
-                    f"the schema file of --reward json cannot be read: {error.strerror}",
+                    f"the schema file of --reward json {problem}",
                     where=self.schema,
                     hint="use --reward json:schema=FILE with a file that contains a JSON schema",
-                ) from error
-            except ValueError as error:
-                raise XtkError(
-                    f"the schema file of --reward json is not valid JSON: {error}",
-                    where=self.schema,
-                    hint="correct the file, or use another one with --reward json:schema=FILE",
                 ) from error
             object.__setattr__(self, "_schema", _validator(schema, self.schema))
         elif self.column:

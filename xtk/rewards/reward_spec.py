@@ -29,13 +29,7 @@ _USER_FILE = re.compile(r"^.+\.py(?=:)|(?<=[:,]schema=)[^,]+", re.DOTALL)
 
 @dataclass(frozen=True)
 class RewardSpec(OptionSpec):
-    """Specification of a reward.
-
-    Attributes:
-        name: a key of `REWARDS`, or `FILE.py:FUNCTION`.
-        weight: weight in the sum of rewards.
-        options: other options of the reward.
-    """
+    """Specification of a reward; its name is a key of `REWARDS`, or `FILE.py:FUNCTION`."""
 
     def load_reward(self) -> RewardFunction:
         """Return the reward function; imports a user's function."""
@@ -122,21 +116,14 @@ class WeightedRewards:
         self._rewards = [(specification, specification.load_reward()) for specification in self.specs]
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Score a completion.
-
-        Returns:
-            The weighted sum of the rewards that could be computed, nan if none could; and each reward by name.
-        """
+        """Return the weighted sum of the rewards that could be computed, nan if none could; and each one by name."""
         values: dict[str, float] = {}
         for specification, reward in self._rewards:
             values[str(specification)] = value = _checked_score(reward, specification, completion, prompt, row)
             if math.isnan(value):
                 self.unscored[str(specification)] = self.unscored.get(str(specification), 0) + 1
-        judged = [
-            specification.weight * value
-            for (specification, _), value in zip(self._rewards, values.values(), strict=True)
-            if not math.isnan(value)
-        ]
+        pairs = zip(self.specs, values.values(), strict=True)
+        judged = [specification.weight * value for specification, value in pairs if not math.isnan(value)]
         return sum(judged) if judged else math.nan, values
 
     def can_score(self, row: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ Only the standard library is imported: the processes of the sandbox start withou
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -29,11 +30,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def call_libc(name: str, *arguments: int | bytes | None) -> int:
-    """Call a function of the C library.
-
-    Raises:
-        OSError: it returned -1.
-    """
+    """Call a function of the C library; OSError: it returned -1."""
     packed = [ctypes.c_ulong(value & 2**64 - 1) if isinstance(value, int) else value for value in arguments]
     result = int(getattr(_LIBC, name)(*packed))
     if result == -1:
@@ -49,12 +46,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def enter_namespaces(flags: int, proc: int) -> None:
-    """Enter new namespaces; a new user namespace maps only the current user and group.
-
-    Args:
-        flags: flags of clone(2).
-        proc: open descriptor of `/proc`, which may be unmounted already.
-    """
+    """Enter new namespaces (flags of clone(2)); a new user namespace maps only the current user and group."""
     user, group = os.geteuid(), os.getegid()
     call_libc("unshare", flags)
     if flags & CLONE_NEWUSER:
@@ -74,11 +66,7 @@ def make_read_only(mount_point: str, recursive: bool) -> None:
 
 
 def enter_new_root(new_root: str, readable: Sequence[str]) -> None:
-    """Change to a new root with a few read-only folders, /dev/null and /dev/urandom, and unmount the old one.
-
-    Args:
-        readable: folders that keep their paths in the new root. Missing ones are skipped.
-    """
+    """Change to a new root with a few read-only folders, /dev/null and /dev/urandom, and unmount the old one."""
     devices = ("/dev/null", "/dev/urandom")  # no /dev/zero: its shared mappings count for no process
     wanted = [path for path in dict.fromkeys([*readable, *devices]) if Path(path).exists()]
     opened = {path: os.open(path, os.O_PATH) for path in wanted}  # before the new root hides them
@@ -110,12 +98,7 @@ def drop_capabilities() -> None:
 
 
 def set_resource_limits(seconds: float, memory: int, processes: int, file_size: int, files: int) -> None:
-    """Set resource limits, which subprocesses inherit and cannot raise.
-
-    Args:
-        memory: bytes of address space per process.
-        processes: processes and threads, counted in the user namespace.
-    """
+    """Set limits, which subprocesses inherit and cannot raise; `memory`: bytes of address space per process."""
     for name, value in (
         (resource.RLIMIT_CPU, int(seconds) + 1),
         (resource.RLIMIT_AS, memory),
@@ -191,11 +174,7 @@ def install_seccomp_filter(without_namespaces: bool) -> None:
 
 @functools.cache
 def seccomp_program(without_namespaces: bool) -> bytes:
-    """Return the filter of `install_seccomp_filter` as classic BPF.
-
-    Raises:
-        OSError: the architecture is not in the table.
-    """
+    """Return the filter of `install_seccomp_filter` as classic BPF."""
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(f"the sandbox supports {' and '.join(_ARCHITECTURES)}, not {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
@@ -265,10 +244,12 @@ def memory_upper_bound(processes: Sequence[int], proc: int) -> int:
     total = 0
     for process in processes:
         words = (_content(f"{process}/statm", proc) or b"0 0").split()
-        total += (
-            int(words[1]) * resource.getpagesize() + len(_list_proc_folder(f"{process}/fd", proc)) * BYTES_PER_OPEN_FILE
-        )
+        total += int(words[1]) * resource.getpagesize() + _bytes_of_open_files(process, proc)
     return total
+
+
+def _bytes_of_open_files(process: int, proc: int) -> int:
+    return len(_list_proc_folder(f"{process}/fd", proc)) * BYTES_PER_OPEN_FILE
 
 
 def memory_in_use(processes: Sequence[int], proc: int) -> int:
@@ -285,36 +266,27 @@ def memory_in_use(processes: Sequence[int], proc: int) -> int:
             total += memory_upper_bound([process], proc)
             continue
         rows = [line.split() for line in text.splitlines() if line.startswith(counted)]
-        total += (
-            1024 * sum(int(row[1]) for row in rows)
-            + len(_list_proc_folder(f"{process}/fd", proc)) * BYTES_PER_OPEN_FILE
-        )
+        total += 1024 * sum(int(row[1]) for row in rows) + _bytes_of_open_files(process, proc)
     return total
 
 
 def _content(path: str, proc: int) -> bytes | None:
     """Return the content of a file in /proc; None if it cannot be read or its process has ended."""
-    try:
+    with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY, dir_fd=proc)
-    except OSError:
-        return None
-    try:
-        return os.read(file, 1 << 16)
-    except OSError:
-        return None
-    finally:
-        os.close(file)
+        try:
+            return os.read(file, 1 << 16)
+        finally:
+            os.close(file)
+    return None
 
 
 def _list_proc_folder(path: str, proc: int) -> list[str]:
     """Return the names in a folder of /proc; an empty list if it cannot be read or its process has ended."""
-    try:
+    with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-    except OSError:
-        return []
-    try:
-        return os.listdir(folder)  # noqa: PTH208 - an open descriptor
-    except OSError:
-        return []
-    finally:
-        os.close(folder)
+        try:
+            return os.listdir(folder)  # noqa: PTH208 - an open descriptor
+        finally:
+            os.close(folder)
+    return []

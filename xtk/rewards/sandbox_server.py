@@ -19,7 +19,8 @@ import tempfile
 import time
 from typing import Any
 
-from xtk.rewards import sandbox_isolation, sandbox_workers
+from xtk.rewards import sandbox_isolation as isolation
+from xtk.rewards import sandbox_workers
 
 _MEASURE_EVERY = 0.01  # seconds between two measurements of the memory
 _STARTING_A_PROGRAM = 0.002  # seconds: during vfork, the same memory counts for two processes
@@ -34,7 +35,7 @@ def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
     try:
         if setup["walled"]:
             _enter_outer_namespaces(setup, proc)
-        sandbox_isolation.seccomp_program(without_namespaces=not setup["walled"])  # cached for the forked processes
+        isolation.seccomp_program(without_namespaces=not setup["walled"])  # cached for the forked processes
         channel.send(b"ready")
     except OSError as error:
         channel.send(f"{error}".encode())
@@ -61,21 +62,16 @@ def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
 
 def _enter_outer_namespaces(setup: dict[str, Any], proc: int) -> None:
     """Leave the machine's files, network and users; root becomes the user `nobody`."""
-    outer = (
-        sandbox_isolation.CLONE_NEWNS
-        | sandbox_isolation.CLONE_NEWNET
-        | sandbox_isolation.CLONE_NEWUTS
-        | sandbox_isolation.CLONE_NEWIPC
-    )
+    outer = isolation.CLONE_NEWNS | isolation.CLONE_NEWNET | isolation.CLONE_NEWUTS | isolation.CLONE_NEWIPC
     superuser = os.geteuid() == 0
-    sandbox_isolation.enter_namespaces(outer if superuser else outer | sandbox_isolation.CLONE_NEWUSER, proc)
-    sandbox_isolation.enter_new_root(setup["folder"], setup["readable"])
+    isolation.enter_namespaces(outer if superuser else outer | isolation.CLONE_NEWUSER, proc)
+    isolation.enter_new_root(setup["folder"], setup["readable"])
     if superuser:  # RLIMIT_NPROC does not apply to root
         os.setgroups([])
-        os.setgid(sandbox_isolation.NOBODY)
-        os.setuid(sandbox_isolation.NOBODY)
-        sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_DUMPABLE, 1, 0, 0, 0)
-    sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.setgid(isolation.NOBODY)
+        os.setuid(isolation.NOBODY)
+        isolation.call_libc("prctl", isolation.PR_SET_DUMPABLE, 1, 0, 0, 0)
+    isolation.call_libc("prctl", isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _run_job_and_report(files: list[int], proc: int, use_namespaces: bool) -> None:
@@ -83,12 +79,10 @@ def _run_job_and_report(files: list[int], proc: int, use_namespaces: bool) -> No
     source, report, *given = files
     with os.fdopen(source, "rb") as job_file:
         job = json.load(job_file)
-    sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    isolation.call_libc("prctl", isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     started = time.monotonic()
     if use_namespaces:
-        sandbox_isolation.enter_namespaces(
-            sandbox_isolation.CLONE_NEWUSER | sandbox_isolation.CLONE_NEWPID | sandbox_isolation.CLONE_NEWNS, proc
-        )
+        isolation.enter_namespaces(isolation.CLONE_NEWUSER | isolation.CLONE_NEWPID | isolation.CLONE_NEWNS, proc)
         folder = None
     else:
         folder = tempfile.mkdtemp()
@@ -154,15 +148,12 @@ def _wait(
 
 def _exceeds(process: int, proc: int, memory: int) -> bool:
     """Return whether a process and its descendants use more than `memory` bytes."""
-    every = sandbox_isolation.process_tree(process, proc)
+    every = isolation.process_tree(process, proc)
     # Half: the kernel's per-CPU counters are late. The exact measurement reads the page tables.
-    if (
-        sandbox_isolation.memory_upper_bound(every, proc) <= memory // 2
-        or sandbox_isolation.memory_in_use(every, proc) <= memory
-    ):
+    if isolation.memory_upper_bound(every, proc) <= memory // 2 or isolation.memory_in_use(every, proc) <= memory:
         return False
     time.sleep(_STARTING_A_PROGRAM)
-    return sandbox_isolation.memory_in_use(sandbox_isolation.process_tree(process, proc), proc) > memory
+    return isolation.memory_in_use(isolation.process_tree(process, proc), proc) > memory
 
 
 def _run_as_init(job: dict[str, Any], given: list[int], output: int, folder: str | None) -> None:
@@ -172,24 +163,20 @@ def _run_as_init(job: dict[str, Any], given: list[int], output: int, folder: str
         limits = job["limits"]
         if folder is None:
             options = f"size={limits['disk']},nr_inodes=1024,mode=700"
-            sandbox_isolation.mount(
-                "tmpfs", "/own", "tmpfs", sandbox_isolation.MS_NOSUID | sandbox_isolation.MS_NODEV, options
-            )
+            isolation.mount("tmpfs", "/own", "tmpfs", isolation.MS_NOSUID | isolation.MS_NODEV, options)
         os.chdir(folder or "/own")
         nothing = os.open("/dev/null", os.O_RDONLY)
         kept = [os.dup2(file, 20 + place) for place, file in enumerate([nothing, output, output, *given])]
         for place, file in enumerate(kept):
             os.dup2(file, place)
         os.closerange(len(kept), 4096)
-        sandbox_isolation.call_libc(
-            "prctl", sandbox_isolation.PR_SET_DUMPABLE, 0, 0, 0, 0
-        )  # other processes cannot inspect this one
+        isolation.call_libc("prctl", isolation.PR_SET_DUMPABLE, 0, 0, 0, 0)  # other processes cannot inspect this one
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if folder is not None:
             _run_job(job, folder)
         child = os.fork()
         if child == 0:
-            sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_DUMPABLE, 1, 0, 0, 0)
+            isolation.call_libc("prctl", isolation.PR_SET_DUMPABLE, 1, 0, 0, 0)
             _run_job(job, folder)
         os.closerange(0, len(kept))  # the child's end of the link must be the only one
         while True:
@@ -209,12 +196,12 @@ def _run_job(job: dict[str, Any], folder: str | None) -> None:
         os.environ.clear()
         os.environ.update({"HOME": folder or "/own", "TMPDIR": folder or "/own", "OMP_NUM_THREADS": "1"})
         tempfile.tempdir = None
-        sandbox_isolation.set_resource_limits(
+        isolation.set_resource_limits(
             limits["seconds"], limits["memory"], limits["processes"], limits["disk"], limits["files"]
         )
         if folder is None:
-            sandbox_isolation.drop_capabilities()
-        sandbox_isolation.install_seccomp_filter(without_namespaces=folder is not None)
+            isolation.drop_capabilities()
+        isolation.install_seccomp_filter(without_namespaces=folder is not None)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.unfreeze()
         if job["role"] == "code":

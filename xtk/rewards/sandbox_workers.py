@@ -1,7 +1,8 @@
 """The processes in the sandbox: a program, a server for calls of the code's functions, and tests that call them.
 
 The code has no access to its tests: it gets the arguments of one call after another and returns plain values. The
-asserts are evaluated in the other process, on objects of Python's built-in types.
+asserts are evaluated in the other process, on objects of Python's built-in types: no `__eq__` of the code can make one
+pass.
 """
 
 from __future__ import annotations
@@ -9,16 +10,95 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import decimal
 import io
+import json
+import numbers
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from xtk.rewards.sandbox_value_serialization import NotPlainError, decode_value, encode_value
-
 MAX_MESSAGE_BYTES = 1 << 24
 MAX_ERROR_BYTES = 1 << 16
+MAX_LAZY_ITEMS = 100_000  # of an iterator
+
+
+class NotPlainError(Exception):
+    """A value that cannot be serialized as plain values."""
+
+
+def to_jsonable(value: Any) -> Any:
+    """Return a value as JSON: itself, or `[type, content]`; NotPlainError: it has another type."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, numbers.Integral):
+        return ["int", hex(int(value))]
+    if isinstance(value, numbers.Real):
+        return ["float", float(value).hex()]
+    if isinstance(value, numbers.Complex):
+        return ["complex", complex(value).real.hex(), complex(value).imag.hex()]
+    if isinstance(value, decimal.Decimal):
+        return ["decimal", str(value)]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", bytes(value).hex()]
+    if isinstance(value, dict):
+        return ["dict", [[to_jsonable(key), to_jsonable(item)] for key, item in value.items()]]
+    for kind in (list, tuple, set, frozenset, deque):
+        if isinstance(value, kind):
+            return [kind.__name__, [to_jsonable(item) for item in value]]
+    if isinstance(value, range):
+        return ["range", value.start, value.stop, value.step]
+    if isinstance(value, Iterator):
+        return ["iterator", [to_jsonable(item) for item, _ in zip(value, range(MAX_LAZY_ITEMS), strict=False)]]
+    raise NotPlainError(type(value).__name__)
+
+
+def from_jsonable(packed: Any) -> Any:
+    """Return the value of `to_jsonable`'s result; ValueError: it is malformed."""
+    if packed is None or isinstance(packed, bool | str):
+        return packed
+    if not isinstance(packed, list) or not packed:
+        raise ValueError("the value is not in the format of serialized values")
+    kind, *content = packed
+    readers: dict[str, Any] = {
+        "int": lambda text: int(text, 16),
+        "float": float.fromhex,
+        "complex": lambda real, imaginary: complex(float.fromhex(real), float.fromhex(imaginary)),
+        "decimal": decimal.Decimal,
+        "bytes": bytes.fromhex,
+        "dict": lambda pairs: {from_jsonable(key): from_jsonable(item) for key, item in pairs},
+        "list": lambda items: [from_jsonable(item) for item in items],
+        "tuple": lambda items: tuple(from_jsonable(item) for item in items),
+        "set": lambda items: {from_jsonable(item) for item in items},
+        "frozenset": lambda items: frozenset(from_jsonable(item) for item in items),
+        "deque": lambda items: deque(from_jsonable(item) for item in items),
+        "range": range,
+        "iterator": lambda items: iter([from_jsonable(item) for item in items]),
+    }
+    try:
+        return readers[kind](*content)
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError("the value is not in the format of serialized values") from error
+
+
+def encode_value(value: Any) -> bytes:
+    """Return a value as one line of JSON; NotPlainError: it has another type, or is nested too deeply."""
+    try:
+        return json.dumps(to_jsonable(value)).encode() + b"\n"
+    except (RecursionError, ValueError, TypeError) as error:
+        raise NotPlainError(str(error)) from error
+
+
+def decode_value(line: bytes) -> Any:
+    """Return the value of a line of JSON; ValueError: it is malformed."""
+    try:
+        return from_jsonable(json.loads(line))
+    except RecursionError as error:
+        raise ValueError("the value is nested too deeply") from error
 
 
 def run_program(job: dict[str, Any]) -> None:
@@ -52,11 +132,7 @@ def serve_function_calls(job: dict[str, Any], link: int) -> None:
 
 
 def _program(text: str) -> Any:
-    """Compile the part of a text that is a program, without text after it or an unfinished end.
-
-    Raises:
-        SyntaxError: no line compiles.
-    """
+    """Compile the program at the start of a text, without an unfinished end; SyntaxError: there is none."""
     lines = io.StringIO(text, newline=None).readlines()  # as compile counts lines; splitlines has more separators
     while True:
         try:
@@ -80,14 +156,8 @@ def _raised(error: BaseException) -> bytes:
 
 def _builtin_exception_name(error: BaseException) -> str:
     """Return the name of an exception's built-in type, or that of its nearest built-in base class."""
-    return next(
-        (
-            kind.__name__
-            for kind in type(error).__mro__
-            if vars(builtins).get(kind.__name__) is kind and kind is not object
-        ),
-        "Exception",
-    )
+    own = (kind for kind in type(error).__mro__ if kind is not object)
+    return next((kind.__name__ for kind in own if vars(builtins).get(kind.__name__) is kind), "Exception")
 
 
 class _Broken(BaseException):
@@ -174,13 +244,12 @@ def _exception(name: Any, arguments: Any) -> BaseException:
     kind: Any = getattr(builtins, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, BaseException):
         return RuntimeError(*values)
+    made: Any = None
     try:
         made = kind(*values)
     except Exception:  # UnicodeDecodeError and similar types need five arguments
-        try:
+        with contextlib.suppress(Exception):
             made = kind.__new__(kind, *values)
-        except Exception:
-            made = RuntimeError(*values)
     return made if isinstance(made, BaseException) else RuntimeError(*values)
 
 

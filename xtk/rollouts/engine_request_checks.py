@@ -1,4 +1,4 @@
-"""Shared parts of the vLLM and server backends: length limits, seeds, and checks of returned completions."""
+"""Shared parts of backends: length limits, and for vLLM and servers seeds and checks of returned completions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from xtk.engines.server_responses import LOGPROB_TOLERANCE
 from xtk.errors import XtkError
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
-from xtk.rollouts.stop_strings import StopStringDetector
-from xtk.rollouts.token_sampling import position_seeds
+from xtk.rollouts.token_sampling import StopStringDetector, position_seeds
 from xtk.text.tokenizer import Tokenizer
 
 EXTRA_TOP_IDS = 8  # top ids requested in addition: some may be embedding rows without a token
@@ -31,15 +30,11 @@ def max_new_tokens(request: GenerationRequest, sampling: SamplingConfig, context
     ]
     length = min(limit for limit in limits if limit is not None)
     if not len(request.input_ids):
-        raise XtkError(
-            "a prompt is empty: it has no tokens",
-            where=name,
-            hint="remove this prompt from the data, or add text to it",
-        )
+        raise XtkError("a prompt is empty: it has no tokens", where=name, hint="remove this prompt, or add text to it")
     if length < 1:
         raise XtkError(
             f"a prompt of {len(request.input_ids):,} tokens leaves no space for a completion; "
-            f"the context length is {context_length:,}",
+            f"the context length is {context_length}",
             where=name,
             hint="shorten or remove this prompt",
         )
@@ -101,19 +96,16 @@ def checked_completion(
         ids, logprobs, sorted_top_ids, hit_stop_string = ids[:count], logprobs[:count], sorted_top_ids[:count], True
     ended = int(ids[-1]) in tokenizer.stop_ids
     finish = "stop" if ended else "stop-string" if hit_stop_string else "length"
-    top_ids = (
-        valid_top_ids(sorted_top_ids, min(sampling.top_logprobs, len(tokenizer)), tokenizer)
-        if sampling.top_logprobs
-        else None
-    )
+    count = min(sampling.top_logprobs, len(tokenizer))
+    top_ids = valid_top_ids(sorted_top_ids, count, tokenizer) if count else None
     return Completion(ids, np.minimum(logprobs, 0), finish, top_ids)
 
 
 def _until_text(ids: NDArray[np.int32], sampling: SamplingConfig, tokenizer: Tokenizer) -> int | None:
     """Return the number of tokens up to the first stop string; None without one."""
-    watch = StopStringDetector(tokenizer, sampling.stop)
     if not sampling.stop:
         return None
+    watch = StopStringDetector(tokenizer, sampling.stop)
     return next((at + 1 for at, token in enumerate(ids.tolist()) if watch.add_token(token)), None)
 
 

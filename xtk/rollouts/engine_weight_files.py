@@ -112,11 +112,7 @@ def write_tied_head(folder: Path) -> None:
 
 
 def save_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
-    """Write weights as one safetensors file with the tied output head; copies only views and tensors on other devices.
-
-    Args:
-        folder: gets `WEIGHTS_FILE`; an existing one is replaced atomically.
-    """
+    """Write `WEIGHTS_FILE`, atomically, with the tied output head; copies only views and tensors on other devices."""
     from safetensors.torch import save_file
 
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in with_tied_head(weights)}

@@ -71,9 +71,8 @@ class CheckedEnvironment:
     def step(self, text: str) -> tuple[str, bool]:
         """Return the response to a turn, and whether the episode is over."""
         answer: Any = self._try("step", lambda: self._environment.step(text))
-        if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], str):
-            raise self._wrong("step", answer, "a tuple (response, done) of a string and a bool")
-        if not isinstance(answer[1], bool | np.bool_ | int):
+        is_pair = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str)
+        if not is_pair or not isinstance(answer[1], bool | np.bool_ | int):
             raise self._wrong("step", answer, "a tuple (response, done) of a string and a bool")
         return replace_surrogates(answer[0]), bool(answer[1])
 

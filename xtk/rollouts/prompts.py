@@ -47,11 +47,10 @@ class PromptFormat:
         column = columns.get("completion", "completion")
         completion = record.get(column)
         if not isinstance(completion, str):
-            document = (
-                "is not a string" if column in record else f"is missing; the record has {', '.join(map(str, record))}"
-            )
+            has = f"is missing; the record has {', '.join(map(str, record))}"
             raise XtkError(
-                f"the completion (column {column} of the data) {document}", where=where,
+                f"the completion (column {column} of the data) {'is not a string' if column in record else has}",
+                where=where,
                 hint="use --columns completion=COLUMN, or --lmbda 1 to train on rollouts only",
             )  # fmt: skip
         if not isinstance(own[named["prompt"]], str):
@@ -64,9 +63,8 @@ class PromptFormat:
             record, columns = _set_field(record, columns, "prompt", self._rendered(record, where))
         if self._chat:
             teacher_column = columns.get("teacher_prompt", "teacher_prompt")
-            alone = record_to_prompt(
-                {**record, teacher_column: None}, columns, where
-            )  # without the teacher's prompt, which is not formatted yet
+            # Without the teacher's prompt, which is not formatted yet.
+            alone = record_to_prompt({**record, teacher_column: None}, columns, where)
             if alone.conversation is None:
                 record, columns = _set_field(record, columns, "prompt", _of_user(alone.text))
                 if isinstance(teacher_prompt := record.get(teacher_column), str):
@@ -76,12 +74,10 @@ class PromptFormat:
     def _rendered(self, record: Record, where: str) -> str:
         assert self._template is not None
         try:
-            (text,) = self._template.render_batch([{str(key): value for key, value in record.items()}])
+            return self._template.render({str(key): value for key, value in record.items()})
         except XtkError as error:
-            raise XtkError(
-                error.what, where=where, hint=f"fields of the record: {', '.join(map(str, record))}"
-            ) from None
-        return text
+            hint = f"fields of the record: {', '.join(map(str, record))}"
+            raise XtkError(error.what, where=where, hint=hint) from None
 
 
 def _set_field(record: Record, columns: Mapping[str, str], field: str, value: Any) -> tuple[Record, Mapping[str, str]]:
@@ -111,9 +107,7 @@ def read_prompt_template(text: str) -> str:
             hint="use --prompt-template FILE.jinja, or give the template itself as text",
         ) from None
     except UnicodeDecodeError:
-        raise XtkError(
-            "the prompt template file is not valid UTF-8", where=text, hint="save the file as UTF-8"
-        ) from None
+        raise XtkError("the prompt template file is not UTF-8", where=text, hint="save the file as UTF-8") from None
     if not template:
         raise XtkError("the prompt template file is empty", where=text, hint="write a Jinja template into the file")
     return template
@@ -170,15 +164,9 @@ def tokenize_prompts(
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
     texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
     conversations = [document.conversation for document in documents if document.conversation is not None]
-    renderings = (
-        tokenizer.chat_template.render_batch_with_positions(conversations, **arguments) if conversations else []
-    )
-    rendered = iter(
-        tokenizer.encode_rendered(
-            [rendering.text for rendering in renderings],
-            [rendering.content_ranges for rendering in renderings],
-        )
-    )
+    renderings = [tokenizer.chat_template.render_with_positions(chat, **arguments) for chat in conversations]
+    ranges = [rendering.content_ranges for rendering in renderings]
+    rendered = iter(tokenizer.encode_rendered([rendering.text for rendering in renderings], ranges))
     return [
         np.concatenate([start, next(texts).ids]) if document.conversation is None else next(rendered).ids
         for document in documents

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.rewards.reward_spec import WeightedRewards, name_row_in_errors
-from xtk.rollouts.advantages import group_advantages
 from xtk.rollouts.environments import CheckedEnvironment, Environment
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
 from xtk.rollouts.prompts import tokenize_between_turns, tokenize_continuation, tokenize_prompts
@@ -24,6 +23,7 @@ from xtk.text.rollout_tokens import completion_text, decode_tokens
 from xtk.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TURNS = 8
+STD_EPSILON = 1e-4  # TRL, GRPOTrainer
 
 
 def generate_rollouts(
@@ -56,32 +56,20 @@ def generate_rollouts(
         Rollouts ordered by prompt, then by sample.
     """
     all_episodes = [
-        _Episode(
-            prompt, sample, tokenizer, None if environment is None else CheckedEnvironment(environment, prompt.record)
-        )
+        _Episode(prompt, sample, tokenizer, environment and CheckedEnvironment(environment, prompt.record))
         for prompt in prompts
         for sample in range(num_generations)
     ]
-    prompt_documents = {episode.prompt_key: episode.document() for episode in all_episodes}
-    ids_by_prompt = dict(
-        zip(
-            prompt_documents,
-            tokenize_prompts(tokenizer, list(prompt_documents.values()), template_arguments),
-            strict=True,
-        )
-    )
-    episodes = [
-        episode
-        for episode in all_episodes
-        if episode.set_prompt(ids_by_prompt[episode.prompt_key], generator.context_length)
-    ]
+    context = generator.context_length
+    documents = {episode.prompt_key: episode.document() for episode in all_episodes}
+    tokens = tokenize_prompts(tokenizer, list(documents.values()), template_arguments)
+    ids_of = dict(zip(documents, tokens, strict=True))
+    episodes = [episode for episode in all_episodes if episode.set_prompt(ids_of[episode.prompt_key], context)]
     if len(episodes) < len(all_episodes):
-        left_out = len(
-            {episode.prompt.number for episode in all_episodes} - {episode.prompt.number for episode in episodes}
-        )
+        kept = {episode.prompt.number for episode in episodes}
+        left_out = len({episode.prompt.number for episode in all_episodes} - kept)
         terminal.note(
-            f"skipped {left_out:,} of {len(prompts):,} prompts: no space left in the context of "
-            f"{generator.context_length} tokens"
+            f"skipped {left_out:,} of {len(prompts):,} prompts: no space left in the context of {context} tokens"
         )
     for turn in range(max_turns):
         active = [episode for episode in episodes if not episode.finish_reason]
@@ -95,11 +83,7 @@ def generate_rollouts(
 
 
 class _Episode:
-    """A rollout while it is generated.
-
-    Args:
-        sample: index of this rollout among those of the prompt.
-        played: the environment; None: there is one turn.
+    """A rollout while it is generated; without an environment it has one turn.
 
     Attributes:
         finish_reason: why it has ended; "" while it goes on.
@@ -171,9 +155,8 @@ class _Episode:
             self._segments.pop()
         self._run.append(completion.ids)
         first = not any(segment.text for segment in self._segments)
-        self._last_turn_text = completion_text(
-            self._tokenizer, completion.ids, at_text_start=first and len(self._run) == 1
-        )
+        is_start = first and len(self._run) == 1
+        self._last_turn_text = completion_text(self._tokenizer, completion.ids, at_text_start=is_start)
         run = np.concatenate(self._run)
         self._written[len(self._segments)] = completion_text(self._tokenizer, run, at_text_start=first)
         text = decode_tokens(self._tokenizer, run, at_text_start=first).text
@@ -249,14 +232,9 @@ class _Episode:
     def to_rollout(self, reward: float, rewards: Mapping[str, float], advantage: float) -> Rollout:
         """Return the finished rollout."""
         sampled = [completion for completion in self._completions if completion is not None]
-        logprobs = [
-            np.zeros(len(ids), np.float32) if completion is None else completion.logprobs
-            for ids, completion in zip(self._ids, self._completions, strict=True)
-        ]
-        flags = [
-            np.full(len(ids), completion is not None)
-            for ids, completion in zip(self._ids, self._completions, strict=True)
-        ]
+        pairs = list(zip(self._ids, self._completions, strict=True))
+        logprobs = [np.zeros(len(ids), np.float32) if made is None else made.logprobs for ids, made in pairs]
+        flags = [np.full(len(ids), made is not None) for ids, made in pairs]
         template = self._tokenizer.template_fingerprint if self._messages is not None else None
         tokens = SampledTokens(
             np.concatenate(self._ids).astype(np.int32),
@@ -296,3 +274,25 @@ def _score_episodes(
         episode.to_rollout(*value, float(advantage))
         for episode, value, advantage in zip(episodes, values, advantages, strict=True)
     ]
+
+
+def group_advantages(rewards: Sequence[float], *, scale: bool = True) -> NDArray[np.float64]:
+    """Return the advantages of the rollouts of one prompt: reward minus mean, in standard deviations.
+
+    Shao et al., "DeepSeekMath", 2024, section 4.1 (GRPO); without `scale` Liu et al., "Understanding R1-Zero-like
+    training", 2025. The standard deviation is that of a sample (n - 1), as in TRL.
+
+    Args:
+        rewards: [G]; nan for unscored rollouts, which get 0 and are excluded from mean and deviation.
+        scale: whether to divide by the standard deviation.
+
+    Returns:
+        float64 [G]. All 0 if fewer than two rollouts are scored, or all rewards are equal.
+    """
+    values = np.asarray(rewards, np.float64)
+    judged = np.isfinite(values)
+    advantages = np.zeros(len(values))
+    if judged.sum() < 2 or np.ptp(values[judged]) == 0:
+        return advantages
+    advantages[judged] = values[judged] - values[judged].mean()
+    return advantages / (values[judged].std(ddof=1) + STD_EPSILON) if scale else advantages

@@ -60,12 +60,7 @@ def rollout_to_json(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str]
 
 
 def number_line(record: Mapping[str, Any], number: int, *, is_last: bool) -> dict[str, Any]:
-    """Return a record with its index in the file, and its checksum.
-
-    Args:
-        record: from `rollout_to_json`.
-        is_last: whether the file ends with it.
-    """
+    """Return a record of `rollout_to_json` with its index in the file, and its checksum."""
     line = {**record, "line_number": number, "is_last_line": is_last}
     # The checksum covers the values after parsing, as a reader of the line gets them.
     return {**line, ROLLOUT_CHECKSUM: rollout_checksum(json.loads(json_line(line)))}
@@ -82,10 +77,8 @@ def document_fields(document: Document) -> dict[str, Any]:
             {**message, "train": train}
             for message, train in zip(document.conversation.messages, document.trained_messages, strict=True)
         ]
-        return {
-            **fields,
-            **({} if document.conversation.tools is None else {"tools": list(document.conversation.tools)}),
-        }
+        tools = document.conversation.tools
+        return fields if tools is None else {**fields, "tools": list(tools)}
     if [segment.role for segment in document.segments] == ["prompt", "completion"]:
         return {**fields, **{segment.role: segment.text for segment in document.segments}}
     parts = [{"role": part.role, "text": part.text, "train": part.train} for part in document.segments]
@@ -105,11 +98,7 @@ def read_request_fingerprint(path: Path) -> str | None:
 
 
 def read_statistics(path: Path) -> RolloutStatistics:
-    """Return the statistics of a rollout file after checking every line against its checksum.
-
-    Raises:
-        CorruptError: a line does not match its checksum, or is not a rollout.
-    """
+    """Return the statistics of a rollout file after checking every line against its checksum (CorruptError)."""
     figures, lines = RolloutStatistics(), list[tuple[Any, Any]]()
     with path.open(encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), ""), start=1):

@@ -196,11 +196,7 @@ class ServerGenerator(Generator):
         }
 
     def _completion(self, response: Any, sampling: SamplingConfig, num_top_ids: int) -> Completion:
-        """Parse a response.
-
-        Raises:
-            RetryableError: the response is malformed.
-        """
+        """Parse a response; RetryableError: it is malformed."""
         choice = only_choice(response)
         try:
             ids = checked_token_ids(choice["token_ids"])
@@ -242,11 +238,7 @@ class ServerGenerator(Generator):
                     ) from None
 
     async def _has_weights(self, endpoint: Endpoint) -> bool:
-        """Return whether a server has the weights that were sent last; a restarted one has those of its start.
-
-        Raises:
-            NoResponseError: the request fails.
-        """
+        """Return whether a server has the weights that were sent last; a restarted one has those of its start."""
         try:
             version = await self._endpoints.request_one(
                 endpoint, "/weight_info", None, _parse_weight_version, max_attempts=1, at_root=True
@@ -266,11 +258,7 @@ class ServerGenerator(Generator):
         return kept
 
     async def _restore_weights(self, endpoint: Endpoint) -> None:
-        """Send the weights again if a server lost them after a failure.
-
-        Raises:
-            NoResponseError: the request fails again.
-        """
+        """Send the weights again if a server lost them after a failure; NoResponseError: the request fails again."""
         if self._sent is None:
             return
         async with self._locks.setdefault(endpoint.url, asyncio.Lock()):

@@ -1,4 +1,4 @@
-"""Sampling of tokens that depends only on the completion's key and the position, not on the rest of the batch.
+"""Sampling of tokens that depends only on the completion's key and the position, and detection of stop strings.
 
 The argmax of logits plus Gumbel noise is a sample from the softmax (Gumbel 1954; Maddison, Tarlow and Minka, "A*
 sampling", 2014). The noise of a token is a hash of key, position and id: no batch, process or order changes it.
@@ -7,6 +7,7 @@ sampling", 2014). The noise of a token is a hash of key, position and id: no bat
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.rollouts.generator_interface import SamplingConfig
+from xtk.text.tokenizer import Tokenizer
 
 # SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
 SPLITMIX_INCREMENT, SPLITMIX_MULTIPLIER_1, SPLITMIX_MULTIPLIER_2 = (
@@ -32,11 +34,7 @@ def position_seeds(key: tuple[int, ...], length: int) -> NDArray[np.int64]:
 
 
 def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
-    """Return float64 [B, V], Gumbel noise for each token.
-
-    Args:
-        seeds: int64 [B], the seed of one position for each completion.
-    """
+    """Return float64 [B, V], Gumbel noise for each token, from int64 [B], the seed of a position of each completion."""
     steps = torch.arange(1, vocab_size + 1, device=seeds.device) * SPLITMIX_INCREMENT
     bits = seeds[:, None] + steps
     for shift, factor in ((30, SPLITMIX_MULTIPLIER_1), (27, SPLITMIX_MULTIPLIER_2)):
@@ -83,3 +81,22 @@ def mask_unlikely(scores: Tensor, sampling: SamplingConfig) -> Tensor:
         unlikely = probs.cumsum(-1) - probs >= sampling.top_p  # the tokens before it already have this mass
         scores = scores.masked_fill(torch.empty_like(unlikely).scatter_(1, order, unlikely), -torch.inf)
     return scores
+
+
+class StopStringDetector:
+    """Detects stop strings, none of them empty, in the tokens of one completion, one token at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._vocabulary = tokenizer.vocabulary
+        self._stops = [text.encode() for text in stop]
+        self._kept = max(map(len, self._stops), default=1) - 1
+        self._tail = b""
+
+    def add_token(self, token: int) -> bool:
+        """Append a token; return whether it completes a stop string. Stop strings do not span special tokens."""
+        if self._vocabulary.special_mask[token]:
+            self._tail = b""
+            return False
+        text = self._tail + self._vocabulary.bytes_by_id[token]
+        self._tail = text[max(0, len(text) - self._kept) :]
+        return any(stop in text for stop in self._stops)

@@ -20,12 +20,7 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call.
-
-    Attributes:
-        name: name of the tool.
-        arguments: arguments by name.
-    """
+    """A tool call: name of the tool, and arguments by name."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -33,11 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedToolCall:
-    """A malformed tool call.
-
-    Attributes:
-        reason: one sentence that can be returned to the model.
-    """
+    """A malformed tool call; the reason is one sentence that can be returned to the model."""
 
     reason: str
 

@@ -16,9 +16,9 @@ from xtk.errors import XtkError
 from xtk.models import packed_attention
 from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm, max_context_length
 from xtk.models.safetensors_headers import format_names
+from xtk.rollouts.engine_request_checks import max_new_tokens
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
-from xtk.rollouts.stop_strings import StopStringDetector
-from xtk.rollouts.token_sampling import position_seeds, sample_tokens
+from xtk.rollouts.token_sampling import StopStringDetector, position_seeds, sample_tokens
 from xtk.text.tokenizer import Tokenizer
 
 DEFAULT_BATCH_TOKENS = 8192
@@ -70,19 +70,14 @@ class TransformersGenerator(Generator):
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
         """Return one completion per request, in order."""
-        lengths = [self._length(request, sampling) for request in requests]
+        context, name = self.context_length, self.tokenizer.name
+        lengths = [max_new_tokens(request, sampling, context, name) for request in requests]
         completions: dict[int, Completion] = {}
         with generation_mode(self._inner):
-            for batch in _generation_batches(
-                [len(request.input_ids) for request in requests], lengths, self.batch_tokens
-            ):
-                sampled_batch = _SampledBatch(
-                    [requests[at] for at in batch],
-                    [lengths[at] for at in batch],
-                    sampling,
-                    self.tokenizer,
-                    self._device,
-                )
+            prompts = [len(request.input_ids) for request in requests]
+            for batch in _generation_batches(prompts, lengths, self.batch_tokens):
+                some, limits = [requests[at] for at in batch], [lengths[at] for at in batch]
+                sampled_batch = _SampledBatch(some, limits, sampling, self.tokenizer, self._device)
                 self._generate(sampled_batch)
                 completions.update(zip(batch, sampled_batch.completions(), strict=True))
         return [completions[at] for at in range(len(requests))]
@@ -91,23 +86,6 @@ class TransformersGenerator(Generator):
     def _device(self) -> torch.device:
         device: torch.device = self._inner.get_input_embeddings().weight.device
         return device
-
-    def _length(self, request: GenerationRequest, sampling: SamplingConfig) -> int:
-        limits = [sampling.max_completion_length, request.max_length]
-        limits.append(None if self.context_length is None else self.context_length - len(request.input_ids))
-        length = min(limit for limit in limits if limit is not None)
-        if length < 1 or not len(request.input_ids):
-            raise XtkError(
-                f"a prompt of {len(request.input_ids):,} tokens leaves no space for a completion; "
-                f"the context length is {self.context_length}"
-                if len(request.input_ids)
-                else "a prompt is empty: it has no tokens",
-                where=self.tokenizer.name,
-                hint="shorten or remove this prompt"
-                if len(request.input_ids)
-                else "remove this prompt, or add text to it",
-            )
-        return length
 
     def _generate(self, sampled_batch: _SampledBatch) -> None:
         from transformers import GenerationConfig
@@ -216,13 +194,10 @@ class _SampledBatch:
         device: torch.device,
     ) -> None:
         size = max(len(request.input_ids) for request in requests)
-        padded = np.stack(
-            [np.pad(request.input_ids, (size - len(request.input_ids), 0)) for request in requests]
-        ).astype(np.int64)
-        attention_mask = np.stack([np.arange(size) >= size - len(request.input_ids) for request in requests]).astype(
-            np.int64
-        )
-        self.ids, self.attention_mask = torch.from_numpy(padded).to(device), torch.from_numpy(attention_mask).to(device)
+        padding = [size - len(request.input_ids) for request in requests]
+        padded = [np.pad(request.input_ids, (left, 0)) for request, left in zip(requests, padding, strict=True)]
+        self.ids = torch.from_numpy(np.stack(padded).astype(np.int64)).to(device)
+        self.attention_mask = (torch.arange(size) >= torch.tensor(padding)[:, None]).long().to(device)
         self.max_lengths, self._sampling, self._tokenizer = lengths, sampling, tokenizer
         seeds = np.stack([position_seeds(request.seed_key, max(lengths)) for request in requests])
         self._seeds = torch.from_numpy(seeds).to(device)

@@ -114,7 +114,7 @@ class VllmGenerator(Generator):
 
     def sleep(self) -> None:
         """Free the device's memory, weights included; on a CPU, do nothing."""
-        if self._can_sleep() and not self._asleep:
+        if self._engine.llm.llm_engine.model_config.enable_sleep_mode and not self._asleep:
             self._engine.llm.sleep(level=2)
             self._asleep = self._weights_missing = True
 
@@ -187,9 +187,6 @@ class VllmGenerator(Generator):
 
         engine = self._engine.llm.llm_engine
         return isinstance(engine.engine_core, InprocClient) and engine.vllm_config.parallel_config.world_size == 1
-
-    def _can_sleep(self) -> bool:
-        return bool(self._engine.llm.llm_engine.model_config.enable_sleep_mode)
 
 
 def _record_names(weights: Iterable[tuple[str, Any]], seen: set[str]) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from xtk.teachers.cache_build_config import (
 from xtk.teachers.cache_shard_planning import make_shard_plan
 from xtk.teachers.cache_shard_writing import candidate_ids_of
 from xtk.text.chat.conversation_tokens import MARKUP
-from xtk.text.chat.region_statistics import RegionStatistics
+from xtk.text.chat.regions import RegionStatistics
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence
 

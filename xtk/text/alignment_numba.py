@@ -68,8 +68,6 @@ def batch_token_byte_ends(
     """Return the byte ends of many texts in one call; see `token_byte_ends`.
 
     Args:
-        token_bytes: as in `token_byte_ends`.
-        token_offsets: as in `token_byte_ends`.
         ids: [n], the concatenated tokens of all texts.
         id_offsets: [D+1], where the tokens of each text begin.
         texts: uint8, the concatenated bytes of all texts.

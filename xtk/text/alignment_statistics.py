@@ -85,25 +85,20 @@ def _tokenize_batches(
     waiting: tuple[list[Document], Future[list[Tokenized]], Future[list[Tokenized]]] | None = None
     with ThreadPoolExecutor(2, thread_name_prefix="tokenize") as threads:
         for group in _document_batches(documents):
-            submitted = (
-                group,
-                threads.submit(_tokenize_batch, student, group),
-                threads.submit(_tokenize_batch, teacher, group),
-            )
+            left, right = (threads.submit(_tokenize_batch, side, group) for side in (student, teacher))
             if waiting:
                 yield waiting[0], waiting[1].result(), waiting[2].result()
-            waiting = submitted
+            waiting = group, left, right
         if waiting:
             yield waiting[0], waiting[1].result(), waiting[2].result()
 
 
 def _tokenize_batch(tokenizer: Tokenizer, documents: list[Document]) -> list[Tokenized]:
     """Return the tokens of texts, and of conversations in the tokenizer's chat template."""
-    conversations = iter(
-        tokenize_documents(tokenizer, [document for document in documents if document.conversation is not None])
-    )
+    conversations = [document for document in documents if document.conversation is not None]
+    sequences = iter(tokenize_documents(tokenizer, conversations))
     texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
-    return [next(texts) if document.conversation is None else next(conversations) for document in documents]
+    return [next(texts) if document.conversation is None else next(sequences) for document in documents]
 
 
 def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -147,12 +142,7 @@ class AlignmentStatistics:
         spans, span_edges = _concatenate_with_offsets([document.spans for document in documents])
         ends, token_edges = _concatenate_with_offsets([document.student.byte_ends for document in documents])
         counts, starts, sizes = count_spans(spans, span_edges, ends, token_edges)
-        rewritten = np.array(
-            [
-                [not document.student.exact for document in documents],
-                [not document.teacher.exact for document in documents],
-            ]
-        )
+        rewritten = ~np.array([(document.student.exact, document.teacher.exact) for document in documents]).T
         self.num_documents += len(documents)
         self.num_bytes += len(texts)
         self._span_counts += counts.sum(axis=0)

@@ -73,10 +73,8 @@ def align_different_texts(
     spans.
 
     Args:
-        student_text: the text of the student's tokens.
-        student_ends: int32 [S], never decreasing, the byte end of each token in it.
-        teacher_text: the text of the teacher's tokens.
-        teacher_ends: int32 [T], likewise.
+        student_text: the text of the student's tokens; `teacher_text` likewise.
+        student_ends: int32 [S], never decreasing, the byte end of each token in it; `teacher_ends`: int32 [T].
     """
     runs = matching_runs(student_text, teacher_text, ignore_case_and_accents=True)
     left, right = character_byte_offsets(student_text), character_byte_offsets(teacher_text)
@@ -97,16 +95,10 @@ def align_different_texts(
 def compare_texts(
     first_texts: Sequence[str], second_texts: Sequence[str]
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the similarity of pairs of texts.
-
-    Returns:
-        float32 [n], the similarity of each pair; bool [n], whether its texts are equal.
-    """
+    """Return the similarity of pairs of texts, float32 [n], and whether they are equal, bool [n]."""
     equal = np.array([left == right for left, right in zip(first_texts, second_texts, strict=True)], np.bool_)
-    similarity = [
-        1.0 if same else text_similarity(left, right)
-        for left, right, same in zip(first_texts, second_texts, equal, strict=True)
-    ]
+    pairs = zip(first_texts, second_texts, equal, strict=True)
+    similarity = [1.0 if same else text_similarity(left, right) for left, right, same in pairs]
     return np.array(similarity, np.float32), equal
 
 
@@ -166,11 +158,8 @@ def _decode_ranges(text: str, ends: NDArray[np.int32], ranges: NDArray[np.int32]
 def text_similarity(first_text: str, second_text: str) -> float:
     """Return twice the common characters over the characters of both texts; ignores case and accents."""
     total = len(first_text) + len(second_text)
-    return (
-        2 * int(matching_runs(first_text, second_text, ignore_case_and_accents=True)[:, 2].sum()) / total
-        if total
-        else 1.0
-    )
+    common = int(matching_runs(first_text, second_text, ignore_case_and_accents=True)[:, 2].sum())
+    return 2 * common / total if total else 1.0
 
 
 def _find_common_runs(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.int32]:

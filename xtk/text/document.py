@@ -169,7 +169,8 @@ class Document:
                 "a document with input_ids, which are used unchanged, cannot have a teacher_prompt; remove one of both"
             )
         if isinstance(prompt, str):
-            if self.conversation is not None and self.segments[:1] and _is_trained_system_segment(self.segments[0]):
+            first = self.segments[0] if self.conversation is not None and self.segments else None
+            if first is not None and first.role in SYSTEM_ROLES and first.train:
                 raise ValueError(
                     "teacher_prompt would replace a system message that is trained; set train of this message to false"
                 )
@@ -283,7 +284,3 @@ def _is_message_trained(message: Mapping[str, Any]) -> bool:
     if not flags.get("weight", 1):
         return False
     return bool(flags.get("train", message["role"] == "assistant"))
-
-
-def _is_trained_system_segment(segment: Segment) -> bool:
-    return segment.role in SYSTEM_ROLES and segment.train

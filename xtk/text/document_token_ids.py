@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
+class _EqualByBytes(ABC):
+    """Equality and hash by the bytes of the arrays."""
+
+    @abstractmethod
+    def to_bytes(self) -> bytes:
+        """Return bytes that identify the object."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+
 @dataclass(frozen=True, eq=False)
-class TeacherTokenIds:
+class TeacherTokenIds(_EqualByBytes):
     """A document given as token ids of the teacher, which are used unchanged.
 
     Attributes:
@@ -37,21 +52,13 @@ class TeacherTokenIds:
             )
         return cls(numbers, flags)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TeacherTokenIds) and all(
-            np.array_equal(*pair) for pair in ((self.ids, other.ids), (self.train_mask, other.train_mask))
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.ids.tobytes(), self.train_mask.tobytes()))
-
     def to_bytes(self) -> bytes:
         """Return bytes that identify these tokens, for hashing."""
         return self.ids.astype("<i4").tobytes() + self.train_mask.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
-class SampledTokens:
+class SampledTokens(_EqualByBytes):
     """The tokens of a rollout: prompt tokens and sampled tokens.
 
     Attributes:
@@ -116,12 +123,6 @@ class SampledTokens:
             float(advantage),
         )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SampledTokens) and self.to_bytes() == other.to_bytes()
-
-    def __hash__(self) -> int:
-        return hash(self.to_bytes())
-
     def sampled_runs(self) -> NDArray[np.int64]:
         """Return int64 [R, 2], the runs `[start, stop)` of sampled tokens."""
         edges = np.flatnonzero(np.diff(self.sampled_mask.astype(np.int8), prepend=0, append=0))
@@ -151,7 +152,7 @@ class SampledTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class CandidateIdLists:
+class CandidateIdLists(_EqualByBytes):
     """Candidate ids for each trained token of a document, as lists of any length.
 
     Attributes:
@@ -175,14 +176,6 @@ class CandidateIdLists:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CandidateIdLists) and all(
-            np.array_equal(*pair) for pair in ((self.offsets, other.offsets), (self.ids, other.ids))
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.to_bytes())
 
     def to_padded(self, num_tokens: int | None = None) -> NDArray[np.int32]:
         """Return int32 [P, G], the ids of the first `num_tokens` tokens (all by default), padded with -1."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.text.tokenizer_validation import MAX_TOKENS
 from xtk.untrusted_json import parse_json
 
 CONFIG_FILE, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
+MAX_TOKENS = 10_000_000  # the largest published vocabulary has 1.3 million; tables of all ids are in memory
 # Maximum values, by the end of the key. The largest models of 2026 have some 130 layers and 262,144 tokens.
 MAX_VALUES = (
     (re.compile(r"vocab_size$"), MAX_TOKENS),
@@ -39,9 +39,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except ValueError as failure:
-        raise XtkError(
-            f"config.json is not UTF-8: {failure}", where=str(path), hint="copy or download the file again"
-        ) from None
+        raise XtkError(f"config.json is not UTF-8: {failure}", where=str(path), hint=_HINT) from None
     content = parse_json(text, what="this config.json", where=str(path))
     if not isinstance(content, dict):
         what = "config.json must contain a JSON object, but contains another JSON value"
@@ -68,7 +66,7 @@ def _check_value(name: str, value: Any, path: Path) -> None:
         and value is not None
         and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
     ):
-        what = f"{name} in config.json is {_abbreviated_json(value)}, but must be a non-negative integer"
+        what = f"{name} in config.json is {json.dumps(value):.60}, but must be a non-negative integer"
         raise XtkError(what, where=str(path), hint=_HINT)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
@@ -78,11 +76,6 @@ def _check_value(name: str, value: Any, path: Path) -> None:
                 what = f"{name} in config.json is {value:,}, but must be at most {limit:,}"
                 raise XtkError(what, where=str(path), hint=_HINT)
             return
-
-
-def _abbreviated_json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=True)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def hub_kernel_repositories(content: dict[str, Any]) -> list[str]:

@@ -141,11 +141,7 @@ def _count_change(loss: NormalizationLoss, text: str, read: str | None, count: i
             loss.examples[text[start:stop], ""] += count
         elif kind == "replace":
             loss.rewritten += count * (stop - start)
-            one_by_one = stop - start == high - low
-            changes = (
-                zip(text[start:stop], read[low:high], strict=True)
-                if one_by_one
-                else [(text[start:stop], read[low:high])]
-            )
-            for before, after in changes:
-                loss.examples[before, after] += count
+            before, after = text[start:stop], read[low:high]
+            changes = zip(before, after, strict=True) if len(before) == len(after) else [(before, after)]
+            for change in changes:
+                loss.examples[change] += count

@@ -194,11 +194,11 @@ def _map_to_document(document: Document, view: _TeacherDocument, sequence: Token
     ]
     aligned[end_tokens[end_tokens >= 0]] = True
     return TokenSequence(
-        ids=sequence.ids,
-        byte_ends=np.maximum.accumulate(ends),
-        train_mask=sequence.train_mask & (aligned | sequence.undecodable_mask),
-        text_runs=np.array(runs, np.int32).reshape(-1, 3),
-        segment_end_tokens=end_tokens,
+        sequence.ids,
+        np.maximum.accumulate(ends),
+        sequence.train_mask & (aligned | sequence.undecodable_mask),
+        np.array(runs, np.int32).reshape(-1, 3),
+        end_tokens,
         exact=sequence.exact,
         bytes_of=sequence.bytes_of,
     )

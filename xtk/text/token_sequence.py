@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from xtk.text.tokenizer import EncodedText, Tokenizer
 _IS_WHITESPACE = np.isin(np.arange(256), np.frombuffer(b" \t\r\n", np.uint8))
 
 
+@dataclass(eq=False)
 class TokenSequence:
     """A model's tokens of a document, in order.
 
@@ -40,27 +42,19 @@ class TokenSequence:
         bytes_of: returns the bytes of a token id; None: they are not known.
     """
 
-    def __init__(
-        self,
-        ids: NDArray[np.int32],
-        byte_ends: NDArray[np.int32],
-        train_mask: NDArray[np.bool_],
-        text_runs: NDArray[np.int32],
-        segment_end_tokens: NDArray[np.int32],
-        *,
-        template_regions: NDArray[np.uint8] | None = None,
-        exact: bool = True,
-        bytes_of: Callable[[int], bytes] | None = None,
-    ) -> None:
-        self.ids, self.byte_ends, self.train_mask, self.text_runs, self.segment_end_tokens = (
-            ids,
-            byte_ends,
-            train_mask,
-            text_runs,
-            segment_end_tokens,
-        )
-        self.template_regions = np.full(len(ids), NO_REGION, np.uint8) if template_regions is None else template_regions
-        self.exact, self.bytes_of = exact, bytes_of
+    ids: NDArray[np.int32]
+    byte_ends: NDArray[np.int32]
+    train_mask: NDArray[np.bool_]
+    text_runs: NDArray[np.int32]
+    segment_end_tokens: NDArray[np.int32]
+    _: KW_ONLY
+    template_regions: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    exact: bool = True
+    bytes_of: Callable[[int], bytes] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.template_regions):
+            self.template_regions = np.full(len(self.ids), NO_REGION, np.uint8)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -79,19 +73,6 @@ class TokenSequence:
         """The tokens on which a loss is computed, bool [T]: trained ones, and template text in trained turns."""
         mask: NDArray[np.bool_] = self.train_mask | (self.template_regions != NO_REGION)
         return mask
-
-    def with_training(self, train_mask: NDArray[np.bool_], template_regions: NDArray[np.uint8]) -> TokenSequence:
-        """Return a sequence with another train mask and other template regions."""
-        return TokenSequence(
-            self.ids,
-            self.byte_ends,
-            train_mask,
-            self.text_runs,
-            self.segment_end_tokens,
-            template_regions=template_regions,
-            exact=self.exact,
-            bytes_of=self.bytes_of,
-        )
 
     @property
     def byte_starts(self) -> NDArray[np.int32]:
@@ -175,15 +156,14 @@ class TokenSequence:
         runs = self.text_runs[self.text_runs[:, 0] < length].copy()
         runs[:, 1] = np.minimum(runs[:, 1], length)
         end_tokens = np.where(self.segment_end_tokens < length, self.segment_end_tokens, -1).astype(np.int32)
-        return TokenSequence(
-            self.ids[:length],
-            self.byte_ends[:length],
-            self.train_mask[:length],
-            runs,
-            end_tokens,
+        return replace(
+            self,
+            ids=self.ids[:length],
+            byte_ends=self.byte_ends[:length],
+            train_mask=self.train_mask[:length],
+            text_runs=runs,
+            segment_end_tokens=end_tokens,
             template_regions=self.template_regions[:length],
-            exact=self.exact,
-            bytes_of=self.bytes_of,
         )
 
 
@@ -198,7 +178,7 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
     others = [document for document, sampled in zip(documents, own, strict=True) if sampled is None]
     encoded = iter(tokenizer.encode([document.text for document in others if document.conversation is None]))
     conversations = [document.conversation for document in others if document.conversation is not None]
-    renderings = tokenizer.chat_template.render_batch_with_positions(conversations) if conversations else []
+    renderings = [tokenizer.chat_template.render_with_positions(conversation) for conversation in conversations]
     tokens = tokenizer.encode_rendered(
         [rendering.text for rendering in renderings], [rendering.content_ranges for rendering in renderings]
     )

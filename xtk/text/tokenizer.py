@@ -23,8 +23,7 @@ from xtk.text.alignment_numba import batch_token_byte_ends
 from xtk.text.chat.template import ChatTemplate
 from xtk.text.normalized_byte_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
 from xtk.text.start_tokens import AUTO_START, NO_START, START_ROLES, own_start_ids, start_post_processor
-from xtk.text.tokenizer_files import configured_vocab_size, read_tokenizer_files
-from xtk.text.tokenizer_validation import bpe_dropout, wrap_backend_errors
+from xtk.text.tokenizer_files import configured_vocab_size, read_tokenizer_files, wrap_backend_errors
 from xtk.text.vocabulary import (
     BYTE_LEVEL,
     BYTE_LEVEL_ENCODER,
@@ -126,7 +125,7 @@ class Tokenizer:
         self.name = name or str(folder)
         files = read_tokenizer_files(self.folder)
         content, self._backend, self.fingerprint = files.content, files.backend, files.fingerprint
-        self._disable_dropout(bpe_dropout(content))
+        self._disable_dropout(content["model"].get("dropout"))
         self._backend.no_truncation()
         self._backend.no_padding()
         with self._backend_errors():
@@ -148,7 +147,9 @@ class Tokenizer:
         self.vocabulary = vocabulary if is_used else first
         self._unusable = frozenset() if is_used else left_out
         self._has_precompiled_charsmap = "Precompiled" in component_types(content.get("normalizer"))
-        self.unknown_id = self._read_unknown_id(content["model"])
+        unknown = content["model"].get("unk_token")
+        number = content["model"].get("unk_id") if unknown is None else self._backend.token_to_id(unknown)
+        self.unknown_id: int | None = None if number is None else int(number)
         self._whitespace_stripping = {
             token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in content["added_tokens"]
         }
@@ -271,9 +272,9 @@ class Tokenizer:
         """Return a context manager that converts errors of the backend, such as a missing unk token, to XtkError."""
         return wrap_backend_errors("the tokenizer cannot encode a text", self.name)
 
-    def _disable_dropout(self, dropout: float) -> None:
-        """Switch off BPE dropout, so that the same text always has the same tokens."""
-        if not dropout:
+    def _disable_dropout(self, dropout: Any) -> None:
+        """Switch off BPE dropout (skipped merges), so that the same text always has the same tokens."""
+        if not dropout or not isinstance(dropout, int | float):
             return
         self._backend.model.dropout = None
         if self.fingerprint not in _dropout_warned:
@@ -316,9 +317,9 @@ class Tokenizer:
             (encoded,) = self._encode_by_bytes([text], [encoding.ids])
             if encoded.exact:
                 return encoded
-        offsets = (
-            self._offsets_past_dropped(backend, text, encoding) if self._has_precompiled_charsmap else encoding.offsets
-        )
+        offsets = encoding.offsets
+        if self._has_precompiled_charsmap:
+            offsets = self._offsets_past_dropped(backend, text, encoding)
         spellings = [self.vocabulary.bytes_of(token) for token in encoding.ids]
         ends = byte_ends_from_offsets(text, offsets, spellings, self.normalize if backend.normalizer else None)
         return EncodedText(np.array(encoding.ids, np.int32), ends, exact=False)
@@ -605,11 +606,6 @@ class Tokenizer:
         if not single or any(token is None for token in single):
             return None
         return np.array(single, np.int32)
-
-    def _read_unknown_id(self, model: dict[str, Any]) -> int | None:
-        token = model.get("unk_token")
-        number = model.get("unk_id") if token is None else self._backend.token_to_id(token)
-        return None if number is None else int(number)
 
 
 def _decode_or_none(spelling: bytes) -> str | None:

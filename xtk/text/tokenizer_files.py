@@ -15,14 +15,14 @@ from typing import Any
 import tokenizers
 
 from xtk.errors import XtkError
-from xtk.text.model_config_json import read_model_config
+from xtk.text.model_config_json import MAX_TOKENS, read_model_config
 from xtk.text.tokenizer_formats import add_tokens, convert_tokenizer_files, set_start_token
-from xtk.text.tokenizer_validation import check_tokenizer_json, wrap_backend_errors
-from xtk.untrusted_json import parse_json
+from xtk.untrusted_json import MAX_DEPTH, check_depth, parse_json
 
 MAX_TOKEN_ID = 2_000_000  # a larger id of an added token is an error in a file
 
 SPECIAL_TOKEN_ROLES = ("bos", "eos", "pad", "unk")
+_HINT = "download tokenizer.json of the model again, from a trusted source"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     raw, configuration = _read_tokenizer_json(folder)
     with wrap_backend_errors("invalid tokenizer.json", str(folder)), _no_garbage_collection():
         content = json.loads(raw, parse_float=_round_score)
-        check_tokenizer_json(content, str(folder))
+        _check_tokenizer_json(content, str(folder))
         backend = tokenizers.Tokenizer.from_buffer(raw)
         fingerprint = _tokenizer_fingerprint(content)
     # Where ids of added tokens have gaps, the backend (and so transformers) numbers them without gaps.
@@ -70,6 +70,45 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     roles = _special_tokens(folder, configuration)
     known = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
     return TokenizerFiles(raw, content, backend, fingerprint, known, template, configuration)
+
+
+def _check_tokenizer_json(content: Any, where: str) -> None:
+    """Refuse a tokenizer.json with other values than the library can build a tokenizer from."""
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict):
+        raise XtkError("invalid tokenizer.json: it must be a JSON object with the key model", where=where, hint=_HINT)
+    tables = ("vocab", "merges")  # long, and flat
+    outline = {**content, "model": {key: value for key, value in model.items() if key not in tables}}
+    check_depth(outline, MAX_DEPTH + 1, what="this tokenizer.json", where=where)
+    added = content.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise XtkError("added_tokens in tokenizer.json must be a list of objects", where=where, hint=_HINT)
+    for token in added:
+        if not token.get("content"):
+            raise XtkError(f"added token {token.get('id')} in tokenizer.json has no text", where=where, hint=_HINT)
+    table = model.get("vocab")
+    ids = list(table.values()) if isinstance(table, dict) else [len(table) - 1] if isinstance(table, list) else []
+    numbers = [number for number in (*ids, *(token.get("id") for token in added)) if isinstance(number, int)]
+    if numbers and max(numbers) >= MAX_TOKENS:
+        raise XtkError(
+            f"this tokenizer has a token with id {max(numbers):,}; ids must be at most {MAX_TOKENS - 1:,}",
+            where=where,
+            hint=_HINT,
+        )
+
+
+@contextlib.contextmanager
+def wrap_backend_errors(what: str, where: str) -> Iterator[None]:
+    """Convert exceptions of the tokenizers library, including Rust panics, to XtkError."""
+    try:
+        yield
+    except XtkError:
+        raise
+    except BaseException as failure:
+        # Rust panics derive from BaseException.
+        if not isinstance(failure, Exception) and type(failure).__name__ != "PanicException":
+            raise
+        raise XtkError(f"{what}: {str(failure)[:300]}", where=where, hint=_HINT) from None
 
 
 def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
@@ -92,8 +131,7 @@ def _read_tokenizer_json(folder: Path) -> tuple[bytes, dict[str, Any]]:
         configuration = json.loads(files["tokenizer_config.json"]) | configuration
         set_start_token(content, configuration)
         return json.dumps(content, ensure_ascii=False).encode(), configuration
-    slow = [name for name in ("vocab.json", "vocab.txt")
-            if (folder / name).is_file()]  # fmt: skip
+    slow = [name for name in ("vocab.json", "vocab.txt") if (folder / name).is_file()]
     if slow:
         raise XtkError(
             f"this folder has only a slow tokenizer ({slow[0]}, no tokenizer.json)",

@@ -340,34 +340,26 @@ def _normalizer_and_decoder(normalizer: Mapping[int, Any], byte_fallback: bool) 
 def _protobuf_fields(raw: bytes) -> dict[int, list[Any]]:
     """Parse a protobuf message to {field number: values}, with messages and strings as bytes."""
     values_of: dict[int, list[Any]] = {}
-    for number, value in _protobuf_wire_values(raw):
+    at = 0
+    while at < len(raw):
+        tag, at = _read_varint(raw, at)
+        number, kind = tag >> 3, tag & 7
+        value: Any
+        if kind == 0:
+            value, at = _read_varint(raw, at)
+        elif kind in (1, 2, 5):
+            size, at = _read_varint(raw, at) if kind == 2 else (8 if kind == 1 else 4, at)
+            value, at = raw[at : at + size], at + size
+        else:
+            raise ValueError("it is not a SentencePiece model")
+        if at > len(raw):
+            raise ValueError("the file ends too early")
         values_of.setdefault(number, []).append(value)
     return values_of
 
 
 def _last_values(fields: Mapping[int, list[Any]]) -> dict[int, Any]:
     return {number: values[-1] for number, values in fields.items()}  # the last value of a repeated scalar field wins
-
-
-def _protobuf_wire_values(raw: bytes) -> Iterator[tuple[int, Any]]:
-    at = 0
-    while at < len(raw):
-        tag, at = _read_varint(raw, at)
-        number, kind = tag >> 3, tag & 7
-        if kind == 0:
-            value: Any
-            value, at = _read_varint(raw, at)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-            value, at = raw[at : at + size], at + size
-        elif kind == 2:
-            size, at = _read_varint(raw, at)
-            value, at = raw[at : at + size], at + size
-        else:
-            raise ValueError("it is not a SentencePiece model")
-        if at > len(raw):
-            raise ValueError("the file ends too early")
-        yield number, value
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:

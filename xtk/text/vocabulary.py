@@ -156,9 +156,8 @@ def decode_vocabulary(
     mask[list(controls)] = True
     lone = np.zeros(len(pieces), np.bool_)
     if alphabet == METASPACE and byte_fallback:
-        lone[[at for at, token in enumerate(tokens) if len(token) == 6 and _BYTE_FALLBACK_TOKEN.fullmatch(token)]] = (
-            True
-        )
+        places = [at for at, token in enumerate(tokens) if len(token) == 6 and _BYTE_FALLBACK_TOKEN.fullmatch(token)]
+        lone[places] = True
     vocabulary = ByteVocabulary(
         alphabet=alphabet,
         token_bytes=np.frombuffer(b"".join(pieces), np.uint8),

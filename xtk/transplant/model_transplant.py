@@ -24,7 +24,7 @@ from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
 from xtk.models.embedding_weights import read_input_embedding
 from xtk.models.resolver import weights_fingerprint
-from xtk.models.saved_model import save_model
+from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered
 from xtk.projection.build import tokenizer_identity
@@ -42,12 +42,14 @@ from xtk.runs.folder_removal import refuse_foreign_files_in_run
 from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.new_rows import new_rows
 from xtk.transplant.row_methods import METHODS, MeanRow, RowMethod
-from xtk.transplant.token_id_settings import set_token_ids
 from xtk.transplant.token_sources import TokenSources
 from xtk.transplant.tokenizer_folder import tokenizer_settings, write_tokenizer
 
 TRANSPLANT_KIND = "transplanted-model"
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)$")  # tables with a row for each position
+ROLES = ("bos", "eos", "pad")
+# Settings of generation configurations with token ids, in addition to names that end in `_token_id`.
+_OTHER_IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias")
 KEPT = "kept"  # the method of a pruned vocabulary, in the manifest
 
 
@@ -104,7 +106,7 @@ def transplant_model(
         weights = method.weights(sources)
         with replacing_folder(output, TRANSPLANT_FOLDER) as folder:
             figures = _replace_vocabulary(model, sources, weights, config.seed if method.samples_rows else None)
-            eos = set_token_ids(model, sources)
+            eos = _set_token_ids(model, sources)
             save_model(model, folder)
             set_default_permissions(*folder.glob("*.safetensors"))
             write_tokenizer(folder, config.new, config.old if config.keep_chat_template else config.new)
@@ -344,3 +346,30 @@ def _replace_vocabulary(
         "dtype": str(targets[0].dtype).removeprefix("torch."),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
+
+
+def _set_token_ids(model: Any, sources: TokenSources) -> list[int]:
+    """Set the ids of roles to those of the new tokenizer, and remove other old ids; return the end tokens.
+
+    Generation ends at eos, at the end of a turn, and at the tokens where the model ended before, of those that the new
+    tokenizer has. Other settings that are an old id get the new id of that token.
+    """
+    new = sources.new
+    new_id = {old: token for token, old in enumerate(sources.copied_outputs.tolist()) if old >= 0}
+    configurations = {id(part): part for part in (model.config, model.config.get_text_config())}
+    # Configurations have default ids, which may be ordinary text tokens: keep only special tokens.
+    old_stops = stop_token_ids(model) & sources.old.special_token_names.keys()
+    stops = {token for token, old in enumerate(sources.copied.tolist()) if old in old_stops}
+    ends = sorted(new.stop_ids | stops & new.special_token_names.keys())
+    for part in (*configurations.values(), model.generation_config):
+        for name in [name for name in vars(part) if name.endswith("_token_id")]:
+            value = getattr(part, name)
+            if value is not None:
+                setattr(part, name, new_id.get(value) if isinstance(value, int) else None)
+        for role in ROLES:
+            setattr(part, f"{role}_token_id", new.special_token_ids.get(role))
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    for name in _OTHER_IDS:
+        if getattr(model.generation_config, name, None) is not None:
+            setattr(model.generation_config, name, None)
+    return ends

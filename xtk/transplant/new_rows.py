@@ -41,7 +41,7 @@ def new_rows(
     old = table.detach()[: len(sources.old)].float()
     order = np.argsort(weights.rows, kind="stable")
     rows, columns, values = (part[order] for part in weights)
-    mean = old[torch.from_numpy(sources.old_text_tokens)].mean(0)
+    mean = old[torch.from_numpy(np.flatnonzero(sources.old.vocabulary.byte_lengths > 0))].mean(0)
     factor, generator = None, torch.Generator()
     if sampling_seed is not None:
         factor = _covariance_factor(old, mean)
@@ -52,9 +52,8 @@ def new_rows(
         made = mean.repeat(stop - start, 1)
         if factor is not None:
             sampled = torch.randn(made.shape, generator=generator) @ factor
-            made[: max(0, min(stop, len(sources.new)) - start)] += sampled[
-                : max(0, min(stop, len(sources.new)) - start)
-            ]
+            count = max(0, min(stop, len(sources.new)) - start)
+            made[:count] += sampled[:count]
         first, last = np.searchsorted(rows, [start, stop])
         if last > first:
             _combine(made, old, rows[first:last] - start, columns[first:last], values[first:last])

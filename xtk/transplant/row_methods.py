@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from xtk.projection.projection import SparseProjection
 from xtk.projection.vocabulary_pair import SparseEntries
-from xtk.transplant.orthogonal_matching_pursuit import combine_donor_rows
+from xtk.transplant.orthogonal_matching_pursuit import combine_donor_rows, no_entries
 from xtk.transplant.token_sources import TokenSources
 
 
@@ -98,7 +98,7 @@ class MeanRow:
 
     def weights(self, sources: TokenSources) -> SparseEntries:
         """Return no weights."""
-        return _no_entries()
+        return no_entries()
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,9 @@ METHODS: dict[str, str] = {
 }
 
 
-def _no_entries() -> SparseEntries:
-    return SparseEntries(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float64))
-
-
 def _spelling_entries(sources: TokenSources, importance: NDArray[np.float64]) -> SparseEntries:
-    """Return an entry for each token of each spelling, the weights of a spelling scaled to sum 1.
-
-    Args:
-        importance: [U], weight of each old token before scaling.
-    """
-    spelled = sources.spellings
+    """Return an entry for each token of each spelling; weights are `importance` [U], scaled to sum 1 in a spelling."""
+    spelled = sources.pair.spellings  # without tokens that the old tokenizer cannot spell
     at = np.repeat(np.arange(len(spelled.token_ids)), spelled.lengths)
     weights = importance[spelled.spelling_ids]
     weights = weights / np.bincount(at, weights, minlength=1)[at]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from xtk.projection.special_tokens import match_special_tokens
 from xtk.projection.token_categories import CATEGORIES, token_categories
-from xtk.projection.vocabulary_pair import TokenSpellings, VocabularyPair
+from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.text.tokenizer import Tokenizer
 
 
@@ -64,16 +64,6 @@ class TokenSources:
         first = [vocabulary.token_of_bytes[vocabulary.bytes_by_id[token]] for token in fallback.tolist()]
         unused: NDArray[np.int64] = fallback[np.array(first, np.int64) != fallback]
         return unused
-
-    @cached_property
-    def spellings(self) -> TokenSpellings:
-        """The other tokens, spelled in old tokens; those that the old tokenizer cannot spell are left out."""
-        return self.pair.spellings
-
-    @cached_property
-    def old_text_tokens(self) -> NDArray[np.int64]:
-        """The old tokens with bytes, ascending."""
-        return np.flatnonzero(self.old.vocabulary.byte_lengths > 0)
 
     def report(self, combined: NDArray[np.int32]) -> dict[str, object]:
         """Return numbers of tokens: copied (equal bytes or role), composed (from several), unknown; by category.

@@ -20,10 +20,13 @@ import tokenizers
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.text.document import Document
+from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
 from xtk.text.vocabulary import BYTE_LEVEL, BYTE_LEVEL_ENCODER
 from xtk.transplant.tokenizer_folder import tokenizer_settings
 
+BATCH_DOCUMENTS = 256
 _HINT = "use xtk transplant with another tokenizer instead"
 # Reserved tokens that training did not use: <unused12>, <|reserved_special_token_3|>, [control_8], <|dummy_85|>.
 _PLACEHOLDER = re.compile(
@@ -125,6 +128,22 @@ class BpeVocabulary:
         names = BYTE_LEVEL_ENCODER.values() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
         unknown = self.tokenizer.unknown_id
         return {self._ids[name] for name in names if name in self._ids} | ({unknown} if unknown is not None else set())
+
+
+def count_tokens(tokenizer: Tokenizer, corpus: Iterable[Document]) -> NDArray[np.int64]:
+    """Return int64 [U], how often each token occurs in the documents, as the model reads them."""
+    counts = np.zeros(len(tokenizer), np.int64)
+    documents = iter(corpus)
+    has_text = False
+    while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
+        has_text = has_text or any(document.text for document in batch)
+        for sequence in tokenize_documents(tokenizer, batch):
+            counts += np.bincount(sequence.ids, minlength=len(counts))
+    if not has_text:
+        raise XtkError(
+            "the data of --keep-vocabulary contains no text", hint="use data with a non-empty text in at least one row"
+        )
+    return counts
 
 
 def choose_tokens(vocabulary: BpeVocabulary, counts: NDArray[np.int64] | None, size: int | None) -> set[int]:

@@ -101,7 +101,7 @@ class LossCells:
         teacher_probs: NDArray[np.floating[Any]],
         rows: NDArray[np.int32],
         tokens: NDArray[np.int32],
-        log_weights: NDArray[np.float32],
+        log_weights: NDArray[np.float32] | None = None,
         item_rows: NDArray[np.int32] | None = None,
         remainder_probs: NDArray[np.float64] | None = None,
         **others: Any,
@@ -109,12 +109,8 @@ class LossCells:
         """Return cells as tensors on the CPU, with scale 1.
 
         Args:
-            cell_offsets: as in the class; items are sorted by their rows.
-            entry_offsets: as in the class.
-            teacher_probs: as in the class.
-            rows: as in the class.
-            tokens: as in the class.
-            log_weights: as in the class.
+            cell_offsets: as in the class, like the others; items are sorted by their rows.
+            log_weights: None: 0.
             item_rows: int32 [C], the row of each item, sorted; None: that of its first entry.
             remainder_probs: float64 [C], the teacher's remainder, where float32 `teacher_probs` are too coarse for it;
                 None: 1 minus their sum.
@@ -142,7 +138,7 @@ class LossCells:
             "teacher_probs": teacher_probs,
             "rows": rows,
             "tokens": tokens,
-            "log_weights": log_weights,
+            "log_weights": np.zeros(len(rows), np.float32) if log_weights is None else log_weights,
             "rows_averaged": averaged,
             "first_rows": first_rows,
             "remainder_probs": remainder_probs,
@@ -205,11 +201,7 @@ class LossCells:
         return torch.ones(self.num_items, dtype=torch.bool)
 
     def weighted(self, factors: NDArray[np.float64]) -> Self:
-        """Return a copy in which the weights of items, in the sum and in the denominator, are multiplied by factors.
-
-        Args:
-            factors: [C].
-        """
+        """Return a copy in which items' weights, in the sum and in the denominator, are multiplied by factors [C]."""
         weights, counts = torch.from_numpy(factors.astype(np.float32)), torch.from_numpy(factors)
         return dataclasses.replace(
             self,
@@ -336,12 +328,9 @@ class LossCells:
         """Return the weighted sum over items of the divergence between cells that are given; all on one device.
 
         Args:
-            cell_items: int64 [n], the item of each cell.
-            cell_probs: [n], the teacher's probabilities.
-            log_probs: [n], the student's log-probabilities.
-            remainder_items: int64 [r], the item of each remainder.
-            remainder_probs: [r], the teacher's remainders.
-            log_remainders: [r], the student's, as log-probabilities.
+            cell_items: int64 [n], the item of each cell; `remainder_items`: int64 [r].
+            cell_probs: [n], the teacher's probabilities; `remainder_probs`: [r].
+            log_probs: [n], the student's log-probabilities; `log_remainders`: [r].
         """
         groups = torch.cat([cell_items, remainder_items])
         log_probs = torch.cat([log_probs, log_remainders])

@@ -38,22 +38,14 @@ def with_paired_ends(example: LossInputs, comparison_space: ComparisonSpace) -> 
     teacher_ids = example.teacher_ids.copy()
     teacher_ids[positions[is_exchanged]] = partners[is_exchanged]
     logprobs = example.teacher_logprobs
-    return replace(
-        example,
-        spans=example.spans[kept],
-        is_end=example.is_end[kept],
-        teacher_ids=teacher_ids,
-        teacher_logprobs=None
-        if logprobs is None
-        else _exchange(logprobs, positions[is_exchanged], theirs[is_exchanged], partners[is_exchanged]),
-    )
+    if logprobs is not None:
+        logprobs = _exchange(logprobs, positions[is_exchanged], theirs[is_exchanged], partners[is_exchanged])
+    spans, is_end = example.spans[kept], example.is_end[kept]
+    return replace(example, spans=spans, is_end=is_end, teacher_ids=teacher_ids, teacher_logprobs=logprobs)
 
 
 def _exchange(
-    logprobs: TeacherLogprobs,
-    positions: NDArray[np.int32],
-    tokens: NDArray[np.int32],
-    others: NDArray[np.int32],
+    logprobs: TeacherLogprobs, positions: NDArray[np.int32], tokens: NDArray[np.int32], others: NDArray[np.int32]
 ) -> TeacherLogprobs:
     """Return distributions in which two tokens are exchanged at some positions."""
     indices = np.searchsorted(logprobs.positions, positions)

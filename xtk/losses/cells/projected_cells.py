@@ -47,10 +47,7 @@ def projected_cells(
 
 
 def _normalize(probs: NDArray[np.float32], offsets: NDArray[np.int64], chosen: NDArray[np.bool_]) -> None:
-    """Normalize, in place, the probabilities of some items, unless their sum is below `MIN_MAPPED_PROBABILITY`.
-
-    `offsets` are those of the items' cells.
-    """
+    """Normalize, in place, the probabilities of chosen items; `MIN_MAPPED_PROBABILITY` is the smallest sum."""
     if not chosen.any():
         return
     items = np.repeat(np.arange(len(chosen)), np.diff(offsets))

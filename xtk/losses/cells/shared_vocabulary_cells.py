@@ -44,7 +44,6 @@ def shared_cell_fields(
         "teacher_probs": probs,
         "rows": np.repeat(ranges.row_start, np.diff(cell_offsets)).astype(np.int32),
         "tokens": tokens,
-        "log_weights": np.zeros(len(tokens), np.float32),
         "item_rows": ranges.row_start.astype(np.int32),
         "row_counts": ranges.row_stop - ranges.row_start,
         "remainder_probs": remainders,

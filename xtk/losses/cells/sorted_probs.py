@@ -85,7 +85,6 @@ class SortedProbCells(SpanProductCells):
             teacher_probs=probs,
             rows=rows,
             tokens=tokens,
-            log_weights=np.zeros(len(rows), np.float32),
             item_rows=ranges.row_start.astype(np.int32),
             row_counts=sizes,
             num_prefix_tokens=sizes - 1,
@@ -109,9 +108,8 @@ class SortedProbCells(SpanProductCells):
 
     def softmax_reads(self, dtype: torch.dtype) -> SoftmaxReads:
         """Return the cells, and the largest tokens of the last rows."""
-        largest = LargestTokens(
-            self.rank_rows.long(), torch.diff(self.rank_offsets), self._rank_items, self.excluded_tokens
-        )
+        counts = torch.diff(self.rank_offsets)
+        largest = LargestTokens(self.rank_rows.long(), counts, self._rank_items, self.excluded_tokens)
         return replace(super().softmax_reads(dtype), largest=largest)
 
     def value(self, cells: Tensor, remainders: Tensor, *others: Tensor) -> Tensor:

@@ -45,11 +45,7 @@ class SpanProductCells(LossCells):
     def from_observed_tokens(
         cls, example: LossInputs, ranges: ItemRanges, probs: NDArray[np.float64], **others: Any
     ) -> Self:
-        """Return one item per range, with one final cell: the student's last token there.
-
-        Args:
-            probs: float64 [C], the teacher's probability of each final cell.
-        """
+        """Return one item per range, with one final cell: the student's last token there; `probs`: float64 [C]."""
         sizes = ranges.row_stop - ranges.row_start
         ends, rows = np.cumsum(sizes), range_indices(ranges.row_start, ranges.row_stop)
         teacher_probs = np.zeros(len(rows))
@@ -60,7 +56,6 @@ class SpanProductCells(LossCells):
             teacher_probs=teacher_probs,
             rows=rows.astype(np.int32),
             tokens=example.student_ids[example.positions[rows] + 1],
-            log_weights=np.zeros(len(rows), np.float32),
             item_rows=ranges.row_start.astype(np.int32),
             row_counts=sizes,
             num_prefix_tokens=sizes - 1,
@@ -90,11 +85,7 @@ class SpanProductCells(LossCells):
         return self.divergence_sum(*self.apply_prefix(cells, remainders), self._cells_of_kind(prefix=False))
 
     def prefix_logprobs(self, cells: Tensor) -> Tensor:
-        """Return [items], fp64, the log-probability of the prefix of each item.
-
-        Args:
-            cells: [cells], log-probabilities in their own rows.
-        """
+        """Return [items], fp64, the log-probability of each item's prefix, from [cells], those in their own rows."""
         sums, starts = self._cumulative_sums(cells), self._prefix_starts
         stops = to_device(starts + self.num_prefix_tokens, cells.device)
         return sums[stops] - sums[to_device(starts, cells.device)]

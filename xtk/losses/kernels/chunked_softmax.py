@@ -111,13 +111,9 @@ class LogitsWindow:
         """Return the flat index of each entry (row, token)."""
         if self.is_whole_chunk:
             return WindowIndices(rows * self.num_tokens + tokens, None)
-        inside = (
-            (rows >= self.first_row)
-            & (rows < self.stop_row)
-            & (tokens >= self.first_token)
-            & (tokens < self.first_token + self.num_tokens)
-        )
-        local = (rows - self.first_row) * self.num_tokens + tokens - self.first_token
+        columns = tokens - self.first_token
+        inside = (rows >= self.first_row) & (rows < self.stop_row) & (columns >= 0) & (columns < self.num_tokens)
+        local = (rows - self.first_row) * self.num_tokens + columns
         return WindowIndices(local.masked_fill(~inside, 0), inside)
 
     def row_indices(self, rows: Tensor) -> WindowIndices:
@@ -209,11 +205,8 @@ def read_window(
     # The last part with remainders: its entries stay removed from the exponentials, as its gradient needs them.
     removed = max((number for number, part in enumerate(reads) if len(part.remainder_rows)), default=-1)
     entries = [window.entry_indices(part.cells.rows, part.cells.tokens) for part in reads]
-    before = [
-        window.entry_indices(part.alternatives.rows, part.alternatives.tokens)
-        for part in reads
-        if part.alternatives is not None
-    ]
+    alternatives = [part.alternatives for part in reads if part.alternatives is not None]
+    before = [window.entry_indices(some.rows, some.tokens) for some in alternatives]
     remainders = [window.row_indices(part.remainder_rows) for part in reads]
     flat = logits.view(-1)
     taken, taken_before = ([flat.take(places.local) for places in some] for some in (entries, before))

@@ -56,13 +56,9 @@ def remove_entries_(
     weights: NDArray[np.float32],
     max_rounding: float,
 ) -> NDArray[np.float32]:
-    """Subtract `weights * whole` from values, in place, at indices that may repeat; return what was subtracted.
+    """Subtract `weights * whole` from values, in place, as `chunked_softmax.remove_entries_`.
 
-    Args:
-        indices: int64 [entries].
-        whole: [entries], the values at the indices before.
-        weights: [entries].
-        max_rounding: what is left up to this, relative to `whole`, is rounding: it belongs to the entries.
+    What is left up to `max_rounding`, relative to `whole`, is rounding: it belongs to the entries.
     """
     shares = whole * weights
     for at in range(len(indices)):

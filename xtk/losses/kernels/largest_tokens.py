@@ -111,14 +111,7 @@ def scale_rows(exponentials: Tensor, factors: Tensor, bands: list[tuple[Tensor, 
 
 
 def _largest_tokens(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
-    """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
-
-    Args:
-        logits: [n, V].
-        rows: [items], on the CPU.
-        counts: [items], number of tokens for each, on the CPU.
-        mask: [V], 0 for excluded tokens; None: none are.
-    """
+    """Return int64 [ranks], the tokens of the largest logits of some rows, as `largest_by_topk`."""
     if logits.device.type == "cpu":
         ranked = torch.ones(logits.shape[1], dtype=torch.bool) if mask is None else mask > 0
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

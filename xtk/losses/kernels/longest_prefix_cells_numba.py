@@ -130,7 +130,6 @@ def _move_spanning_mass(
     """Move the probability of a student token that spans a teacher boundary to its cell, out of the one that held it.
 
     Args:
-        observed_logprobs: as in `fill_longest_prefix_cells`.
         place: the item's columns of the teacher.
         item: the student's token, the index of the teacher's token, and the item's number.
         scratch: the item's cells, which are changed.
@@ -182,7 +181,6 @@ def spanning_probability(
     the bytes that are left in the last one. It is 0 for a token that ends in the first of them or with it.
 
     Args:
-        observed_logprobs: as in `fill_longest_prefix_cells`.
         at: the index of the teacher's token.
         cut: the number of its bytes before the student's token.
     """

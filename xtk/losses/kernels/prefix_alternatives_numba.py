@@ -222,12 +222,9 @@ def group_teacher_continuations(
     """Group like `group_all_continuations`, but only the observed token and those in cells that the teacher reaches.
 
     Args:
-        place: the item's columns of the student.
         since: the bytes of the student's token before the teacher's token begins; 0 if that begins there or before.
         num_teacher_cells: the number of cells that the teacher's previous distribution reaches.
         scratch: the item's cells, and those that the teacher reaches.
-        runs: int32 [., 3], output: group, first and stop, in byte order.
-        scan_limit: up to this many tokens per cell are scanned one by one; with more, the cells are searched.
 
     Returns:
         The number of runs.

@@ -91,10 +91,7 @@ def fill_cells(
     column_students: NDArray[np.int32],
     column_log_weights: NDArray[np.float32],
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """Return `CELL_ARRAYS`, for items that average rows and teacher positions; and corrections.
-
-    The columns are those of `ProjectionColumns`.
-    """
+    """Return `CELL_ARRAYS`, for items that average rows and teacher positions; and corrections."""
     items = len(ranges.row_start)
     width = len(column_offsets) - 1
     most_cells, most_entries = _max_cells_and_entries(ranges, support, column_offsets)

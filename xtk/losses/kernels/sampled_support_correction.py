@@ -57,9 +57,7 @@ def mean_surprisals(
     """Return float64 [P], the mean of -ln t, in nats, over the tokens that were sampled from; 0 without samples.
 
     Args:
-        offsets: int64 [P + 1], the entries of each position.
-        stops: int64 [P], the end of its exact entries.
-        logprobs: float32 [E], the teacher's log-probabilities.
+        offsets: as in `TeacherArrays`, like `logprobs`; `stops` are its `exact_stops`.
         entropies: float32 [P], entropies of the full distributions, nats.
     """
     means = np.zeros(len(stops), np.float64)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xtk.text.chat.parts import CONTENT, MARKS, REASONING, REASONING_END, TOOL_PARTS, TOOL_START, MessagePart
 from xtk.text.chat.positions import PartPosition
 from xtk.text.chat.template import RenderedConversation
+from xtk.text.different_text_alignment import character_byte_offsets
 from xtk.text.document import Conversation, Document
 from xtk.text.tokenizer import REASONING_END_TOKENS, TOOL_CALL_START_TOKENS, EncodedText, Tokenizer
 from xtk.text.vocabulary import METASPACE
@@ -61,11 +62,7 @@ def first_regions(regions: NDArray[np.uint8], starts: NDArray[np.int32], stops: 
 def sequence_fields_from_rendering(
     tokenizer: Tokenizer, document: Document, rendering: RenderedConversation, tokens: EncodedText
 ) -> dict[str, Any]:
-    """Return the fields of a `TokenSequence` of a conversation.
-
-    Args:
-        rendering: its text in the model's chat template.
-    """
+    """Return the fields of a `TokenSequence` of a conversation that is rendered in the model's chat template."""
     assert document.conversation is not None
     return _ConversationTokens(tokenizer, document, document.conversation, rendering, tokens).fields()
 
@@ -80,7 +77,7 @@ class _ConversationTokens:
 
     def __post_init__(self) -> None:
         size, count = len(self.tokens.ids), len(self.document.segments)
-        self._text, self._byte_of = self.rendering.text.encode(), _byte_offsets(self.rendering.text)
+        self._text, self._byte_of = self.rendering.text.encode(), character_byte_offsets(self.rendering.text)
         self._starts = np.concatenate([np.zeros(1, np.int32), self.tokens.byte_ends])[:-1]
         self._ends, self._trained = np.zeros(size, np.int32), np.zeros(size, np.bool_)
         self._runs: list[tuple[int, int, int]] = []
@@ -115,21 +112,9 @@ class _ConversationTokens:
             "exact": self.tokens.exact,
         }
 
-    def _run_mask(self) -> NDArray[np.bool_]:
-        """Return bool [T], the tokens of runs."""
-        mask = np.zeros(len(self._trained), np.bool_)
-        for start, stop, _ in self._runs:
-            mask[start:stop] = True
-        return mask
-
     def _add_runs(self, text: str, place: PartPosition, first_byte: int, *, train: bool) -> None:
-        """Add the tokens of a part's text.
-
-        Args:
-            first_byte: where it begins in the document's text.
-            train: whether it is trained.
-        """
-        own_byte_of, runs = _byte_offsets(text), self._runs
+        """Add the tokens of a part's text, from byte `first_byte` of the document on."""
+        own_byte_of, runs = character_byte_offsets(text), self._runs
         for at, rendered, size in place.runs.tolist():
             start, stop = int(self._byte_of[rendered]), int(self._byte_of[rendered + size])
             low, high = self._tokens_within(start, stop)
@@ -254,9 +239,11 @@ class _ConversationTokens:
         They are all other tokens that the assistant generates in trained turns.
         """
         regions = np.full(len(self._trained), NO_REGION, np.uint8)
-        is_text = self._run_mask()
+        is_text = np.zeros(len(self._trained), np.bool_)
+        for start, stop, _ in self._runs:
+            is_text[start:stop] = True
         for message in self.rendering.reply_starts:
-            numbers = [at for at in self._part_numbers(message) if self.rendering.positions[at] is not None]
+            numbers = [at for at in self.conversation.part_ranges[message] if self.rendering.positions[at] is not None]
             if not numbers or not self.document.segments[numbers[0]].train:
                 continue
             low, high = self._generated_range(message, numbers)
@@ -270,14 +257,8 @@ class _ConversationTokens:
                 regions[others] = first_regions(of_bytes, starts - first, stops - first)
         return regions
 
-    def _part_numbers(self, message: int) -> range:
-        return self.conversation.part_ranges[message]
-
     def _set_byte_ends(self, at: int, is_text: NDArray[np.bool_]) -> bool:
-        """Set the byte ends of a token that begins in a part; False if text is missing between it and the text before.
-
-        Its end is that of the part.
-        """
+        """Let a token that begins in a part end with it; False if text is missing before it."""
         begin, end = self._tails[at]
         if at and not (is_text[at - 1] or at - 1 in self._tails):
             self._ends[at - 1] = begin
@@ -287,17 +268,13 @@ class _ConversationTokens:
         return True
 
     def _generated_range(self, message: int, numbers: list[int]) -> tuple[int, int]:
-        """Return the range of tokens that the assistant generates in a message.
-
-        Args:
-            numbers: the parts of it that have a position.
-        """
+        """Return the range of tokens that the assistant generates in a message with the parts `numbers` in the text."""
         first, last = (self.rendering.positions[numbers[at]] for at in (0, -1))
         assert first is not None
         assert last is not None
         start = self.rendering.reply_starts[message]
         low = self._token_at(first.start if start is None else start)
-        end = int(self._end_tokens[self._part_numbers(message).stop - 1])
+        end = int(self._end_tokens[self.conversation.part_ranges[message].stop - 1])
         is_last = message == len(self.conversation.messages) - 1
         if is_last and not self.document.is_complete:
             stop = int(self._byte_of[last.stop])
@@ -313,7 +290,7 @@ class _ConversationTokens:
         first, stop = int(self._starts[low]), int(self.tokens.byte_ends[high - 1])
         regions = np.full(max(stop - first, 1), MARKUP_REGION, np.uint8)
         at, before = first, None
-        for number in self._part_numbers(message):
+        for number in self.conversation.part_ranges[message]:
             if (place := self._byte_range(number)) is None:
                 continue
             part = self.conversation.parts[number]
@@ -339,13 +316,7 @@ class _ConversationTokens:
         between: tuple[int, int],
         parts: tuple[MessagePart | None, MessagePart | None],
     ) -> None:
-        """Set the regions of the template's text between two parts.
-
-        Args:
-            regions: uint8, from byte `first` on.
-            first: a byte of the rendered text.
-            parts: the part before it and the part after it; None: there is none.
-        """
+        """Set the regions, from byte `first` on, of the template's text between two parts; None: there is none."""
         start, stop = between
         before, following = parts
         if following is not None and following.kind in TOOL_PARTS and (before is None or before.kind == REASONING):
@@ -383,10 +354,3 @@ class _ConversationTokens:
         if kinds[0] in (REASONING, REASONING_END):
             return REGIONS.index(REASONING_END)
         return REGIONS.index(REASONING) if kinds[1] == REASONING else MARKUP_REGION
-
-
-def _byte_offsets(text: str) -> NDArray[np.int64]:
-    """Return [n + 1], the byte where each character begins, and the length in bytes."""
-    if text.isascii():
-        return np.arange(len(text) + 1)
-    return np.cumsum([0, *(len(character.encode()) for character in text)])

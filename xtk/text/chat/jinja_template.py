@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -26,11 +26,7 @@ _MAX_ERROR_CHARACTERS = 300  # of a template's error message
 
 
 class SandboxedTemplate:
-    """A compiled Jinja template.
-
-    Args:
-        where: name of its owner in errors.
-    """
+    """A compiled Jinja template; `where` names its owner in errors."""
 
     def __init__(self, source: str, kind: str, where: str) -> None:
         self.source, self.kind, self.where = source, kind, where
@@ -44,15 +40,9 @@ class SandboxedTemplate:
         hint = f"correct the template, or remove the {unit}"
         return XtkError(f"the {self.kind} template {problem}", where=self.where, hint=hint)
 
-    def render_batch(self, variables: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the rendered text for each set of variables.
-
-        Args:
-            variables: {name: value}; values without a JSON type become strings.
-        """
-        return [self._render(json.dumps(values, default=str)) for values in variables]
-
-    def _render(self, values: str) -> str:
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the rendered text; values without a JSON type become strings."""
+        values = json.dumps(variables, default=str)
         limit = MAX_OUTPUT_RATIO * (len(self.source) + len(values)) + MIN_OUTPUT_LIMIT
         parts, size = [], 0
         # A chat template is rendered again with other contents, and must then make the same choices; prompts of

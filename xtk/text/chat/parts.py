@@ -143,11 +143,7 @@ def json_escaped(text: str, *, ascii_only: bool = False) -> str:
 
 
 def replace_leaves(arguments: Any, texts: Mapping[tuple[Path, bool], Any]) -> Any:
-    """Return arguments with other leaves.
-
-    Args:
-        texts: {(path, whether it is the key): the new value}.
-    """
+    """Return arguments with other leaves: `{(path, whether it is the key): the new value}`."""
 
     def replaced(value: Any, path: Path) -> Any:
         if isinstance(value, dict):

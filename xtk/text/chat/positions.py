@@ -184,11 +184,7 @@ def _written_forms(value: str | float) -> Iterator[str]:
 
 
 def _position_of_content(own: str, at: int, written: str) -> PartPosition:
-    """Return the position of a content that a template writes as it is, in part, or as JSON.
-
-    Args:
-        at: where it is in the rendered text.
-    """
+    """Return the position, from `at` on, of a content that a template writes as it is, in part, or as JSON."""
     if (first := own.find(written)) >= 0:
         return _single_run(first, at, len(written))
     ascii_only = written != json_escaped(own)
@@ -236,12 +232,7 @@ def _joined(own: str, runs: Sequence[Run], text: str) -> PartPosition:
 
 
 def _leaf_runs(own: str, start: int, stop: int, at: int, written: str) -> Iterator[Run]:
-    """Yield the runs of a leaf: all of it, or what is equal between escaped characters.
-
-    Args:
-        start: where the leaf begins in it.
-        at: where the leaf is in the rendered text.
-    """
+    """Yield the runs of a leaf, written at `at`: all of it, or what is equal between escaped characters."""
     escaped = own[start:stop]
     if written in escaped:
         yield start + escaped.find(written), at, len(written)

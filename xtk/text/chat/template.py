@@ -43,10 +43,9 @@ class RenderedConversation:
 
 
 class ChatTemplate:
-    """A chat template.
+    """A chat template, in Hugging Face's dialect of Jinja.
 
     Args:
-        source: the Jinja template, in Hugging Face's dialect.
         special_tokens: {"bos_token": "<s>", ...}, variables of the template.
         where: name of its tokenizer in errors.
     """
@@ -70,8 +69,8 @@ class ChatTemplate:
     def _render_as_given(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **arguments: Any
     ) -> str:
-        (text,) = self._template.render_batch([self._template_variables(messages, tools, arguments)])
-        return text
+        others = {"documents": None, "add_generation_prompt": False, **self._tokens, **arguments}
+        return self._template.render({"messages": list(messages), "tools": tools, **others})
 
     @cached_property
     def conventions(self) -> TemplateConventions:
@@ -88,33 +87,19 @@ class ChatTemplate:
             return ""
         return text[len(before) :] if text.startswith(before) else ""
 
-    def _template_variables(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, arguments: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        others = {"documents": None, "add_generation_prompt": False, **self._tokens, **arguments}
-        return {"messages": list(messages), "tools": tools, **others}
-
-    def render_batch_with_positions(
-        self, conversations: Sequence[Conversation], **arguments: Any
-    ) -> list[RenderedConversation]:
-        """Return rendered conversations (`arguments` as in `render`) with the positions of their parts."""
-        marked = [insert_placeholders(conversation.messages, conversation.parts) for conversation in conversations]
-        values = [
-            self._template_variables(self.conventions.apply(messages), conversation.tools, arguments)
-            for conversation, placeholders in zip(conversations, marked, strict=True)
+    def render_with_positions(self, conversation: Conversation, **arguments: Any) -> RenderedConversation:
+        """Return a rendered conversation (`arguments` as in `render`) with the positions of its parts."""
+        placeholders = insert_placeholders(conversation.messages, conversation.parts)
+        text, skeleton = (
+            self.render(messages, conversation.tools, **arguments)
             for messages in (conversation.messages, placeholders.messages)
-        ]
-        texts = iter(self._template.render_batch(values))
-        result = []
-        for conversation, placeholders in zip(conversations, marked, strict=True):
-            text, skeleton = next(texts), next(texts)
-            positions = locate_parts(conversation.parts, placeholders.marks, text, skeleton)
-            if positions is None:
-                regions = [self._part_region(text, conversation, part, arguments) for part in conversation.parts]
-                positions = search_parts(conversation.parts, regions, text)
-            starts = self._reply_starts(conversation, text, positions, arguments)
-            result.append(RenderedConversation(text, tuple(positions), starts))
-        return result
+        )
+        positions = locate_parts(conversation.parts, placeholders.marks, text, skeleton)
+        if positions is None:
+            regions = [self._part_region(text, conversation, part, arguments) for part in conversation.parts]
+            positions = search_parts(conversation.parts, regions, text)
+        starts = self._reply_starts(conversation, text, positions, arguments)
+        return RenderedConversation(text, tuple(positions), starts)
 
     def _reply_starts(
         self,
@@ -192,10 +177,8 @@ class ChatTemplate:
                 )
             return text.partition(mark)[2]
 
-        text, other = (
-            after(next_message["content"]),
-            unused_character([*(message["content"] for message in messages), mark]),
-        )
+        text = after(next_message["content"])
+        other = unused_character([*(message["content"] for message in messages), mark])
         before, separator, suffix = after(other).partition(other)
         if not separator or not text.startswith(before) or not text.endswith(suffix):
             return text, (0, len(text))

@@ -87,11 +87,7 @@ def _short_id(given: str) -> str:
 
 
 def find_conventions(source: str, render: Callable[[Messages], str]) -> TemplateConventions:
-    """Return the conventions of a template.
-
-    Args:
-        render: renders messages as they are; raises XtkError where the template refuses them.
-    """
+    """Return the conventions of a template; `render` renders messages as they are, or raises XtkError."""
     key = next((key for key in REASONING_KEYS if re.search(rf"(\.|['\"]){key}\b", source)), "")
     short = bool(_CALL_ID_LENGTH.search(source))
     forms = [
