@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from xtk.errors import CorruptError, MismatchError, XtkError, from_os_error, path_exists
 from xtk.name_registry import load_registered, nearest_name, unknown_name_error
@@ -47,6 +48,15 @@ def test_full_disk_is_recognized_in_errors_of_libraries():
     error = from_os_error(RuntimeError("I/O error: No space left on device (os error 28)"))
     assert error.what == "the disk is full"
     assert error.hint
+
+
+def test_out_of_memory_of_a_gpu_names_the_options_that_help():
+    text = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB"
+    error = from_os_error(torch.OutOfMemoryError(text))
+    assert error.what == "the GPU has not enough memory"
+    assert error.where == "CUDA out of memory. Tried to allocate 20.00 MiB"
+    for option in ("--max-batch-tokens", "--gradient-checkpointing", "--parallel fsdp", "--dtype bfloat16"):
+        assert option in error.hint
 
 
 def test_other_errors_are_not_converted():

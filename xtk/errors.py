@@ -86,6 +86,12 @@ def from_os_error(error: BaseException) -> XtkError | None:
     for words, (what, hint) in _CANNOT_WRITE.items():
         if any(word in text for word in words):
             return XtkError(what, where=where or text, hint=hint)
+    if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
+        hint = (
+            "distill: a smaller --max-batch-tokens or --per-device-train-batch-size, --gradient-checkpointing, "
+            "--lora-r, or --parallel fsdp=N on several GPUs; other commands: --dtype bfloat16, a smaller --batch-tokens"
+        )
+        return XtkError("the GPU has not enough memory", where=text.split(". GPU ")[0] or None, hint=hint)
     if isinstance(error, MemoryError) or "Cannot allocate memory" in text or "not enough memory" in text:
         hint = "use a smaller batch (--batch-tokens, --per-device-train-batch-size) or a machine with more memory"
         return XtkError("there is not enough memory", where=text or None, hint=hint)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from xtk.errors import CorruptError, XtkError
+from xtk.parallel import process_group
 
 pytestmark = pytest.mark.slow
 
@@ -125,3 +126,16 @@ def test_corrupt_incomplete_or_mismatched_checkpoint_is_refused(checkpoint_folde
     with pytest.raises(XtkError, match="has version unknown") as raised:
         run.saver.load(copy, 0)
     assert "--force" in str(raised.value)
+
+
+def test_checkpoint_of_a_cpu_is_read_by_a_process_with_a_gpu(tmp_path, monkeypatch):
+    """It has no state of a GPU's generator, which is reseeded."""
+    checkpoint_processes.make_models(tmp_path)
+    checkpoint_processes.write(tmp_path, "alone", "dp")
+    stored = torch.get_rng_state()
+    monkeypatch.setattr(process_group, "random_states", lambda: {"cpu": stored, "cuda": stored})
+    restored: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(process_group, "set_random_states", restored.update)
+    run = TrainingSetup(tmp_path / "alone" / "checkpoint-3", "dp")
+    assert run.saver.load(tmp_path / "alone" / "checkpoint-3", 0)["step"] == 3
+    assert restored.keys() == {"cpu"}

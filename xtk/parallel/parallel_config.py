@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from xtk.errors import XtkError
 from xtk.options.declaration import Option
@@ -103,8 +105,12 @@ class ParallelConfig:
         there = self.all_reduce_sum(to_device(here, device), group_name) if self._is_reduced(group_name) else here
         return there.tolist()
 
-    def with_mesh(self, device: torch.device) -> ParallelConfig:
-        """Return the same layout with a device mesh (collective)."""
+    def with_mesh(self, device: torch.device, timeout: timedelta | None = None) -> ParallelConfig:
+        """Return the same layout with a device mesh (collective).
+
+        Args:
+            timeout: of collectives in all groups of processes; None: torch's.
+        """
         if self.num_processes == 1:
             return self
         names = tuple(DIMENSIONS)
@@ -112,6 +118,9 @@ class ParallelConfig:
         mesh["dp", "fsdp"]._flatten("data")
         mesh["dp", "fsdp", "cp"]._flatten("copies")
         mesh["fsdp", "cp"]._flatten("shards")
+        if timeout is not None:
+            for name in (*names, "data", "copies", "shards"):
+                _set_pg_timeout(timeout, mesh[name].get_group())  # torch gives groups of a mesh its own default
         return ParallelConfig(self.dp, self.fsdp, self.cp, self.tp, mesh)
 
     def __str__(self) -> str:

@@ -350,7 +350,10 @@ class CheckpointSaver:
                     device: f"{RANDOM_STATE}.{device}.{process_group.rank()}"
                     for device in process_group.random_states()
                 }
-                process_group.set_random_states({device: state.read_unsharded(name) for device, name in names.items()})
+                held = {device: name for device, name in names.items() if device == "cpu" or name in state.names()}
+                if held.keys() != names.keys():  # written on a CPU, read on a GPU
+                    process_group.reseed(seed, content["step"], process_group.rank())
+                process_group.set_random_states({device: state.read_unsharded(name) for device, name in held.items()})
                 return content
         process_group.reseed(seed, content["step"], process_group.rank() if random_stream is None else random_stream)
         writers = f"{content['num_processes']} process(es), {content['parallel']}"

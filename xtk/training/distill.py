@@ -65,7 +65,8 @@ def distill(
     silence_transformers()
     accelerator = _start_accelerator(paths, recipe, logging_config)
     terminal.set_main_process(accelerator.is_main_process)
-    layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
+    timeout = timedelta(seconds=logging_config.ddp_timeout)
+    layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device, timeout)
     identity = run_identity(recipe, inputs, layout.num_data_shards, logging_config)
     evaluation = evaluation_identity(inputs, logging_config)
     if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:

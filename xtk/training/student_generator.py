@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -153,6 +154,10 @@ class StudentGenerator:
         if self.uses_training_model:
             return
         if self._generator is not None and self._asleep:
+            # Memory that torch keeps after a training step would not be free for the engine.
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             self._generator.wake_up()
         # A server may still have the weights of another run, and an engine loads the model without its adapter.
         if not step and not self._asleep and not self._backend.uses_servers and not self._has_adapter:
