@@ -69,9 +69,6 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     """Run `xtk` with the same arguments in several processes on this machine; exit with their exit code.
 
     torch's agent runs in this process, because only its caller gets the workers' exit codes and signals.
-
-    Raises:
-        SystemExit: a worker failed; has its exit code.
     """
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -21,10 +21,8 @@ def to_local_tensor(tensor: Tensor) -> Tensor:
 def apply_tensor_parallel(model: Any, mesh: Any) -> None:
     """Shard a model's matrices over the processes of a mesh, by transformers' tensor parallel plan.
 
-    The head is sharded by vocabulary, and its logits are not gathered. A head tied to the embedding stays tied.
-
-    Args:
-        model: a loaded transformers model, equal in every process.
+    The model is equal in every process. The head is sharded by vocabulary, and its logits are not gathered. A head tied
+    to the embedding stays tied.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism

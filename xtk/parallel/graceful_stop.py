@@ -35,10 +35,8 @@ def exit_resumable_on_signal() -> None:
 class StopListener:
     """Records stop signals inside of a `with` block.
 
-    The first signal is stored until `reason` is called; a later second one ends the process at once.
-
-    Args:
-        deadline: time limit, as `time.monotonic()`.
+    The first signal is stored until `reason` is called; a later second one ends the process at once. The deadline is a
+    time of `time.monotonic()`.
     """
 
     def __init__(self, deadline: float = math.inf) -> None:
