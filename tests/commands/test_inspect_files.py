@@ -22,7 +22,7 @@ def folder(run, pair: Pair, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "data.jsonl").write_text('{"text": "Anna has 12"}\n')
     run("cache-teacher", pair.teacher, folder / "data.jsonl", "--top-k", 4, "-o", folder / "cache")
-    run("export-cache", folder / "cache", "-o", folder / "export.jsonl", "--format", "jsonl")
+    run("cache", "export", folder / "cache", "-o", folder / "export.jsonl", "--format", "jsonl")
     run("build-projection", pair.student, pair.teacher, "-o", folder / "p.safetensors")
     shutil.copy(folder / "p.safetensors", folder / "projection")
     shutil.copytree(pair.student, folder / "model")
@@ -82,8 +82,8 @@ def test_projection_is_known_by_its_header(run, folder, name, tmp_path):
         ("data.txt", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
         ("data.json", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
         ("data.jsonl", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
-        ("answers.jsonl", "a file of answers of query-teacher", "xtk import-cache"),
-        ("export.jsonl", "an exported teacher cache", "xtk import-cache"),
+        ("answers.jsonl", "a file of answers of query-teacher", "xtk cache import"),
+        ("export.jsonl", "an exported teacher cache", "xtk cache import"),
         ("notes", "not of a kind that xtk knows", "give a teacher cache"),
         ("notes.md", "not of a kind that xtk knows", "give a teacher cache"),
     ],

@@ -162,7 +162,7 @@ def test_an_on_policy_run_with_user_code_is_reproduced(pair, tmp_path):
     write_jsonl(tmp_path / "prompts.jsonl", [f"{n} plus {n} is" for n in range(12)])
     (tmp_path / "reward.py").write_text("def polite(completion, prompt, row):\n    return float(len(completion) % 3)\n")
     run_xtk(
-        "distill", pair.student, "prompts.jsonl", "--on-policy", "--teacher", pair.teacher, "--loss", "byte-kl",
+        "distill-on-policy", pair.student, "prompts.jsonl", "--teacher", pair.teacher, "--loss", "byte-kl",
         "--loss", "policy-gradient", "--reward", "reward.py:polite", "--num-generations", 2,
         "--max-completion-length", 12, "--steps-per-generation", 2, "--save-steps", 2, *STEPS, "-o", "run",
         cwd=tmp_path,

@@ -51,12 +51,10 @@ def command_function(function: Callable[[Any], Any]) -> Callable[..., Any]:
     kind = options_type(function)
 
     @functools.wraps(function)
-    def run(context: typer.Context, **values: Any) -> Any:
-        sources = {name: context.get_parameter_source(name) for name in values}
-        given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
-        return function(options_from_command_line(kind, values).with_given(given))
+    def run(**values: Any) -> Any:
+        return function(options_from_command_line(kind, values))
 
-    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    parameters = []
     for field, declared in declared_options(kind):
         annotation, default = _annotation(kind, field, declared)
         parameters.append(

@@ -8,11 +8,12 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from xtk.commands.distill_options import DISTILL_COMMANDS, distill_command
+from xtk.commands.renamed import EXIT_USAGE, renamed_error
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
-from xtk.options.declaration import Heading, headings_of
+from xtk.options.declaration import Heading, declared_options, flag, headings_of
 
-NAMES = ("Python", "Jinja")  # first words that stay capitalized inside of a sentence; so do JSON, LoRA ...
 MAX_CONFIG_BYTES = 1 << 24  # a recipe lists every file that the run has read
 
 
@@ -26,13 +27,6 @@ class ConfigFileCommand(TyperCommand):
     """
 
     headings: Sequence[Heading] = ()
-
-    def __init__(self, name: str | None, **settings: Any) -> None:
-        super().__init__(name, **settings)
-        conditions = {name: heading.condition for heading, names in headings_of(self.headings) for name in names}
-        for parameter in self.params:
-            if condition := conditions.get(str(parameter.name)):
-                parameter.help = _add_condition(parameter.help, condition)  # type: ignore[attr-defined]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then options by heading; those without one come last."""
@@ -61,10 +55,16 @@ class ConfigFileCommand(TyperCommand):
         """Parse arguments; a `--config` file provides defaults for options that are not on the command line."""
         known = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
         args = [_kebab(argument, known) for argument in args]
+        for argument in args:
+            self._check_renamed(argument.partition("=")[0])
         config = _value_of(args, "--config") if "--config" in known else None
         if config is not None:
             ctx.default_map = {**(ctx.default_map or {}), **self._read(Path(config))}
         return super().parse_args(ctx, args)
+
+    def _check_renamed(self, option: str) -> None:
+        if failure := renamed_error(f"{self.name} {option.replace('_', '-')}"):
+            raise failure
 
     def _read(self, path: Path) -> dict[str, Any]:
         import yaml
@@ -100,12 +100,16 @@ class ConfigFileCommand(TyperCommand):
         options = {config_name(parameter): parameter for parameter in self.params}
         options = {name: option for name, option in options.items() if name not in ("config", "help")}
         values: dict[str, Any] = {}
-        is_of_distill = "cache" in options and "student" in options
-        of_a_recipe = _check_recipe(yaml.safe_load(content.decode()), path) if is_of_distill else ()
+        of_a_recipe = (
+            _check_recipe(yaml.safe_load(content.decode()), path, str(self.name))
+            if self.name in DISTILL_COMMANDS
+            else ()
+        )
         for key, value in root.value:
             name = str(key.value).replace("_", "-")
             if name in of_a_recipe:
                 continue
+            self._check_renamed(f"--{name}")
             if name not in options:
                 wrong_name = unknown_name_error("option", str(key.value), options)
                 raise XtkError(wrong_name.what, where=str(path), hint=wrong_name.hint)
@@ -119,21 +123,28 @@ class ConfigFileCommand(TyperCommand):
         return values
 
 
-def _check_recipe(content: dict[Any, Any], path: Path) -> tuple[str, ...]:
-    """Return the keys of a recipe that are not options; none if the file is not the recipe of a run."""
+def _check_recipe(content: dict[Any, Any], path: Path, command: str) -> tuple[str, ...]:
+    """Return the keys of a recipe that are not options; none if the file is not the recipe of a run.
+
+    Args:
+        command: the command that reads it, which must be that of the run.
+    """
     from xtk.runs.folder import RECIPE_KEYS, identity_in_recipe, is_recipe
 
     if not is_recipe(content):
         return ()
     identity_in_recipe(content, str(path))
-    return RECIPE_KEYS
-
-
-def _add_condition(help_text: str, condition: str) -> str:
-    """Return a help text that begins with the option that it depends on: `With --on-policy: sampling temperature.`."""
-    first_word = help_text.split(maxsplit=1)[0]
-    is_name = first_word in NAMES or any(letter.isupper() or letter.isdigit() for letter in first_word[1:])
-    return f"With {condition}: {help_text if is_name else help_text[0].lower() + help_text[1:]}"
+    command_of_run = distill_command(on_policy=content.get("on_policy", content.get("on-policy")) is True)
+    if command != command_of_run:
+        failure = XtkError(f"this recipe is of a run of {command_of_run}: use `xtk {command_of_run} --config {path}`")
+        failure.exit_code = EXIT_USAGE
+        raise failure
+    # Recipes of earlier versions list options of distill-on-policy for all runs.
+    listed, known = (
+        {flag(field.name).removeprefix("--") for field, _ in declared_options(DISTILL_COMMANDS[name])}
+        for name in ("distill-on-policy", command)
+    )
+    return (*RECIPE_KEYS, "on-policy", *(listed - known))
 
 
 def config_name(parameter: Any) -> str:

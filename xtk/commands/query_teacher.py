@@ -29,7 +29,7 @@ class QueryTeacherOptions(CorpusOptions, ServiceOptions, JsonOption, QuietOption
 def query_teacher(options: QueryTeacherOptions) -> None:
     """Store answers of a service with their log-probabilities.
 
-    The service needs an OpenAI interface with log-probabilities. import-cache makes a teacher cache from the file.
+    The service needs an OpenAI interface with log-probabilities. cache import makes a teacher cache from the file.
 
     Examples:
         xtk query-teacher https://api.example.com/v1#model prompts.jsonl --api-key-env KEY -o answers.jsonl

@@ -50,7 +50,7 @@ class ReportOptions(ForceOption, JsonOption, QuietOption, ConfigOption, CommandO
     )
     samples: tuple[str, ...] = option(
         (),
-        "Completions to show by prompt: output file of xtk rollout or xtk evaluate --reward. Repeatable.",
+        "Completions to show by prompt: output file of xtk rollout or xtk evaluate-answers. Repeatable.",
         metavar="FILE",
     )
     cache: str = option(

@@ -1,4 +1,4 @@
-"""`xtk sweep`: several runs of `xtk distill`, one after another."""
+"""`xtk sweep`: several runs of `xtk distill` or `xtk distill-on-policy`, one after another."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
+from xtk.commands.distill_options import DISTILL_COMMANDS
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
 from xtk.options.shared import ForceOption, QuietOption
 
@@ -37,23 +38,28 @@ class SweepOptions(ForceOption, QuietOption, CommandOptions):
     )
     arguments: tuple[str, ...] = argument(
         (),
-        "Arguments and options of xtk distill that all runs share; - for standard input.",
+        "Arguments and options of the command that all runs share; - for standard input.",
         metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
         show_default=False,
     )
+    command: str = option(
+        "distill",
+        "Command of the runs, unless a line of --runs begins with xtk and another one.",
+        choices=tuple(DISTILL_COMMANDS),
+    )
     vary: tuple[str, ...] = option(
         (),
-        "Option of distill with its values, such as 'seed=0 1 2'; repeat it for all combinations. Quoted values: "
+        "Option of the command with its values, such as 'seed=0 1 2'; repeat it for all combinations. Quoted values: "
         "\"loss=alm 'ce byte-kl'\" runs --loss alm, then --loss ce --loss byte-kl.",
         metavar="NAME=VALUE...",
     )
     runs: str = option(
         "",
-        "File with one run per line: its additional arguments of distill; - for standard input. -o NAME on a line "
+        "File with one run per line: its additional arguments; - for standard input. -o NAME on a line "
         "names the run; # starts a comment.",
         metavar="FILE",
     )
-    dry_run: bool = option(False, "Print the distill commands, for sh or GNU parallel, and run none.")
+    dry_run: bool = option(False, "Print the commands, for sh or GNU parallel, and run none.")
     max_seconds: float = option(
         0,
         "Time limit in seconds: then save a checkpoint and exit with code 75; 0: none. The same command resumes.",
@@ -63,7 +69,7 @@ class SweepOptions(ForceOption, QuietOption, CommandOptions):
 
 
 def sweep(options: SweepOptions) -> None:
-    """Run distill with several settings, one after another.
+    """Run distill or distill-on-policy with several settings, one after another.
 
     All runs are checked before the first one starts. A failed run does not end the sweep. The same command resumes: it
     repeats failed and unfinished runs only, and prints a table of results at the end.
@@ -87,12 +93,12 @@ def sweep(options: SweepOptions) -> None:
         raise typer.BadParameter("only one of --runs and the shared arguments can be read from standard input (-)")
     if piped:
         common = replace_piped_arguments(common, terminal.path_argument("-"))
-    planned = plan_runs(common, _read_run_list(options.runs), options.vary, folder)
+    planned = plan_runs(common, _read_run_list(options.runs), options.vary, folder, options.command)
     if options.dry_run:
         limit = ["--max-seconds", f"{options.max_seconds:g}"] if options.max_seconds else []
         again = ["--force"] if options.force else []
         for run in planned:
-            terminal.result_line_unescaped(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
+            terminal.result_line_unescaped(shlex.join(["xtk", run.command, *run.arguments, *limit, *again]))
         return
     claim_output(folder, FolderKind[None]("a sweep"))
     if (folder / "recipe.json").is_file():
@@ -140,7 +146,9 @@ def _read_run_list(runs: str) -> list[tuple[str, str]]:
     ]
     if not numbered:
         raise XtkError(
-            "the --runs file has no runs", where=place, hint="write arguments of xtk distill, one run per line"
+            "the --runs file has no runs",
+            where=place,
+            hint=f"write arguments of {' or '.join(DISTILL_COMMANDS)}, one run per line",
         )
     return numbered
 
@@ -166,7 +174,7 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
     folder.mkdir(parents=True, exist_ok=True)
     with SignalForwarder() as forwarder:
         for number, run in enumerate(left, len(planned) - len(left) + 1):
-            command = ["distill", *run.arguments]
+            command = [run.command, *run.arguments]
             if deadline is not None:
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:

@@ -259,10 +259,10 @@ class Harness:
 
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
-        local = f"use --tasks {name}=FOLDER, or " if name in CODE_TASKS else ""
+        local = f"use the task {name}=FOLDER, or " if name in CODE_TASKS else ""
         raise XtkError(
             f"the task {name} executes generated code without a sandbox, which xtk does not allow",
-            hint=f"{local}run xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which uses xtk's sandbox",
+            hint=f"{local}run xtk evaluate-answers MODEL PROBLEMS.jsonl --reward tests, which uses xtk's sandbox",
         )
 
 
@@ -355,7 +355,7 @@ def _harness_error(what: str, config: HarnessConfig, failure: Exception) -> XtkE
     first_line = (str(failure) or type(failure).__name__).strip().splitlines()[0][:300]
     return XtkError(
         f"{what}: {type(failure).__name__}: {first_line}",
-        where=f"--tasks {','.join(config.tasks)}",
+        where=f"tasks {','.join(config.tasks)}",
         hint="run lm-eval ls tasks for the task names, and check --include-path and the options of the task",
     )
 

@@ -81,14 +81,14 @@ def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
         if not Path(folder).is_dir():
             raise XtkError(
                 f"the folder of the task {name} does not exist",
-                where=f"--tasks {part}",
-                hint=f"use --tasks {name}=FOLDER with a local copy of the dataset from the hub",
+                where=f"task {part}",
+                hint=f"use {name}=FOLDER with a local copy of the dataset from the hub",
             )
         folders[name] = folder
     if len({folder for name, folder in folders.items() if name not in CODE_TASKS}) > 1:
         raise XtkError(
             "all MMLU tasks must be read from the same folder",
-            where=f"--tasks {text}",
+            where=f"task {text}",
             hint=f"give them the same folder: {MMLU}_anatomy=FOLDER,{MMLU}_virology=FOLDER",
         )
     return tuple(names), folders
@@ -174,7 +174,7 @@ class CodeProblems:
         if not files:
             raise XtkError(
                 f"the folder of the task {name} has no file test-*.parquet",
-                where=f"--tasks {name}={folder}",
+                where=f"task {name}={folder}",
                 hint="use a local copy of the dataset from the hub, with test-*.parquet in it, in data/ or in full/",
             )
         corpus = Corpus([str(path) for path in files])
@@ -184,7 +184,7 @@ class CodeProblems:
                 raise XtkError(
                     f"a problem of the task {name} has no value in the column {lacking[0]}",
                     where=where,
-                    hint=f"use --tasks {name}=FOLDER with a local copy of that dataset from the hub",
+                    hint=f"use {name}=FOLDER with a local copy of that dataset from the hub",
                 )
         form = PromptFormat(self._task.chat_template if chat else self._task.base_template, as_chat=chat)
         self._prompts = read_prompts(corpus, limit or None, form)

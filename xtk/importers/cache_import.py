@@ -87,7 +87,7 @@ def import_cache(
     rows.expected_model = model
     if len(fingerprints) > 1:
         terminal.note(
-            f"import-cache: the answers have {len(fingerprints)} values of system_fingerprint: the service changed its "
+            f"cache import: the answers have {len(fingerprints)} values of system_fingerprint: the service changed its "
             "configuration between them"
         )
     place = tokenizer or write_byte_tokenizer(known)
@@ -164,27 +164,27 @@ class _ImportCounts:
         """Print what the cache lacks."""
         if self.other_text:
             terminal.note(
-                f"import-cache: warning: {self.other_text:,} rows have token ids that are not those of their text or "
+                f"cache import: warning: {self.other_text:,} rows have token ids that are not those of their text or "
                 "messages; the tokens are read as text"
             )
         if self.joined:
             terminal.note(
-                f"import-cache: {self.joined:,} characters are not trained: the service wrote each of them for several "
+                f"cache import: {self.joined:,} characters are not trained: the service wrote each of them for several "
                 "tokens, without the log-probabilities of these"
             )
         if self.bounded:
             terminal.note(
-                f"import-cache: at {self.bounded:,} of {self.listed:,} positions the token of the text is not listed; "
+                f"cache import: at {self.bounded:,} of {self.listed:,} positions the token of the text is not listed; "
                 "an upper bound of its log-probability is stored"
             )
         if self.unknown:
             terminal.note(
-                f"import-cache: {self.unknown:,} of {self.listed:,} positions are not trained: the token of the text "
+                f"cache import: {self.unknown:,} of {self.listed:,} positions are not trained: the token of the text "
                 "is not listed, and the listed probabilities have the sum 1"
             )
         if self.listed and self.normalized == self.listed:
             terminal.note(
-                "import-cache: the listed probabilities have the sum 1 at all positions: another tool normalized them, "
+                "cache import: the listed probabilities have the sum 1 at all positions: another tool normalized them, "
                 "and the remainder is lost"
             )
 
@@ -262,7 +262,7 @@ class _Rows:
             raise failure
         self.num_skipped += 1
         if self.num_skipped <= MAX_NOTES and self._num_passes == 2:
-            terminal.note(f"import-cache: skipping {failure.where}: {failure.what}")
+            terminal.note(f"cache import: skipping {failure.where}: {failure.what}")
 
 
 def _add_answer(writer: CacheWriter, row: ScoredAnswer, where: str) -> None:
