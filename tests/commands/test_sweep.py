@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from interrupted_runs import assert_equal_runs, assert_no_processes_left, processes_of_run, start_run, wait_for_path
 from xtk_processes import run_xtk
 
+from xtk.commands.sweep import total_seconds
 from xtk.commands.sweep_plan import plan_runs, varying_options
-from xtk.commands.sweep_table import total_seconds
 from xtk.errors import XtkError
 from xtk.files.write_locks import exclusive_write_lock
 from xtk.runs.metrics_file import read_metrics

@@ -9,15 +9,8 @@ import typer
 
 from xtk import terminal
 from xtk.commands.cache_teacher import CacheTeacherOptions, print_cache
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, redeclared
-from xtk.options.shared import (
-    MAX_ROW_BYTES,
-    ConfigOption,
-    ForceOption,
-    JsonOption,
-    QuietOption,
-    TrustRemoteCodeOption,
-)
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option, redeclared
+from xtk.options.shared import MAX_ROW_BYTES, ConfigOption, ForceOption, JsonOption, QuietOption, TrustRemoteCodeOption
 
 if TYPE_CHECKING:
     from xtk.cache.reader import TeacherCache
@@ -112,7 +105,7 @@ class ExportCacheOptions(ForceOption, JsonOption, QuietOption, ConfigOption, Com
     """Options of `xtk cache export`."""
 
     cache: str = argument(REQUIRED, "Teacher cache; - reads its path from standard input.", metavar="CACHE")
-    output: str = option(REQUIRED, "Output file.", flags=("--output", "-o"), metavar="FILE")
+    output: str = output_option("Output file.", "FILE")
     format: str = option("parquet", "Format of the file.", choices=("parquet", "jsonl"))
 
 

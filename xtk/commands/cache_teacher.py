@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import (
-    REQUIRED,
-    CommandOptions,
-    Heading,
-    argument,
-    option,
-)
+from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, output_option
 from xtk.options.shared import (
+    MODEL_DTYPES,
     ConfigOption,
     CorpusOptions,
     DocumentColumnOptions,
@@ -62,11 +57,8 @@ class CacheTeacherOptions(
     )
 
     teacher: str = argument(REQUIRED, "Teacher model: a folder, a GGUF file or a hub id.", metavar="TEACHER")
-    output: str = option(
-        REQUIRED,
-        "Output folder of the cache, or a URL of an object store such as s3://BUCKET/NAME.",
-        flags=("--output", "-o"),
-        metavar="FOLDER|URL",
+    output: str = output_option(
+        "Output folder of the cache, or a URL of an object store such as s3://BUCKET/NAME.", "FOLDER|URL"
     )
     data: tuple[str, ...] = argument(
         REQUIRED,
@@ -94,10 +86,7 @@ class CacheTeacherOptions(
         None, "With --support sample or top-k+sample: sampled tokens per position. Default: 16.", show_default=False
     )
     num_sample_sets: int = option(
-        1,
-        "With --support sample or top-k+sample: independent sample sets, used in turn by epoch.",
-        min=1,
-        max=1000,
+        1, "With --support sample or top-k+sample: independent sample sets, used in turn by epoch.", min=1, max=1000
     )
     seed: int = option(0, "Random seed of the sampled tokens.")
     precision: str = option(
@@ -109,7 +98,7 @@ class CacheTeacherOptions(
     dtype: str = option(
         "float32",
         "Data type of the teacher's weights and computation; bfloat16 needs half the memory of float32.",
-        metavar="[float32|bfloat16|float16]",
+        choices=MODEL_DTYPES,
     )
     backend: str = option(
         "transformers",
@@ -134,11 +123,7 @@ class CacheTeacherOptions(
     batch_tokens: int = option(
         8192, "Tokens per forward pass, padding included; more is faster and needs more memory.", min=1
     )
-    shard_tokens: int = option(
-        65536,
-        "Tokens per shard file; an interrupted run loses at most two per process.",
-        min=1,
-    )
+    shard_tokens: int = option(65536, "Tokens per shard file; an interrupted run loses at most two per process.", min=1)
     num_processes: int = option(
         1, "Number of processes on this machine, each with its own teacher and device, that write one cache.", min=1
     )
@@ -206,19 +191,13 @@ def print_cache(output: str, figures: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | None) -> CacheRequest:
-    """Return the request of a cache after checking names and support.
-
-    Args:
-        adapter: LoRA adapter of the teacher, if it has one.
-    """
+    """Return the request of a cache, after checking names and support; `adapter` is a LoRA adapter of the teacher."""
     from xtk.cache.codec.shard_codec_registry import codec_for_precision
     from xtk.cache.teacher_logprobs import make_support
     from xtk.engines.backend import backend_options
-    from xtk.models.causal_lm import DTYPES
     from xtk.name_registry import load_registered
     from xtk.teachers.cache_build_config import CacheRequest
 
-    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
     codec_for_precision(options.precision)
     backend = load_registered(BACKENDS, options.backend, "backend")
     wanted = make_support(

@@ -16,6 +16,8 @@ from xtk.commands.distill_options import DistillOptions, OnPolicyDistillOptions
 from xtk.options.declaration import flags_of_set_options, options_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from xtk.teachers.online_teacher import OnlineTeacher
     from xtk.text.document import Document
     from xtk.training.on_policy_config import OnPolicyConfig
@@ -104,12 +106,7 @@ def _distill(options: DistillOptions) -> None:
 def read_configs(
     options: DistillOptions, piped: str = "", started: float = 0.0
 ) -> tuple[RunPaths, TrainConfig, LoggingConfig]:
-    """Return paths, training and logging configuration from options.
-
-    Args:
-        piped: the path that replaces `-`.
-        started: `time.monotonic()` at the start of the command.
-    """
+    """Return paths, training and logging configuration; `piped` replaces `-`, the time limit begins at `started`."""
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.errors import XtkError
     from xtk.losses import AUTO_LOSS
@@ -227,5 +224,10 @@ def _for_workers(arguments: list[str], piped: str) -> list[str]:
             "the --config file has the value - (standard input), which several processes cannot share",
             hint="use - on the command line instead, or --num-processes 1",
         )
+    return replace_piped_arguments(arguments, piped)
+
+
+def replace_piped_arguments(arguments: Sequence[str], piped: str) -> list[str]:
+    """Return arguments with `-` replaced by the piped path, since other processes have no pipe."""
     named = {"-": piped, "--projection=-": f"--projection={piped}"}
     return [named.get(argument, argument) for argument in arguments]

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from xtk.options.declaration import INPUTS, REPORTING, REQUIRED, CommandOptions, Heading, argument, option, redeclared
+from xtk.options.declaration import (
+    INPUTS,
+    REPORTING,
+    REQUIRED,
+    CommandOptions,
+    Heading,
+    argument,
+    option,
+    output_option,
+    redeclared,
+)
 from xtk.options.shared import (
     ConfigOption,
     CorpusOptions,
@@ -86,12 +96,8 @@ class DistillOptions(
         is_path=True,
         effect=INPUTS,
     )
-    output: str = option(
-        REQUIRED,
-        "Output folder of the run: the trained student, checkpoints and metrics.",
-        flags=("--output", "-o"),
-        metavar="FOLDER",
-        is_recorded=False,
+    output: str = output_option(
+        "Output folder of the run: the trained student, checkpoints and metrics.", "FOLDER", is_recorded=False
     )
     projection: tuple[str, ...] = option(
         (),
@@ -156,10 +162,7 @@ class DistillOptions(
         min=1,
     )
     machine_rank: int = option(
-        0,
-        "Index of this machine, from 0, when --num-machines is above 1.",
-        min=0,
-        is_recorded=False,
+        0, "Index of this machine, from 0, when --num-machines is above 1.", min=0, is_recorded=False
     )
     main_process_ip: str = option("", "With --num-machines: address of the machine with index 0.", metavar="ADDRESS")
     main_process_port: int = option(
@@ -191,10 +194,7 @@ class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, Re
     )  # fmt: skip
 
     cache: tuple[str, ...] = redeclared(
-        DistillOptions,
-        "cache",
-        help="Data with prompts. - reads one path from standard input.",
-        metavar="DATA...",
+        DistillOptions, "cache", help="Data with prompts. - reads one path from standard input.", metavar="DATA..."
     )
     rollout_backend: str = option(
         "transformers",
@@ -212,9 +212,7 @@ class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, Re
         metavar="URL",
     )
     rollout_dtype: str = option(
-        "float32",
-        "Computation data type of --rollout-backend vllm.",
-        choices=("float32", "bfloat16", "float16"),
+        "float32", "Computation data type of --rollout-backend vllm.", choices=("float32", "bfloat16", "float16")
     )
     rollout_batch_tokens: int = option(
         16384, "Tokens of prompts and completions generated at once, padding included.", min=1

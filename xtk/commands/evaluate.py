@@ -133,12 +133,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 @dataclass(frozen=True)
 class _ModelResult:
-    """Results of one model.
-
-    Attributes:
-        bits: bits per byte.
-        teacher_measures: comparison with the teacher, by name; empty without a teacher.
-    """
+    """Bits per byte of one model, and its comparison with the teacher by name: empty without a teacher."""
 
     bits: BitsPerByteResult
     teacher_measures: dict[str, Ratio]

@@ -19,6 +19,7 @@ from xtk.options.declaration import (
     flags_of_set_options,
     option,
     options_of,
+    output_option,
     redeclared,
 )
 from xtk.options.shared import MAX_COUNT, MAX_GENERATIONS, CorpusOptions, PromptOptions, SamplingOptions
@@ -61,12 +62,7 @@ class EvaluateAnswersOptions(SamplingOptions, PromptOptions, CorpusOptions, Eval
     backend: str = option("transformers", "Engine that generates, in this process.", metavar="[transformers|vllm]")
     engine: tuple[str, ...] = option((), "Engine argument of --backend vllm. Repeatable.", metavar="NAME=VALUE")
     batch_tokens: int = redeclared(EvaluateOptions, "batch_tokens")
-    output: str = option(
-        "",
-        "Output file for the answers, one per line as JSON.",
-        flags=("--output", "-o"),
-        metavar="FILE.jsonl",
-    )
+    output: str = output_option("Output file for the answers, one per line as JSON.", "FILE.jsonl", "")
 
 
 def evaluate_answers(options: EvaluateAnswersOptions) -> None:

@@ -14,7 +14,14 @@ import typer
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
-from xtk.options.shared import ConfigOption, JsonOption, QuietOption, StartTokenOption, TrustRemoteCodeOption
+from xtk.options.shared import (
+    MODEL_DTYPES,
+    ConfigOption,
+    JsonOption,
+    QuietOption,
+    StartTokenOption,
+    TrustRemoteCodeOption,
+)
 
 if TYPE_CHECKING:
     from xtk.text.tokenizer import Tokenizer
@@ -41,7 +48,7 @@ class EvaluatedModelOptions(
     dtype: str = option(
         "float32",
         "Data type of the model's weights and computation; losses are summed in float64.",
-        metavar="[float32|bfloat16|float16]",
+        choices=MODEL_DTYPES,
     )
 
 
@@ -51,13 +58,8 @@ MODEL_OPTIONS = ("compare_to", "start_token", "dtype", "trust_remote_code")
 def models_to_evaluate(
     options: EvaluatedModelOptions, data: Sequence[str] = (), *, backend: str = "transformers"
 ) -> dict[str, ModelFolders]:
-    """Return the folders of all models by name, after checking them without reading weights.
-
-    Args:
-        data: the other arguments, of which one may be - instead of a model.
-        backend: what runs the models.
-    """
-    from xtk.models.causal_lm import DTYPES, check_loadable
+    """Return all models by name, after checks without reading weights; one argument, also of `data`, may be `-`."""
+    from xtk.models.causal_lm import check_loadable
     from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
     from xtk.rollouts import GENERATORS
@@ -69,7 +71,6 @@ def models_to_evaluate(
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
         raise XtkError("MODEL and --compare-to name the same model", where=twice, hint="give each model once")
     models = {name: base_model_and_adapter(resolve_model_folder(name, with_weights=True)) for name in names}
-    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
     earlier: dict[ModelFolders, str] = {}
     for name, (folder, adapter) in models.items():
         place = (folder.resolve(), adapter and adapter.resolve())
@@ -87,11 +88,7 @@ def models_to_evaluate(
 
 
 def load_model_and_tokenizer(name: str, folders: ModelFolders, options: EvaluatedModelOptions) -> tuple[Any, Tokenizer]:
-    """Return a transformers model and its tokenizer.
-
-    Args:
-        name: name of the model, for messages.
-    """
+    """Return a transformers model and its tokenizer."""
     from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm
     from xtk.text.tokenizer import Tokenizer
 

@@ -234,11 +234,7 @@ def _weights(path: Path) -> dict[str, Any]:
 
 
 def _check_weights(path: Path) -> None:
-    """Read all weights of a model.
-
-    Raises:
-        CorruptError: a value is not finite.
-    """
+    """Read all weights of a model, and refuse values that are not finite."""
     from safetensors import safe_open
 
     from xtk.errors import CorruptError

@@ -27,9 +27,7 @@ _SCHEMA = re.compile(r"(?<=[:,]schema=)[^,]+")
 def recipe_options(options: DistillOptions, piped: str = "", num_processes: int = 0) -> dict[str, Any]:
     """Return the options of a run for `recipe.json`: absolute paths, without empty values.
 
-    Args:
-        piped: the path that replaces `-`.
-        num_processes: processes per machine; 0: the value in `options`.
+    `piped` replaces `-`, and `num_processes` that in `options` unless it is 0.
     """
     kept: dict[str, Any] = {}
     for field, declared in declared_options(type(options)):
@@ -75,10 +73,8 @@ def _absolute_path(path: str) -> str:
 def check_rerun(options: DistillOptions, kept: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Compare a run with the recipe that was passed to `--config`, if the file is a recipe.
 
-    Options on the command line override the recipe, and may change what follows from them.
-
-    Args:
-        kept: result of `recipe_options` for this run.
+    Options on the command line override the recipe, and may change what follows from them. `kept` is the result of
+    `recipe_options`.
     """
     config = options.config
     content = _recipe(config)

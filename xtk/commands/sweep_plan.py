@@ -7,15 +7,14 @@ import hashlib
 import itertools
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from xtk.commands.command_from_options import build_command
-from xtk.commands.config_file import config_name
+from xtk.commands.command_from_options import build_command, config_name
 from xtk.commands.distill import read_configs
 from xtk.commands.distill_options import DISTILL_COMMANDS, DistillOptions
 from xtk.errors import XtkError
@@ -146,14 +145,7 @@ def plan_runs(
 
 
 def _parse_run(name: str, command: str, words: Sequence[str]) -> DistillOptions:
-    """Return the options of a run as its command parses them.
-
-    Args:
-        name: name of the run in errors.
-
-    Raises:
-        typer.BadParameter: the command refuses them.
-    """
+    """Return the options of a run as its command parses them."""
     try:
         given = _command(command).main(args=list(words), prog_name=f"xtk {command}", standalone_mode=False)
     except XtkError as error:
@@ -212,11 +204,7 @@ def _split_words(text: str, where: str) -> list[str]:
 
 
 def _of_option(command: str, name: str, values: Sequence[str]) -> list[_Part]:
-    """Return what each value of an option adds to a run.
-
-    Raises:
-        typer.BadParameter: the value of a flag is neither true nor false.
-    """
+    """Return what each value of an option adds to a run."""
     option = _distill_options(command)[name]
     several = getattr(option, "multiple", False) or option.nargs == -1
     parts: list[_Part] = []
@@ -294,14 +282,7 @@ def _format_option(value: Any) -> str:
 
 
 def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bool]:
-    """Check the inputs of a run, and return whether it is finished already.
-
-    Args:
-        force: replace a run with another recipe in its folder.
-
-    Returns:
-        The content of `xtk.json` of the finished run, None if it is not finished; and whether to replace the folder.
-    """
+    """Check the inputs of a run; return its `xtk.json` (None: unfinished), and whether to replace its folder."""
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.parallel.parallel_config import parse_parallel
     from xtk.runs.resume_point import RUN_FOLDER, check_evaluation
@@ -325,9 +306,3 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
             return RUN_FOLDER.find_finished(run.folder, identity, force=True), True
     except XtkError as error:
         raise name_run_in_error(f"{run.source}{run.name}", error) from None
-
-
-def replace_piped_arguments(arguments: Sequence[str], piped: str) -> list[str]:
-    """Return arguments with `-` replaced by the piped path, since runs have no pipe."""
-    named: Mapping[str, str] = {"-": piped, "--projection=-": f"--projection={piped}"}
-    return [named.get(argument, argument) for argument in arguments]

@@ -31,9 +31,7 @@ class CodeTask:
 
     Attributes:
         base_template: template of the prompt that a base model continues; "": the row's prompt.
-        chat_template: template of the user message.
         columns: columns that its rows have.
-        stop_strings: texts that end a completion of the plain prompt.
     """
 
     base_template: str
@@ -64,11 +62,7 @@ CODE_TASKS = {
 
 
 def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Parse the value of --tasks, such as `gsm8k,mmlu=FOLDER,humaneval_plus=FOLDER`.
-
-    Returns:
-        The names of all tasks, and {task: folder} for those with a folder.
-    """
+    """Return the names of tasks such as `gsm8k,mmlu=FOLDER`, and {task: folder} of those with a folder."""
     names, folders = list[str](), dict[str, str]()
     for part in filter(None, map(str.strip, text.split(","))):
         name, is_local, folder = part.partition("=")
@@ -155,13 +149,9 @@ def _check_mmlu_file(path: str) -> None:
 
 
 class CodeProblems:
-    """Code problems from a local folder; answers are executed in the sandbox by the reward `tests`.
+    """Code problems from a local folder with `test-*.parquet`, directly or in `data` or `full`.
 
-    Args:
-        name: a key of `CODE_TASKS`.
-        folder: contains `test-*.parquet`, directly or in `data` or `full`.
-        limit: largest number of problems, the first ones; 0: all.
-        template_arguments: extra arguments of the chat template.
+    Answers are executed in the sandbox by the reward `tests`. `limit` keeps the first problems; 0: all.
     """
 
     def __init__(

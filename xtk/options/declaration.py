@@ -85,6 +85,11 @@ def option(default: T, help: str, **details: Any) -> T:  # noqa: A002 (as in typ
     return field
 
 
+def output_option(help: str, metavar: str, default: Any = REQUIRED, **details: Any) -> Any:  # noqa: A002
+    """Return a dataclass field for the option `--output` or `-o`; see `option`."""
+    return option(default, help, flags=("--output", "-o"), metavar=metavar, **details)
+
+
 def argument(default: T, help: str, *, metavar: str, **details: Any) -> T:  # noqa: A002
     """Return a dataclass field for a positional argument; see `option`."""
     return option(default, help, metavar=metavar, is_argument=True, **details)
