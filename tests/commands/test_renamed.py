@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 
 import pytest
-from xtk_processes import run_xtk
+from xtk_processes import run_here
 
-from xtk.cli import COMMANDS, run_command
+from xtk.cli import COMMANDS
 from xtk.commands.renamed import RENAMED
 from xtk.errors import XtkError
 
 
 @pytest.fixture
-def answer(capfd, monkeypatch, tmp_path):
-    """Return a function that runs a command line in this process and returns its exit code and messages."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("xtk.terminal.redirect_stdout_to_stderr", lambda: None)
+def answer(tmp_path):
+    """Return a function that runs a command line and returns its exit code and messages."""
 
     def run(*arguments: object) -> tuple[int, str]:
-        code = run_command([str(argument) for argument in arguments])
-        printed = capfd.readouterr()
-        assert printed.out == ""
-        return code, printed.err
+        done = run_here(*arguments, cwd=tmp_path, code=None)
+        assert done.stdout == ""
+        return done.returncode, done.stderr
 
     return run
 
@@ -67,7 +64,7 @@ def test_the_group_lists_its_commands_and_suggests_names(answer):
     assert answer("cache", "exprot") == (
         2, "xtk: no command called 'exprot'; did you mean export?\n  try:   use one of: export, import, merge, verify\n"
     )  # fmt: skip
-    shown = run_xtk("cache", "--help").stdout
+    shown = run_here("cache", "--help").stdout
     assert all(f"\n  {name} " in shown for name in ("merge", "import", "export", "verify"))
 
 

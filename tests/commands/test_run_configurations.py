@@ -12,7 +12,7 @@ import pytest
 import yaml
 from interrupted_runs import deterministic_metrics
 from small_inputs import write_jsonl
-from xtk_processes import run_xtk
+from xtk_processes import run_here, run_xtk
 
 from xtk.files.atomic_files import write_json
 
@@ -120,7 +120,7 @@ def test_an_edited_recipe_is_refused_and_command_line_options_override_a_recipe(
 def test_recipes_of_another_version_or_with_invalid_content_are_refused(two_teacher_run, tmp_path):
     recipe = json.loads((two_teacher_run / "run" / "recipe.json").read_text())
     (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "version": 1}))
-    done = run_xtk("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
+    done = run_here("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
     assert "this recipe of xtk distill has version 1; this xtk reads version 3" in done.stderr
     mutated = {"kind": "recipe", "version": 3, "identity": {"losses": 5, "inputs": []}}
     for content in (
@@ -130,10 +130,10 @@ def test_recipes_of_another_version_or_with_invalid_content_are_refused(two_teac
         {**mutated, "student": {"a": 1}},
     ):
         (tmp_path / "recipe.json").write_text(json.dumps(content))
-        done = run_xtk("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
+        done = run_here("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
         assert "Traceback" not in done.stderr
         assert "recipe" in done.stderr
-        run_xtk("report", tmp_path, "-o", tmp_path / "page.html", code=1)
+        run_here("report", tmp_path, "-o", tmp_path / "page.html", code=1)
 
 
 def test_a_report_prints_the_command_that_reproduces_the_run(two_teacher_run, tmp_path):
