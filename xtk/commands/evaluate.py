@@ -83,7 +83,7 @@ def evaluate(options: EvaluateOptions) -> None:
     from xtk.cache.output import is_cache
     from xtk.cache.reader import TeacherCache
     from xtk.data.corpus_reader import Corpus, parse_columns_option
-    from xtk.evaluation.cached_teacher_comparison import CachedDocuments
+    from xtk.evaluation.cached_teacher_comparison import DocumentsOfCache
     from xtk.text.tokenizer import Tokenizer
 
     terminal.set_quiet(options.quiet)
@@ -104,7 +104,7 @@ def evaluate(options: EvaluateOptions) -> None:
                     "--columns does not apply to a teacher cache as DATA", where=cached[0], hint="remove --columns"
                 )
             cache = TeacherCache(cached[0])
-            documents = CachedDocuments(cache)
+            documents = DocumentsOfCache(cache)
         else:
             documents = corpus = Corpus(data, parse_columns_option(options.columns), options.max_document_bytes)
             if options.teacher:

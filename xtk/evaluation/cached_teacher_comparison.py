@@ -29,7 +29,7 @@ from xtk.text.tokenizer import Tokenizer
 AGREEMENT_METRIC = "top1_agreement"
 
 
-class CachedDocuments:
+class DocumentsOfCache:
     """The documents of a cache, as a re-iterable."""
 
     def __init__(self, cache: TeacherCache) -> None:
