@@ -49,8 +49,11 @@ def test_earlier_spellings_answer_with_the_new_one(answer, tmp_path, arguments, 
 
 def test_earlier_options_in_a_config_file_answer_with_the_new_command(answer, tmp_path):
     (tmp_path / "run.yaml").write_text("on-policy: true\n")
-    assert answer("distill", "s", "p.jsonl", "--config", "run.yaml", "-o", "r") == (
-        2, "xtk: `xtk distill --on-policy` is now `xtk distill-on-policy`\n"
+    code, message = answer("distill", "s", "p.jsonl", "--config", "run.yaml", "-o", "r")
+    assert (code, "use `xtk distill-on-policy --config run.yaml`" in message) == (2, True)
+    (tmp_path / "run.yaml").write_text("merge: true\n")
+    assert answer("cache-teacher", "a", "b", "--config", "run.yaml", "-o", "c") == (
+        2, "xtk: `xtk cache-teacher --merge` is now `xtk cache merge`\n"
     )  # fmt: skip
 
 

@@ -218,13 +218,17 @@ class ConfigFileCommand(TyperCommand):
 
 
 def _check_recipe(content: dict[Any, Any], path: Path, command: str) -> tuple[str, ...]:
-    """Return the keys of a recipe that are not options of `command`; none if the file is not the recipe of a run."""
+    """Return the keys of a recipe, or of a copy of its options, that are not options of `command`."""
     from xtk.runs.folder import RECIPE_KEYS, identity_in_recipe, is_recipe
 
-    if not is_recipe(content):
-        return ()
-    identity_in_recipe(content, str(path))
-    command_of_run = distill_command(on_policy=content.get("on_policy", content.get("on-policy")) is True)
+    keys: tuple[str, ...] = ()
+    if is_recipe(content):
+        identity_in_recipe(content, str(path))
+        keys = RECIPE_KEYS
+    on_policy = content.get("on_policy", content.get("on-policy"))
+    if on_policy is None:
+        return keys
+    command_of_run = distill_command(on_policy=on_policy is True)
     if command != command_of_run:
         failure = XtkError(f"this recipe is of a run of {command_of_run}: use `xtk {command_of_run} --config {path}`")
         failure.exit_code = EXIT_USAGE
@@ -234,7 +238,7 @@ def _check_recipe(content: dict[Any, Any], path: Path, command: str) -> tuple[st
         {flag(field.name).removeprefix("--") for field, _ in declared_options(DISTILL_COMMANDS[name])}
         for name in ("distill-on-policy", command)
     )
-    return (*RECIPE_KEYS, "on-policy", *(listed - known))
+    return (*keys, "on-policy", *(listed - known))
 
 
 def config_name(parameter: Any) -> str:
