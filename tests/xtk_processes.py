@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -111,6 +112,8 @@ def run_here(
             for stream, file in enumerate(files):
                 os.dup2(file.fileno(), stream)
             os.chdir(cwd or before)
+            held.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # pytest turns them into errors, which a process does not
             status = cli.run_command([str(argument) for argument in arguments])
         finally:
             os.chdir(before)

@@ -141,20 +141,20 @@ def test_scoring_again_finds_changed_values_that_checksums_do_not_show(run, cach
     done = run("cache", "verify", changed)
     assert done.stdout == f"{changed}\n"
     assert "all checksums match; give TEACHER to score documents again" in done.stderr
-    done = run_here("cache", "verify", changed, pair.teacher, code=1)
+    done = run("cache", "verify", changed, pair.teacher, code=1)
     assert "the log-probabilities in this cache differ from those that its teacher computes now" in done.stderr
     assert "where: row " in done.stderr
 
 
-def test_scoring_again_with_another_model_is_refused(caches, pair, tmp_path):
-    done = run_here("cache", "verify", caches["top-k"], pair.student, code=1)
+def test_scoring_again_with_another_model_is_refused(run, caches, pair, tmp_path):
+    done = run("cache", "verify", caches["top-k"], pair.student, code=1)
     assert "has another tokenizer than the teacher that wrote this cache" in done.stderr
     from safetensors.torch import load_file, save_file
 
     other = shutil.copytree(pair.teacher, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    done = run_here("cache", "verify", caches["top-k"], other, code=1)
+    done = run("cache", "verify", caches["top-k"], other, code=1)
     assert "differ from those of the teacher of this cache" in done.stderr
     assert "computes other log-probabilities than the teacher that wrote this cache" in done.stderr
 

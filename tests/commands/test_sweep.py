@@ -268,7 +268,9 @@ def test_lines_of_a_list_can_name_either_command(tmp_path):
     assert [run.command for run in runs] == ["distill-on-policy", "distill-on-policy", "distill", "distill"]
     assert [varied["command"] for varied in varying_options(runs)] == [run.command for run in runs]
     assert [varied["num-generations"] for varied in varying_options(runs)] == ["2", "2", "", ""]
-    with pytest.raises(typer.BadParameter, match="xtk distill refuses the options of the run a: No such option"):
+    with pytest.raises(
+        typer.BadParameter, match="xtk distill refuses the options of the run line 1: a: No such option"
+    ):
         plan_runs(["STUDENT", "DATA"], [("line 1", "--num-generations 2 -o a")], [], tmp_path)
     runs = plan_runs(["STUDENT", "DATA"], [], ["num-generations=2 4"], tmp_path, "distill-on-policy")
     assert [run.distill_options.num_generations for run in runs] == [2, 4]
