@@ -137,7 +137,7 @@ WAYS = ("ce", "byte-kl", "on-policy bpm", "on-policy policy-gradient")
 
 
 def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: Path) -> list[object]:
-    """Return the arguments of `xtk distill STUDENT` for a way: see `--ways`."""
+    """Return the arguments of `xtk distill STUDENT`, or of `distill-on-policy`, for a way: see `--ways`."""
     if way in ("ce", "right answers"):
         return [written if way == "ce" else written.parent / "right.jsonl", "--loss", "ce"]
     losses, *options = way.removeprefix("on-policy ").split()
@@ -145,7 +145,7 @@ def arguments_of(way: str, teacher: Path, written: Path, cache: Path, prompts: P
     if not way.startswith("on-policy "):
         return [cache, *options]
     data = written if "--lmbda" in options else prompts
-    return [data, *options, "--on-policy", "--teacher", f"{teacher}:top_k=all", "--max-completion-length", 6]
+    return [data, *options, "--teacher", f"{teacher}:top_k=all", "--max-completion-length", 6]
 
 
 def main() -> None:
@@ -185,7 +185,8 @@ def main() -> None:
         """Train a student; return its accuracy at the start, at checkpoints and at the end."""
         arguments = arguments_of(name, teacher, written, cache, prompts)
         output = student.parent / "".join(letter if letter.isalnum() else "-" for letter in name)
-        xtk("distill", student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
+        command = "distill-on-policy" if name.startswith("on-policy ") else "distill"
+        xtk(command, student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
             "--save-steps", given.steps // POINTS, "-o", output)  # fmt: skip
         stops = [*(output / f"checkpoint-{step}" for step in steps[1:-1]), output]
         curve = [start, *(accuracy(stop, prompts, Path(f"{output}-answers.jsonl")) for stop in stops)]

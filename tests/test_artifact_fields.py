@@ -113,7 +113,7 @@ def caches(pair, cache, rollouts, folder) -> dict[str, Path]:
         "cache-teacher", pair.teacher, folder / "texts.jsonl", "--support", "top-k+sample", "--precision", "float32",
         "--weight-column", "weight", "--route-column", "route", "-o", folder / "rollouts",
     )  # fmt: skip
-    run_xtk("cache-teacher", "--merge", cache, cache, "-o", folder / "merged")
+    run_xtk("cache", "merge", cache, cache, "-o", folder / "merged")
     return {"packed": cache, "raw": folder / "rollouts", "merged": folder / "merged"}
 
 
@@ -207,7 +207,7 @@ def run_on_policy(pair, folder) -> Path:
     output = folder / "on-policy"
     (folder / "friend.py").write_text(FRIEND)
     run_xtk(
-        "distill", pair.student, folder / "prompts.jsonl", "--teacher", f"{pair.teacher}:top_k=16", "--on-policy",
+        "distill-on-policy", pair.student, folder / "prompts.jsonl", "--teacher", f"{pair.teacher}:top_k=16",
         "--loss", "policy-gradient", "--reward", "regex:pattern=a", "--num-generations", 2, "--max-steps", 4,
         "--steps-per-generation", 2, "--max-completion-length", 8, "--save-steps", 2, "--eval-steps", 2,
         "--eval-data", folder / "prompts.jsonl", "--early-stopping-patience", 5, "--stop", "a", "--environment",
@@ -335,9 +335,19 @@ def test_json_output_and_answers_of_evaluate_are_documented(pair, cache, folder)
         printed_records("evaluate", pair.student, cache, "--compare-to", pair.teacher, "--by-category", "--json")
     )
     answers = printed_records(
-        "evaluate", pair.student, folder / "prompts.jsonl", "--compare-to", pair.teacher, "--reward", "regex:pattern=a",
-        "--max-completion-length", 4, "-o", folder / "answers.jsonl", "--json",
-    )  # fmt: skip
+        "evaluate-answers",
+        pair.student,
+        folder / "prompts.jsonl",
+        "--compare-to",
+        pair.teacher,
+        "--reward",
+        "regex:pattern=a",
+        "--max-completion-length",
+        4,
+        "-o",
+        folder / "answers.jsonl",
+        "--json",
+    )
     found |= {re.sub(r"@\d+", "@n" if "avg" in name else "@k", name) for name in all_keys(answers)}
     found |= all_keys(read_jsonl(folder / "answers.jsonl"))
     found = {name.removesuffix("_error").removesuffix("_difference") for name in found}
@@ -347,7 +357,8 @@ def test_json_output_and_answers_of_evaluate_are_documented(pair, cache, folder)
 @pytest.mark.slow
 def test_json_output_of_other_commands_is_documented(pair, cache, caches, corpus, projection, run_of_caches, folder):
     records = [
-        *printed_records("inspect", cache, "--teacher", pair.teacher, "--json"),
+        *printed_records("inspect", cache, "--json"),
+        *printed_records("cache", "verify", cache, pair.teacher, "--json"),
         *printed_records("inspect", projection, "--json"),
         *printed_records("inspect", run_of_caches, "--verify", "--json"),
         *printed_records("inspect", pair.student, "--json"),
@@ -357,7 +368,7 @@ def test_json_output_of_other_commands_is_documented(pair, cache, caches, corpus
         *printed_records("cache-teacher", pair.teacher, corpus, "--estimate", "-o", folder / "x", "--json"),
         *printed_records("doctor", pair.student, pair.teacher, corpus, "--json", code=None),
         *printed_records("report", run_of_caches, "-o", folder / "page.html", "--json"),
-        *printed_records("cache-teacher", "--merge", cache, cache, "-o", folder / "merged", "--json"),
+        *printed_records("cache", "merge", cache, cache, "-o", folder / "merged", "--json"),
         *printed_records("build-projection", pair.student, pair.teacher, "-o", folder / "p", "--json"),
         *printed_records("export", run_of_caches, "-o", folder / "export-again", "--json"),
     ]

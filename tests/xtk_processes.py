@@ -1,17 +1,22 @@
-"""Running `xtk` in tests: as a new process, or as a fork of a process that has already imported torch and transformers.
+"""Running `xtk` in tests: as a new process, as a fork of a process with torch and transformers, or in this process.
 
-Both are real processes with their own standard streams, working directory and exit code. A fork saves the seven
-seconds of the imports in each of several hundred runs.
+The first two are real processes with their own standard streams, working directory and exit code. A fork saves the
+seven seconds of the imports in each of several hundred runs. `run_here` is for refusals, which end before any work:
+it has the same result without a process, but shows nothing about pipes and signals.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
+from unittest import mock
 
 HEAVY = ["torch", "transformers", "accelerate", "pyarrow", "preloaded_models", "xtk.__main__", "xtk.cli"]
 fork_context = multiprocessing.get_context("forkserver")
@@ -86,3 +91,41 @@ def run_xtk(
     if code is not None:
         assert completed.returncode == code, f"exit code {completed.returncode}\n{completed.stdout}\n{completed.stderr}"
     return completed
+
+
+def run_here(
+    *arguments: object, stdin: str = "", code: int | None = 0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `xtk` in this process, with own standard streams and working directory; else as `run_xtk`."""
+    from xtk import cli, terminal
+
+    before, kept = Path.cwd(), [os.dup(stream) for stream in range(3)]
+    handler = signal.getsignal(signal.SIGTERM)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
+        paths = [Path(folder, name) for name in ("in", "out", "err")]
+        paths[0].write_text(stdin, encoding="utf-8")
+        files = [held.enter_context(path.open("w" if at else "r", encoding="utf-8")) for at, path in enumerate(paths)]
+        for name, file in zip(("stdin", "stdout", "stderr"), files, strict=True):
+            held.enter_context(mock.patch.object(sys, name, file))
+        held.enter_context(mock.patch.object(terminal, "_terminal", type(terminal._terminal)()))
+        try:
+            for stream, file in enumerate(files):
+                os.dup2(file.fileno(), stream)
+            os.chdir(cwd or before)
+            held.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # pytest turns them into errors, which a process does not
+            status = cli.run_command([str(argument) for argument in arguments])
+        finally:
+            os.chdir(before)
+            signal.signal(signal.SIGTERM, handler)
+            if terminal._terminal.results is not None:
+                terminal._terminal.results.close()
+            for stream, file in enumerate(files):
+                if stream:
+                    file.flush()
+                os.dup2(kept[stream], stream)
+                os.close(kept[stream])
+        stdout, stderr = (path.read_text(encoding="utf-8") for path in paths[1:])
+    if code is not None:
+        assert status == code, f"exit code {status}\n{stdout}\n{stderr}"
+    return subprocess.CompletedProcess(["xtk", *map(str, arguments)], status, stdout, stderr)

@@ -17,18 +17,20 @@ from typer.core import TyperGroup
 from xtk import __version__, terminal
 from xtk.commands.align import align
 from xtk.commands.build_projection import build_projection
+from xtk.commands.cache import export_cache, import_cache, merge, verify
 from xtk.commands.cache_teacher import cache_teacher
 from xtk.commands.command_from_options import Command, build_command, short_help
-from xtk.commands.distill import distill
+from xtk.commands.distill import distill, distill_on_policy
 from xtk.commands.doctor import doctor
 from xtk.commands.evaluate import evaluate
+from xtk.commands.evaluate_answers import evaluate_answers
+from xtk.commands.evaluate_tasks import evaluate_tasks
 from xtk.commands.export import export
-from xtk.commands.export_cache import export_cache
-from xtk.commands.import_cache import import_cache
 from xtk.commands.inspect import inspect
 from xtk.commands.prune_projection import prune_projection
 from xtk.commands.query_teacher import query_teacher
 from xtk.commands.quickstart import quickstart
+from xtk.commands.renamed import EXIT_USAGE, renamed_error
 from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
@@ -37,59 +39,78 @@ from xtk.errors import Terminated, XtkError, from_os_error
 from xtk.name_registry import unknown_name_error
 from xtk.subprocesses import REPORTED_ERRORS_VARIABLE
 
-EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
+EXIT_OK, EXIT_INTERRUPTED = 0, 130
 FIRST_PROCESS_HEAD_START_SECONDS = 3
 
 
 # In the order of a workflow, which is the order of the help text.
 COMMANDS: dict[str, Command] = {
-    function.__name__.replace("_", "-"): function
-    for function in (
-        quickstart,
-        build_projection,
-        prune_projection,
-        transplant,
-        cache_teacher,
-        query_teacher,
-        import_cache,
-        export_cache,
-        rollout,
-        distill,
-        sweep,
-        evaluate,
-        report,
-        export,
-        align,
-        inspect,
-        doctor,
-    )
+    "quickstart": quickstart,
+    "build-projection": build_projection,
+    "prune-projection": prune_projection,
+    "transplant": transplant,
+    "cache-teacher": cache_teacher,
+    "query-teacher": query_teacher,
+    "cache merge": merge,
+    "cache import": import_cache,
+    "cache export": export_cache,
+    "cache verify": verify,
+    "rollout": rollout,
+    "distill": distill,
+    "distill-on-policy": distill_on_policy,
+    "sweep": sweep,
+    "evaluate": evaluate,
+    "evaluate-answers": evaluate_answers,
+    "evaluate-tasks": evaluate_tasks,
+    "report": report,
+    "export": export,
+    "align": align,
+    "inspect": inspect,
+    "doctor": doctor,
 }
+GROUPS = {"cache": "Merge, import, export or verify teacher caches."}
 
 
 class LazyCommandGroup(TyperGroup):
-    """The group of commands; the options of a command are read when it is called."""
+    """A group of commands; the options of a command are read when it is called.
+
+    Attributes:
+        prefix: what the names of its commands begin with: `cache ` for `xtk cache`, nothing for `xtk`.
+    """
+
+    prefix = ""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands, in the order of a workflow."""
-        return list(COMMANDS)
+        """Return the names of the commands and groups, in the order of a workflow."""
+        names = [name.removeprefix(self.prefix).partition(" ")[0] for name in COMMANDS if name.startswith(self.prefix)]
+        return list(dict.fromkeys(names))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command with its options, or None if there is no such command."""
-        if cmd_name not in self.commands and cmd_name in COMMANDS:
+        """Return a group, or a command with its options; None if there is no such command."""
+        name = self.prefix + cmd_name
+        if cmd_name not in self.commands and name in COMMANDS:
             # Options that sweep does not have are passed on to distill.
-            built = build_command(COMMANDS[cmd_name], cmd_name, ignore_unknown_options=cmd_name == "sweep")
+            built = build_command(COMMANDS[name], cmd_name, ignore_unknown_options=name == "sweep")
             self.add_command(built, cmd_name)
+        elif cmd_name not in self.commands and name in GROUPS:
+            group = LazyCommandGroup(name=name, help=GROUPS[name], no_args_is_help=True, rich_markup_mode=None)
+            group.prefix = f"{name} "
+            self.add_command(group, cmd_name)
         return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the name of each command and the first line of its docstring."""
+        names = {name: self.prefix + name for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, short_help(function)) for name, function in COMMANDS.items()])
+            formatter.write_dl([
+                (name, GROUPS.get(path) or short_help(COMMANDS[path])) for name, path in names.items()
+            ])  # fmt: skip
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that a command line names."""
-        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            failure = unknown_name_error("command", args[0], COMMANDS)
+        known = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in known:
+            failure = renamed_error(self.prefix + args[0]) or unknown_name_error("command", args[0], known)
             failure.exit_code = EXIT_USAGE
             raise failure
         return super().resolve_command(ctx, args)

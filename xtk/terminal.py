@@ -284,13 +284,16 @@ def _parse_piped_record(line: str) -> dict[str, Any]:
     return record
 
 
+def path_arguments(value: str) -> list[str]:
+    """Return a path of the command line; for `-`, the paths that the previous command printed."""
+    return [value] if value != "-" else [str(record["path"]) for record in piped_records()]
+
+
 def path_argument(value: str) -> str:
     """Return a path of the command line; for `-`, the path that the previous command printed."""
-    if value != "-":
-        return value
-    records = piped_records()
-    if len(records) > 1:
+    paths = path_arguments(value)
+    if len(paths) > 1:
         hint = "pipe a command that prints one path, or give the path itself"
-        what = f"standard input has {len(records)} paths, but the argument - takes one"
+        what = f"standard input has {len(paths)} paths, but the argument - takes one"
         raise XtkError(what, where="argument -", hint=hint)
-    return str(records[0]["path"])
+    return paths[0]

@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 
 from xtk.subprocesses import die_with_parent
 
-OWN_OPTIONS = ("--num-machines", "--machine-rank", "--merge", "--rows", "--force", "--estimate", "--config")
+OWN_OPTIONS = ("--num-machines", "--machine-rank", "--force", "--estimate", "--config")
 EXIT_USAGE = 2
 
 
@@ -68,7 +68,7 @@ def commands(arguments: list[str], output: str, parts: int) -> tuple[list[list[s
             ["cache-teacher", *(argument.replace("{part}", str(part)) for argument in arguments), "-o", cache]
             for part, cache in enumerate(caches)
         ]
-        return scored, ["cache-teacher", "--merge", *caches, "-o", output]
+        return scored, ["cache", "merge", *caches, "-o", output]
     whole = ["cache-teacher", *arguments, "-o", output]
     return [[*whole, "--num-machines", str(parts), "--machine-rank", str(part)] for part in range(parts)], whole
 

@@ -113,7 +113,7 @@ def main() -> None:
             (artifact / "link.txt").symlink_to(work / "secret.txt")
             os.mkfifo(artifact / "fifo")
             commands = [["inspect", artifact], ["inspect", artifact, "--verify"],
-                        ["cache-teacher", "--merge", artifact, "-o", out],
+                        ["cache", "merge", artifact, "-o", out],
                         ["distill", student, artifact, "--max-steps", 1, "-o", out]]  # fmt: skip
         else:
             shutil.copytree(pristine / "run", artifact)

@@ -44,20 +44,20 @@ def test_merge_writes_nothing_outside_of_its_output(run, forged_cache, tmp_path)
     out = tmp_path / "elsewhere" / "out"
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / ".profile").write_text("export PATH")
-    result = run("cache-teacher", "--merge", forged_cache, "-o", out, code=None)
+    result = run("cache", "merge", forged_cache, "-o", out, code=None)
     assert_refused(
         result, "refers to '../.profile', which is not a file of an xtk artifact in the same folder", "manifest.json"
     )
     assert contents(tmp_path / "elsewhere") == {".profile": b"export PATH"}
 
 
-@pytest.mark.parametrize("command", [("inspect",), ("inspect", "--verify"), ("cache-teacher", "--merge")])
+@pytest.mark.parametrize("command", [("inspect",), ("inspect", "--verify"), ("cache", "merge")])
 @pytest.mark.parametrize("name", ["/etc/hostname", "/dev/zero", "../secret.txt", "~/.profile", "a/b.json", ".hidden"])
 def test_manifest_with_paths_or_hidden_names_of_files_is_refused(run, forged_cache, tmp_path, command, name):
     forge(
         forged_cache, lambda manifest: manifest["files"].update({name: checksum_of(forged_cache.parent / "secret.txt")})
     )
-    options = ("-o", tmp_path / "out") if "--merge" in command else ()
+    options = ("-o", tmp_path / "out") if "merge" in command else ()
     assert_refused(run(*command, forged_cache, *options, code=None, timeout=60), f"this file refers to '{name}'")
     assert not (tmp_path / "out").exists()
 
@@ -201,5 +201,5 @@ def test_reused_cache_reports_that_only_file_sizes_were_checked(run, pair, corpu
 def test_merge_refuses_shard_counts_that_contradict_the_cache(run, forged_cache, tmp_path, documents):
     forge(forged_cache, lambda manifest: manifest["shards"][0].update(documents=documents))
     message = "shards[0].documents" if documents == 0 else "its shards have"
-    assert_refused(run("cache-teacher", "--merge", forged_cache, "-o", tmp_path / "out", code=None), message)
+    assert_refused(run("cache", "merge", forged_cache, "-o", tmp_path / "out", code=None), message)
     assert not (tmp_path / "out" / "manifest.json").exists()

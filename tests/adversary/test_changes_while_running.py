@@ -200,7 +200,7 @@ def test_merge_refuses_corrupt_files_of_a_cache(cache, tmp_path, damage):
         content[len(content) // 2] ^= 1
     file.write_bytes(content)
     for order in ((first, second), (second, first)):
-        result = run_xtk("cache-teacher", "--merge", *order, "-o", tmp_path / "out", code=1)
+        result = run_xtk("cache", "merge", *order, "-o", tmp_path / "out", code=1)
         assert f"where: {file}" in result.stderr, result.stderr
         assert not list(Path(tmp_path / "out").glob("manifest.json"))
 

@@ -140,7 +140,7 @@ def test_user_files_among_stored_rollouts_are_kept(run, pair, tmp_path):
     """The files are in the folder of all batches, in one that a checkpoint removes, and in one of the last steps."""
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n} plus {n} is"}) + "\n" for n in range(8)))
-    command = ["distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=8", "--loss",
+    command = ["distill-on-policy", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=8", "--loss",
                "byte-kl", "--max-completion-length", 4, "--max-steps", 3, "--save-steps", 1, "-o", out]  # fmt: skip
     run(*command, "--max-seconds", 0.001, code=75)
     user_files = [
@@ -186,7 +186,17 @@ def test_two_commands_do_not_write_the_same_output_at_once(run, pair, corpus, tm
         run("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "run")
     command = {
         "rollout": ["rollout", pair.student, prompts, "--max-completion-length", 4, "-o", out],
-        "evaluate": ["evaluate", pair.student, prompts, "--reward", "exact", "--max-completion-length", 4, "-o", out],
+        "evaluate": [
+            "evaluate-answers",
+            pair.student,
+            prompts,
+            "--reward",
+            "exact",
+            "--max-completion-length",
+            4,
+            "-o",
+            out,
+        ],
         "export": ["export", tmp_path / "run", "-o", out],
     }[kind]
     with only_writer_of_path(out, "file"):
@@ -265,7 +275,7 @@ sys.exit(main())
     [
         (["align", "STUDENT", "TEACHER", "CORPUS", "--html"], "-o", "xtk.pages.html_page.write_page"),
         (["inspect", "CACHE"], "--html", "xtk.pages.html_page.write_page"),
-        (["export-cache", "CACHE"], "-o", "xtk.importers.cache_export._rows"),
+        (["cache", "export", "CACHE"], "-o", "xtk.importers.cache_export._rows"),
         (["build-projection", "STUDENT", "TEACHER"], "-o", "xtk.projection.file.write_projection"),
         (["prune-projection", "PROJECTION", "--top-k", "1"], "-o", "xtk.projection.file.write_projection"),
     ],

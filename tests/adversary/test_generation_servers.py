@@ -126,7 +126,7 @@ def test_weights_without_the_output_head_of_a_tied_student_are_refused(students)
 def train(student: Path, teacher: Path, tmp_path: Path, server: ServerProcess, code: int) -> str:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"Anna has {n} apples and"}) + "\n" for n in range(6)))
-    result = run_xtk("distill", student, data, "--on-policy", "--teacher", f"{teacher}:top_k=16",
+    result = run_xtk("distill-on-policy", student, data, "--teacher", f"{teacher}:top_k=16",
                      "--rollout-backend", "server", "--rollout-server", server.url, "--temperature", 1,
                      "--loss", "reverse-kl", "--loss", "policy-gradient", "--per-device-train-batch-size", 3,
                      "--max-completion-length", 8, "--max-steps", 3, "--learning-rate", "1e-2", "--warmup-steps", 0,

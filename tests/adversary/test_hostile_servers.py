@@ -351,18 +351,18 @@ def test_resumed_output_file_refuses_answers_of_another_model(query_teacher, tmp
 )
 def test_service_whose_first_answers_cannot_be_used_is_paid_for_three(query_teacher, tmp_path, model, why):
     result = query_teacher(model, "--concurrency", 1, num_prompts=9, kind="invalid", code=1)
-    assert "import-cache can use none of the first 3 answers" in " ".join(result.stderr.split())
+    assert "cache import can use none of the first 3 answers" in " ".join(result.stderr.split())
     assert why in " ".join(result.stderr.split())
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 3
 
 
 def test_answers_that_a_filter_has_cut_do_not_become_training_text(query_teacher, run, tmp_path):
     result = query_teacher("filtered", "--concurrency", 1, num_prompts=5, kind="invalid")
-    assert "import-cache cannot use 2 of 5 new answers; the first: document 1: a filter of the service" in result.stderr
-    refused = run("import-cache", tmp_path / "answers.jsonl", "-o", tmp_path / "cache", code=1)
+    assert "cache import cannot use 2 of 5 new answers; the first: document 1: a filter of the service" in result.stderr
+    refused = run("cache", "import", tmp_path / "answers.jsonl", "-o", tmp_path / "cache", code=1)
     assert "finish_reason content_filter" in " ".join(refused.stderr.split())
     assert not (tmp_path / "cache").exists()
-    run("import-cache", tmp_path / "answers.jsonl", "--skip-invalid", "-o", tmp_path / "cache")
+    run("cache", "import", tmp_path / "answers.jsonl", "--skip-invalid", "-o", tmp_path / "cache")
     assert run("inspect", tmp_path / "cache", "--json").stdout.count("content_filter") == 0
     assert [one.document.text for one in TeacherCache(tmp_path / "cache")] == ["0 + 5?17", "2 + 5?17", "4 + 5?17"]
 

@@ -72,14 +72,14 @@ def commands(pair, corpus, cache, projection, inputs) -> dict[str, Command]:
             is_complete=has_manifest
         ),
         "merge": Command(
-            ["cache-teacher", "--merge", cache, inputs / "more", "--rows", "3:60"], is_complete=has_manifest
+            ["cache", "merge", cache, inputs / "more", "--rows", "3:60"], is_complete=has_manifest
         ),
         "rollout": Command(["rollout", student, prompts, *sampling], name="out.jsonl"),
         "distill": Command(
             ["distill", student, cache, "--projection", projection, *TRAINING], is_complete=is_finished
         ),
         "on-policy": Command(
-            ["distill", student, prompts, "--on-policy", "--teacher", teacher, *sampling, *TRAINING],
+            ["distill-on-policy", student, prompts, "--teacher", teacher, *sampling, *TRAINING],
             is_complete=is_finished
         ),
         "export": Command(["export", run, "--max-shard-size", "60KB"], is_complete=is_finished),

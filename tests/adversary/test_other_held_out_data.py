@@ -104,7 +104,7 @@ def test_sweep_does_not_average_runs_with_different_held_out_data(pair, data, tm
 def test_on_policy_steps_log_no_cross_entropy(pair, tmp_path):
     rows = [{"prompt": f"{name} has 12 apples and", "completion": " gives 2."} for name in ("Anna", "Bert", "Clara")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_xtk("distill", pair.student, tmp_path / "prompts.jsonl", "--teacher", f"{pair.teacher}:top_k=16", "--on-policy",
+    run_xtk("distill-on-policy", pair.student, tmp_path / "prompts.jsonl", "--teacher", f"{pair.teacher}:top_k=16",
             "--loss", "ce", "--loss", "byte-kl", "--lmbda", 0.5, "--per-device-train-batch-size", 2, "--max-steps", 8,
             "--max-completion-length", 6, "--logging-steps", 1, "-o", tmp_path / "out")  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")

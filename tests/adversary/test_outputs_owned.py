@@ -45,7 +45,7 @@ def commands(run, pair, corpus, cache, projection, finished_run, tmp_path_factor
     """Return the arguments of every command that writes, without the output path."""
     return {
         "cache-teacher": ("cache-teacher", pair.teacher, corpus, "--top-k", 4),
-        "merge": ("cache-teacher", "--merge", cache),
+        "merge": ("cache", "merge", cache),
         "distill": ("distill", pair.student, cache, "--loss", "ce", "--max-steps", 1),
         "export": ("export", finished_run),
         "sweep": ("sweep", pair.student, cache, "--loss", "ce", "--max-steps", 1, "--vary", "seed=0"),

@@ -54,7 +54,7 @@ def test_on_policy_step_uses_each_completion_once(pair, tmp_path):
     rows = [{"prompt": f"{name} has 12 apples and", "completion": " gives 2."} for name in ("Anna", "Bert", "Clara")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = run_xtk(
-        "distill", pair.student, tmp_path / "prompts.jsonl", "--teacher", f"{pair.teacher}:top_k=16", "--on-policy",
+        "distill-on-policy", pair.student, tmp_path / "prompts.jsonl", "--teacher", f"{pair.teacher}:top_k=16",
         "--per-device-train-batch-size", 16, "--num-generations", 2, "--max-completion-length", 6, "--max-steps", 2,
         "--logging-steps", 1, "-o", tmp_path / "out",
     )  # fmt: skip

@@ -229,7 +229,7 @@ def test_corrupt_shards_in_a_remote_folder_are_found(packed, tmp_path, protocol)
 
 
 def test_corrupt_shard_of_an_unfinished_merge_is_rewritten(packed, raw, run, tmp_path):
-    run("cache-teacher", "--merge", packed, "--rows", "1:", "-o", tmp_path / "merged")
+    run("cache", "merge", packed, "--rows", "1:", "-o", tmp_path / "merged")
     expected = contents(tmp_path / "merged")
     output = small_caches.copy_without_manifest(tmp_path / "merged", tmp_path / "again")
     for file in (shard_file_name(0), shard_file_name(1)):
@@ -237,7 +237,7 @@ def test_corrupt_shard_of_an_unfinished_merge_is_rewritten(packed, raw, run, tmp
         content[100] ^= 1
         (output / file).unlink()  # a link: the input has the same file
         (output / file).write_bytes(content)
-    run("cache-teacher", "--merge", packed, "--rows", "1:", "-o", output)
+    run("cache", "merge", packed, "--rows", "1:", "-o", output)
     assert contents(output) == expected
     run("inspect", output, "--verify")
 
@@ -254,7 +254,7 @@ def test_shard_truncated_while_it_is_read_is_named(packed, tmp_path):
 
 
 def test_shard_position_refers_to_the_cache_it_was_written_for(packed, run, tmp_path):
-    run("cache-teacher", "--merge", packed, "--rows", "1:", "-o", tmp_path / "cut")
+    run("cache", "merge", packed, "--rows", "1:", "-o", tmp_path / "cut")
     documents = TeacherCache(packed).manifest["shards"][0]["documents"]
     assert open_verified_shard(tmp_path / "cut" / shard_file_name(0), "cut").position == ShardPosition(
         0, 1, documents - 1

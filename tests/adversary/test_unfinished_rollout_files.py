@@ -25,7 +25,7 @@ def killed_run(pair, tmp_path_factory) -> tuple[list[object], Path]:
     folder = tmp_path_factory.mktemp("rounds")
     prompts = write_jsonl(folder / "prompts.jsonl", [f"{n} plus {n} is" for n in range(12)])
     arguments = [
-        "distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=16", "--loss", "byte-kl",
+        "distill-on-policy", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", "--loss", "byte-kl",
         "--max-completion-length", 12, "--steps-per-generation", 2, "--max-steps", 10, "--save-steps", 3,
         "--save-total-limit", 9, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4,
         "-o",

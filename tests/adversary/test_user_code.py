@@ -206,7 +206,7 @@ def test_columns_of_a_wrong_type_are_an_error_that_names_them(row, message):
 def test_row_with_a_column_of_a_wrong_type_is_named(run, pair, tmp_path):
     rows = [{"prompt": "One", "test_list": ["assert f() == 1"]}, {"prompt": "Two", "test_list": 5}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = run("evaluate", pair.student, "p.jsonl", "--reward", "tests", code=1, cwd=tmp_path)
+    result = run("evaluate-answers", pair.student, "p.jsonl", "--reward", "tests", code=1, cwd=tmp_path)
     assert "the column test_list has 5" in result.stderr
     assert "row 1 of the data" in result.stderr
     assert "Traceback" not in result.stderr

@@ -194,12 +194,12 @@ def test_caches_of_one_named_teacher_can_be_merged(run, pair, teacher, tmp_path)
         return tmp_path / name
 
     parts = [write("a", TEXTS[:5], "org/Judge"), write("b", TEXTS[5:], "org/Judge")]
-    run("cache-teacher", "--merge", *parts, "-o", tmp_path / "whole")
+    run("cache", "merge", *parts, "-o", tmp_path / "whole")
     assert [row.document.text for row in xtk.TeacherCache(tmp_path / "whole")] == TEXTS
     assert xtk.TeacherCache(parts[0]).header["teacher"]["name"] == "org/Judge"
     others = [write("c", TEXTS[:5], "other"), write("d", TEXTS[:5], ""), write("e", TEXTS[5:], "")]
     for caches in ((parts[0], others[0]), (others[1], others[2])):
-        result = run("cache-teacher", "--merge", *caches, "-o", tmp_path / "no", code=1)
+        result = run("cache", "merge", *caches, "-o", tmp_path / "no", code=1)
         assert "they differ in teacher" in result.stderr
     writer = xtk.CacheWriter(parts[0], pair.teacher, name="org/Judge", exist_ok=True)
     for text in TEXTS[:5]:

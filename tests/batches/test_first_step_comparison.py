@@ -159,7 +159,7 @@ def test_cache_prints_the_bits_per_byte_of_its_teacher_also_after_merging_and_sl
     assert json.loads(made.stdout)["teacher_bits_per_byte"] == pytest.approx(level, abs=2e-6)
     for rows in ("", "1:7"):
         parts = ("--rows", rows) if rows else ()
-        run("cache-teacher", "--merge", tmp_path / "cache", *parts, "-o", tmp_path / f"part{rows[:1]}")
+        run("cache", "merge", tmp_path / "cache", *parts, "-o", tmp_path / f"part{rows[:1]}")
     described = json.loads(run("inspect", tmp_path / "part", "--json").stdout)["statistics"]
     assert described["teacher_bits_per_byte"] == pytest.approx(level, abs=2e-6)
     some = small_inputs.write_jsonl(tmp_path / "some.jsonl", TEXTS[1:7])

@@ -61,7 +61,7 @@ def folder(run, pair, tmp_path_factory) -> Path:
     }
     for name, arguments in cache_arguments.items():
         run("cache-teacher", *arguments, "-o", f"c-{name}", cwd=folder)
-    run("cache-teacher", "--merge", "c-head", "c-tail", "-o", "c-merged", cwd=folder)
+    run("cache", "merge", "c-head", "c-tail", "-o", "c-merged", cwd=folder)
     return folder
 
 

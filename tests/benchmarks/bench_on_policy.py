@@ -126,7 +126,7 @@ def memory_row(folder: Path) -> tuple[str, str, str]:
                                "-o", rollouts)  # fmt: skip
     score_gib = peak_memory("cache-teacher", teacher, rollouts, "--top-k", 32, "-o", folder / "r")
     train_gib = peak_memory("distill", student, folder / "r", "--loss", "byte-kl", *batch, "-o", folder / "one")
-    peak_gib = peak_memory("distill", student, prompts, "--on-policy", "--teacher", f"{teacher}:top_k=32",
+    peak_gib = peak_memory("distill-on-policy", student, prompts, "--teacher", f"{teacher}:top_k=32",
                            "--loss", "byte-kl", "--max-completion-length", TOKENS, "--max-steps", 2, *batch,
                            "-o", folder / "round")  # fmt: skip
     phase_gib = max(generate_gib, score_gib, train_gib)

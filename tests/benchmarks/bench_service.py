@@ -94,7 +94,7 @@ def main() -> None:
     for mode, data in (("echo", "train.jsonl"), ("text", "completions.jsonl")):
         for name, more in (("bytes", []), ("ids", ["--tokenizer", teacher])):
             path = folder / f"{mode}-{name}"
-            imported = xtk("import-cache", folder / f"{mode}.jsonl", *more, "--skip-invalid", "--force", "-o", path)
+            imported = xtk("cache", "import", folder / f"{mode}.jsonl", *more, "--skip-invalid", "--force", "-o", path)
             skipped.append(imported["invalid_rows"])
         if mode == "text":
             cache = TeacherCache(folder / "text-ids")

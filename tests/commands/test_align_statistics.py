@@ -13,6 +13,7 @@ import small_inputs
 from rich.console import Console
 from rich.table import Table
 from test_bad_input import assert_refused
+from xtk_processes import run_here
 
 from xtk.terminal_tables import print_wide
 from xtk.text.tokenizer import Tokenizer
@@ -123,7 +124,7 @@ def test_statistics_of_piped_data_and_of_a_single_text(run, pair, data):
     alone = json.loads(run("align", pair.student, pair.teacher, "Anna has 123", "--stats", "--json", "-q").stdout)
     assert (alone["documents"], alone["bytes"]) == (1, 12)
     assert_refused(
-        run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before the |"
+        run_here("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before the |"
     )
 
 
@@ -214,23 +215,25 @@ def test_the_page_is_written_to_the_output_path_and_replaces_nothing_else(run, p
     assert run(*arguments, cwd=tmp_path).stdout == "sub/no-ending\n"
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
     assert_refused(
-        run(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page that was made from other inputs", "--force"
+        run_here(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page that was made from other inputs", "--force"
     )
     assert path.read_bytes() == before[0]
     run(*arguments, "--limit", 2, "--force", cwd=tmp_path)
     assert path.read_bytes() != before[0]
     path.write_text("my notes")
-    assert_refused(run(*arguments, cwd=tmp_path, code=None), "an existing file", "use another output path (-o)")
-    assert_refused(run(*arguments[:-1], tmp_path / "sub", cwd=tmp_path, code=None), "this path is a folder")
+    assert_refused(run_here(*arguments, cwd=tmp_path, code=None), "an existing file", "use another output path (-o)")
+    assert_refused(run_here(*arguments[:-1], tmp_path / "sub", cwd=tmp_path, code=None), "this path is a folder")
     assert path.read_text() == "my notes"
 
 
 @pytest.mark.parametrize("arguments", [("--html",), ("-o", "p.html"), ("--html", "-o", "p.html", "--limit", "-1")])
-def test_invalid_page_options_are_refused(run, pair, tmp_path, arguments):
-    done = run("align", pair.student, pair.teacher, "text", *arguments, cwd=tmp_path, code=2)
+def test_invalid_page_options_are_refused(pair, tmp_path, arguments):
+    done = run_here("align", pair.student, pair.teacher, "text", *arguments, cwd=tmp_path, code=2)
     assert done.stdout == ""
     assert not any(tmp_path.iterdir())
-    assert_refused(run("align", pair.student, pair.teacher, "x", "--order", "frist", cwd=tmp_path, code=None), "first")
+    assert_refused(
+        run_here("align", pair.student, pair.teacher, "x", "--order", "frist", cwd=tmp_path, code=None), "first"
+    )
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import small_inputs
+from xtk_processes import run_here
 
 from xtk.subprocesses import SignalForwarder
 
@@ -30,43 +31,45 @@ def copy(folder: Path, target: Path) -> Path:
     return Path(shutil.copytree(folder, target))
 
 
-def test_build_projection_refuses_a_slow_tokenizer(run, pair, tmp_path):
+def test_build_projection_refuses_a_slow_tokenizer(pair, tmp_path):
     slow = copy(pair.student, tmp_path / "slow")
     (slow / "tokenizer.json").rename(slow / "vocab.txt")
-    done = run("build-projection", slow, pair.teacher, "-o", "p", cwd=tmp_path, code=None)
+    done = run_here("build-projection", slow, pair.teacher, "-o", "p", cwd=tmp_path, code=None)
     assert_refused(done, "only a slow tokenizer", str(slow), "try:")
     assert not (tmp_path / "p").exists()
 
 
-def test_cache_teacher_refuses_a_model_folder_without_a_tokenizer(run, pair, corpus, tmp_path):
+def test_cache_teacher_refuses_a_model_folder_without_a_tokenizer(pair, corpus, tmp_path):
     bare = copy(pair.teacher, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     assert_refused(
-        run("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None),
+        run_here("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None),
         "this folder has no tokenizer.json",
         "try:",
     )
     assert not (tmp_path / "c").exists()
 
 
-def test_cache_teacher_refuses_a_tokenizer_folder_without_a_model(run, pair, corpus, tmp_path):
+def test_cache_teacher_refuses_a_tokenizer_folder_without_a_model(pair, corpus, tmp_path):
     bare = small_inputs.make_teacher_tokenizer(tmp_path / "tokenizer")
     assert_refused(
-        run("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None), "the folder contains no model"
+        run_here("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None), "the folder contains no model"
     )
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
-def test_cache_teacher_refuses_an_empty_corpus(run, pair, tmp_path, content):
+def test_cache_teacher_refuses_an_empty_corpus(pair, tmp_path, content):
     (tmp_path / "empty.jsonl").write_text(content)
-    assert_refused(run("cache-teacher", pair.teacher, "empty.jsonl", "-o", "c", cwd=tmp_path, code=None), "empty.jsonl")
+    assert_refused(
+        run_here("cache-teacher", pair.teacher, "empty.jsonl", "-o", "c", cwd=tmp_path, code=None), "empty.jsonl"
+    )
     assert not (tmp_path / "c").exists()
 
 
 def test_cache_teacher_counts_documents_longer_than_the_teachers_context(run, pair, tmp_path):
     texts = [*small_inputs.sentences(3), "many words " * 300]
     corpus = small_inputs.write_jsonl(tmp_path / "long.jsonl", texts)
-    done = run("cache-teacher", pair.teacher, corpus, "-o", "c", cwd=tmp_path, code=None)
+    done = run_here("cache-teacher", pair.teacher, corpus, "-o", "c", cwd=tmp_path, code=None)
     assert_refused(done, "1 of 4 documents", "256 tokens", "--long-documents")
     assert not (tmp_path / "c").exists()
     for policy, documents in (("skip", 3), ("truncate", 4)):
@@ -96,7 +99,7 @@ def test_the_parts_of_a_split_document_concatenate_to_its_text(run, pair, tmp_pa
 def test_distill_counts_documents_longer_than_the_students_context(run, pair, cache, projection, tmp_path):
     short = small_inputs.make_student(tmp_path / "short", context=24)
     arguments = ("distill", short, cache, "--projection", projection, "--max-steps", 1)
-    done = run(*arguments, "-o", "out", cwd=tmp_path, code=None)
+    done = run_here(*arguments, "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "40 documents have more tokens than the limit of 24", "--long-documents")
     assert not (tmp_path / "out").exists()
     done = run(*arguments, "--long-documents", "truncate", "-o", "cut", cwd=tmp_path)
@@ -105,14 +108,14 @@ def test_distill_counts_documents_longer_than_the_students_context(run, pair, ca
 
 def test_distill_refuses_a_projection_for_another_teacher(run, pair, cache, metaspace, tmp_path):
     run("build-projection", pair.student, metaspace, "-o", "p", cwd=tmp_path)
-    done = run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
+    done = run_here("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "built for another teacher", str(cache), "xtk build-projection")
     assert not (tmp_path / "out").exists()
 
 
 def test_distill_refuses_a_projection_for_another_student(run, pair, cache, metaspace, tmp_path):
     run("build-projection", metaspace, pair.teacher, "-o", "p", cwd=tmp_path)
-    done = run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
+    done = run_here("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "built for another student")
 
 
@@ -132,36 +135,36 @@ def test_a_projection_depends_on_special_tokens_but_not_on_the_chat_template(run
     steps = ("--max-steps", 1)
     run("distill", pair.student, cache, "--projection", "p", "-o", "out", *steps, cwd=tmp_path)
     eos = copy_with_other_eos(pair.teacher, tmp_path / "eos")
-    assert_refused(run(*build, eos, "-o", "p", cwd=tmp_path, code=None), "different teacher", "--force")
+    assert_refused(run_here(*build, eos, "-o", "p", cwd=tmp_path, code=None), "different teacher", "--force")
     run(*build, eos, "-o", "p2", cwd=tmp_path)
-    done = run("prune-projection", "p", "--merge", "p2=0.5", "-o", "p3", cwd=tmp_path, code=None)
+    done = run_here("prune-projection", "p", "--merge", "p2=0.5", "-o", "p3", cwd=tmp_path, code=None)
     assert_refused(done, "different teacher tokenizers", "eos")
     student = copy_with_other_eos(pair.student, tmp_path / "student")
-    done = run("distill", student, cache, "--projection", "p", "-o", "out2", *steps, cwd=tmp_path, code=None)
+    done = run_here("distill", student, cache, "--projection", "p", "-o", "out2", *steps, cwd=tmp_path, code=None)
     assert_refused(done, "built for another student", "eos")
 
 
-def test_forward_kl_needs_a_teacher_with_the_students_tokenizer(run, pair, cache, tmp_path):
-    done = run("distill", pair.student, cache, "--loss", "forward-kl", "-o", "out", cwd=tmp_path, code=None)
+def test_forward_kl_needs_a_teacher_with_the_students_tokenizer(pair, cache, tmp_path):
+    done = run_here("distill", pair.student, cache, "--loss", "forward-kl", "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "the loss forward-kl needs a teacher with the student's tokenizer", "--loss byte-kl")
 
 
-def test_distill_refuses_a_cache_without_its_tokenizer(run, pair, cache, tmp_path):
+def test_distill_refuses_a_cache_without_its_tokenizer(pair, cache, tmp_path):
     broken = copy(cache, tmp_path / "broken")
     (broken / "tokenizer.json").unlink()
-    done = run("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
+    done = run_here("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "the teacher's tokenizer cannot be loaded from the cache", str(broken), "--projection")
 
 
-def test_distill_refuses_a_cache_with_a_replaced_tokenizer(run, pair, cache, tmp_path):
+def test_distill_refuses_a_cache_with_a_replaced_tokenizer(pair, cache, tmp_path):
     broken = copy(cache, tmp_path / "broken")
     (broken / "tokenizer.json").write_bytes((pair.student / "tokenizer.json").read_bytes())
-    done = run("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
+    done = run_here("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "does not match its checksum in the manifest", str(broken))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
-def test_distill_and_inspect_name_a_corrupt_shard(run, pair, cache, projection, tmp_path, damage):
+def test_distill_and_inspect_name_a_corrupt_shard(pair, cache, projection, tmp_path, damage):
     broken = copy(cache, tmp_path / "broken")
     shard = broken / "shard-00001.arrow"
     raw = bytearray(shard.read_bytes())
@@ -171,22 +174,22 @@ def test_distill_and_inspect_name_a_corrupt_shard(run, pair, cache, projection, 
         "changed": lambda: shard.write_bytes(bytes(raw)),
         "missing": shard.unlink,
     }[damage]()
-    done = run("distill", pair.student, broken, "--projection", projection, "-o", "out", cwd=tmp_path, code=None)
+    done = run_here("distill", pair.student, broken, "--projection", projection, "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "shard-00001.arrow", "try:")
     assert not (tmp_path / "out" / "config.json").exists()
-    assert_refused(run("inspect", "--verify", broken, code=None), "shard-00001.arrow")
+    assert_refused(run_here("inspect", "--verify", broken, code=None), "shard-00001.arrow")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed"])
-def test_a_corrupt_projection_is_refused(run, pair, cache, projection, tmp_path, damage):
+def test_a_corrupt_projection_is_refused(pair, cache, projection, tmp_path, damage):
     raw = bytearray(projection.read_bytes())
     raw[-40] ^= 1
     (tmp_path / "p").write_bytes(raw[:-100] if damage == "truncated" else raw)
     assert_refused(
-        run("prune-projection", "p", "--top-k", 1, "-o", "p1", cwd=tmp_path, code=None), "projection", "where: p"
+        run_here("prune-projection", "p", "--top-k", 1, "-o", "p1", cwd=tmp_path, code=None), "projection", "where: p"
     )
     assert_refused(
-        run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None), "where: p"
+        run_here("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None), "where: p"
     )
     assert not (tmp_path / "p1").exists()
 
@@ -199,10 +202,10 @@ def test_a_student_with_fewer_embedding_rows_than_tokens_is_refused(run, pair, c
     model.resize_token_embeddings(600)
     model.save_pretrained(small)
     run("build-projection", small, pair.teacher, "-o", "p", cwd=tmp_path)
-    done = run("distill", small, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
+    done = run_here("distill", small, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "embedding has only 600 rows", "640 tokens")
     assert not (tmp_path / "out").exists()
-    assert_refused(run("evaluate", small, "-", stdin="some text", code=None), "embedding has only 600 rows")
+    assert_refused(run_here("evaluate", small, "-", stdin="some text", code=None), "embedding has only 600 rows")
 
 
 @pytest.mark.parametrize(
@@ -217,9 +220,9 @@ def test_a_student_with_fewer_embedding_rows_than_tokens_is_refused(run, pair, c
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_a_dash_argument_with_an_empty_stdin_is_refused(run, pair, tmp_path, arguments):
+def test_a_dash_argument_with_an_empty_stdin_is_refused(pair, tmp_path, arguments):
     paths = {"STUDENT": pair.student, "TEACHER": pair.teacher}
-    done = run(*(paths.get(word, word) for word in arguments), cwd=tmp_path, stdin="", code=None)
+    done = run_here(*(paths.get(word, word) for word in arguments), cwd=tmp_path, stdin="", code=None)
     assert_refused(done, "standard input is empty: the command before the | probably failed")
     assert not any(tmp_path.iterdir())
 
@@ -234,16 +237,18 @@ def test_an_error_found_by_all_processes_is_printed_once(run, pair, cache, proje
     assert not (tmp_path / "out").exists()
 
 
-def test_truncated_weights_are_refused(run, pair, corpus, tmp_path):
+def test_truncated_weights_are_refused(pair, corpus, tmp_path):
     broken = copy(pair.teacher, tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert_refused(
-        run("cache-teacher", broken, corpus, "-o", "c", cwd=tmp_path, code=None), "weights cannot be read", str(broken)
+        run_here("cache-teacher", broken, corpus, "-o", "c", cwd=tmp_path, code=None),
+        "weights cannot be read",
+        str(broken),
     )
 
 
-def test_an_output_folder_with_other_files_is_refused_even_with_force(run, pair, corpus, cache, projection, tmp_path):
+def test_an_output_folder_with_other_files_is_refused_even_with_force(pair, corpus, cache, projection, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").write_text("mine")
     for arguments in (
@@ -253,7 +258,7 @@ def test_an_output_folder_with_other_files_is_refused_even_with_force(run, pair,
         ("build-projection", pair.student, pair.teacher),
     ):
         for force in ((), ("--force",)) if arguments[0] != "quickstart" else ((),):
-            done = run(*arguments, "-o", "notes", *force, cwd=tmp_path, code=None)
+            done = run_here(*arguments, "-o", "notes", *force, cwd=tmp_path, code=None)
             assert_refused(done, "notes")
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["diary.txt"]
 
@@ -266,12 +271,14 @@ def test_missing_and_corrupt_shards_are_rewritten(run, pair, corpus, cache, tmp_
     assert same_files(cache, broken)
 
 
-def test_force_keeps_the_old_cache_if_the_teacher_cannot_be_loaded(run, pair, corpus, cache, tmp_path):
+def test_force_keeps_the_old_cache_if_the_teacher_cannot_be_loaded(pair, corpus, cache, tmp_path):
     kept = copy(cache, tmp_path / "kept")
     broken = copy(pair.teacher, tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert_refused(run("cache-teacher", broken, corpus, "-o", kept, "--force", code=None), "weights cannot be read")
+    assert_refused(
+        run_here("cache-teacher", broken, corpus, "-o", kept, "--force", code=None), "weights cannot be read"
+    )
     assert same_files(cache, kept)
 
 
@@ -283,18 +290,20 @@ def test_a_moved_model_folder_counts_as_the_same_model(run, pair, corpus, cache,
     run("build-projection", pair.student, moved, "-o", projection)
 
 
-def test_an_unknown_model_type_is_refused(run, pair, corpus, tmp_path):
+def test_an_unknown_model_type_is_refused(pair, corpus, tmp_path):
     unknown = copy(pair.teacher, tmp_path / "unknown")
     (unknown / "config.json").write_text('{"model_type": "nobody-knows-this"}')
     assert_refused(
-        run("cache-teacher", unknown, corpus, "-o", tmp_path / "c", code=None), "cannot load the model", str(unknown)
+        run_here("cache-teacher", unknown, corpus, "-o", tmp_path / "c", code=None),
+        "cannot load the model",
+        str(unknown),
     )
 
 
-def test_an_output_folder_that_is_an_input_is_refused(run, pair, cache, projection, tmp_path):
+def test_an_output_folder_that_is_an_input_is_refused(pair, cache, projection, tmp_path):
     student = copy(pair.student, tmp_path / "student")
     for force in ((), ("--force",)):
-        done = run("distill", student, cache, "--projection", projection, "-o", student, *force, code=None)
+        done = run_here("distill", student, cache, "--projection", projection, "-o", student, *force, code=None)
         assert_refused(done, "the output folder is one of the inputs")
     assert (student / "model.safetensors").is_file()
 
@@ -339,7 +348,7 @@ def small_disk(tmp_path):
 def test_cache_teacher_continues_after_a_full_disk_and_leaves_no_partial_files(run, pair, corpus, small_disk, tmp_path):
     options = ("--top-k", 64, "--shard-tokens", 300, "--precision", "float32")
     arguments = ("cache-teacher", pair.teacher, corpus, *options, "-o", small_disk / "c")
-    done = run(*arguments, code=None)
+    done = run_here(*arguments, code=None)
     assert_refused(done, "the disk is full", "run the same command again")
     names = {path.name for path in (small_disk / "c").iterdir()}
     assert names
@@ -351,10 +360,10 @@ def test_cache_teacher_continues_after_a_full_disk_and_leaves_no_partial_files(r
     assert same_files(small_disk / "c", tmp_path / "c")
 
 
-def test_build_projection_leaves_no_file_on_a_full_disk(run, pair, small_disk):
+def test_build_projection_leaves_no_file_on_a_full_disk(pair, small_disk):
     (small_disk / "ballast").write_bytes(bytes(195_000))
     assert_refused(
-        run("build-projection", pair.student, pair.teacher, "-o", small_disk / "p", code=None), "the disk is full"
+        run_here("build-projection", pair.student, pair.teacher, "-o", small_disk / "p", code=None), "the disk is full"
     )
     assert [path.name for path in small_disk.iterdir()] == ["ballast"]
 
@@ -456,27 +465,30 @@ def test_evaluate_refuses_an_unfinished_run_but_reads_its_checkpoint(run, pair, 
     shutil.copytree(pair.student, unfinished / "checkpoint-4")
     (unfinished / "checkpoint-12").mkdir()
     (unfinished / "recipe.json").write_text('{"losses": [], "inputs": {}}')
-    done = run("evaluate", "run", corpus, cwd=tmp_path, code=None)
+    done = run_here("evaluate", "run", corpus, cwd=tmp_path, code=None)
     assert_refused(done, "this run is not finished", "run/checkpoint-12, or")
     run("evaluate", "run/checkpoint-4", corpus, cwd=tmp_path)
 
 
-def test_models_and_runs_are_refused_as_data(run, pair, corpus, tmp_path):
+def test_models_and_runs_are_refused_as_data(pair, corpus, tmp_path):
     assert_refused(
-        run("evaluate", pair.student, corpus, pair.teacher, code=None), "a model folder, not data", str(pair.teacher)
+        run_here("evaluate", pair.student, corpus, pair.teacher, code=None),
+        "a model folder, not data",
+        str(pair.teacher),
     )
     assert_refused(
-        run("cache-teacher", pair.teacher, pair.student, "-o", "c", cwd=tmp_path, code=None), "a model folder, not data"
+        run_here("cache-teacher", pair.teacher, pair.student, "-o", "c", cwd=tmp_path, code=None),
+        "a model folder, not data",
     )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.json").write_text("{}")
     assert_refused(
-        run("evaluate", pair.student, "run", cwd=tmp_path, code=None),
+        run_here("evaluate", pair.student, "run", cwd=tmp_path, code=None),
         "a run folder of xtk distill, not data",
         "where: run",
     )
 
 
-def test_a_folder_is_refused_as_a_projection(run, pair, cache, tmp_path):
-    done = run("distill", pair.student, cache, "--projection", tmp_path, "-o", "out", cwd=tmp_path, code=None)
+def test_a_folder_is_refused_as_a_projection(pair, cache, tmp_path):
+    done = run_here("distill", pair.student, cache, "--projection", tmp_path, "-o", "out", cwd=tmp_path, code=None)
     assert_refused(done, "a projection must be a file", str(tmp_path), "build-projection")

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from cache.reference_packed_codec import ReferenceDecoder
+from xtk_processes import run_here
 
 from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_logprobs import SUPPORTS, make_support
@@ -122,8 +123,8 @@ def test_the_default_support_is_top_k_plus_sample(run, pair, corpus, tmp_path):
         (["--support", "sample", "--num-sample-sets", 0], "'--num-sample-sets'"),
     ],
 )
-def test_invalid_support_options_are_refused(run, pair, corpus, tmp_path, arguments, message):
-    done = run("cache-teacher", pair.teacher, corpus, *arguments, "-o", tmp_path / "c", code=None)
+def test_invalid_support_options_are_refused(pair, corpus, tmp_path, arguments, message):
+    done = run_here("cache-teacher", pair.teacher, corpus, *arguments, "-o", tmp_path / "c", code=None)
     assert done.returncode in (1, 2)
     assert message in done.stderr
     assert not (tmp_path / "c").exists()
@@ -196,7 +197,7 @@ def test_candidate_ids_are_scored_in_addition_to_the_observed_tokens(run, pair, 
     run("cache-teacher", pair.teacher, "-", "--support", "candidates", "-o", tmp_path / "c", stdin=line + "\n")
     estimate = ("cache-teacher", pair.teacher, "-", "--support", "candidates", "--estimate", "-o", tmp_path / "e")
     assert json.loads(run(*estimate, "--json", stdin=line + "\n").stdout)["positions"] == len(ids) - 1
-    assert "needs the column candidate_ids" in run(*estimate, stdin='{"text": "Anna"}\n', code=1).stderr
+    assert "needs the column candidate_ids" in run_here(*estimate, stdin='{"text": "Anna"}\n', code=1).stderr
     row = TeacherCache(tmp_path / "c").read_document(0)
     assert row.tokens.ids.tolist() == ids
     ids_by_position = [
@@ -206,7 +207,7 @@ def test_candidate_ids_are_scored_in_addition_to_the_observed_tokens(run, pair, 
     assert [sorted(stored_ids.tolist()) for stored_ids in ids_by_position] == [
         sorted({*position_candidates, token}) for position_candidates, token in zip(candidates, ids[1:], strict=True)
     ]
-    done = run(
+    done = run_here(
         "cache-teacher",
         pair.teacher,
         "-",
@@ -231,8 +232,8 @@ def test_candidate_ids_are_scored_in_addition_to_the_observed_tokens(run, pair, 
         (("--top-k", 4, "--num-samples", 4, "--top-p", 0.5), "--num-samples has no effect with --support top-p"),
     ],
 )
-def test_options_that_a_support_does_not_use_are_refused(run, pair, corpus, tmp_path, options, message):
-    assert message in run("cache-teacher", pair.teacher, corpus, *options, "-o", tmp_path / "c", code=1).stderr
+def test_options_that_a_support_does_not_use_are_refused(pair, corpus, tmp_path, options, message):
+    assert message in run_here("cache-teacher", pair.teacher, corpus, *options, "-o", tmp_path / "c", code=1).stderr
     assert not (tmp_path / "c").exists()
 
 

@@ -72,7 +72,7 @@ def test_an_array_with_data_for_each_task_writes_the_merged_cache(run, pair, cor
     for task in (0, 1):
         (tmp_path / f"corpus-{task}.jsonl").write_text("".join(lines[task * 20 : task * 20 + 20]), encoding="utf-8")
         run("cache-teacher", pair.teacher, f"corpus-{task}.jsonl", *OPTIONS, "-o", f"by-hand-{task}", cwd=tmp_path)
-    run("cache-teacher", "--merge", "by-hand-0", "by-hand-1", "-o", "by-hand", cwd=tmp_path)
+    run("cache", "merge", "by-hand-0", "by-hand-1", "-o", "by-hand", cwd=tmp_path)
     run_command(slurm, tmp_path, "bash", ARRAY, 2, "cache", pair.teacher, "corpus-{part}.jsonl", *OPTIONS)
     assert set(exit_codes(slurm).values()) == {0}
     found = cache_writer_processes.contents(tmp_path / "cache")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import yaml
+from xtk_processes import run_here
 
 
 def only_line(done) -> str:
@@ -150,9 +151,9 @@ def test_a_single_value_in_a_config_file_is_read_as_a_list_of_one(run, pair, cac
     assert "ce" in json.loads(only_line(done))["metrics"]
 
 
-def test_an_unknown_config_key_is_refused_with_a_suggestion(run, pair, corpus, tmp_path):
+def test_an_unknown_config_key_is_refused_with_a_suggestion(pair, corpus, tmp_path):
     (tmp_path / "run.yaml").write_text("topk: 3\n")
-    done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
+    done = run_here("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
     assert "did you mean top-k?" in done.stderr
 
 
@@ -169,23 +170,23 @@ def test_an_unknown_config_key_is_refused_with_a_suggestion(run, pair, corpus, t
         ("top-k: {", "not valid YAML"),
     ],
 )
-def test_an_invalid_config_file_is_refused(run, pair, corpus, tmp_path, content, message):
+def test_an_invalid_config_file_is_refused(pair, corpus, tmp_path, content, message):
     (tmp_path / "run.yaml").write_text(content)
-    done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
+    done = run_here("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
     assert message in done.stderr
     assert "run.yaml" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "c").exists()
 
 
-def test_an_endless_config_file_is_refused(run, pair, corpus, tmp_path):
-    done = run("cache-teacher", pair.teacher, corpus, "--config", "/dev/zero", "-o", "c", cwd=tmp_path, code=1)
+def test_an_endless_config_file_is_refused(pair, corpus, tmp_path):
+    done = run_here("cache-teacher", pair.teacher, corpus, "--config", "/dev/zero", "-o", "c", cwd=tmp_path, code=1)
     assert "the --config file is larger than 16,777,216 bytes" in done.stderr
 
 
 def test_the_config_keys_are_the_options_of_the_command_line(run, pair, corpus, tmp_path):
     (tmp_path / "run.yaml").write_text("nonsense: 1")
-    done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
+    done = run_here("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
     listed = done.stderr.partition("one of: ")[2].strip().split(", ")
     help_text = run("cache-teacher", "--help").stdout
     assert {"json", "output", "top-k"} <= set(listed)
@@ -206,9 +207,9 @@ def test_config_values_are_read_as_on_the_command_line(run, pair, cache, project
     )
 
 
-def test_several_processes_refuse_stdin_that_only_the_config_file_names(run, pair, cache, projection, tmp_path):
+def test_several_processes_refuse_stdin_that_only_the_config_file_names(pair, cache, projection, tmp_path):
     (tmp_path / "run.yaml").write_text('projection: "-"\nnum-processes: 2\n')
-    done = run("distill", pair.student, cache, "--config", "run.yaml", "-o", "out", cwd=tmp_path,
+    done = run_here("distill", pair.student, cache, "--config", "run.yaml", "-o", "out", cwd=tmp_path,
                stdin=f"{projection}\n", code=1)  # fmt: skip
     assert "on the command line" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -217,8 +218,8 @@ def test_several_processes_refuse_stdin_that_only_the_config_file_names(run, pai
 @pytest.mark.parametrize(
     "arguments", [("nonsense",), ("distill",), ("inspect", "--no-such-option", "x"), ("evaluate", "a")]
 )
-def test_usage_errors_exit_with_2(run, arguments):
-    done = run(*arguments, code=2)
+def test_usage_errors_exit_with_2(arguments):
+    done = run_here(*arguments, code=2)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from xtk_processes import run_here
 
 from xtk.cache.reader import TeacherCache
 from xtk.cache.statistics import bytes_by_section
@@ -31,6 +32,10 @@ def caches(run, pair, corpus, tmp_path_factory) -> dict[str, Path]:
         exact = ("--precision", "float32")
         run("cache-teacher", pair.teacher, corpus, "--support", name, *options, *exact, "-o", folder / name)
     return {name: folder / name for name in supports}
+
+
+def verify_json(run, path: object, *options: object) -> dict[str, object]:
+    return json.loads(run("cache", "verify", path, *options, "--json").stdout)
 
 
 def inspect_json(run, path: object, *options: object) -> dict[str, object]:
@@ -74,8 +79,7 @@ def test_the_statistics_match_the_rows(run, caches, support):
 
 @pytest.mark.parametrize("support", ["top-k", "top-p", "top-k+sample", "sample", "none"])
 def test_scoring_again_with_the_teacher_matches_the_cache(run, caches, pair, support):
-    record = inspect_json(run, caches[support], "--verify", "--teacher", pair.teacher, "--sample", 5)
-    found = record["statistics"]["scored_again"]
+    found = verify_json(run, caches[support], pair.teacher, "--sample", 5)["scored_again"]
     assert found["documents"] == 5
     assert found["same_weights"]
     assert found["largest_logprob_difference"] < 1e-4
@@ -85,8 +89,8 @@ def test_scoring_again_with_the_teacher_matches_the_cache(run, caches, pair, sup
 
 def test_the_quantization_error_in_the_manifest_matches_scoring_again(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--top-k", 8, "--precision", "standard", "-o", tmp_path / "c")
-    found = inspect_json(run, tmp_path / "c", "--teacher", pair.teacher, "--sample", 1000)["statistics"]
-    rescored = found["scored_again"]
+    found = inspect_json(run, tmp_path / "c")["statistics"]
+    rescored = verify_json(run, tmp_path / "c", pair.teacher, "--sample", 1000)["scored_again"]
     assert 0 < found["quantization_kl_nats"] < 0.01
     assert rescored["quantization_kl_nats"] == pytest.approx(found["quantization_kl_nats"], rel=0.02)
     assert rescored["quantization_kl_fraction_of_entropy"] == pytest.approx(
@@ -133,22 +137,24 @@ def replace_most_likely_ids(arrays: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("change", [change_one_logprob, replace_most_likely_ids])
 def test_scoring_again_finds_changed_values_that_checksums_do_not_show(run, caches, pair, tmp_path, change):
     changed = write_changed_copy(TeacherCache(caches["top-k"]), tmp_path / "wrong", change)
-    done = run("inspect", changed, "--verify")
-    assert "all checksums match; use --teacher MODEL to score documents again" in done.stderr
-    done = run("inspect", changed, "--teacher", pair.teacher, code=1)
+    assert "verified" in run("inspect", changed, "--verify").stdout
+    done = run("cache", "verify", changed)
+    assert done.stdout == f"{changed}\n"
+    assert "all checksums match; give TEACHER to score documents again" in done.stderr
+    done = run("cache", "verify", changed, pair.teacher, code=1)
     assert "the log-probabilities in this cache differ from those that its teacher computes now" in done.stderr
     assert "where: row " in done.stderr
 
 
 def test_scoring_again_with_another_model_is_refused(run, caches, pair, tmp_path):
-    done = run("inspect", caches["top-k"], "--teacher", pair.student, code=1)
-    assert "--teacher has another tokenizer than the teacher that wrote this cache" in done.stderr
+    done = run("cache", "verify", caches["top-k"], pair.student, code=1)
+    assert "has another tokenizer than the teacher that wrote this cache" in done.stderr
     from safetensors.torch import load_file, save_file
 
     other = shutil.copytree(pair.teacher, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    done = run("inspect", caches["top-k"], "--teacher", other, code=1)
+    done = run("cache", "verify", caches["top-k"], other, code=1)
     assert "differ from those of the teacher of this cache" in done.stderr
     assert "computes other log-probabilities than the teacher that wrote this cache" in done.stderr
 
@@ -197,9 +203,9 @@ def test_verify_finds_weights_that_are_not_finite(run, pair, tmp_path):
     assert json.loads(run("inspect", model, "--verify", "--json").stdout)["statistics"]["verified"] is True
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
-    assert "has values that are not finite" in run("inspect", model, "--verify", code=1).stderr
+    assert "has values that are not finite" in run_here("inspect", model, "--verify", code=1).stderr
 
 
-def test_inspect_html_refuses_a_file_that_is_not_a_cache(run, projection, tmp_path):
-    done = run("inspect", projection, "--html", tmp_path / "page.html", code=1)
-    assert "--teacher and --html need a teacher cache" in done.stderr
+def test_inspect_html_refuses_a_file_that_is_not_a_cache(projection, tmp_path):
+    done = run_here("inspect", projection, "--html", tmp_path / "page.html", code=1)
+    assert "--html needs a teacher cache" in done.stderr

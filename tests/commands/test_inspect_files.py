@@ -12,6 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from small_inputs import Pair
+from xtk_processes import run_here
 
 from xtk.cache.reader import TeacherCache
 
@@ -22,7 +23,7 @@ def folder(run, pair: Pair, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "data.jsonl").write_text('{"text": "Anna has 12"}\n')
     run("cache-teacher", pair.teacher, folder / "data.jsonl", "--top-k", 4, "-o", folder / "cache")
-    run("export-cache", folder / "cache", "-o", folder / "export.jsonl", "--format", "jsonl")
+    run("cache", "export", folder / "cache", "-o", folder / "export.jsonl", "--format", "jsonl")
     run("build-projection", pair.student, pair.teacher, "-o", folder / "p.safetensors")
     shutil.copy(folder / "p.safetensors", folder / "projection")
     shutil.copytree(pair.student, folder / "model")
@@ -46,7 +47,7 @@ def test_every_file_of_an_intact_cache_is_known(run, folder, name):
         assert record["kind"] == f"teacher-cache-{name}"
         assert record["statistics"]["bytes"] == path.stat().st_size
     else:
-        stderr = " ".join(run("inspect", path, code=1).stderr.split())
+        stderr = " ".join(run_here("inspect", path, code=1).stderr.split())
         assert "one file of a teacher cache, a run, a model or a tokenizer" in stderr
         assert f"inspect the folder: xtk inspect {path.parent}" in stderr
 
@@ -57,14 +58,14 @@ def test_vocabulary_order_is_described_and_its_damage_is_seen(run, folder, tmp_p
     assert record["statistics"]["tokens"] == TeacherCache(folder / "cache").header["teacher"]["embedding_rows"]
     damaged = tmp_path / path.name
     damaged.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert "does not match the checksum in its name" in run("inspect", damaged, code=1).stderr
+    assert "does not match the checksum in its name" in run_here("inspect", damaged, code=1).stderr
 
 
 @pytest.mark.parametrize("name", ["p.safetensors", "projection"])
 def test_projection_is_known_by_its_header(run, folder, name, tmp_path):
     assert json.loads(run("inspect", folder / name, "--json").stdout)["kind"] == "projection"
     (tmp_path / name).write_bytes((folder / name).read_bytes()[:1000])
-    assert "this is not a complete projection file" in run("inspect", tmp_path / name, code=1).stderr
+    assert "this is not a complete projection file" in run_here("inspect", tmp_path / name, code=1).stderr
 
 
 @pytest.mark.parametrize(
@@ -82,14 +83,14 @@ def test_projection_is_known_by_its_header(run, folder, name, tmp_path):
         ("data.txt", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
         ("data.json", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
         ("data.jsonl", "data", "check it with two models: xtk doctor STUDENT TEACHER"),
-        ("answers.jsonl", "a file of answers of query-teacher", "xtk import-cache"),
-        ("export.jsonl", "an exported teacher cache", "xtk import-cache"),
+        ("answers.jsonl", "a file of answers of query-teacher", "xtk cache import"),
+        ("export.jsonl", "an exported teacher cache", "xtk cache import"),
         ("notes", "not of a kind that xtk knows", "give a teacher cache"),
         ("notes.md", "not of a kind that xtk knows", "give a teacher cache"),
     ],
 )
-def test_other_file_is_named_with_what_can_be_done(run, folder, name, what, hint):
-    stderr = " ".join(run("inspect", folder / name, code=1).stderr.split())
+def test_other_file_is_named_with_what_can_be_done(folder, name, what, hint):
+    stderr = " ".join(run_here("inspect", folder / name, code=1).stderr.split())
     assert f"this file is not an artifact that inspect describes; it is {what}" in stderr
     assert hint in stderr
     assert not any(word in stderr for word in ("projection file", "checksum", "delete", "remove", "corrupt"))

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 
 import pytest
+from xtk_processes import run_here
 
 
-def test_a_misspelled_command_is_refused_with_a_suggestion(run):
-    done = run("distil", code=2)
+def test_a_misspelled_command_is_refused_with_a_suggestion():
+    done = run_here("distil", code=2)
     assert "no command called 'distil'; did you mean distill?" in done.stderr
-    assert "Traceback" not in run("nosuch", code=2).stderr
+    assert "Traceback" not in run_here("nosuch", code=2).stderr
 
 
-def test_a_misspelled_column_is_refused_with_a_suggestion(run, pair, tmp_path):
+def test_a_misspelled_column_is_refused_with_a_suggestion(pair, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "Anna", "id": 1}) + "\n")
-    done = run("align", pair.student, pair.teacher, tmp_path / "a.jsonl", "--columns", "text=bdy", code=1)
+    done = run_here("align", pair.student, pair.teacher, tmp_path / "a.jsonl", "--columns", "text=bdy", code=1)
     assert "this document has no column bdy; its columns: body, id; did you mean body?" in done.stderr
 
 
 @pytest.mark.parametrize("loss", ["p-kl", "auto"])
-def test_a_loss_that_needs_a_teacher_refuses_plain_data(run, pair, corpus, tmp_path, loss):
-    done = run("distill", pair.student, corpus, "--loss", loss, "-o", tmp_path / "out", code=1)
+def test_a_loss_that_needs_a_teacher_refuses_plain_data(pair, corpus, tmp_path, loss):
+    done = run_here("distill", pair.student, corpus, "--loss", loss, "-o", tmp_path / "out", code=1)
     assert f"--loss {loss} needs teacher log-probabilities, but CACHE is plain data" in done.stderr
     assert f"where: {corpus}" in done.stderr
     assert "xtk cache-teacher TEACHER" in done.stderr

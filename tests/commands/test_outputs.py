@@ -7,6 +7,7 @@ import os
 
 import pytest
 from test_bad_input import assert_refused
+from xtk_processes import run_here
 
 FORCE = ((), ("--force",))
 
@@ -28,7 +29,7 @@ def test_files_that_xtk_did_not_write_are_never_replaced(run, pair, corpus, proj
 
 
 @pytest.mark.parametrize("force", FORCE)
-def test_an_input_file_is_never_replaced(run, pair, projection, tmp_path, force):
+def test_an_input_file_is_never_replaced(pair, projection, tmp_path, force):
     for name in ("p", "q"):
         (tmp_path / name).write_bytes(projection.read_bytes())
     (tmp_path / "table.yaml").write_text("{}")
@@ -39,7 +40,8 @@ def test_an_input_file_is_never_replaced(run, pair, projection, tmp_path, force)
         (("build-projection", pair.student, pair.teacher, "--special-tokens", "table.yaml", "-o", "table.yaml"), ""),
     ):
         assert_refused(
-            run(*arguments, *force, cwd=tmp_path, stdin=stdin, code=None), "the output file is one of the input files"
+            run_here(*arguments, *force, cwd=tmp_path, stdin=stdin, code=None),
+            "the output file is one of the input files",
         )
     assert (tmp_path / "p").read_bytes() == (tmp_path / "q").read_bytes() == projection.read_bytes()
 
@@ -49,7 +51,7 @@ def test_a_corrupt_projection_is_replaced_only_with_force(run, pair, projection,
     content = projection.read_bytes()
     (tmp_path / "p").write_bytes(content[:size])
     arguments = ("build-projection", pair.student, pair.teacher, "-o", "p")
-    assert_refused(run(*arguments, cwd=tmp_path, code=None), "where: p", "--force")
+    assert_refused(run_here(*arguments, cwd=tmp_path, code=None), "where: p", "--force")
     run(*arguments, "--force", cwd=tmp_path)
     assert (tmp_path / "p").read_bytes() == content
 
@@ -62,7 +64,9 @@ def test_a_page_of_other_data_is_replaced_only_with_force(run, pair, tmp_path):
     run("align", pair.student, pair.teacher, "-", *page_options, cwd=tmp_path, stdin='{"text": "one"}\n')
     data.write_text('{"text": "two"}\n')
     for source, stdin in ((data, ""), ("-", '{"text": "two"}\n')):
-        done = run("align", pair.student, pair.teacher, source, *page_options, cwd=tmp_path, stdin=stdin, code=None)
+        done = run_here(
+            "align", pair.student, pair.teacher, source, *page_options, cwd=tmp_path, stdin=stdin, code=None
+        )
         assert_refused(done, "page that was made from other inputs", "--force")
     run("align", pair.student, pair.teacher, data, *page_options, "--force", cwd=tmp_path)
 

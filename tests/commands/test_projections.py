@@ -6,6 +6,7 @@ import json
 
 import pytest
 import yaml
+from xtk_processes import run_here
 
 from xtk.projection.build import METHODS
 from xtk.projection.file import read_projection
@@ -101,8 +102,8 @@ def test_a_table_of_special_tokens_is_read_as_json_and_yaml(run, pair, tmp_path,
     assert header["audit"]["rows"]["special"] == 1
 
 
-def test_the_embedding_method_needs_weights(run, pair, families, tmp_path):
-    done = run("build-projection", families["student"], pair.teacher, "--method", "embedding", "-o", "p",
+def test_the_embedding_method_needs_weights(pair, families, tmp_path):
+    done = run_here("build-projection", families["student"], pair.teacher, "--method", "embedding", "-o", "p",
                cwd=tmp_path, code=1)  # fmt: skip
     assert "this folder contains no weights" in done.stderr
 
@@ -137,7 +138,7 @@ def test_invalid_merge_and_mass_options_are_refused(run, pair, metaspace, projec
     paths = {"P": str(projection), "OTHER": str(tmp_path / "other")}
     options = [f"{paths.get(part.partition('=')[0], part.partition('=')[0])}{''.join(part.partition('=')[1:])}"
                for part in options]  # fmt: skip
-    done = run("prune-projection", projection, *options, "-o", "out", cwd=tmp_path, code=1)
+    done = run_here("prune-projection", projection, *options, "-o", "out", cwd=tmp_path, code=1)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -99,5 +99,5 @@ def test_caches_of_parts_are_merged_and_a_part_without_data_fails(run, pair, cor
     assert stdout == "cache\n"
     for part in (0, 1):
         run("cache-teacher", pair.teacher, f"corpus-{part}.jsonl", *OPTIONS, "-o", f"one-{part}", cwd=tmp_path)
-    run("cache-teacher", "--merge", "one-0", "one-1", "-o", "one", cwd=tmp_path)
+    run("cache", "merge", "one-0", "one-1", "-o", "one", cwd=tmp_path)
     assert cache_writer_processes.contents(tmp_path / "cache") == cache_writer_processes.contents(tmp_path / "one")

@@ -148,12 +148,12 @@ def test_merged_caches_equal_the_cache_of_the_concatenated_data(run, pair, tmp_p
         write_jsonl(tmp_path / f"{name}.jsonl", texts[begin:end])
         run("cache-teacher", pair.teacher, tmp_path / f"{name}.jsonl", *OPTIONS, "-o", tmp_path / name)
     run("cache-teacher", pair.teacher, tmp_path / "all.jsonl", *OPTIONS, "-o", tmp_path / "all")
-    done = run("cache-teacher", "--merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "merged", "--json")
+    done = run("cache", "merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "merged", "--json")
     assert json.loads(done.stdout)["documents"] == 30
     selected_rows = tmp_path / "stretch"
     run(
-        "cache-teacher",
-        "--merge",
+        "cache",
+        "merge",
         tmp_path / "a",
         "-",
         "--rows",
@@ -175,7 +175,7 @@ def test_merged_caches_equal_the_cache_of_the_concatenated_data(run, pair, tmp_p
 
 
 def test_invalid_options_with_and_without_merge_are_refused(run, cache, tmp_path):
-    done = run("cache-teacher", "--merge", cache, "--top-k", 4, "-o", tmp_path / "out", code=2)
+    done = run("cache", "merge", cache, "--top-k", 4, "-o", tmp_path / "out", code=2)
     assert "--merge does not run a teacher; remove --top-k" in done.stderr
     done = run("cache-teacher", cache, cache, "--rows", "1:2", "-o", tmp_path / "out", code=2)
     assert "--rows needs --merge" in done.stderr

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from xtk_processes import run_xtk
+from xtk_processes import run_here, run_xtk
 
 from xtk.pages import svg_curves
 
@@ -276,7 +276,7 @@ def test_only_a_page_of_the_same_runs_is_replaced_and_invalid_inputs_are_refused
         ),
         ("has a JSON value that is not an object", runs[0], "--evaluation", "broken.json", "-o", "new"),
     ):
-        done = run_xtk("report", *arguments, cwd=tmp_path, code=1)
+        done = run_here("report", *arguments, cwd=tmp_path, code=1)
         assert message in done.stderr
         assert done.stdout == ""
     assert not (tmp_path / "new").exists()
@@ -311,7 +311,7 @@ def test_samples_of_other_programs_are_shown_or_refused(runs, tmp_path):
     )
     for messages in (["a", "b"], {"role": "user"}, "a"):
         file = write_records(tmp_path / "wrong.jsonl", {"prompt_number": 0, "messages": messages})
-        done = run_xtk("report", runs[1], "--samples", file, "-o", tmp_path / "other.html", code=1)
+        done = run_here("report", runs[1], "--samples", file, "-o", tmp_path / "other.html", code=1)
         assert "the file of --samples has no completions" in done.stderr
 
 
@@ -335,7 +335,7 @@ def test_samples_are_grouped_by_prompt_and_labeled_with_their_files(runs, tmp_pa
     page = Page((tmp_path / "two.html").read_text(encoding="utf-8"))
     assert page.samples[:3] == ["2 + 2 =", "hot", "5"]
     twice = ["--samples", hot, "--samples", tmp_path / "after" / ".." / "hot.jsonl"]
-    assert "same file twice" in run_xtk("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
+    assert "same file twice" in run_here("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
 
 
 numbers = st.floats(-1e6, 1e6, allow_nan=False)

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from xtk_processes import run_here
 
 from xtk.cache.reader import TeacherCache
 from xtk.text.token_sequence import tokenize_documents
@@ -113,7 +114,7 @@ def test_rollouts_are_deterministic_and_a_finished_file_is_reused(run, pair, fol
     assert f"left out {12 - len(records)} rollouts: empty" in done.stderr  # they begin inside of a character
     assert first["tokens"] == sum(len(sampled_ids(record)) for record in records)
     assert first["truncated_fraction"] == sum(record["finish_reason"] == "length" for record in records) / len(records)
-    done_with_other_seed = run(*arguments, "--seed", 1, "-o", "r.jsonl", cwd=tmp_path, code=1)
+    done_with_other_seed = run_here(*arguments, "--seed", 1, "-o", "r.jsonl", cwd=tmp_path, code=1)
     assert "rollouts that were made from other inputs" in done_with_other_seed.stderr
     assert (tmp_path / "r.jsonl").read_bytes() == content
     run(*arguments, "--seed", 1, "-o", "r.jsonl", "--force", cwd=tmp_path)
@@ -188,7 +189,7 @@ def test_a_changed_schema_file_is_a_different_request(run, pair, folder, tmp_pat
     run(*arguments, cwd=tmp_path)
     run(*arguments, cwd=tmp_path)
     (tmp_path / "schema.json").write_text('{"type": "array"}')
-    assert "made from other inputs" in run(*arguments, cwd=tmp_path, code=1).stderr
+    assert "made from other inputs" in run_here(*arguments, cwd=tmp_path, code=1).stderr
 
 
 def test_unpaired_surrogates_in_other_columns_are_replaced(run, pair, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 import yaml
 from interrupted_runs import deterministic_metrics
 from small_inputs import write_jsonl
-from xtk_processes import run_xtk
+from xtk_processes import run_here, run_xtk
 
+from xtk.commands.recorded_run_options import rerun_command
 from xtk.files.atomic_files import write_json
 
 STEPS = ["--max-steps", 3, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4]
@@ -35,8 +36,10 @@ def metrics_without_times(run: Path) -> list[dict[str, object]]:
 
 
 def assert_reproduced(run: Path, output: Path, *options: object, cwd: Path | None = None) -> None:
-    """Run `xtk distill --config RUN/recipe.json` and compare weights, metrics and recipe."""
-    run_xtk("distill", "--config", run / "recipe.json", *options, "-o", output, cwd=cwd)
+    """Run the command that a report prints for a run, and compare weights, metrics and recipe."""
+    xtk, *words = shlex.split(rerun_command(run))
+    assert (xtk, words[-2:]) == ("xtk", ["-o", "NEW"])
+    run_xtk(*words[:-1], output, *options, cwd=cwd)
     assert output_files(output) == output_files(run)
     assert metrics_without_times(output) == metrics_without_times(run)
     old, new = (json.loads((one / "recipe.json").read_text()) for one in (run, output))
@@ -67,7 +70,14 @@ def test_a_recipe_reproduces_its_run_bit_for_bit_from_any_folder(two_teacher_run
     assert str(two_teacher_run) not in json.dumps(recipe["identity"])
     assert yaml.safe_load((two_teacher_run / "run" / "recipe.json").read_text())["learning_rate"] in (0.001, "0.001")
     assert_reproduced(two_teacher_run / "run", tmp_path / "again", cwd=tmp_path)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    # As recipes of earlier versions, which have the options of distill-on-policy for all runs.
+    earlier = {
+        "num_generations": 1,
+        "temperature": 1.0,
+        "apply_chat_template": False,
+        "rollout_backend": "transformers",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, **earlier}))
     run_xtk("distill", "--config", tmp_path / "recipe.yaml", "-o", tmp_path / "from-yaml")
     assert output_files(tmp_path / "from-yaml") == output_files(two_teacher_run / "run")
 
@@ -120,7 +130,7 @@ def test_an_edited_recipe_is_refused_and_command_line_options_override_a_recipe(
 def test_recipes_of_another_version_or_with_invalid_content_are_refused(two_teacher_run, tmp_path):
     recipe = json.loads((two_teacher_run / "run" / "recipe.json").read_text())
     (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "version": 1}))
-    done = run_xtk("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
+    done = run_here("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
     assert "this recipe of xtk distill has version 1; this xtk reads version 3" in done.stderr
     mutated = {"kind": "recipe", "version": 3, "identity": {"losses": 5, "inputs": []}}
     for content in (
@@ -130,10 +140,10 @@ def test_recipes_of_another_version_or_with_invalid_content_are_refused(two_teac
         {**mutated, "student": {"a": 1}},
     ):
         (tmp_path / "recipe.json").write_text(json.dumps(content))
-        done = run_xtk("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
+        done = run_here("distill", "--config", tmp_path / "recipe.json", "-o", tmp_path / "out", code=1)
         assert "Traceback" not in done.stderr
         assert "recipe" in done.stderr
-        run_xtk("report", tmp_path, "-o", tmp_path / "page.html", code=1)
+        run_here("report", tmp_path, "-o", tmp_path / "page.html", code=1)
 
 
 def test_a_report_prints_the_command_that_reproduces_the_run(two_teacher_run, tmp_path):
@@ -162,7 +172,7 @@ def test_an_on_policy_run_with_user_code_is_reproduced(pair, tmp_path):
     write_jsonl(tmp_path / "prompts.jsonl", [f"{n} plus {n} is" for n in range(12)])
     (tmp_path / "reward.py").write_text("def polite(completion, prompt, row):\n    return float(len(completion) % 3)\n")
     run_xtk(
-        "distill", pair.student, "prompts.jsonl", "--on-policy", "--teacher", pair.teacher, "--loss", "byte-kl",
+        "distill-on-policy", pair.student, "prompts.jsonl", "--teacher", pair.teacher, "--loss", "byte-kl",
         "--loss", "policy-gradient", "--reward", "reward.py:polite", "--num-generations", 2,
         "--max-completion-length", 12, "--steps-per-generation", 2, "--save-steps", 2, *STEPS, "-o", "run",
         cwd=tmp_path,
@@ -170,7 +180,7 @@ def test_an_on_policy_run_with_user_code_is_reproduced(pair, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     assert_reproduced(tmp_path / "run", tmp_path / "again", cwd=tmp_path / "elsewhere")
     (tmp_path / "reward.py").write_text("def polite(completion, prompt, row):\n    return 1.0\n")
-    done = run_xtk("distill", "--config", "run/recipe.json", "-o", "changed", cwd=tmp_path, code=1)
+    done = run_xtk("distill-on-policy", "--config", "run/recipe.json", "-o", "changed", cwd=tmp_path, code=1)
     assert "since this recipe was written: on_policy.rewards" in done.stderr
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted_runs import assert_equal_runs, assert_no_processes_left, processes_of_run, start_run, wait_for_path
-from xtk_processes import run_xtk
+from xtk_processes import run_here, run_xtk
 
+from xtk.commands.sweep import total_seconds
 from xtk.commands.sweep_plan import plan_runs, varying_options
-from xtk.commands.sweep_table import total_seconds
 from xtk.errors import XtkError
 from xtk.files.write_locks import exclusive_write_lock
 from xtk.runs.metrics_file import read_metrics
@@ -261,6 +262,20 @@ def test_a_runs_file_names_its_runs_and_accepts_the_output_of_dry_run(tmp_path):
     assert (runs[-1].student, runs[-1].freeze, runs[-1].max_steps) == ("my student", ("a b",), 5)
 
 
+def test_lines_of_a_list_can_name_either_command(tmp_path):
+    lines = [("line 1", "xtk distill-on-policy --teacher T --num-generations 2 -o ours"), ("line 2", "-o baseline")]
+    runs = plan_runs(["STUDENT", "DATA"], lines, ["seed=0 1"], tmp_path)
+    assert [run.command for run in runs] == ["distill-on-policy", "distill-on-policy", "distill", "distill"]
+    assert [varied["command"] for varied in varying_options(runs)] == [run.command for run in runs]
+    assert [varied["num-generations"] for varied in varying_options(runs)] == ["2", "2", "", ""]
+    with pytest.raises(
+        typer.BadParameter, match="xtk distill refuses the options of the run line 1: a: No such option"
+    ):
+        plan_runs(["STUDENT", "DATA"], [("line 1", "--num-generations 2 -o a")], [], tmp_path)
+    runs = plan_runs(["STUDENT", "DATA"], [], ["num-generations=2 4"], tmp_path, "distill-on-policy")
+    assert [run.distill_options.num_generations for run in runs] == [2, 4]
+
+
 def test_a_number_sign_begins_a_comment_only_at_the_beginning_of_a_word(tmp_path):
     """As in a shell: the URL of a server contains a number sign before the name of its model."""
     lines = [
@@ -269,7 +284,8 @@ def test_a_number_sign_begins_a_comment_only_at_the_beginning_of_a_word(tmp_path
         "  # only a comment",
         "--rollout-server \\# -o c",
     ]
-    runs = plan_runs(["STUDENT", "DATA"], [(f"line {n}", line) for n, line in enumerate(lines) if n != 2], [], tmp_path)
+    numbered = [(f"line {n}", line) for n, line in enumerate(lines) if n != 2]
+    runs = plan_runs(["STUDENT", "DATA"], numbered, [], tmp_path, "distill-on-policy")
     given = [run.distill_options for run in runs]
     assert [one.rollout_server for one in given] == [("http://h:8000/v1#MODEL",), ("http://h:8000/v1 # x",), ("#",)]
     assert given[0].seed == 5
@@ -294,13 +310,13 @@ def test_runs_are_compared_by_their_option_values_and_not_by_their_text(tmp_path
 
 def test_an_error_in_a_runs_file_is_reported_with_its_line(tmp_path):
     (tmp_path / "list").write_text("# runs\nbase cache --loss ce\nbase cache --lerning-rate 1e-3 -o bad\n")
-    done = run_xtk("sweep", *SEEDS, "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=2)
+    done = run_here("sweep", *SEEDS, "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=2)
     assert "list, line 3: bad,seed=0: No such option: --lerning-rate" in " ".join(done.stderr.split())
     (tmp_path / "list").write_text("base cache --loss cee -o late\n")
-    done = run_xtk("sweep", "-o", "out", "--runs", "list", cwd=tmp_path, code=1)
+    done = run_here("sweep", "-o", "out", "--runs", "list", cwd=tmp_path, code=1)
     assert "list, line 1: late: " in done.stderr
     (tmp_path / "list").write_text("base cache --seed 0 -o same\n\nother cache -o same\n")
-    done = run_xtk("sweep", "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=1)
+    done = run_here("sweep", "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=1)
     assert "two runs have the name same" in done.stderr
     assert "list, line 1: base" in done.stderr
     assert "list, line 3: other" in done.stderr
@@ -309,7 +325,7 @@ def test_an_error_in_a_runs_file_is_reported_with_its_line(tmp_path):
 def test_a_path_from_stdin_is_used_in_every_run(tmp_path):
     done = run_xtk("sweep", "student", "-", *SEEDS, "-o", "out", "--dry-run", stdin="some/cache\n", cwd=tmp_path)
     assert [shlex.split(line)[2:4] for line in done.stdout.splitlines()] == [["student", "some/cache"]] * 2
-    refused = run_xtk("sweep", "student", "--vary", "cache=-", "-o", "out", stdin="x\n", cwd=tmp_path, code=2)
+    refused = run_here("sweep", "student", "--vary", "cache=-", "-o", "out", stdin="x\n", cwd=tmp_path, code=2)
     assert "move - to the arguments that all runs share" in " ".join(refused.stderr.split())
 
 

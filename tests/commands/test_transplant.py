@@ -14,6 +14,7 @@ import small_inputs
 import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from xtk_processes import run_here
 
 from xtk.models.causal_lm import load_causal_lm
 from xtk.projection.build import build_projection
@@ -111,7 +112,7 @@ def test_transplant_is_deterministic_and_reuses_a_finished_output(run, pair, tmp
     stamp = (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns
     assert run(*command, tmp_path / "one").stdout.strip() == str(tmp_path / "one")
     assert (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns == stamp
-    done = run(*command, tmp_path / "one", "--method", "mean", code=None)
+    done = run_here(*command, tmp_path / "one", "--method", "mean", code=None)
     assert done.returncode == 1
     assert "other options" in done.stderr
     run(*command, tmp_path / "one", "--method", "mean", "--force")
@@ -119,7 +120,7 @@ def test_transplant_is_deterministic_and_reuses_a_finished_output(run, pair, tmp
         tmp_path / "two" / "model.safetensors"
     ).read_bytes()
     (tmp_path / "one" / "notes.txt").write_text("mine")
-    done = run(*command, tmp_path / "one", "--force", code=None)
+    done = run_here(*command, tmp_path / "one", "--force", code=None)
     assert done.returncode == 1
     assert "notes.txt" in done.stderr
 
@@ -152,7 +153,7 @@ def test_a_projection_file_is_used_and_checked(run, pair, tmp_path):
     np.testing.assert_allclose(
         embedding_matrix(tmp_path / "new")[token], embedding_matrix(pair.teacher)[first], rtol=1e-6
     )
-    done = run(
+    done = run_here(
         "transplant", pair.student, pair.teacher, "--method", "projection", "--projection", tmp_path / "p",
         "-o", tmp_path / "other", code=None,
     )  # fmt: skip
@@ -233,7 +234,7 @@ def test_the_healing_pipeline_runs(run, pair, corpus, tmp_path):
     assert json.loads(run("inspect", tmp_path / "new", "--json").stdout)["kind"] == "transplanted-model"
 
 
-def test_invalid_input_is_refused_and_nothing_is_written(run, pair, metaspace, tmp_path):
+def test_invalid_input_is_refused_and_nothing_is_written(pair, metaspace, tmp_path):
     out = tmp_path / "out"
     no_eos = small_inputs.save_tokenizer(
         small_inputs.byte_level_tokenizer(small_inputs.STUDENT_SPLIT, 300, ["<|x|>"], ["a b"]), tmp_path / "no-eos"
@@ -263,14 +264,14 @@ def test_invalid_input_is_refused_and_nothing_is_written(run, pair, metaspace, t
         ((pair.student, "--prune-to", 5000), "must be at least"),
     ]
     for arguments, message in cases:
-        done = run("transplant", *arguments, "-o", out, code=None)
+        done = run_here("transplant", *arguments, "-o", out, code=None)
         assert done.returncode in (1, 2), arguments
         assert message in " ".join(done.stderr.split()), (arguments, done.stderr)
         assert "Traceback" not in done.stderr
         assert not out.exists()
 
 
-def test_an_invalid_output_or_tokenizer_is_refused_before_the_model_is_loaded(run, pair, tmp_path):
+def test_an_invalid_output_or_tokenizer_is_refused_before_the_model_is_loaded(pair, tmp_path):
     data = small_inputs.write_jsonl(tmp_path / "data.jsonl", ["some text"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
@@ -281,7 +282,7 @@ def test_an_invalid_output_or_tokenizer_is_refused_before_the_model_is_loaded(ru
         ((truncated, pair.teacher, "-o", tmp_path / "mine"), "mine"),
         ((truncated, pair.student, "-o", tmp_path / "out"), "tokenizer of the model already"),
     ):
-        done = run("transplant", *arguments, "--eval-data", data, code=1)
+        done = run_here("transplant", *arguments, "--eval-data", data, code=1)
         assert message in done.stderr
         assert "model.safetensors" not in done.stderr
 
@@ -394,7 +395,7 @@ def test_position_embeddings_are_kept_and_per_layer_embeddings_are_refused(run, 
     shutil.copytree(pair.student, layers)
     config = json.loads((layers / "config.json").read_text())
     (layers / "config.json").write_text(json.dumps({**config, "hidden_size_per_layer_input": 8}))
-    done = run("transplant", layers, pair.teacher, "-o", tmp_path / "other", code=1)
+    done = run_here("transplant", layers, pair.teacher, "-o", tmp_path / "other", code=1)
     assert "another table with a row for each token" in " ".join(done.stderr.split())
 
 
@@ -405,9 +406,9 @@ def test_a_removed_or_changed_setting_is_a_different_request(run, pair, tmp_path
     command = ("transplant", model, tokenizer, "-o", tmp_path / "new")
     run(*command)
     (model / "generation_config.json").rename(tmp_path / "kept.json")
-    assert "generation_config" in run(*command, code=1).stderr
+    assert "generation_config" in run_here(*command, code=1).stderr
     (tmp_path / "kept.json").rename(model / "generation_config.json")
     run(*command)
     path = tokenizer / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "padding_side": "left"}))
-    assert "tokenizer_settings" in run(*command, code=1).stderr
+    assert "tokenizer_settings" in run_here(*command, code=1).stderr

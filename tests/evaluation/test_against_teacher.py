@@ -130,9 +130,3 @@ def test_single_document_has_no_standard_error(run, pair, tmp_path):
 )
 def test_options_that_do_not_apply_to_a_cache_are_refused(run, pair, folder, arguments, message):
     assert message in run("evaluate", pair.student, *arguments, cwd=folder, code=1).stderr
-
-
-def test_teacher_and_categories_are_refused_with_a_reward(run, pair, folder):
-    for option in (("--by-category",), ("--teacher", pair.teacher)):
-        result = run("evaluate", pair.student, "data.jsonl", "--reward", "exact", *option, cwd=folder, code=2)
-        assert "without --reward" in result.stderr

@@ -130,7 +130,7 @@ def test_oracle_passes_the_unit_tests_of_human_eval(pair, real_data, tmp_path):
 def test_evaluate_command_compares_two_models_by_reward(run, pair, tmp_path):
     rows = [{"prompt": f"{n} + {n} =", "answer": f"#### {2 * n}00"} for n in range(5)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--reward", "exact",
+    arguments = ["evaluate-answers", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--reward", "exact",
                  "--max-completion-length", 6, "--num-generations", 2, "--temperature", 1, "--quiet"]  # fmt: skip
     lines = run(*arguments, "--json", "-o", "answers.jsonl", cwd=tmp_path).stdout.splitlines()
     first, second = map(json.loads, lines)
@@ -176,32 +176,10 @@ def test_data_that_no_reward_can_score_is_refused_before_generation(run, pair, t
     check_rewards_apply(rewards("json"), prompts)
     (tmp_path / "own.py").write_text("def own(completion, prompt, row):\n    raise ValueError\n")
     check_rewards_apply(rewards(f"{tmp_path / 'own.py'}:own"), prompts)  # cannot be checked in advance
-    result = run("evaluate", pair.student, "problems.jsonl", "--reward", "exact", "--quiet", cwd=tmp_path, code=1)
+    result = run(
+        "evaluate-answers", pair.student, "problems.jsonl", "--reward", "exact", "--quiet", cwd=tmp_path, code=1
+    )
     assert "cannot score any row of the data" in result.stderr
-
-
-def test_options_of_another_evaluation_mode_are_refused(run, pair, corpus, tmp_path):
-    """Options from the command line or a file are named in the error, even when they have their default value."""
-    base_arguments = ("evaluate", pair.student, corpus)
-    (tmp_path / "own.yaml").write_text("max_length: 64\ndtype: float32\n")
-    for arguments, messages in (
-        (
-            ("--max-prompts", 3, "--num-generations", 1),
-            ("--max-prompts applies only to --reward", "--num-generations applies"),
-        ),
-        (
-            ("--num-fewshot", 3, "--include-path", "x"),
-            ("--num-fewshot applies only to --tasks", "--include-path applies"),
-        ),
-        (("--reward", "json", "--config", "own.yaml"), ("--max-length applies only to bits per byte",)),
-        (
-            ("--reward", "json", "--teacher", "x", "--by-category"),
-            ("--teacher applies only to bits", "--by-category applies"),
-        ),
-    ):
-        result = run(*base_arguments, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "300"})
-        assert all(message in result.stderr for message in messages), result.stderr
-    assert "bits per byte" in run(*base_arguments, "--config", "own.yaml", cwd=tmp_path).stdout
 
 
 def test_all_models_are_checked_before_the_first_evaluation(run, pair, tmp_path):
@@ -221,7 +199,10 @@ def test_all_models_are_checked_before_the_first_evaluation(run, pair, tmp_path)
         ("bare", "folder has no tokenizer.json"), ("cut", "its safetensors header requires"),
         ("small", "only 100 rows"), (f"{pair.student}", "name the same model"), ("link", "refer to the same model"),
     ):  # fmt: skip
-        for mode in (("--reward", "exact", "-o", "lost.jsonl"), ("--columns", "text=prompt")):
-            result = run("evaluate", pair.student, "problems.jsonl", *mode, "--compare-to", name, cwd=tmp_path, code=1)
+        for command, *options in (
+            ("evaluate-answers", "--reward", "exact", "-o", "lost.jsonl"), ("evaluate", "--columns", "text=prompt"),
+        ):  # fmt: skip
+            arguments = (pair.student, "problems.jsonl", *options, "--compare-to", name)
+            result = run(command, *arguments, cwd=tmp_path, code=1)
             assert message in result.stderr
             assert "evaluate:" not in result.stderr, "no process has worked"

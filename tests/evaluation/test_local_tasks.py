@@ -83,7 +83,7 @@ def reference_choices(model: Path, texts: list[str]) -> list[int]:
 
 
 def test_mmlu_prompts_and_scores_equal_those_of_the_harness(run, pair, mmlu, tmp_path):
-    result = run("evaluate", pair.student, "--tasks", f"mmlu_anatomy={mmlu},mmlu_virology={mmlu}", "--num-fewshot", 1,
+    result = run("evaluate-tasks", pair.student, f"mmlu_anatomy={mmlu},mmlu_virology={mmlu}", "--num-fewshot", 1,
                  "-o", "answers.jsonl", "--json", cwd=tmp_path)  # fmt: skip
     scores = json.loads(result.stdout)["results"]
     assert (scores["mmlu_anatomy"]["problems"], scores["mmlu_anatomy"]["num_fewshot"]) == (8, 1)
@@ -125,7 +125,7 @@ def test_code_tasks_are_run_in_the_sandbox(run, sandbox, pair, tmp_path):
     answers = {ADD["prompt"]: ADD["canonical_solution"], DOUBLE["prompt"]: "    pass\n"}
     model = make_oracle(tmp_path / "oracle", {**answers, mbpp_prompt: SQUARE["code"] + '\n"""\nprint(1'})
     tasks = "humaneval_plus=humaneval,mbpp_plus=mbpp"
-    result = run("evaluate", model, "--tasks", tasks, "--trust-remote-code", "--compare-to", pair.student, "--json",
+    result = run("evaluate-tasks", model, tasks, "--trust-remote-code", "--compare-to", pair.student, "--json",
                  "-o", "answers.jsonl", cwd=tmp_path)  # fmt: skip
     first, second = (json.loads(line)["results"] for line in result.stdout.splitlines())
     assert (first["humaneval_plus"]["pass@1"], first["humaneval_plus"]["problems"]) == (0.5, 2)
@@ -134,7 +134,7 @@ def test_code_tasks_are_run_in_the_sandbox(run, sandbox, pair, tmp_path):
     assert second["humaneval_plus"]["pass@1_difference"] == 0.5
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [answer["pass@1"] for answer in answers] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    table = run("evaluate", model, "--tasks", tasks, "--trust-remote-code", "--max-prompts", 1, cwd=tmp_path).stdout
+    table = run("evaluate-tasks", model, tasks, "--trust-remote-code", "--max-prompts", 1, cwd=tmp_path).stdout
     assert "humaneval_plus" in table
     assert "1.0000" in table
 

@@ -41,8 +41,20 @@ def evaluate_problems(run, tmp_path):
 
     def evaluate(model: Path, rows: list[dict[str, str]], *arguments: object) -> dict[str, float]:
         path = write_rows(tmp_path / "problems.jsonl", rows)
-        result = run("evaluate", model, path, *arguments, "--max-completion-length", 1500, "--batch-tokens", 65536,
-                     "--trust-remote-code", "--json", cwd=tmp_path, timeout=3000)  # fmt: skip
+        result = run(
+            "evaluate-answers",
+            model,
+            path,
+            *arguments,
+            "--max-completion-length",
+            1500,
+            "--batch-tokens",
+            65536,
+            "--trust-remote-code",
+            "--json",
+            cwd=tmp_path,
+            timeout=3000,
+        )
         return json.loads(result.stdout)
 
     return evaluate
@@ -110,7 +122,7 @@ def test_oracle_solves_gsm8k_as_a_harness_task(run, real_data, tmp_path, count):
     oracle = make_oracle(
         tmp_path / "oracle", {f"Question: {row['question']}\nAnswer:": " " + row["answer"] for row in rows}
     )
-    proc = run("evaluate", oracle, "--tasks", "gsm8k_here", "--include-path", tmp_path, "--trust-remote-code", "--json",
+    proc = run("evaluate-tasks", oracle, "gsm8k_here", "--include-path", tmp_path, "--trust-remote-code", "--json",
                "--batch-size", 32, cwd=tmp_path, timeout=3000)  # fmt: skip
     scores = json.loads(proc.stdout)["results"]["gsm8k_here"]
     assert (scores["exact_match,strict"], scores["problems"]) == (1.0, count)

@@ -17,8 +17,7 @@ import torch
 from answer_lookup_model import make_oracle
 from safetensors.torch import load_file, save_file
 
-from xtk.commands.evaluate_options import EvaluateOptions
-from xtk.commands.evaluate_tasks import _print_task_results
+from xtk.commands.evaluate_tasks import EvaluateTasksOptions, _print_task_results
 from xtk.errors import XtkError
 from xtk.evaluation.evaluation_result_files import read_results
 from xtk.models.backbone_with_head import BackboneWithHead
@@ -55,7 +54,7 @@ def reference_correct(model: Path) -> list[bool]:
 
 
 def test_task_scores_of_two_models_equal_those_of_full_logits(run, pair, folder, tmp_path):
-    arguments = ["evaluate", pair.student, "--tasks", "choose_sum,write_sum", "--include-path", folder,
+    arguments = ["evaluate-tasks", pair.student, "choose_sum,write_sum", "--include-path", folder,
                  "--compare-to", pair.teacher]  # fmt: skip
     result = run(*arguments, "--json", "-o", "answers.jsonl", cwd=tmp_path)
     first, second = map(json.loads, result.stdout.splitlines())
@@ -139,16 +138,17 @@ def test_invalid_tasks_and_options_are_refused(run, pair, folder, tmp_path, monk
     with pytest.raises(XtkError, match=r"pip install '\.\[evaluation\]'"):
         Harness(HarnessConfig(("choose_sum",), str(folder)))
     for arguments, message in [
-        ((), "DATA is missing"),
-        (("x.jsonl", "--tasks", "a"), "remove DATA"),
-        (("--tasks", "a", "--reward", "exact"), "remove --reward"),
-        (("--tasks", "a", "--stop", "x"), "--stop applies only to --reward"),
-        (("--tasks", "a", "--backend", "vllm"), "--backend applies only to --reward"),
-        (("--tasks", " , "), "has no task"),
-        (("x.jsonl", "--reward", "exact", "--top-p", 0.5, "--top-k", 3), "does not sample; remove --top-p and --top-k"),
-        (("x.jsonl", "--max-length", -5), "--max-length"),
+        (("evaluate", pair.student), "Missing argument '{DATA...}...'"),
+        (("evaluate-tasks", pair.student, " , "), "has no task"),
+        (("evaluate-tasks", pair.student, "a", "--stop", "x"), "No such option: --stop"),
+        (("evaluate-answers", pair.student, "x.jsonl"), "Missing option '--reward'"),
+        (
+            ("evaluate-answers", pair.student, "x.jsonl", "--reward", "exact", "--top-p", 0.5, "--top-k", 3),
+            "does not sample; remove --top-p and --top-k",
+        ),
+        (("evaluate", pair.student, "x.jsonl", "--max-length", -5), "--max-length"),
     ]:
-        stderr = run("evaluate", pair.student, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "200"}).stderr
+        stderr = run(*arguments, code=2, cwd=tmp_path, env={"COLUMNS": "200"}).stderr
         assert message in stderr, stderr
 
 
@@ -161,8 +161,8 @@ def test_model_with_nonfinite_logits_is_refused(run, pair, folder, tmp_path):
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     (tmp_path / "texts.jsonl").write_text('{"text": "Anna has 12 apples"}\n')
     for arguments, message in (
-        (("evaluate", broken, "--tasks", "choose_sum", "--include-path", folder), "that are not a number"),
-        (("evaluate", broken, "problems.jsonl", "--reward", "exact"), "that are not finite"),
+        (("evaluate-tasks", broken, "choose_sum", "--include-path", folder), "that are not a number"),
+        (("evaluate-answers", broken, "problems.jsonl", "--reward", "exact"), "that are not finite"),
         (("transplant", broken, pair.teacher, "--eval-data", "texts.jsonl", "-o", "out"), "that are not finite"),
     ):
         result = run(*arguments, code=1, cwd=tmp_path)
@@ -186,7 +186,7 @@ def test_nonfinite_metric_is_null_in_json_and_stays_in_the_table(capsys):
         for name, value in (("one", math.nan), ("two", 3.5))
     }
     assert results["one"].to_json()["ppl"]["perplexity"] is None
-    _print_task_results(results, ("ppl",), EvaluateOptions(model="one"))
+    _print_task_results(results, ("ppl",), EvaluateTasksOptions(model="one", tasks=("ppl",)))
     table = capsys.readouterr().out
     assert "not a number" in table
     assert "3.5000" in table
@@ -198,7 +198,7 @@ def test_num_fewshot_of_a_zero_shot_task_is_reported(run, pair, folder, tmp_path
                     "doc_to_target": "gold", "metric_list": [{"metric": "acc"}], "num_fewshot": 0}  # fmt: skip
     task_yaml = lm_eval_tasks.make_task_yaml("zero_shot", folder / "sums.jsonl", **task_options)
     (tmp_path / "tasks" / "zero.yaml").write_text(task_yaml)
-    result = run("evaluate", pair.student, "--tasks", "zero_shot", "--include-path", "tasks", "--num-fewshot", 2,
+    result = run("evaluate-tasks", pair.student, "zero_shot", "--include-path", "tasks", "--num-fewshot", 2,
                  "--max-prompts", 2, cwd=tmp_path)  # fmt: skip
     assert "--num-fewshot does not apply to zero_shot" in result.stderr
 
@@ -236,7 +236,7 @@ def test_text_after_the_end_token_is_ignored_in_a_batch(run, tmp_path):
         generation_kwargs={"until": ["Q:"], "max_gen_toks": 80}, metric_list=[{"metric": "exact_match"}],
         filter_list=[{"name": "number", "filter": last_number}],
     ))  # fmt: skip
-    result = run("evaluate", model, "--tasks", "last_number", "--include-path", tmp_path / "tasks", "--json",
+    result = run("evaluate-tasks", model, "last_number", "--include-path", tmp_path / "tasks", "--json",
                  "--trust-remote-code", cwd=tmp_path)  # fmt: skip
     found = json.loads(result.stdout)["results"]["last_number"]
     assert [value for name, value in found.items() if name.startswith("exact_match") and "error" not in name] == [1.0]

@@ -112,7 +112,7 @@ def write_rows(path, rows):
 
 
 def import_cache(run, teacher, file, output, *options):
-    return run("import-cache", file, "--tokenizer", teacher, "--precision", "float32", *options, "-o", output)
+    return run("cache", "import", file, "--tokenizer", teacher, "--precision", "float32", *options, "-o", output)
 
 
 def test_output_of_the_trl_client_is_imported(run, teacher, scored_texts, tmp_path):
@@ -223,8 +223,16 @@ def test_axolotl_logprobs_are_aligned_with_the_conversation(run, teacher, tmp_pa
             assert {one: pytest.approx(value, abs=1e-5) for one, value in expected.items()} == listed
             assert observed == pytest.approx(expected[token], abs=1e-5)
     rows[1]["messages" if version == "arrays" else "messages_combined"][1]["content"] = "Something else entirely, yes."
-    proc = run("import-cache", write_rows(tmp_path / "rows.jsonl", rows), "--tokenizer", teacher, "-o", tmp_path / "no",
-               code=1)  # fmt: skip
+    proc = run(
+        "cache",
+        "import",
+        write_rows(tmp_path / "rows.jsonl", rows),
+        "--tokenizer",
+        teacher,
+        "-o",
+        tmp_path / "no",
+        code=1,
+    )
     assert "document 1" in proc.stderr
     assert "other tokens" in proc.stderr
 
@@ -342,7 +350,7 @@ def test_invalid_distillkit_configuration_is_refused_and_nothing_is_written(
     config = change(write_compressed(scored_texts, tmp_path / "kit", "exact"))
     file = tmp_path / "kit" / "compression_config.yaml"
     file.unlink() if config is None else file.write_text(yaml.safe_dump(config))
-    result = run("import-cache", tmp_path / "kit", "--tokenizer", teacher, "-o", tmp_path / "cache", code=1)
+    result = run("cache", "import", tmp_path / "kit", "--tokenizer", teacher, "-o", tmp_path / "cache", code=1)
     assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "cache").exists()
 
@@ -361,12 +369,12 @@ def test_lists_of_other_tokens_and_invalid_columns_are_refused(run, teacher, sco
     }
     for message, row in cases.items():
         file = write_rows(tmp_path / "rows.jsonl", [valid, row])
-        result = run("import-cache", file, "--tokenizer", teacher, "-o", tmp_path / "cache", code=1)
+        result = run("cache", "import", file, "--tokenizer", teacher, "-o", tmp_path / "cache", code=1)
         assert message in result.stderr, result.stderr
         assert "document 1" in result.stderr
         assert not (tmp_path / "cache").exists()
         stderr = run(
-            "import-cache", file, "--tokenizer", teacher, "--skip-invalid", "-o", tmp_path / "cache", "--force"
+            "cache", "import", file, "--tokenizer", teacher, "--skip-invalid", "-o", tmp_path / "cache", "--force"
         ).stderr
         assert "1 invalid rows were skipped" in stderr
         shutil.rmtree(tmp_path / "cache")

@@ -33,9 +33,9 @@ def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, fi
     run("cache-teacher", pair.teacher, corpus, "--support", support, "--top-k", "8", "--precision", "float32",
         "-o", tmp_path / "cache")  # fmt: skip
     file = tmp_path / f"file.{file_format}"
-    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
-    run("import-cache", file, "--tokenizer", pair.teacher, "--precision", "float32", "-o", tmp_path / "again")
-    import_arguments = ("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
+    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file)
+    run("cache", "import", file, "--tokenizer", pair.teacher, "--precision", "float32", "-o", tmp_path / "again")
+    import_arguments = ("cache", "import", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
     files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").iterdir()}
     assert "already finished" in run(*import_arguments, "--precision", "float32").stderr
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").iterdir()} == files
@@ -54,10 +54,10 @@ def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, fi
                 c.logprobs[c.offsets[i] : c.offsets[i + 1]].tolist(), strict=True)) for c in (old, new)]  # fmt: skip
             assert pairs[0] == pairs[1]
         np.testing.assert_allclose(old.remainder_mass, new.remainder_mass, atol=2e-6)
-    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file, code=1)
-    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file, "--force")
+    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file, code=1)
+    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file, "--force")
     (tmp_path / "notes.jsonl").write_text("mine")
-    run("export-cache", tmp_path / "cache", "--format", "jsonl", "-o", tmp_path / "notes.jsonl", "--force", code=1)
+    run("cache", "export", tmp_path / "cache", "--format", "jsonl", "-o", tmp_path / "notes.jsonl", "--force", code=1)
     assert (tmp_path / "notes.jsonl").read_text() == "mine"
 
 
@@ -76,9 +76,9 @@ def test_token_ids_that_a_file_cannot_store_are_reported(run, pair, tmp_path):
         weights = ("--weight-column", "w") if name == "all" else ()
         run("cache-teacher", pair.teacher, tmp_path / f"{name}.jsonl", *weights, "-o", tmp_path / name)
         file = tmp_path / f"{name}.parquet"
-        printed = run("export-cache", tmp_path / name, "-o", file).stderr
+        printed = run("cache", "export", tmp_path / name, "-o", file).stderr
         assert ("warning: 1 of 3 documents have teacher tokens that are not" in printed) == (name == "all")
-        printed = run("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / f"{name}-imported").stderr
+        printed = run("cache", "import", file, "--tokenizer", pair.teacher, "-o", tmp_path / f"{name}-imported").stderr
         assert ("1 rows have token ids that are not those of their text or messages" in printed) == (name == "all")
 
 
@@ -93,11 +93,11 @@ def test_weights_and_routes_are_kept(run, pair, tmp_path, file_format):
     columns = ("--weight-column", "w", "--route-column", "r", "--long-documents", "truncate")
     run("cache-teacher", pair.teacher, tmp_path / "data.jsonl", *columns, "-o", tmp_path / "cache")
     file = tmp_path / f"file.{file_format}"
-    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
-    run("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
-    run("cache-teacher", "--merge", tmp_path / "cache", "-o", tmp_path / "merged")
-    run("export-cache", tmp_path / "merged", "--format", file_format, "-o", tmp_path / f"merged.{file_format}")
-    from_merged = ("import-cache", tmp_path / f"merged.{file_format}", "--tokenizer", pair.teacher)
+    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file)
+    run("cache", "import", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
+    run("cache", "merge", tmp_path / "cache", "-o", tmp_path / "merged")
+    run("cache", "export", tmp_path / "merged", "--format", file_format, "-o", tmp_path / f"merged.{file_format}")
+    from_merged = ("cache", "import", tmp_path / f"merged.{file_format}", "--tokenizer", pair.teacher)
     run(*from_merged, "-o", tmp_path / "from-merged")
     for name in ("again", "from-merged"):
         imported = TeacherCache(tmp_path / name)
@@ -120,13 +120,15 @@ def test_export_of_another_version_is_refused(run, pair, tmp_path):
     export_cache(TeacherCache(tmp_path / "cache"), tmp_path / "file.jsonl", "jsonl")
     row = json.loads((tmp_path / "file.jsonl").read_text())
     (tmp_path / "file.jsonl").write_text(json.dumps({**row, "xtk_export": 99}) + "\n")
-    done = run("import-cache", tmp_path / "file.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "again", code=1)
+    done = run(
+        "cache", "import", tmp_path / "file.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "again", code=1
+    )
     assert "has version 99 of exported caches; this xtk reads version 1" in " ".join(done.stderr.split())
 
 
 def test_refusal_to_export_samples_names_the_cache(run, pair, tmp_path):
     xtk.cache_teacher(str(pair.teacher), [{"text": "Anna has 12"}], tmp_path / "cache", support="sample")
-    done = run("export-cache", tmp_path / "cache", "-o", tmp_path / "file.jsonl", code=1)
+    done = run("cache", "export", tmp_path / "cache", "-o", tmp_path / "file.jsonl", code=1)
     assert f"where: {tmp_path / 'cache'}\n" in done.stderr
     assert "object at" not in done.stderr
 
@@ -145,8 +147,8 @@ def test_support_is_kept_by_export_and_import(run, pair, tmp_path, support, file
     data.write_text(json.dumps(row) + "\n")
     run("cache-teacher", pair.teacher, data, "--support", support, "-o", tmp_path / "cache")
     file = tmp_path / f"file.{file_format}"
-    run("export-cache", tmp_path / "cache", "--format", file_format, "-o", file)
-    run("import-cache", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
+    run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file)
+    run("cache", "import", file, "--tokenizer", pair.teacher, "-o", tmp_path / "again")
     options = TeacherCache(tmp_path / "again").header["options"]
     assert options["support"] == ("top-k" if support == "top-p" else support)
 
@@ -176,9 +178,9 @@ def test_answers_without_top_logprobs_have_support_none(run, pair, service_answe
         for token in row["response"]["choices"][0]["logprobs"]["content"]:
             token["top_logprobs"] = []
     (tmp_path / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("import-cache", tmp_path / "bare.jsonl", "-o", tmp_path / "bare")
+    run("cache", "import", tmp_path / "bare.jsonl", "-o", tmp_path / "bare")
     assert TeacherCache(tmp_path / "bare").header["options"]["support"] == "none"
-    run("import-cache", file, "-o", tmp_path / "whole")
+    run("cache", "import", file, "-o", tmp_path / "whole")
     assert TeacherCache(tmp_path / "whole").header["options"]["support"] == "top-k"
 
 
@@ -256,7 +258,7 @@ def test_service_answers_are_imported_with_and_without_the_tokenizer(
 ):
     file, rows = service_answers
     tokenizer = ["--tokenizer", pair.teacher] if with_tokenizer else []
-    run("import-cache", file, *tokenizer, "--precision", "float32", "-o", tmp_path / "cache")
+    run("cache", "import", file, *tokenizer, "--precision", "float32", "-o", tmp_path / "cache")
     cache = TeacherCache(tmp_path / "cache")
     assert cache.header["teacher"]["name"] == "tiny"
     found = distributions(cache)
@@ -284,7 +286,7 @@ def test_losses_from_token_bytes_equal_those_from_token_ids(run, pair, service_a
     (student / "chat_template.jinja").write_text(TEMPLATE)
     losses = {}
     for name, options in (("bytes", []), ("ids", ["--tokenizer", pair.teacher])):
-        run("import-cache", file, *options, "--precision", "float32", "-o", tmp_path / name)
+        run("cache", "import", file, *options, "--precision", "float32", "-o", tmp_path / name)
         for loss in ("byte-kl", "alm", "bpm", "escd"):
             run("distill", student, tmp_path / name, "--loss", loss, "--max-steps", "3", "--logging-steps", "1",
                 "-o", tmp_path / f"{name}-{loss}")  # fmt: skip
@@ -404,11 +406,11 @@ OTHER_TYPE = "a value of the row has another type than its format"
 def test_invalid_rows_are_named_and_nothing_is_written(run, service_answers, tmp_path, change, message):
     rows = change_row(service_answers[1], change)
     (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = run("import-cache", tmp_path / "bad.jsonl", "-o", tmp_path / "cache", code=1)
+    result = run("cache", "import", tmp_path / "bad.jsonl", "-o", tmp_path / "cache", code=1)
     assert message in result.stderr
     assert "document 1" in result.stderr
     assert not (tmp_path / "cache").exists()
-    stderr = run("import-cache", tmp_path / "bad.jsonl", "--skip-invalid", "-o", tmp_path / "cache").stderr
+    stderr = run("cache", "import", tmp_path / "bad.jsonl", "--skip-invalid", "-o", tmp_path / "cache").stderr
     assert "1 invalid rows were skipped" in stderr
     assert len(TeacherCache(tmp_path / "cache")) == len(rows) - 1
 
@@ -416,7 +418,7 @@ def test_invalid_rows_are_named_and_nothing_is_written(run, service_answers, tmp
 def test_changed_service_configuration_is_reported(run, service_answers, tmp_path):
     rows = change_row(service_answers[1], lambda response, choice: response.update(system_fingerprint="fp_2"))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stderr = run("import-cache", tmp_path / "a.jsonl", "-o", tmp_path / "cache").stderr
+    stderr = run("cache", "import", tmp_path / "a.jsonl", "-o", tmp_path / "cache").stderr
     assert "2 values of system_fingerprint" in stderr
     assert len(TeacherCache(tmp_path / "cache")) == len(rows)
 
@@ -433,7 +435,7 @@ def test_text_completions_are_imported(run, pair, tmp_path):
         },
     }  # fmt: skip
     (tmp_path / "text.jsonl").write_text(json.dumps(row) + "\n")
-    run("import-cache", tmp_path / "text.jsonl", "--precision", "float32", "-o", tmp_path / "cache")
+    run("cache", "import", tmp_path / "text.jsonl", "--precision", "float32", "-o", tmp_path / "cache")
     cache = TeacherCache(tmp_path / "cache")
     assert [(segment.text, segment.train) for segment in cache.read_document(0, None).document.segments] == [
         ("Anna has", False),
@@ -475,7 +477,9 @@ def test_character_of_several_tokens_is_not_trained(run, tmp_path):
     answer["usage"]["completion_tokens"] = 11
     row = {"messages": [{"role": "user", "content": "x"}], "response": answer}
     (tmp_path / "answer.jsonl").write_text(json.dumps(row) + "\n")
-    stderr = run("import-cache", tmp_path / "answer.jsonl", "--precision", "float32", "-o", tmp_path / "cache").stderr
+    stderr = run(
+        "cache", "import", tmp_path / "answer.jsonl", "--precision", "float32", "-o", tmp_path / "cache"
+    ).stderr
     assert "2 characters are not trained" in stderr
     cache = TeacherCache(tmp_path / "cache")
     assert cache.read_document(0).document.segments[-1].text == "a🔶 éb🔶"
@@ -485,7 +489,7 @@ def test_character_of_several_tokens_is_not_trained(run, tmp_path):
     choice["logprobs"]["content"] = choice["logprobs"]["content"][3:]
     choice["message"]["content"] = "b🔶"
     (tmp_path / "answer.jsonl").write_text(json.dumps(row) + "\n")
-    run("import-cache", tmp_path / "answer.jsonl", "--precision", "float32", "--force", "-o", tmp_path / "cache")
+    run("cache", "import", tmp_path / "answer.jsonl", "--precision", "float32", "--force", "-o", tmp_path / "cache")
     assert distributions(TeacherCache(tmp_path / "cache")) == [{b"b": -0.5}]
 
 
@@ -505,7 +509,9 @@ def test_observed_token_outside_of_top_logprobs_gets_an_upper_bound(run, tmp_pat
     choice = {"message": {"content": "abc"}, "finish_reason": "stop", "logprobs": {"content": content}}
     row = {"messages": [{"role": "user", "content": "x"}], "response": {"model": "m", "choices": [choice]}}
     (tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
-    stderr = run("import-cache", tmp_path / "answers.jsonl", "--precision", "float32", "-o", tmp_path / "cache").stderr
+    stderr = run(
+        "cache", "import", tmp_path / "answers.jsonl", "--precision", "float32", "-o", tmp_path / "cache"
+    ).stderr
     stderr = " ".join(stderr.split())
     assert "at 1 of 3 positions the token of the text is not listed; an upper bound" in stderr
     assert "1 of 3 positions are not trained" in stderr
@@ -526,12 +532,12 @@ def test_changed_finish_reason_needs_force(run, tmp_path):
         file.write_text(json.dumps(row) + "\n")
 
     write("length")
-    run("import-cache", file, "-o", tmp_path / "cache")
+    run("cache", "import", file, "-o", tmp_path / "cache")
     assert not TeacherCache(tmp_path / "cache").read_document(0).document.is_complete
-    run("import-cache", file, "-o", tmp_path / "cache")
+    run("cache", "import", file, "-o", tmp_path / "cache")
     write("eos")
-    run("import-cache", file, "-o", tmp_path / "cache", code=1)
-    run("import-cache", file, "--force", "-o", tmp_path / "cache")
+    run("cache", "import", file, "-o", tmp_path / "cache", code=1)
+    run("cache", "import", file, "--force", "-o", tmp_path / "cache")
     assert TeacherCache(tmp_path / "cache").read_document(0).document.is_complete
 
 
@@ -541,20 +547,20 @@ def test_only_files_of_export_cache_are_replaced(run, pair, corpus, tmp_path):
     (tmp_path / "mine.jsonl").write_text(json.dumps(user_row) + "\n")
     options = ("--format", "jsonl", "-o")
     for force in ([], ["--force"]):
-        run("export-cache", tmp_path / "cache", *options, tmp_path / "mine.jsonl", *force, code=1)
+        run("cache", "export", tmp_path / "cache", *options, tmp_path / "mine.jsonl", *force, code=1)
         assert json.loads((tmp_path / "mine.jsonl").read_text()) == user_row
-    run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl")
-    run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl", code=1)
-    run("export-cache", tmp_path / "cache", *options, tmp_path / "out.jsonl", "--force")
+    run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl")
+    run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl", code=1)
+    run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl", "--force")
 
 
 def test_large_row_is_read_up_to_max_document_bytes(run, service_answers, tmp_path):
     _, rows = service_answers
     large = {**rows[0], "note": "x" * 20_000_000}
     (tmp_path / "large.jsonl").write_text(json.dumps(large) + "\n")
-    run("import-cache", tmp_path / "large.jsonl", "-o", tmp_path / "cache")
+    run("cache", "import", tmp_path / "large.jsonl", "-o", tmp_path / "cache")
     limit = ("--max-document-bytes", 1_000_000)
-    result = run("import-cache", tmp_path / "large.jsonl", *limit, "-o", tmp_path / "other", code=1)
+    result = run("cache", "import", tmp_path / "large.jsonl", *limit, "-o", tmp_path / "other", code=1)
     assert "--max-document-bytes" in result.stderr
 
 
@@ -567,13 +573,15 @@ def test_id_columns_need_the_tokenizer_and_equal_lengths(run, pair, tmp_path):
         "top_logprobs": [None, *[[-1.0]] * count],
     }  # fmt: skip
     (tmp_path / "ids.jsonl").write_text(json.dumps(row) + "\n")
-    result = run("import-cache", tmp_path / "ids.jsonl", "-o", tmp_path / "cache", code=1)
+    result = run("cache", "import", tmp_path / "ids.jsonl", "-o", tmp_path / "cache", code=1)
     assert "--tokenizer" in result.stderr
-    run("import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "cache")
+    run("cache", "import", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "cache")
     assert TeacherCache(tmp_path / "cache").read_document(0, None).document.text == "Anna has 12"
     row["top_ids"] = row["top_ids"][1:]
     (tmp_path / "ids.jsonl").write_text(json.dumps(row) + "\n")
-    result = run("import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "other", code=1)
+    result = run(
+        "cache", "import", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "other", code=1
+    )
     assert "different lengths" in result.stderr
 
 
@@ -610,7 +618,7 @@ def test_truncated_character_at_the_end_is_left_out(run, tmp_path):
         choice = {"message": {"content": text}, "finish_reason": finish, "logprobs": {"content": content}}
         row = {"messages": [{"role": "user", "content": "a"}], "response": {"model": "m", "choices": [choice]}}
         (tmp_path / "cut.jsonl").write_text(json.dumps(row) + "\n")
-        run("import-cache", tmp_path / "cut.jsonl", "--force", "-o", tmp_path / "cache", code=code)
+        run("cache", "import", tmp_path / "cut.jsonl", "--force", "-o", tmp_path / "cache", code=code)
         if not code:
             stored = TeacherCache(tmp_path / "cache").read_document(0)
             assert stored.document.segments[-1].text == " é"
@@ -627,7 +635,7 @@ def test_id_rows_need_an_end_token_to_be_complete_and_a_log_probability(run, pai
         "top_ids": missing_values,
         "top_logprobs": missing_values,
     }
-    arguments = ["import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher]
+    arguments = ["cache", "import", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher]
     (tmp_path / "ids.jsonl").write_text(json.dumps(row | {"complete": True}) + "\n")
     run(*arguments, "-o", tmp_path / "cache")
     assert not TeacherCache(tmp_path / "cache").read_document(0, None).document.is_complete
@@ -680,7 +688,7 @@ def test_invalid_columns_are_refused_with_the_row_number(run, pair, tmp_path, co
     valid = {"token_ids": ids, "logprobs": [None, -1.0], "top_ids": [None, ids[1:]], "top_logprobs": [None, [-1.0]]}
     rows = [valid, valid | {column: value}]
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["import-cache", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "cache"]
+    arguments = ["cache", "import", tmp_path / "ids.jsonl", "--tokenizer", pair.teacher, "-o", tmp_path / "cache"]
     result = run(*arguments, code=1)
     assert message in result.stderr
     assert "document 1" in result.stderr

@@ -86,9 +86,9 @@ def test_imported_answers_of_llama_cpp_have_the_models_log_probabilities(run, mo
     source = find_pretrained_teacher()
     # Answers that are not valid UTF-8 are skipped.
     options = ["--precision", "float32", "--skip-invalid"]
-    stderr = run("import-cache", answers, "--tokenizer", source, *options, "-o", tmp_path / "ids").stderr
+    stderr = run("cache", "import", answers, "--tokenizer", source, *options, "-o", tmp_path / "ids").stderr
     assert "characters are not trained" in stderr
-    run("import-cache", answers, *options, "-o", tmp_path / "bytes")
+    run("cache", "import", answers, *options, "-o", tmp_path / "bytes")
     cache, bytes_cache, num_checked = TeacherCache(tmp_path / "ids"), TeacherCache(tmp_path / "bytes"), 0
     assert len(cache) > 2
     for number in range(len(cache)):

@@ -138,8 +138,8 @@ def test_adapter_folder_is_accepted_as_a_teacher(run, pair, corpus, adapter, tmp
         )
         > 1e-2
     )
-    result = run("inspect", tmp_path / "a", "--teacher", adapter / "adapter", "--json")
-    assert json.loads(result.stdout)["statistics"]["scored_again"]["same_weights"]
+    result = run("cache", "verify", tmp_path / "a", adapter / "adapter", "--json")
+    assert json.loads(result.stdout)["scored_again"]["same_weights"]
     quantization = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     quantized = score_texts(pair.teacher, adapter=adapter / "adapter", engine=quantization)
     assert float(np.abs(quantized[0].entropy - score_texts(adapter / "merged")[0].entropy).max()) < 0.5

@@ -98,7 +98,7 @@ def test_scheduled_task_metrics_equal_those_of_xtk_evaluate(run, folder, evaluat
     found = eval_metrics_by_step(evaluated_run)
     assert sorted(found) == [0, 2, 4]
     assert "eval_bits_per_byte" not in found[4]
-    generation = run("evaluate", "run", "problems.jsonl", "--reward", "judge.py:length:weight=2", "--columns",
+    generation = run("evaluate-answers", "run", "problems.jsonl", "--reward", "judge.py:length:weight=2", "--columns",
                      "prompt=question", "--num-generations", 2, "--temperature", 1, "--max-completion-length", 8,
                      "--seed", 3, "--apply-chat-template", "--chat-template-kwargs", TEMPLATE_KWARGS, "--json",
                      cwd=folder)  # fmt: skip
@@ -106,7 +106,7 @@ def test_scheduled_task_metrics_equal_those_of_xtk_evaluate(run, folder, evaluat
     for key in ("avg@2", "avg@2_error", "pass@1", "pass@2", "mean_length", "truncated_fraction"):
         assert found[4][f"eval_problems/{key}"] == pytest.approx(generation_results[key]), key
     assert found[4]["eval_problems/avg@2"] != found[0]["eval_problems/avg@2"]
-    harness = run("evaluate", "run", "--tasks", "choose_sum,write_sum", "--include-path", "tasks", "--num-fewshot", 1,
+    harness = run("evaluate-tasks", "run", "choose_sum,write_sum", "--include-path", "tasks", "--num-fewshot", 1,
                   "--apply-chat-template", "--chat-template-kwargs", TEMPLATE_KWARGS, "--json", cwd=folder)  # fmt: skip
     for task, scores in json.loads(harness.stdout)["results"].items():
         for metric in scores.keys() - {"problems", "num_fewshot"}:

@@ -159,7 +159,7 @@ def test_invalid_on_policy_options_are_refused(options):
 
 # --- runs
 
-OPTIONS = ["--on-policy", "--learning-rate", 1e-3, "--logging-steps", 1, "--per-device-train-batch-size", 4,
+OPTIONS = ["--learning-rate", 1e-3, "--logging-steps", 1, "--per-device-train-batch-size", 4,
            "--num-generations", 2, "--max-completion-length", 12]  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def prompts(tmp_path_factory) -> Path:
 
 def run(pair, prompts: Path, output: Path, *options: object, code: int = 0):
     return run_xtk(
-        "distill",
+        "distill-on-policy",
         pair.student,
         prompts,
         "--teacher",
@@ -221,9 +221,25 @@ def test_a_run_writes_metrics_rollouts_and_its_recipe(reference_run):
 def test_a_killed_run_resumes_within_its_rollout_batch(pair, prompts, reference_run, tmp_path):
     """Rollout batch 2 is steps 5 and 6; the checkpoint of step 6 is at its end, that of step 3 is within batch 1."""
     output = tmp_path / "out"
-    arguments = ["distill", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 8,
-                 "--save-steps", 3, "--steps-per-generation", 2, "--loss", "byte-kl",
-                 "--reward", "regex:pattern=apples", "-o"]  # fmt: skip
+    arguments = [
+        "distill-on-policy",
+        pair.student,
+        prompts,
+        "--teacher",
+        f"{pair.teacher}:top_k=16",
+        *OPTIONS,
+        "--max-steps",
+        8,
+        "--save-steps",
+        3,
+        "--steps-per-generation",
+        2,
+        "--loss",
+        "byte-kl",
+        "--reward",
+        "regex:pattern=apples",
+        "-o",
+    ]
     process = start_run([*arguments, output])
     wait_for_path(output / "checkpoint-3", process)
     process.send_signal(signal.SIGKILL)
@@ -336,7 +352,7 @@ def test_rollout_cache_teacher_and_distill_equal_one_on_policy_command(pair, pro
     training = ["--loss", "byte-kl", "--max-steps", 1, "--learning-rate", 1e-3, "--warmup-ratio", 0, "--seed", 42,
                 "--per-device-train-batch-size"]  # fmt: skip
     run_xtk("distill", pair.student, cache, *training, len(rows), "-o", tmp_path / "pipeline")
-    run_xtk("distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=16", *sampling[:-2],
+    run_xtk("distill-on-policy", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *sampling[:-2],
             *training, 10, "-o", tmp_path / "command")  # fmt: skip
     student = Tokenizer(pair.student)
     assert all(
@@ -419,9 +435,25 @@ def test_a_teacher_on_separate_devices_gives_the_same_losses(pair, prompts, tmp_
 
 @pytest.mark.long
 def test_a_run_killed_at_random_times_ends_bitwise_equal(pair, prompts, reference_run, tmp_path):
-    arguments = ["distill", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 8,
-                 "--save-steps", 3, "--steps-per-generation", 2, "--loss", "byte-kl",
-                 "--reward", "regex:pattern=apples", "-o"]  # fmt: skip
+    arguments = [
+        "distill-on-policy",
+        pair.student,
+        prompts,
+        "--teacher",
+        f"{pair.teacher}:top_k=16",
+        *OPTIONS,
+        "--max-steps",
+        8,
+        "--save-steps",
+        3,
+        "--steps-per-generation",
+        2,
+        "--loss",
+        "byte-kl",
+        "--reward",
+        "regex:pattern=apples",
+        "-o",
+    ]
     rng = random.Random(5)
     for number in range(20):
         output = tmp_path / str(number)
@@ -483,8 +515,8 @@ def test_a_prompt_template_trains_like_data_with_rendered_prompts(pair, tmp_path
               "--loss", "ce", "--loss", "byte-kl"]  # fmt: skip
     template_options = ["--prompt-template", tmp_path / "form.jinja", "--apply-chat-template", "--chat-template-kwargs",
                         '{"enable_thinking": false}', "--columns", "completion=left"]  # fmt: skip
-    run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *template_options, "-o", tmp_path / "out")
-    run_xtk("distill", other, tmp_path / "talks.jsonl", *common, "-o", tmp_path / "same")
+    run_xtk("distill-on-policy", student, tmp_path / "rows.jsonl", *common, *template_options, "-o", tmp_path / "out")
+    run_xtk("distill-on-policy", other, tmp_path / "talks.jsonl", *common, "-o", tmp_path / "same")
     lines, expected = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("out", "same"))
     assert {"ce" not in line for line in lines} == {True, False}
     assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
@@ -493,16 +525,39 @@ def test_a_prompt_template_trains_like_data_with_rendered_prompts(pair, tmp_path
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())["identity"]["on_policy"]
     assert recipe["prompt_template"] == "{{who}} gives some.\nHow many?"
     refused = run_xtk(
-        "distill", student, tmp_path / "rows.jsonl", *common, *template_options[:-2], "-o", tmp_path / "x", code=1
+        "distill-on-policy",
+        student,
+        tmp_path / "rows.jsonl",
+        *common,
+        *template_options[:-2],
+        "-o",
+        tmp_path / "x",
+        code=1,
     )
     assert "the completion (column completion of the data) is missing; the record has who, left" in refused.stderr
     assert "--lmbda 1" in refused.stderr
     # The data's completions are part of the run's identity: with others, the existing output is of another run.
-    refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *template_options[:-1], "completion=who",
-                      "-o", tmp_path / "out", code=1)  # fmt: skip
+    refused = run_xtk(
+        "distill-on-policy",
+        student,
+        tmp_path / "rows.jsonl",
+        *common,
+        *template_options[:-1],
+        "completion=who",
+        "-o",
+        tmp_path / "out",
+        code=1,
+    )
     assert "--force" in refused.stderr
     refused = run_xtk(
-        "distill", pair.student, tmp_path / "rows.jsonl", *common, *template_options, "-o", tmp_path / "x", code=1
+        "distill-on-policy",
+        pair.student,
+        tmp_path / "rows.jsonl",
+        *common,
+        *template_options,
+        "-o",
+        tmp_path / "x",
+        code=1,
     )
     assert "chat template" in refused.stderr
     assert not (tmp_path / "x").exists()
@@ -515,7 +570,7 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
 def test_reverse_kl_on_the_students_candidates_is_zero_for_its_initial_weights(pair, prompts, tmp_path):
     """The support is the student's top-8 tokens; the teacher has the student's initial weights."""
     teacher = f"{pair.student}:support=candidates,top_k=8"
-    done = run_xtk("distill", pair.student, prompts, "--teacher", teacher, *OPTIONS,
+    done = run_xtk("distill-on-policy", pair.student, prompts, "--teacher", teacher, *OPTIONS,
                    "--loss", "reverse-kl", "--max-steps", 4, "--num-iterations", 2, "--save-steps", 0,
                    "--learning-rate", 1e-2, "--warmup-steps", 0, "-o", tmp_path / "out")  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
@@ -539,7 +594,7 @@ def test_self_teacher_with_privileged_prompts_has_current_averaged_or_fixed_weig
         ("ema", "self:weights=ema,top_k=16", ["--ema-decay", 0.5]),
         ("folder", f"{pair.student}:top_k=16", []),
     ):
-        run_xtk("distill", pair.student, data, "--teacher", teacher, *options, *more, "--loss", "forward-kl",
+        run_xtk("distill-on-policy", pair.student, data, "--teacher", teacher, *options, *more, "--loss", "forward-kl",
                 "-o", tmp_path / name)  # fmt: skip
         losses[name] = [line["forward-kl"] for line in read_metrics(tmp_path / name / "metrics.jsonl")]
     # The first losses are equal; then the teacher has the student's current, averaged or initial weights.
@@ -556,9 +611,27 @@ def test_several_teachers_score_the_rollouts_of_the_student(pair, tmp_path, meth
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     other = small_inputs.make_teacher(tmp_path / "other", seed=9)
     routes = ["--route-column", "by"] if method == "route" else []
-    run_xtk("distill", pair.student, data, "--teacher", f"{pair.teacher}:top_k=16", "--teacher", f"{other}:top_k=16",
-            "--combine-teachers", method, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,
-            "-o", tmp_path / "out")  # fmt: skip
+    run_xtk(
+        "distill-on-policy",
+        pair.student,
+        data,
+        "--teacher",
+        f"{pair.teacher}:top_k=16",
+        "--teacher",
+        f"{other}:top_k=16",
+        "--combine-teachers",
+        method,
+        *routes,
+        *OPTIONS,
+        "--loss",
+        "byte-kl",
+        "--max-steps",
+        3,
+        "--save-steps",
+        0,
+        "-o",
+        tmp_path / "out",
+    )
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     names = ["byte-kl"] if method == "mixture" else ["byte-kl/teacher", "byte-kl/other"]
     assert all(line[name] > 0 for line in lines for name in names)
@@ -567,7 +640,18 @@ def test_several_teachers_score_the_rollouts_of_the_student(pair, tmp_path, meth
 def test_all_tokens_can_be_candidates_but_zero_tokens_cannot(pair, tmp_path):
     data = tmp_path / "prompts.jsonl"
     data.write_text(json.dumps({"prompt": "Anna has 12 apples"}) + "\n")
-    command = ["distill", pair.student, data, *OPTIONS, "--loss", "byte-kl", "--max-steps", 1, "--save-steps", 0]
+    command = [
+        "distill-on-policy",
+        pair.student,
+        data,
+        *OPTIONS,
+        "--loss",
+        "byte-kl",
+        "--max-steps",
+        1,
+        "--save-steps",
+        0,
+    ]
     teacher = f"{pair.teacher}:support=candidates,top_k"
     assert (
         "top_k is 0, but must be at least 1"
@@ -589,8 +673,24 @@ def test_prompts_that_no_teacher_would_score_are_refused(pair, tmp_path, routes,
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": "Anna has 12 apples", "by": name}) + "\n" for name in routes))
     other = small_inputs.make_teacher(tmp_path / "other", seed=9)
-    command = ["distill", pair.student, data, "--teacher", pair.teacher, "--teacher", other, "--combine-teachers",
-               "route", *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "-o", tmp_path / "out"]  # fmt: skip
+    command = [
+        "distill-on-policy",
+        pair.student,
+        data,
+        "--teacher",
+        pair.teacher,
+        "--teacher",
+        other,
+        "--combine-teachers",
+        "route",
+        *OPTIONS,
+        "--loss",
+        "byte-kl",
+        "--max-steps",
+        3,
+        "-o",
+        tmp_path / "out",
+    ]
     assert message in run_xtk(*command, "--route-column", "by", code=1).stderr
     assert "the --route-column of a document is empty" in run_xtk(*command, code=1).stderr
     assert not (tmp_path / "out").exists()
@@ -617,9 +717,24 @@ def test_a_prompt_that_fills_the_context_with_its_environment_is_refused(pair, t
     (tmp_path / "countdown.py").write_text(COUNTDOWN)
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": "Anna has 12 " * size, "turns": 1}) + "\n" for size in (1, 4000)))
-    command = ("distill", pair.student, data, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 2,
-               "--environment", tmp_path / "countdown.py:Countdown", "--loss", "byte-kl",
-               "--long-documents", "truncate", "-o", tmp_path / "out")  # fmt: skip
+    command = (
+        "distill-on-policy",
+        pair.student,
+        data,
+        "--teacher",
+        f"{pair.teacher}:top_k=16",
+        *OPTIONS,
+        "--max-steps",
+        2,
+        "--environment",
+        tmp_path / "countdown.py:Countdown",
+        "--loss",
+        "byte-kl",
+        "--long-documents",
+        "truncate",
+        "-o",
+        tmp_path / "out",
+    )
     refused = run_xtk(*command, code=1).stderr
     assert "1 prompts with the first message of the environment leave no space" in refused
     assert "row 1 of the data" in refused
@@ -634,7 +749,7 @@ def test_turns_with_an_environment_train_only_the_students_tokens(pair, tmp_path
     prompt = [{"role": "user", "content": "Anna has 12 apples and"}] if is_chat else "Anna has 12 apples and"
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": prompt, "turns": turns}) + "\n" for turns in (1, 2, 3)))
-    run_xtk("distill", student, data, "--teacher", f"{teacher}:top_k=16", "--on-policy",
+    run_xtk("distill-on-policy", student, data, "--teacher", f"{teacher}:top_k=16",
             "--per-device-train-batch-size", 3, "--max-completion-length", 30, "--stop", "a", "--stop", "e",
             "--environment", tmp_path / "countdown.py:Countdown", "--loss", "policy-gradient", "--loss", "byte-kl",
             "--max-steps", 2, "--logging-steps", 1, "--save-steps", 0, "-o", tmp_path / "out")  # fmt: skip
@@ -661,16 +776,16 @@ def test_a_reward_that_can_score_no_row_is_refused_and_missing_scores_are_report
 
 def test_invalid_on_policy_commands_are_refused(pair, prompts, tmp_path):
     output = tmp_path / "out"
-    done = run_xtk("distill", pair.student, prompts, "--on-policy", "-o", output, code=1)
-    assert "--on-policy needs --teacher" in done.stderr
+    done = run_xtk("distill-on-policy", pair.student, prompts, "-o", output, code=1)
+    assert "distill-on-policy needs --teacher" in done.stderr
     done = run(pair, prompts, output, "--num-generations", 3, "--max-steps", 1, code=1)
     assert "a multiple of --num-generations" in done.stderr
-    done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--temperature", 0, "--stop", "x",
-                   "--reward", "exact", "--no-scale-rewards", "-o", output, code=1)  # fmt: skip
-    assert "--temperature, --stop, --reward, --no-scale-rewards need --on-policy" in done.stderr
+    for option in (("--temperature", 0), ("--stop", "x"), ("--reward", "exact"), ("--no-scale-rewards",)):
+        done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, *option, "-o", output, code=2)
+        assert f"No such option: {option[0]}" in done.stderr
     done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--devices", "rollout=0",
                    "-o", output, code=1)  # fmt: skip
-    assert "--devices rollout=... needs --on-policy" in done.stderr
+    assert "only xtk distill-on-policy has --devices rollout=..." in done.stderr
     done = run(pair, prompts, output, "--stop-if", "entropi<1", code=1)
     assert "entropy" in done.stderr
     assert not output.exists()
@@ -680,8 +795,19 @@ def test_invalid_on_policy_commands_are_refused(pair, prompts, tmp_path):
     bare.write_text(json.dumps({"prompt": "Anna has"}) + "\n")
     done = run(pair, bare, output.with_name("other"), "--max-steps", 1, "--lmbda", 0.5, code=1)
     assert "prompt and completion" in done.stderr
-    done = run_xtk("distill", pair.student, prompts, "--teacher", "self:weights=base", *OPTIONS, "--max-steps", 1,
-                   "-o", output.with_name("third"), code=1)  # fmt: skip
+    done = run_xtk(
+        "distill-on-policy",
+        pair.student,
+        prompts,
+        "--teacher",
+        "self:weights=base",
+        *OPTIONS,
+        "--max-steps",
+        1,
+        "-o",
+        output.with_name("third"),
+        code=1,
+    )
     assert "needs a student with an adapter" in done.stderr
 
 

@@ -362,7 +362,7 @@ def assign_losses(
             raise XtkError(
                 f"the loss {loss.name} needs rollouts of the student, but the training data has none",
                 where=", ".join(teacher.path for teacher in teachers),
-                hint="use --on-policy; or run xtk rollout, then xtk cache-teacher; or use --loss alm",
+                hint="use xtk distill-on-policy; or run xtk rollout, then xtk cache-teacher; or use --loss alm",
             )
     assigned = [one for loss in requested if loss.name != AUTO_LOSS for one in _assign(loss, teachers)]
     if all(loss.name != AUTO_LOSS for loss in requested):

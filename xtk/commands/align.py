@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
 from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, QuietOption
 
 if TYPE_CHECKING:
@@ -47,12 +47,7 @@ class AlignOptions(CorpusOptions, ForceOption, QuietOption, ConfigOption, Comman
         False, "Print span statistics over all documents: counts and bytes by kind, and the worst documents."
     )
     html: bool = option(False, "Write the statistics and the aligned documents as an HTML page to --output.")
-    output: str = option(
-        "",
-        "With --html: path of the page.",
-        flags=("--output", "-o"),
-        metavar="FILE",
-    )
+    output: str = output_option("With --html: path of the page.", "FILE", "")
     limit: int = option(
         20, "With --html: maximum number of documents on the page; long documents are shortened.", min=0
     )
@@ -85,6 +80,7 @@ def align(options: AlignOptions) -> None:
     from xtk.models.resolver import resolve_model_folder
     from xtk.name_registry import unknown_name_error
     from xtk.pages.alignment_html import alignment_page
+    from xtk.pages.alignment_tables import print_alignment_tables
     from xtk.pages.html_page import PAGE, write_page
     from xtk.projection.corpus_cooccurrence_counts import corpus_fingerprint
     from xtk.text.document import Document
@@ -97,19 +93,17 @@ def align(options: AlignOptions) -> None:
         raise typer.BadParameter("--teacher-text needs one TEXT on the command line, and excludes --stats and --html")
     if options.order not in ORDERS:
         raise unknown_name_error("value of --order", options.order, ORDERS)
+    one, other = (
+        Tokenizer(resolve_model_folder(side, with_weights=False), name=side)
+        for side in (options.student, options.teacher)
+    )
     if options.teacher_text:
-        _print_different_texts(
-            options.text, options.teacher_text, [options.student, options.teacher], as_json=options.as_json
-        )
+        _print_different_texts(options.text, options.teacher_text, one, other, as_json=options.as_json)
         return
     documents: Iterable[Document]
     documents = [Document.from_text(_decode_argument(options.text))]
     if _is_data(options.text):
         documents = Corpus([options.text], parse_columns_option(options.columns), options.max_document_bytes)
-    one, other = (
-        Tokenizer(resolve_model_folder(side, with_weights=False), name=side)
-        for side in (options.student, options.teacher)
-    )
     if options.html:
         _, content = corpus_fingerprint(documents)
         request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, options.limit, options.order]))
@@ -120,7 +114,11 @@ def align(options: AlignOptions) -> None:
         write_page(Path(options.output), page)
         terminal.result_artifact({**record, "path": options.output, "kind": "alignment-page"}, as_json=options.as_json)
     elif options.stats:
-        _print_statistics(_align_all(documents, one, other)[0], as_json=options.as_json)
+        record = _align_all(documents, one, other)[0].to_json()
+        if options.as_json:
+            terminal.result_json(record)
+        else:
+            print_alignment_tables(record)
     else:
         _print_all_spans(documents, one, other, as_json=options.as_json)
 
@@ -168,15 +166,6 @@ def _align_all(
     return statistics, begin or statistics.worst_documents[:worst]
 
 
-def _print_statistics(statistics: AlignmentStatistics, *, as_json: bool) -> None:
-    from xtk.pages.alignment_tables import print_alignment_tables
-
-    if as_json:
-        terminal.result_json(statistics.to_json())
-    else:
-        print_alignment_tables(statistics.to_json())
-
-
 def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:
     from xtk.text.alignment_statistics import align_documents
     from xtk.text.normalization_changes import NormalizationLoss, count_normalization_loss
@@ -196,13 +185,10 @@ def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher:
         _warn(loss)
 
 
-def _print_different_texts(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
+def _print_different_texts(text: str, teacher_text: str, one: Tokenizer, other: Tokenizer, *, as_json: bool) -> None:
     """Print the aligned spans of two different texts."""
-    from xtk.models.resolver import resolve_model_folder
     from xtk.text.different_text_alignment import align_different_texts
-    from xtk.text.tokenizer import Tokenizer
 
-    one, other = (Tokenizer(resolve_model_folder(side, with_weights=False), name=side) for side in sides)
     texts = _decode_argument(text), _decode_argument(teacher_text)
     (student,), (teacher,) = one.encode(texts[:1]), other.encode(texts[1:])
     spans = align_different_texts(texts[0], student.byte_ends, texts[1], teacher.byte_ends)

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
 from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from xtk.text.tokenizer import Tokenizer
+
+
+_PAIRS_HINT = 'write pairs such as {"<|im_end|>": "</s>"}, the student token first'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +28,7 @@ class BuildProjectionOptions(CorpusOptions, ForceOption, JsonOption, QuietOption
     teacher: str = argument(
         REQUIRED, "Teacher tokenizer: a folder with tokenizer.json, or a Hugging Face hub id.", metavar="TEACHER"
     )
-    output: str = option(
-        REQUIRED,
-        "Output file (safetensors); nothing is added to its name.",
-        flags=("--output", "-o"),
-        metavar="FILE",
-    )
+    output: str = output_option("Output file (safetensors); nothing is added to its name.", "FILE")
     method: str = option(
         "multitoken",
         "Method that maps student tokens without an identical teacher token; exact maps none. "
@@ -155,53 +153,33 @@ def _matching(value: str) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         try:
-            content = json.loads(text, object_pairs_hook=_unique_dict)  # before YAML, which does not allow tabs
+            pairs = json.loads(text, object_pairs_hook=tuple)  # before YAML, which does not allow tabs
         except json.JSONDecodeError:
-            content = yaml.safe_load(text)
             root = yaml.compose(text)
-            if isinstance(root, yaml.MappingNode):
-                _unique_dict([(key.value, None) for key, _ in root.value])
+            pairs = tuple(root.value) if isinstance(root, yaml.MappingNode) else None
+            pairs = pairs and tuple((key.value, content.value) for key, content in pairs)
     except (yaml.YAMLError, ValueError, RecursionError) as failure:
         raise XtkError(
-            f"the file of --special-tokens is neither valid JSON nor YAML: {failure}",
-            where=value,
-            hint='write pairs such as {"<|im_end|>": "</s>"}, the student token first',
+            f"the file of --special-tokens is neither valid JSON nor YAML: {failure}", where=value, hint=_PAIRS_HINT
         ) from None
-    if not isinstance(content, dict) or not all(isinstance(part, str) for pair in content.items() for part in pair):
+    if not isinstance(pairs, tuple) or not all(isinstance(part, str) for pair in pairs for part in pair):
         raise XtkError(
             "the file of --special-tokens is not a mapping of student tokens to teacher tokens",
             where=value,
-            hint='write pairs such as {"<|im_end|>": "</s>"}, the student token first',
+            hint=_PAIRS_HINT,
         )
-    return content
-
-
-def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict of pairs."""
-    from xtk.errors import XtkError
-
-    content = dict(pairs)
-    twice = [key for key in content if sum(key == other for other, _ in pairs) > 1] if len(content) < len(pairs) else []
-    if twice:
+    tokens = [token for token, _ in pairs]
+    if twice := next((token for at, token in enumerate(tokens) if token in tokens[:at]), None):
         raise XtkError(
-            f"the student token {twice[0]!r} occurs twice in --special-tokens", hint="list each student token once"
+            f"the student token {twice!r} occurs twice in --special-tokens", hint="list each student token once"
         )
-    return content
+    return dict(pairs)
 
 
 def _counts_projection(
-    student: Tokenizer,
-    teacher: Tokenizer,
-    data: Any,
-    chosen: dict[str, Any],
-    matching: Any,
-    path: Path,
-    *,
-    force: bool,
+    student: Tokenizer, teacher: Tokenizer, data: Any, chosen: dict[str, Any], matching: Any, path: Path, *, force: bool
 ) -> Any:
     """Return the projection from co-occurrence counts: the finished one, or a new one that resumes a killed count."""
-    import time
-
     import numpy as np
 
     from xtk.projection.build import build_projection as build
@@ -225,15 +203,8 @@ def _counts_projection(
         if projection is not None:
             remove_counting_state(path)
             return projection
-    progress = [time.monotonic(), 0.0]  # time of the last note, documents
-
-    def advance(documents: int) -> None:
-        progress[1] += documents
-        if time.monotonic() - progress[0] >= terminal.SECONDS_BETWEEN_LINES:
-            progress[0] = time.monotonic()
-            terminal.note(f"build-projection: counted {progress[1]:,.0f} documents")
-
-    counts = count_corpus_cooccurrences(student, teacher, data, path, advance)
+    with terminal.Progress("build-projection", None, "documents") as progress:
+        counts = count_corpus_cooccurrences(student, teacher, data, path, progress.advance)
     projection = build(student, teacher, "cooccurrence", special_tokens=matching, counts=counts, **chosen)
     write_projection(projection, path)
     remove_counting_state(path)

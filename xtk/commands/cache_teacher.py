@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import (
-    REQUIRED,
-    CommandOptions,
-    Heading,
-    argument,
-    declared_options,
-    flags_of_set_options,
-    option,
-)
+from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, output_option
 from xtk.options.shared import (
+    MODEL_DTYPES,
     ConfigOption,
     CorpusOptions,
     DocumentColumnOptions,
@@ -60,32 +53,18 @@ class CacheTeacherOptions(
             "Teacher", ("backend", "engine", ServerOptions, "dtype", "start_token", "batch_tokens", "trust_remote_code")
         ),
         Heading("Parallelism", ("num_processes", "num_machines", "machine_rank")),
-        Heading("Merge and estimate", ("merge", "rows", "estimate")),
+        Heading("Estimate", ("estimate",)),
     )
 
-    teacher: str = argument(
-        REQUIRED, "Teacher model: a folder, a GGUF file or a hub id. With --merge: the first cache.", metavar="TEACHER"
-    )
-    output: str = option(
-        REQUIRED,
-        "Output folder of the cache, or a URL of an object store such as s3://BUCKET/NAME.",
-        flags=("--output", "-o"),
-        metavar="FOLDER|URL",
+    teacher: str = argument(REQUIRED, "Teacher model: a folder, a GGUF file or a hub id.", metavar="TEACHER")
+    output: str = output_option(
+        "Output folder of the cache, or a URL of an object store such as s3://BUCKET/NAME.", "FOLDER|URL"
     )
     data: tuple[str, ...] = argument(
-        (),
+        REQUIRED,
         "Documents: files, a folder, a quoted glob, a hub dataset, a URL, or - for documents from stdin. "
-        "docs/how-to/data.md lists the formats; with --merge: more caches.",
+        "docs/how-to/data.md lists the formats.",
         metavar="DATA...",
-        show_default=False,
-    )
-    merge: bool = option(
-        False,
-        "Merge finished caches, given in place of TEACHER and DATA, into one, in this order. They need the same "
-        "teacher and --support; nothing is scored again.",
-    )
-    rows: str = option(
-        "", "With --merge: range of documents to keep, counted over all caches, such as 100:200.", metavar="START:STOP"
     )
     support: str = option(
         "",
@@ -107,10 +86,7 @@ class CacheTeacherOptions(
         None, "With --support sample or top-k+sample: sampled tokens per position. Default: 16.", show_default=False
     )
     num_sample_sets: int = option(
-        1,
-        "With --support sample or top-k+sample: independent sample sets, used in turn by epoch.",
-        min=1,
-        max=1000,
+        1, "With --support sample or top-k+sample: independent sample sets, used in turn by epoch.", min=1, max=1000
     )
     seed: int = option(0, "Random seed of the sampled tokens.")
     precision: str = option(
@@ -122,7 +98,7 @@ class CacheTeacherOptions(
     dtype: str = option(
         "float32",
         "Data type of the teacher's weights and computation; bfloat16 needs half the memory of float32.",
-        metavar="[float32|bfloat16|float16]",
+        choices=MODEL_DTYPES,
     )
     backend: str = option(
         "transformers",
@@ -147,11 +123,7 @@ class CacheTeacherOptions(
     batch_tokens: int = option(
         8192, "Tokens per forward pass, padding included; more is faster and needs more memory.", min=1
     )
-    shard_tokens: int = option(
-        65536,
-        "Tokens per shard file; an interrupted run loses at most two per process.",
-        min=1,
-    )
+    shard_tokens: int = option(65536, "Tokens per shard file; an interrupted run loses at most two per process.", min=1)
     num_processes: int = option(
         1, "Number of processes on this machine, each with its own teacher and device, that write one cache.", min=1
     )
@@ -167,24 +139,17 @@ class CacheTeacherOptions(
 def cache_teacher(options: CacheTeacherOptions) -> None:
     """Store a teacher's log-probabilities for a data set.
 
-    After an interruption, the same command resumes. With --merge, finished caches become one.
+    After an interruption, the same command resumes.
 
     Examples:
         xtk cache-teacher ./teacher corpus.jsonl --top-k 64 -o cache
-        xtk cache-teacher --merge cache-1 cache-2 -o cache
+        xtk cache-teacher ./teacher corpus.jsonl --top-k 64 -o cache --estimate
     """
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)
-    if options.merge:
-        _merge(options)
-        return
-    if not options.data:
-        raise typer.BadParameter("DATA is missing; give the documents that the teacher scores after TEACHER")
-    if options.rows:
-        raise typer.BadParameter("--rows needs --merge; use xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     backend = load_registered(BACKENDS, options.backend, "backend")
     corpus = Corpus(
         options.data,
@@ -214,31 +179,25 @@ def cache_teacher(options: CacheTeacherOptions) -> None:
         partition=CachePartition(options.num_processes, options.machine_rank, options.num_machines),
     )
     if figures is not None:  # None: other machines have not finished yet
-        _print_cache(options, figures)
+        print_cache(options.output, figures, as_json=options.as_json)
 
 
-def _print_cache(options: CacheTeacherOptions, figures: dict[str, Any]) -> None:
+def print_cache(output: str, figures: dict[str, Any], *, as_json: bool) -> None:
     """Print the path of a finished cache, and the teacher's bits per byte."""
     bits = figures["teacher_bits_per_byte"]
     if bits is not None:
         terminal.note(f"cache-teacher: the teacher has {bits:.4f} bits per byte on the text that it scored")
-    terminal.result_artifact({"path": options.output, "kind": "teacher-cache", **figures}, as_json=options.as_json)
+    terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
 
 
 def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | None) -> CacheRequest:
-    """Return the request of a cache after checking names and support.
-
-    Args:
-        adapter: LoRA adapter of the teacher, if it has one.
-    """
+    """Return the request of a cache, after checking names and support; `adapter` is a LoRA adapter of the teacher."""
     from xtk.cache.codec.shard_codec_registry import codec_for_precision
     from xtk.cache.teacher_logprobs import make_support
     from xtk.engines.backend import backend_options
-    from xtk.models.causal_lm import DTYPES
     from xtk.name_registry import load_registered
     from xtk.teachers.cache_build_config import CacheRequest
 
-    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
     codec_for_precision(options.precision)
     backend = load_registered(BACKENDS, options.backend, "backend")
     wanted = make_support(
@@ -298,24 +257,3 @@ def _print_estimate(costs: dict[str, Any], *, as_json: bool) -> None:
         unit = "tokens" if region == "end-of-turn" else "bytes"
         shown = f"{figures['size']:,} {unit} in the sample, {100 * figures['scored_fraction']:.1f} % scored"
         terminal.result_line(f"{region:24} {shown}")
-
-
-def _merge(options: CacheTeacherOptions) -> None:
-    from xtk.cache.merging import merge_caches
-
-    of_merging = {"teacher", "data", "output", "merge", "rows", "force", "as_json", "quiet", "config"}
-    names = [field.name for field, _ in declared_options(CacheTeacherOptions) if field.name not in of_merging]
-    if given := flags_of_set_options(options, names):
-        raise typer.BadParameter(f"--merge does not run a teacher; remove {' and '.join(given)}")
-    caches = [options.teacher, *options.data]
-    if caches.count("-") > 1:
-        raise typer.BadParameter("only one argument can be read from standard input (-)")
-    places = [
-        place
-        for given_place in caches
-        for place in (
-            [str(record["path"]) for record in terminal.piped_records()] if given_place == "-" else [given_place]
-        )
-    ]
-    figures = merge_caches(places, options.output, rows=options.rows, force=options.force)
-    _print_cache(options, figures)

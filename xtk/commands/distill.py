@@ -1,4 +1,4 @@
-"""`xtk distill`: train a student from teacher caches, online teachers or its own rollouts."""
+"""`xtk distill` and `xtk distill-on-policy`: train a student from caches, online teachers or its own rollouts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from xtk import terminal
-from xtk.commands.distill_options import DistillOptions
-from xtk.options.declaration import check_conditions, flags_of_set_options, options_of
+from xtk.commands.distill_options import DistillOptions, OnPolicyDistillOptions
+from xtk.options.declaration import flags_of_set_options, options_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from xtk.teachers.online_teacher import OnlineTeacher
     from xtk.text.document import Document
     from xtk.training.on_policy_config import OnPolicyConfig
@@ -29,8 +31,25 @@ def distill(options: DistillOptions) -> None:
 
     Examples:
         xtk distill ./student cache --loss p-kl --projection projection.safetensors -o run
-        xtk distill ./student prompts.jsonl --on-policy --teacher ./teacher --num-generations 4 -o run
+        xtk distill ./student corpus.jsonl --teacher ./teacher --max-steps 500 -o run
     """
+    _distill(options)
+
+
+def distill_on_policy(options: OnPolicyDistillOptions) -> None:
+    """Train a student on completions that it samples, scored by teachers.
+
+    --reward also trains on rewards of the completions. After an interruption, the same command resumes from the last
+    checkpoint.
+
+    Examples:
+        xtk distill-on-policy ./student prompts.jsonl --teacher ./teacher --num-generations 4 -o run
+        xtk distill-on-policy ./student gsm8k.jsonl --teacher ./teacher --reward exact -o run
+    """
+    _distill(options)
+
+
+def _distill(options: DistillOptions) -> None:
     started = time.monotonic()
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.parallel.distributed_launch import Machines, is_worker, launch, world_size
@@ -62,7 +81,7 @@ def distill(options: DistillOptions) -> None:
     kept = recipe_options(
         options, piped, world_size() // options.num_machines if is_worker() else options.num_processes
     )
-    check_rerun(options.config, kept, run_identity(recipe, inputs, layout.num_data_shards, reporting))
+    check_rerun(options, kept, run_identity(recipe, inputs, layout.num_data_shards, reporting))
     exit_resumable_on_signal()
     if is_worker():
         die_with_parent(signal_number=signal.SIGKILL)
@@ -87,12 +106,7 @@ def distill(options: DistillOptions) -> None:
 def read_configs(
     options: DistillOptions, piped: str = "", started: float = 0.0
 ) -> tuple[RunPaths, TrainConfig, LoggingConfig]:
-    """Return paths, training and logging configuration from options.
-
-    Args:
-        piped: the path that replaces `-`.
-        started: `time.monotonic()` at the start of the command.
-    """
+    """Return paths, training and logging configuration; `piped` replaces `-`, the time limit begins at `started`."""
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.errors import XtkError
     from xtk.losses import AUTO_LOSS
@@ -102,16 +116,10 @@ def read_configs(
     from xtk.training.task_evaluation import parse_eval_tasks
     from xtk.training.train_config import LoggingConfig, TrainConfig
 
-    check_conditions(
-        options,
-        "--on-policy",
-        is_met=options.on_policy,
-        hint="add --on-policy, or remove the option; for runs of both kinds in a sweep see docs/how-to/sweep.md",
-    )
     devices = parse_devices(options.devices)
-    if devices["rollout"] and not options.on_policy:
+    if devices["rollout"] and not isinstance(options, OnPolicyDistillOptions):
         raise XtkError(
-            "--devices rollout=... needs --on-policy", hint="add --on-policy, or name only --devices teacher=..."
+            "only xtk distill-on-policy has --devices rollout=...", hint="name only teachers: --devices teacher=..."
         )
     places = _paths(options, piped, devices["teacher"])
     recipe = options_of(
@@ -119,7 +127,9 @@ def read_configs(
         options,
         losses=tuple(parse_losses(list(options.loss) or [AUTO_LOSS])),
         preparation=options_of(StudentModelConfig, options),
-        on_policy=_on_policy(options, places.online_teachers, devices["rollout"]) if options.on_policy else None,
+        on_policy=_on_policy(options, places.online_teachers, devices["rollout"])
+        if isinstance(options, OnPolicyDistillOptions)
+        else None,
     )
     held_out: tuple[Document, ...] = ()
     if options.eval_data and not places.eval_caches:  # read now, so that errors in the data appear before training
@@ -160,7 +170,7 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
             parse_online_teacher(
                 spec,
                 # Completions of the student cannot be refused.
-                long_documents="truncate" if options.on_policy else options.long_documents,
+                long_documents="truncate" if isinstance(options, OnPolicyDistillOptions) else options.long_documents,
                 trust_remote_code=options.trust_remote_code,
                 student=folder,
                 devices=teacher_devices,
@@ -172,7 +182,7 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
 
 
 def _on_policy(
-    options: DistillOptions, teachers: tuple[OnlineTeacher, ...], devices: tuple[int, ...]
+    options: OnPolicyDistillOptions, teachers: tuple[OnlineTeacher, ...], devices: tuple[int, ...]
 ) -> OnPolicyConfig:
     """Return the on-policy configuration from options."""
     from xtk.engines.backend import parse_engine_options
@@ -214,5 +224,10 @@ def _for_workers(arguments: list[str], piped: str) -> list[str]:
             "the --config file has the value - (standard input), which several processes cannot share",
             hint="use - on the command line instead, or --num-processes 1",
         )
+    return replace_piped_arguments(arguments, piped)
+
+
+def replace_piped_arguments(arguments: Sequence[str], piped: str) -> list[str]:
+    """Return arguments with `-` replaced by the piped path, since other processes have no pipe."""
     named = {"-": piped, "--projection=-": f"--projection={piped}"}
     return [named.get(argument, argument) for argument in arguments]

@@ -1,10 +1,22 @@
-"""Options of `xtk distill`, by heading of its help."""
+"""Options of `xtk distill`, and of `xtk distill-on-policy`, which has them and its own; by heading of their help."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from xtk.options.declaration import INPUTS, REPORTING, REQUIRED, CommandOptions, Heading, argument, option, redeclared
+from xtk.options.declaration import (
+    INPUTS,
+    REPORTING,
+    REQUIRED,
+    CommandOptions,
+    Heading,
+    argument,
+    option,
+    output_option,
+    redeclared,
+)
 from xtk.options.shared import (
     ConfigOption,
     CorpusOptions,
@@ -40,10 +52,6 @@ class DistillOptions(
     TeacherUseOptions,
     OptimizationOptions,
     StudentModelOptions,
-    PromptOptions,
-    SamplingOptions,
-    OnPolicyOptions,
-    RewardOptions,
     ParallelismOptions,
     LoggingOptions,
     StartTokenOption,
@@ -55,21 +63,12 @@ class DistillOptions(
 ):
     """Options of `xtk distill`."""
 
-    HEADINGS = (
+    HEADINGS: ClassVar[Sequence[Heading]] = (
         Heading("Data", (CorpusOptions, DocumentColumnOptions, SequenceOptions, "dataloader_num_workers")),
         Heading("Teacher", ("teacher", TeacherUseOptions)),
         Heading("Objective", ("loss", "projection", "scale_kd_to", RegionOptions)),
         Heading("Optimization", (OptimizationOptions, "max_skipped_steps", "torch_compile")),
         Heading("Student", (StudentModelOptions, "start_token", "trust_remote_code")),
-        Heading("On-policy generation", ("on_policy",)),
-        Heading(
-            "On-policy generation",
-            (
-                PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend", "rollout_engine",
-                "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",
-            ),
-            condition="--on-policy",
-        ),
         Heading(
             "Parallelism",
             (
@@ -92,18 +91,13 @@ class DistillOptions(
     )
     cache: tuple[str, ...] = argument(
         REQUIRED,
-        "Teacher caches, or plain data for --teacher, --on-policy or --loss ce alone. - reads one path from "
-        "standard input.",
+        "Teacher caches, or plain data for --teacher or --loss ce alone. - reads one path from standard input.",
         metavar="CACHE...",
         is_path=True,
         effect=INPUTS,
     )
-    output: str = option(
-        REQUIRED,
-        "Output folder of the run: the trained student, checkpoints and metrics.",
-        flags=("--output", "-o"),
-        metavar="FOLDER",
-        is_recorded=False,
+    output: str = output_option(
+        "Output folder of the run: the trained student, checkpoints and metrics.", "FOLDER", is_recorded=False
     )
     projection: tuple[str, ...] = option(
         (),
@@ -127,46 +121,11 @@ class DistillOptions(
         metavar="MODEL[:KEY=VALUE,...]",
         effect=INPUTS,
     )
-    on_policy: bool = option(
-        False,
-        "Train on completions sampled from the student, scored by --teacher and, if given, --reward. "
-        "CACHE is then data with prompts.",
-        effect=INPUTS,
-    )
-    rollout_backend: str = option(
-        "transformers",
-        "Generation backend; weights are synced to vllm and server first. transformers: in the training process; "
-        "vllm: a subprocess; server: a vLLM server.",
-        metavar=f"[{'|'.join(GENERATORS)}]",
-    )
-    rollout_engine: tuple[str, ...] = option(
-        (), "Engine argument of --rollout-backend vllm. Repeatable.", metavar="NAME=VALUE"
-    )
-    rollout_server: tuple[str, ...] = option(
-        (),
-        "Server URL of --rollout-backend server, such as http://localhost:8000/v1. Repeatable; "
-        "docs/how-to/on-policy-vllm.md starts one.",
-        metavar="URL",
-    )
-    rollout_dtype: str = option(
-        "float32",
-        "Computation data type of --rollout-backend vllm.",
-        choices=("float32", "bfloat16", "float16"),
-    )
-    rollout_batch_tokens: int = option(
-        16384, "Tokens of prompts and completions generated at once, padding included.", min=1
-    )
     devices: str = option(
         "",
-        "Separate devices (indices on this machine) for rollouts and teachers, such as "
-        "rollout=2+3,teacher=1. A role left out time-shares the student's devices.",
+        "Separate devices (indices on this machine), such as teacher=1; on-policy: rollout=2+3,teacher=1. A role "
+        "left out time-shares the student's devices.",
         metavar="ROLE=N[+N...],...",
-    )
-    stop_if: tuple[str, ...] = option(
-        (),
-        "Rollout metric and limit that end the run, such as 'entropy<0.05'. "
-        "Repeatable; docs/reference/metrics.md lists the metrics.",
-        metavar="METRIC<N|METRIC>N",
     )
     max_seconds: float = option(
         0,
@@ -184,8 +143,8 @@ class DistillOptions(
     )
     eval_tasks: tuple[str, ...] = option(
         (),
-        "Task evaluated during training: data with a reward, or tasks as in evaluate --tasks. Repeatable. Keys are "
-        "options of evaluate: test.jsonl:reward=exact,max_prompts=200 or arc_easy:max_prompts=200.",
+        "Problems or tasks evaluated during training, with options of evaluate-answers or evaluate-tasks. Repeatable. "
+        "Examples: test.jsonl:reward=exact,max_prompts=200 and arc_easy:max_prompts=200.",
         metavar="DATA:reward=REWARD[,KEY=VALUE,...]|TASK[=FOLDER],...[:KEY=VALUE,...]",
         effect=REPORTING,
     )
@@ -203,10 +162,7 @@ class DistillOptions(
         min=1,
     )
     machine_rank: int = option(
-        0,
-        "Index of this machine, from 0, when --num-machines is above 1.",
-        min=0,
-        is_recorded=False,
+        0, "Index of this machine, from 0, when --num-machines is above 1.", min=0, is_recorded=False
     )
     main_process_ip: str = option("", "With --num-machines: address of the machine with index 0.", metavar="ADDRESS")
     main_process_port: int = option(
@@ -219,3 +175,62 @@ class DistillOptions(
         help="YAML or JSON file with values of these options, such as the recipe.json of another run. Options on "
         "the command line override it.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, DistillOptions):
+    """Options of `xtk distill-on-policy`."""
+
+    HEADINGS = (
+        *DistillOptions.HEADINGS[:-2],
+        Heading(
+            "On-policy generation",
+            (
+                PromptOptions, SamplingOptions, OnPolicyOptions, RewardOptions, "rollout_backend", "rollout_engine",
+                "rollout_server", "rollout_dtype", "rollout_batch_tokens", "stop_if",
+            ),
+        ),
+        *DistillOptions.HEADINGS[-2:],
+    )  # fmt: skip
+
+    cache: tuple[str, ...] = redeclared(
+        DistillOptions, "cache", help="Data with prompts. - reads one path from standard input.", metavar="DATA..."
+    )
+    rollout_backend: str = option(
+        "transformers",
+        "Generation backend; weights are synced to vllm and server first. transformers: in the training process; "
+        "vllm: a subprocess; server: a vLLM server.",
+        metavar=f"[{'|'.join(GENERATORS)}]",
+    )
+    rollout_engine: tuple[str, ...] = option(
+        (), "Engine argument of --rollout-backend vllm. Repeatable.", metavar="NAME=VALUE"
+    )
+    rollout_server: tuple[str, ...] = option(
+        (),
+        "Server URL of --rollout-backend server, such as http://localhost:8000/v1. Repeatable; "
+        "docs/how-to/on-policy-vllm.md starts one.",
+        metavar="URL",
+    )
+    rollout_dtype: str = option(
+        "float32", "Computation data type of --rollout-backend vllm.", choices=("float32", "bfloat16", "float16")
+    )
+    rollout_batch_tokens: int = option(
+        16384, "Tokens of prompts and completions generated at once, padding included.", min=1
+    )
+    stop_if: tuple[str, ...] = option(
+        (),
+        "Rollout metric and limit that end the run, such as 'entropy<0.05'. "
+        "Repeatable; docs/reference/metrics.md lists the metrics.",
+        metavar="METRIC<N|METRIC>N",
+    )
+
+
+DISTILL_COMMANDS: dict[str, type[DistillOptions]] = {
+    "distill": DistillOptions,
+    "distill-on-policy": OnPolicyDistillOptions,
+}
+
+
+def distill_command(*, on_policy: bool) -> str:
+    """Return the name of the command of a kind of runs."""
+    return "distill-on-policy" if on_policy else "distill"

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from xtk import terminal
 from xtk.commands.cache_teacher import CacheTeacherOptions
 from xtk.commands.distill_options import DistillOptions
-from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of, redeclared
-from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, JsonOption, QuietOption
+from xtk.options.declaration import (
+    REQUIRED,
+    CommandOptions,
+    Heading,
+    argument,
+    option,
+    options_of,
+    output_option,
+    redeclared,
+)
+from xtk.options.shared import MODEL_DTYPES, ConfigOption, CorpusOptions, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from xtk.doctor.doctor_inputs import DoctorInputs, Finding
-
-LEVEL_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +64,15 @@ class DoctorOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigO
     top_k: int = option(0, "Number of stored tokens per position; 0: the default of cache-teacher.", min=0)
     batch_tokens: int = redeclared(CacheTeacherOptions, "batch_tokens", help="Tokens per forward pass of the teacher.")
     tokens_per_second: float = option(
-        0.0,
-        "Teacher speed that cache-teacher --estimate prints, to estimate its time; 0: no estimate.",
-        min=0,
+        0.0, "Teacher speed that cache-teacher --estimate prints, to estimate its time; 0: no estimate.", min=0
     )
-    output: str = option(
-        ".",
-        "Output path of cache and student; its free disk space is checked.",
-        flags=("--output", "-o"),
-    )
+    output: str = output_option("Output path of cache and student; its free disk space is checked.", "PATH", ".")
     num_processes: int = redeclared(DistillOptions, "num_processes")
     parallel: str = redeclared(DistillOptions, "parallel")
     per_device_train_batch_size: int = redeclared(DistillOptions, "per_device_train_batch_size")
     gradient_accumulation_steps: int = redeclared(DistillOptions, "gradient_accumulation_steps")
     max_batch_tokens: int = redeclared(DistillOptions, "max_batch_tokens")
-    dtype: str = redeclared(DistillOptions, "dtype")
+    dtype: str = redeclared(DistillOptions, "dtype", choices=MODEL_DTYPES)
     mixed_precision: str = redeclared(DistillOptions, "mixed_precision")
     gradient_checkpointing: bool = redeclared(DistillOptions, "gradient_checkpointing")
     attn_implementation: str = redeclared(DistillOptions, "attn_implementation")
@@ -98,24 +99,18 @@ def doctor(options: DoctorOptions) -> None:
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.doctor.all_checks import run_checks
     from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
-    from xtk.models.causal_lm import DTYPES, silence_transformers
+    from xtk.models.causal_lm import silence_transformers
     from xtk.models.resolver import resolve_model_folder
-    from xtk.name_registry import load_registered
     from xtk.parallel.parallel_config import parse_parallel
 
     terminal.set_quiet(options.quiet)
-    for name in (options.dtype, options.teacher_dtype):
-        load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), name, "dtype")
     silence_transformers()
     caches = [place for place in options.data if is_cache(place)]
     if len(caches) > 1:
         raise typer.BadParameter("xtk doctor takes one cache; run it once for each cache")
     others = [place for place in options.data if place not in caches]
     plan = options_of(
-        RunPlan,
-        options,
-        parallel=parse_parallel(options.parallel, options.num_processes),
-        output=Path(options.output),
+        RunPlan, options, parallel=parse_parallel(options.parallel, options.num_processes), output=Path(options.output)
     )
     case = DoctorInputs(
         DoctorModel.read("student", resolve_model_folder(options.student, with_weights=False), options.student),
@@ -159,30 +154,14 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
 
 
 def _print_findings(findings: list[Finding]) -> None:
-    """Print the findings: a table on a terminal, lines elsewhere."""
-    if not terminal.stdout_is_terminal():
-        for finding in findings:
-            next_step = f"\n  try:   {finding.hint}" if finding.hint else ""
-            where = f"\n  where: {finding.where}" if finding.where else ""
-            terminal.result_line(f"{finding.level:8} {finding.check}: {finding.what}{where}{next_step}")
-        terminal.result_line(_summary(findings))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """Print the findings, and how many there are of each level."""
+    from xtk.doctor.doctor_inputs import LEVELS
 
-    table = Table(show_lines=False, pad_edge=False)
-    for head in ("level", "check", "finding", "where", "next step"):
-        table.add_column(head, overflow="fold")
     for finding in findings:
-        texts = [terminal.printable(text or "") for text in (finding.check, finding.what, finding.where, finding.hint)]
-        cells: list[Any] = [Text(finding.level, LEVEL_STYLES[finding.level]), *map(Text, texts)]
-        table.add_row(*cells)
-    console = Console(file=terminal.result_stream())
-    console.print(table)
-    terminal.result_line(_summary(findings))
-
-
-def _summary(findings: list[Finding]) -> str:
-    counts = {level: sum(finding.level == level for finding in findings) for level in LEVEL_STYLES}
-    return ", ".join(f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}" for level, count in counts.items())
+        where = f"\n  where: {finding.where}" if finding.where else ""
+        next_step = f"\n  try:   {finding.hint}" if finding.hint else ""
+        terminal.result_line(f"{finding.level:8} {finding.check}: {finding.what}{where}{next_step}")
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
+    terminal.result_line(
+        ", ".join(f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}" for level, count in counts.items())
+    )

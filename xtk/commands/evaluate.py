@@ -1,197 +1,313 @@
-"""`xtk evaluate`: bits per byte, rewards of generated answers, or lm-evaluation-harness tasks."""
+"""`xtk evaluate`: bits per byte, and divergences from a teacher."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from xtk import terminal
-from xtk.commands.evaluate_options import BITS_MODE, OPTIONS_BY_MODE, REWARD_MODE, TASKS_MODE, EvaluateOptions
-from xtk.options.declaration import (
-    flags_of_set_options,
-    options_of,
+from xtk.commands.evaluated_models import (
+    MODEL_OPTIONS,
+    EvaluatedModelOptions,
+    ModelFolders,
+    load_model_and_tokenizer,
+    models_to_evaluate,
 )
+from xtk.errors import XtkError
+from xtk.options.declaration import REQUIRED, Heading, argument, option
+from xtk.options.shared import CorpusOptions
 from xtk.terminal_tables import format_with_error, print_table
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from xtk.batches.losses_per_teacher import DistillationTeacher
+    from xtk.cache.reader import TeacherCache
     from xtk.data.corpus_reader import Corpus
-    from xtk.evaluation.generated_answers import AnswerScores
+    from xtk.evaluation.bits_per_byte import BitsPerByteResult
+    from xtk.evaluation.standard_errors import Ratio
+    from xtk.losses.term import LossTerm
+    from xtk.text.document import Document
+    from xtk.text.tokenizer import Tokenizer
+
+BITS_METRIC = "bits_per_byte"
+SAMPLED_DOCUMENTS = 1000  # in which changes of the text by a tokenizer are counted
+# Losses that measure the distance to a teacher: for models with its tokenizer, for any model, and for caches with
+# support none.
+SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS, OBSERVED_TOKEN_LOSS = "forward-kl", "byte-kl", "alm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(CorpusOptions, EvaluatedModelOptions):
+    """Options of `xtk evaluate`."""
+
+    HEADINGS = (
+        Heading("Measures", ("teacher", "by_category")),
+        Heading("Model and data", (*MODEL_OPTIONS, CorpusOptions, "max_length", "batch_tokens")),
+    )
+
+    data: tuple[str, ...] = argument(
+        REQUIRED, "Documents, or one teacher cache. docs/how-to/data.md lists the formats.", metavar="DATA..."
+    )
+    teacher: str = option(
+        "",
+        "Teacher to compare with: adds top-1 agreement and divergences; options as in distill --teacher. A teacher "
+        "cache as DATA does the same without scoring again.",
+        metavar="MODEL[:KEY=VALUE,...]",
+    )
+    by_category: bool = option(
+        False, "Also print the bits per byte of digits, spaces, punctuation, code and each writing system."
+    )
+    max_length: int = option(
+        0, "Maximum number of tokens per window, up to the context length; 0: the context length.", min=0
+    )
+    batch_tokens: int = option(
+        8192, "Tokens per forward pass, padding included; more is faster and needs more memory.", min=1
+    )
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Measure bits per byte, answer rewards or task scores.
+    """Measure bits per byte, and the distance from a teacher.
 
     Bits per byte of a text are comparable between tokenizers. Documents longer than the context are scored in windows
     that overlap by half.
 
     Examples:
         xtk evaluate ./student heldout.jsonl --compare-to ./baseline
-        xtk evaluate ./student gsm8k.jsonl --reward exact --num-generations 4 --temperature 1
+        xtk evaluate ./student heldout.jsonl --teacher ./teacher
     """
-    from xtk.commands.load_models import check_models
+    from xtk.cache.output import is_cache
+    from xtk.cache.reader import TeacherCache
     from xtk.data.corpus_reader import Corpus, parse_columns_option
-    from xtk.errors import XtkError
-    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
-    from xtk.name_registry import load_registered
-
-    terminal.set_quiet(options.quiet)
-    if bool(options.data) == bool(options.tasks):
-        raise typer.BadParameter(
-            "--tasks has its own data; remove DATA"
-            if options.tasks
-            else "DATA is missing; give documents or prompts after MODEL, or use --tasks"
-        )
-    if options.tasks and options.reward:
-        raise typer.BadParameter("--tasks has its own metrics; remove --reward")
-    if options.tasks and not options.tasks.strip(", "):
-        raise typer.BadParameter(f"--tasks {options.tasks!r} has no task; give names, such as gsm8k,mmlu")
-    if options.reward and options.temperature == 0 and (flags := flags_of_set_options(options, ["top_p", "top_k"])):
-        raise typer.BadParameter(f"--temperature 0 does not sample; remove {' and '.join(flags)}")
-    _check_mode_options(options, TASKS_MODE if options.tasks else REWARD_MODE if options.reward else BITS_MODE)
-    if [options.model, *options.compare_to, *options.data].count("-") > 1:
-        raise typer.BadParameter("only one of MODEL, --compare-to and DATA can be read from standard input (-)")
-    names = [terminal.path_argument(name) for name in (options.model, *options.compare_to)]
-    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
-        raise XtkError("MODEL and --compare-to name the same model", where=twice, hint="give each model once")
-    folders = {name: base_model_and_adapter(resolve_model_folder(name, with_weights=True)) for name in names}
-
-    from xtk.models.causal_lm import DTYPES
-
-    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
-    check_models(folders, options)
-    if options.tasks:
-        from xtk.commands.evaluate_tasks import evaluate_tasks
-
-        evaluate_tasks(folders, options)
-        return
-    if options.reward:
-        corpus = Corpus(options.data, parse_columns_option(options.columns), options.max_document_bytes)
-        _answers(folders, corpus, options)
-        return
-    from xtk.commands.evaluate_bits_per_byte import evaluate_bits_per_byte
-
-    evaluate_bits_per_byte(folders, options)
-
-
-def _check_mode_options(options: EvaluateOptions, mode: str) -> None:
-    """Refuse options that have no effect in this mode.
-
-    Raises:
-        BadParameter: such options are set.
-    """
-    known = sorted(set().union(*OPTIONS_BY_MODE.values()) - OPTIONS_BY_MODE[mode])
-    failure = [
-        f"{flag} applies only to {' or '.join(one for one, names in OPTIONS_BY_MODE.items() if name in names)}"
-        for name in known
-        for flag in flags_of_set_options(options, [name], including_defaults=True)
-    ]
-    if failure:
-        raise typer.BadParameter(f"{'; '.join(failure)}; this command measures {mode}: remove the option")
-
-
-def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, options: EvaluateOptions) -> None:
-    """Generate answers with each model, score them and print the results."""
-    import contextlib
-    import json
-
-    from xtk.commands.evaluate_tasks import answers_path
-    from xtk.engines.backend import BackendConfig, backend_options
-    from xtk.errors import XtkError
-    from xtk.evaluation.generated_answers import evaluate_answers
-    from xtk.files.atomic_files import atomic_write
-    from xtk.files.write_locks import only_writer_of_path
-    from xtk.name_registry import load_registered
-    from xtk.rewards.reward_spec import WeightedRewards, parse_reward
-    from xtk.rollouts import GENERATORS
-    from xtk.rollouts.generator_interface import SamplingConfig
-    from xtk.rollouts.prompts import (
-        PromptFormat,
-        check_rewards_apply,
-        read_prompt_template,
-        read_prompts,
-        read_template_arguments,
-    )
-    from xtk.rollouts.rollout_record import Prompt, Rollout
+    from xtk.evaluation.cached_teacher_comparison import DocumentsOfCache
     from xtk.text.tokenizer import Tokenizer
 
-    writers = load_registered(GENERATORS, options.backend, "backend")
-    if writers.uses_servers:
+    terminal.set_quiet(options.quiet)
+    folders = models_to_evaluate(options, options.data)
+    data = options.data
+    cached = [place for place in data if place != "-" and is_cache(place)]
+    if cached and (len(data) > 1 or options.teacher):
         raise XtkError(
-            f"xtk evaluate does not support --backend {options.backend}",
-            hint="use --backend transformers or --backend vllm",
-        )
-    sampling = options_of(SamplingConfig, options)
-    rewards = WeightedRewards([parse_reward(options.reward)])
-    arguments = read_template_arguments(options.chat_template_kwargs)
-    form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
-    prompts = read_prompts(corpus, options.max_prompts or None, form)
-    check_rewards_apply(rewards, prompts)
-    path = answers_path(options.output)
-    results: dict[str, AnswerScores] = {}
+            "a teacher cache as DATA cannot be combined with other DATA or with --teacher", where=cached[0],
+            hint="use xtk evaluate MODEL CACHE, or --teacher MODEL with the documents",
+        )  # fmt: skip
     with contextlib.ExitStack() as held:
-        stream = None
-        if path is not None:
-            held.enter_context(only_writer_of_path(path.resolve(), "file"))
-            answers_path(options.output)  # another command may have written it since
-            temporary = held.enter_context(atomic_write(path, keep_others=True))
-            stream = held.enter_context(temporary.open("w", encoding="utf-8"))
-        for name, (folder, adapter) in folders.items():
-
-            def keep(prompt: Prompt, one: Rollout, name: str = name) -> None:
-                if stream is not None:
-                    text = "".join(segment.text for segment in one.document.segments if segment.train)
-                    read = "\n".join(segment.text for segment in prompt.document.segments)
-                    worth = None if math.isnan(one.reward) else one.reward
-                    line = {"model": name, "problem": prompt.number, "sample": one.sample, "prompt": read,
-                            "answer": text, "reward": worth, "finish_reason": one.finish_reason}  # fmt: skip
-                    stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-            tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
-            own = backend_options(GENERATORS, options.backend, engine=options.engine, adapter=adapter)
-            request = BackendConfig(
-                folder, name, tokenizer, options.dtype, options.batch_tokens, options.trust_remote_code, own
-            )
-            # An engine keeps the memory of a GPU, which the next model needs.
-            with contextlib.closing(writers.open(request)) as writer:
-                results[name] = evaluate_answers(
-                    prompts, writer, tokenizer, sampling, rewards, num_generations=options.num_generations,
-                    seed=options.seed, template_arguments=arguments, on_answer=keep,
-                )  # fmt: skip
-        if stream is not None:
-            stream.flush()
-    _print_reward_results(results, corpus, options)
-
-
-def _print_reward_results(results: dict[str, AnswerScores], corpus: Corpus, options: EvaluateOptions) -> None:
-    """Print a JSON line per model, or a table."""
-    data = corpus.sources
-    first = next(iter(results))
-    lines: list[dict[str, Any]] = []
-    for name, result in results.items():
-        line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else data, "reward": options.reward}
-        line |= {"temperature": options.temperature, "seed": options.seed, "limit": options.max_prompts}
-        line |= result.to_json()
-        if name != first:
-            gain = results[first].difference(result)
-            line["difference"] = gain.value
-            line["difference_error"] = None if math.isnan(gain.error) else gain.error
-        lines.append(line)
+        documents: Iterable[Document]
+        cache: TeacherCache | None = None
+        if cached:
+            if options.columns:
+                raise XtkError(
+                    "--columns does not apply to a teacher cache as DATA", where=cached[0], hint="remove --columns"
+                )
+            cache = TeacherCache(cached[0])
+            documents = DocumentsOfCache(cache)
+        else:
+            documents = corpus = Corpus(data, parse_columns_option(options.columns), options.max_document_bytes)
+            if options.teacher:
+                place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="xtk-"))) / "cache"
+                cache = _score_with_teacher(options.teacher, corpus, place, options)
+        several = folders if len(folders) > 1 else {}
+        tokenizers = {name: Tokenizer(place, start_token=options.start_token) for name, (place, _) in several.items()}
+        results = {}
+        for name, places in folders.items():
+            others = [tokenizer for other, tokenizer in tokenizers.items() if other != name]
+            results[name] = _measured(name, places, documents, cache, options, others)
+        _note_skipped_bytes(results)
+        teacher = "" if cache is None else str(cache.header["teacher"]["name"])
+        lines = list(_result_records(results, data, teacher))
     if options.as_json:
         for line in lines:
             terminal.result_json(line)
-        return
-    measures = [name for name in lines[0] if "@" in name and not name.endswith("_error")]
-    rows = [
-        [str(line["model"]), *(format_with_error(line[name], line[f"{name}_error"]) for name in measures),
-         format_with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
-         f"{line['problems']:,}", str(line["unscored"] or ""), str(line["prompts_too_long"] or ""),
-         f"{line['mean_length']:.1f}", f"{line['truncated_fraction']:.1%}"]
-        for line in lines
-    ]  # fmt: skip
-    heads = ["model", *measures, f"{first} minus this", "problems", "not scored", "too long (wrong)",
-             "mean tokens", "truncated"]  # fmt: skip
-    print_table(f"{options.reward} on {', '.join(data)}", heads, rows)
+    else:
+        _print_bits_results(results, lines, data, teacher)
+    if broken := [name for name, result in results.items() if not math.isfinite(result.bits.bits_per_byte)]:
+        raise XtkError(
+            f"log-probabilities of {', '.join(broken)} are not finite",
+            hint=f"check the weights and config.json of the model, or use a wider --dtype than {options.dtype}",
+        )
+
+
+@dataclass(frozen=True)
+class _ModelResult:
+    """Bits per byte of one model, and its comparison with the teacher by name: empty without a teacher."""
+
+    bits: BitsPerByteResult
+    teacher_measures: dict[str, Ratio]
+
+    def measures(self) -> dict[str, Ratio]:
+        """Return all measures with a standard error, bits per byte first."""
+        return {BITS_METRIC: self.bits.per_document, **self.teacher_measures}
+
+
+def _score_with_teacher(text: str, corpus: Corpus, place: Path, options: EvaluateOptions) -> TeacherCache:
+    """Score the data with a teacher, and return the cache."""
+    from xtk.cache.reader import TeacherCache
+    from xtk.cache.teacher_logprobs import make_support
+    from xtk.teachers.cache_building import cache_teacher
+    from xtk.teachers.online_teacher import parse_online_teacher
+
+    request = parse_online_teacher(text, long_documents="truncate", trust_remote_code=options.trust_remote_code).request
+    if request.support == make_support(""):  # the default; exact ids are better for a cache that is not kept
+        request = replace(request, support=make_support("top-k"))
+    cache_teacher(request, corpus, place)
+    return TeacherCache(place)
+
+
+def _measured(
+    name: str,
+    places: ModelFolders,
+    documents: Iterable[Document],
+    cache: TeacherCache | None,
+    options: EvaluateOptions,
+    others: Sequence[Tokenizer],
+) -> _ModelResult:
+    """Measure one model, on the bytes that it and the models of other tokenizers predict."""
+    from xtk.batches.losses_per_teacher import DistillationTeacher
+    from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
+    from xtk.evaluation.cached_teacher_comparison import compare_with_teacher
+    from xtk.models.backbone_with_head import BackboneWithHead
+    from xtk.text.normalization_changes import count_normalization_loss
+
+    network, tokenizer = load_model_and_tokenizer(name, places, options)
+    model = BackboneWithHead(network)
+    sizes: dict[str, Any] = {"batch_tokens": options.batch_tokens, "max_length": options.max_length or None}
+    bits = evaluate_bits_per_byte(
+        model, tokenizer, documents, by_category=options.by_category, compared_with=others, **sizes
+    )
+    sample = [document.text for document in islice(documents, SAMPLED_DOCUMENTS) if document.conversation is None]
+    if warning := count_normalization_loss(tokenizer, sample).warning():
+        terminal.note(
+            f"evaluate: warning: {warning}; dropped characters count as bytes but cost no bits, so that bits per byte "
+            "are too low to compare with another tokenizer"
+        )
+    if cache is None:
+        return _ModelResult(bits, {})
+    teacher = DistillationTeacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)
+    matching = teacher.token_matching(()) if teacher.has_exact_top1 else None
+    return _ModelResult(bits, compare_with_teacher(model, tokenizer, cache, _objectives(teacher), matching, **sizes))
+
+
+def _note_skipped_bytes(results: dict[str, _ModelResult]) -> None:
+    """Print how many bytes are scored, if that is not the whole text."""
+    bits = next(iter(results.values())).bits
+    if bits.num_skipped_bytes:
+        which = "the model predicts" if len(results) == 1 else "all compared models predict"
+        terminal.note(
+            f"evaluate: {bits.bytes:,} of {bits.bytes + bits.num_skipped_bytes:,} bytes are scored, those that "
+            f"{which}: without a start token, nothing predicts the first token of a text"
+        )
+
+
+def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
+    """Return the losses that measure the distance to a teacher."""
+    from xtk.losses.spec import LossSpec
+    from xtk.losses.term import LossTerm
+
+    names = [ANY_TOKENIZER_LOSS]
+    if teacher.support == "none":
+        names = [OBSERVED_TOKEN_LOSS]
+    elif teacher.has_students_tokenizer:
+        names = [SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS]
+    losses = [LossSpec(name, 1.0, ()) for name in names]
+    return [
+        LossTerm(
+            loss.make_loss(),
+            loss.make_divergence(),
+            teacher.comparison_space(loss.make_loss().comparison_space),
+            loss.name,
+        )
+        for loss in losses
+    ]
+
+
+def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teacher: str) -> Iterable[dict[str, Any]]:
+    """Yield the JSON record of each model."""
+    first = next(iter(results.values()))
+    for name, result in results.items():
+        line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else list(data)}
+        if teacher:
+            line["teacher"] = teacher
+        for measure, ratio in result.measures().items():
+            line |= _measure_with_error(measure, ratio, None if result is first else first.measures().get(measure))
+        bits = result.bits
+        line |= {
+            "bytes": bits.bytes,
+            "skipped_bytes": bits.num_skipped_bytes,
+            "documents": bits.num_documents,
+            "tokens": bits.num_tokens,
+            "windows": bits.num_windows,
+        }
+        line |= {"window": bits.window_tokens, "stride": bits.stride}
+        if bits.per_category:
+            line["categories"] = {
+                kind: _measure_with_error(
+                    BITS_METRIC, ratio, None if result is first else first.bits.per_category.get(kind)
+                )
+                | {"bytes": int(ratio.counts.sum()), "bits": _nan_to_none(float(ratio.sums.sum()))}
+                for kind, ratio in bits.per_category.items()
+            }
+        yield line
+
+
+def _measure_with_error(measure: str, ratio: Ratio, reference: Ratio | None) -> dict[str, Any]:
+    """Return a measure with its standard error, and the first model's difference to it."""
+    record: dict[str, Any] = {measure: _nan_to_none(ratio.value), f"{measure}_error": ratio.estimate().finite_error}
+    if reference is not None:
+        gain = reference.difference(ratio)
+        name = "difference" if measure == BITS_METRIC else f"{measure}_difference"
+        record |= {name: _nan_to_none(gain.value), f"{name}_error": gain.finite_error}
+    return record
+
+
+def _nan_to_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _print_bits_results(
+    results: dict[str, _ModelResult], lines: Sequence[dict[str, Any]], data: Sequence[str], teacher: str
+) -> None:
+    """Print a line for one model and measure, else a table; then bits per byte by category."""
+    first = next(iter(results))
+    bits = results[first].bits
+    of_data = f"{bits.bytes:,} bytes in {bits.num_documents:,} documents of {', '.join(data)}"
+    if len(results) == 1 and not teacher:
+        value = _table_cell(lines[0], BITS_METRIC)
+        terminal.result_line(f"{value} bits per byte  {first}  ({of_data}{_windows(bits)})")
+    else:
+        measures = list(dict.fromkeys(measure for result in results.values() for measure in result.measures()))
+        heads = ["model"]
+        rows = [[name] for name in results]
+        for measure in measures:
+            heads += [measure.replace("_", " "), f"{first} minus this"]
+            for row, line in zip(rows, lines, strict=True):
+                gain = "difference" if measure == BITS_METRIC else f"{measure}_difference"
+                row += [_table_cell(line, measure), _table_cell(line, gain, "+")]
+        heads += ["windows"]
+        for row, result in zip(rows, results.values(), strict=True):
+            row.append(_windows(result.bits).removeprefix("; "))
+        print_table(of_data + (f"; teacher: {teacher}" if teacher else ""), heads, rows)
+    if bits.per_category:
+        kinds = sorted(bits.per_category, key=lambda kind: -bits.per_category[kind].counts.sum())
+        rows = [
+            [kind, f"{bits.per_category[kind].counts.sum() / bits.bytes:.1%}",
+             *(_table_cell(line["categories"].get(kind, {}), BITS_METRIC) for line in lines)]
+            for kind in kinds
+        ]  # fmt: skip
+        print_table("bits per byte by category", ["category", "% of bytes", *results], rows)
+
+
+def _table_cell(line: dict[str, Any], measure: str, sign: str = "") -> str:
+    if measure not in line:
+        return ""
+    return format_with_error(line[measure], line[f"{measure}_error"], sign)
+
+
+def _windows(bits: BitsPerByteResult) -> str:
+    """Return the window sizes as text; "" if every document fits the context."""
+    if bits.window_tokens is None or bits.num_windows <= (bits.per_document.counts > 0).sum():
+        return ""
+    return f"; windows of {bits.window_tokens:,} tokens, stride {bits.stride:,}"

@@ -1,36 +1,78 @@
-"""`xtk evaluate --tasks`: tasks of lm-evaluation-harness."""
+"""`xtk evaluate-tasks`: tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
+
+import typer
 
 from xtk import terminal
-from xtk.commands.load_models import load_model_and_tokenizer
-from xtk.errors import XtkError
-from xtk.files.output_claims import check_output_path
+from xtk.commands.evaluate import EvaluateOptions
+from xtk.commands.evaluate_answers import EvaluateAnswersOptions
+from xtk.commands.evaluated_models import (
+    MODEL_OPTIONS,
+    EvaluatedModelOptions,
+    answers_file,
+    load_model_and_tokenizer,
+    models_to_evaluate,
+)
+from xtk.options.declaration import REQUIRED, Heading, argument, option, redeclared
+from xtk.options.shared import PromptOptions
 from xtk.terminal_tables import format_with_error, print_table
 
-if TYPE_CHECKING:
-    from xtk.commands.evaluate_options import EvaluateOptions
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateTasksOptions(EvaluatedModelOptions):
+    """Options of `xtk evaluate-tasks`."""
+
+    HEADINGS = (
+        Heading(
+            "Tasks",
+            ("include_path", "num_fewshot", "max_prompts", "apply_chat_template", "chat_template_kwargs", "seed"),
+        ),
+        Heading("Model", (*MODEL_OPTIONS, "max_length", "batch_size")),
+    )
+
+    tasks: tuple[str, ...] = argument(
+        REQUIRED,
+        "Tasks of lm-evaluation-harness, such as mmlu,gsm8k; they bring their own data. NAME=FOLDER reads local "
+        "files of mmlu, humaneval_plus and mbpp_plus.",
+        metavar="TASK[=FOLDER]...",
+    )
+    include_path: str = option(
+        "", "Folder with additional tasks, as YAML files of lm-evaluation-harness.", metavar="FOLDER"
+    )
+    num_fewshot: int | None = option(None, "Number of few-shot examples per problem. Default: that of the task.", min=0)
+    batch_size: int = option(8, "Requests per forward pass.", min=1)
+    max_prompts: int = redeclared(
+        EvaluateAnswersOptions, "max_prompts", help="Maximum number of problems per task, from the start; 0: all."
+    )
+    apply_chat_template: bool = redeclared(PromptOptions, "apply_chat_template")
+    chat_template_kwargs: str = redeclared(PromptOptions, "chat_template_kwargs")
+    seed: int = option(0, "Random seed of sampling and few-shot examples; 0: the default seed of the harness.")
+    max_length: int = redeclared(EvaluateOptions, "max_length")
+    output: str = redeclared(EvaluateAnswersOptions, "output")
 
 
-def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: EvaluateOptions) -> None:
-    """Evaluate each model on the tasks, and print the scores.
+def evaluate_tasks(options: EvaluateTasksOptions) -> None:
+    """Measure scores on tasks of lm-evaluation-harness.
 
-    Args:
-        folders: {name: (model, adapter)}.
+    Examples:
+        xtk evaluate-tasks ./student mmlu,gsm8k --compare-to ./baseline
+        xtk evaluate-tasks ./student mmlu=./mmlu --max-prompts 100 -o answers.jsonl
     """
     from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
     from xtk.evaluation.local_task_data import parse_tasks
-    from xtk.files.atomic_files import atomic_write
-    from xtk.files.write_locks import only_writer_of_path
     from xtk.models.causal_lm import max_context_length
     from xtk.rollouts.prompts import read_template_arguments
 
-    tasks, local = parse_tasks(options.tasks)
+    terminal.set_quiet(options.quiet)
+    text = ",".join(options.tasks)
+    if not text.strip(", "):
+        raise typer.BadParameter(f"{text!r} has no task; give names, such as gsm8k,mmlu")
+    models = models_to_evaluate(options)
+    tasks, local = parse_tasks(text)
     config = HarnessConfig(
         tasks=tasks,
         task_folders=local,
@@ -42,31 +84,20 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: Evalua
         template_arguments=read_template_arguments(options.chat_template_kwargs),
         seed=options.seed,
     )
-    path = answers_path(options.output)
-    harness = Harness(config)
     results: dict[str, HarnessResults] = {}
-    with contextlib.ExitStack() as held:
-        stream = None
-        if path is not None:
-            held.enter_context(only_writer_of_path(path.resolve(), "file"))
-            answers_path(options.output)  # another command may have written it since
-            temporary = held.enter_context(atomic_write(path, keep_others=True))
-            stream = held.enter_context(temporary.open("w", encoding="utf-8"))
-        for name, places in folders.items():
+    with answers_file(options.output) as write:
+        harness = Harness(config)
+        for name, places in models.items():
             model, tokenizer = load_model_and_tokenizer(name, places, options)
             limits = [limit for limit in (max_context_length(model.config), options.max_length) if limit]
-            evaluated = harness.evaluate(model, tokenizer, max_length=min(limits, default=None))
-            results[name] = evaluated
-            for sample in evaluated.samples if stream is not None else ():
-                assert stream is not None
-                stream.write(json.dumps({"model": name, **sample}, ensure_ascii=False) + "\n")
+            results[name] = harness.evaluate(model, tokenizer, max_length=min(limits, default=None))
+            for sample in results[name].samples:
+                write({"model": name, **sample})
             del model
-        if stream is not None:
-            stream.flush()
     _print_task_results(results, config.tasks, options)
 
 
-def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options: EvaluateOptions) -> None:
+def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options: EvaluateTasksOptions) -> None:
     first = next(iter(results))
     lines = {name: result.to_json(results[first] if name != first else None) for name, result in results.items()}
     if options.as_json:
@@ -87,16 +118,3 @@ def _print_task_results(results: dict[str, Any], tasks: tuple[str, ...], options
                 ])  # fmt: skip
     heads = ["task", "metric", "model", "value", f"{first} minus this", "few-shot examples", "problems"]
     print_table(f"lm-evaluation-harness: {', '.join(tasks)}", heads, rows)
-
-
-def answers_path(output: str) -> Path | None:
-    """Return the output file for answers; None if there is none."""
-    if not output:
-        return None
-    path = Path(output)
-    check_output_path(path)
-    if path.suffix != ".jsonl" or path.exists() or path.is_symlink():
-        exists = path.exists() or path.is_symlink()
-        what = "the output file exists already" if exists else "the name of the output file must end in .jsonl"
-        raise XtkError(what, where=str(path), hint="use -o with a new file name" if exists else "use -o FILE.jsonl")
-    return path

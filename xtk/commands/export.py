@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
 from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption, TrustRemoteCodeOption
 
 
@@ -18,12 +18,7 @@ class ExportOptions(TrustRemoteCodeOption, ForceOption, JsonOption, QuietOption,
     run: str = argument(
         REQUIRED, "Output folder of xtk distill, or one of its checkpoints; - for standard input.", metavar="RUN"
     )
-    output: str = option(
-        REQUIRED,
-        "Output folder of the model.",
-        flags=("--output", "-o"),
-        metavar="FOLDER",
-    )
+    output: str = output_option("Output folder of the model.", "FOLDER")
     checkpoint: int = option(0, "Step of the checkpoint to export; 0: the finished student.", metavar="STEP", min=0)
     dtype: str = option(
         "", "Data type of the exported weights. Default: that of the training.", metavar="[float32|bfloat16|float16]"

@@ -12,13 +12,13 @@ import typer
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
-from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption, TrustRemoteCodeOption
+from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
 
 MAX_LIST_ITEMS = 10  # longest list that is printed in full
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(TrustRemoteCodeOption, ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
+class InspectOptions(ForceOption, JsonOption, QuietOption, ConfigOption, CommandOptions):
     """Options of `xtk inspect`."""
 
     artifacts: tuple[str, ...] = argument(
@@ -27,12 +27,6 @@ class InspectOptions(TrustRemoteCodeOption, ForceOption, JsonOption, QuietOption
     verify: bool = option(
         False, "Read all data: verify the checksums of projections and caches, and the weights of models."
     )
-    teacher: str = option(
-        "",
-        "Teacher model of the cache: score some documents again and compare with the stored values.",
-        metavar="MODEL",
-    )
-    sample: int = option(8, "With --teacher: number of documents to score again.", min=1)
     html: str = option("", "Also write an HTML page about a cache: charts and its first documents.", metavar="FILE")
 
 
@@ -41,22 +35,18 @@ def inspect(options: InspectOptions) -> None:
 
     Examples:
         xtk inspect cache --verify
-        xtk inspect cache --teacher ./teacher --sample 16
+        xtk inspect projection.safetensors cache student --json
     """
     terminal.set_quiet(options.quiet)
-    paths = [path for given in options.artifacts for path in _paths(given)]
-    if (options.teacher or options.html) and len(paths) > 1:
-        raise typer.BadParameter("--teacher and --html take one teacher cache; run xtk inspect once for each cache")
+    paths = [path for given in options.artifacts for path in terminal.path_arguments(given)]
+    if options.html and len(paths) > 1:
+        raise typer.BadParameter("--html takes one teacher cache; run xtk inspect once for each cache")
     for path in paths:
         record = _describe(path, options)
         if options.as_json:
             terminal.result_json(record)
         else:
             _print_description(record)
-
-
-def _paths(given: str) -> list[str]:
-    return [str(record["path"]) for record in terminal.piped_records()] if given == "-" else [given]
 
 
 def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
@@ -74,11 +64,11 @@ def _describe(place: str, options: InspectOptions) -> dict[str, Any]:
     is_cache = path.is_dir() and ((path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")))
     if is_cache:
         return _describe_cache(place, options)
-    if options.teacher or options.html:
+    if options.html:
         raise XtkError(
-            "--teacher and --html need a teacher cache, but this path is not one",
+            "--html needs a teacher cache, but this path is not one",
             where=place,
-            hint="remove --teacher and --html, or give the folder of a teacher cache",
+            hint="remove --html, or give the folder of a teacher cache",
         )
     if path.is_file():
         return _describe_file(path)
@@ -127,7 +117,7 @@ def _other_file_error(path: Path, start: bytes) -> XtkError:
     from xtk.importers.cache_export import EXPORT
     from xtk.importers.service_answers import ANSWERS
 
-    import_hint = f"make a teacher cache of it: xtk import-cache {path} -o CACHE"
+    import_hint = f"make a teacher cache of it: xtk cache import {path} -o CACHE"
     folder_hint = f"inspect the folder: xtk inspect {path.parent}"
     if start.startswith(b"GGUF"):
         what, hint = "a model (GGUF)", f"use it as a model, for example: xtk evaluate {path} DATA"
@@ -173,12 +163,10 @@ def _describe_projection(path: Path) -> dict[str, Any]:
 
 def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     from xtk.cache import statistics as cache_statistics
-    from xtk.cache.reader import TeacherCache, check_unfinished_cache
-    from xtk.files.storage_folders import open_folder
+    from xtk.cache.reader import TeacherCache
+    from xtk.commands.cache import open_verified
 
-    if options.verify:
-        check_unfinished_cache(open_folder(place))
-    cache = TeacherCache(place)
+    cache = open_verified(place) if options.verify else TeacherCache(place)
     page_request = ""
     if options.html:
         from xtk.files.atomic_files import canonical_json, sha256
@@ -187,27 +175,9 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
 
         page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
         claim_output(Path(options.html), PAGE, page_request, force=options.force)
-    if options.verify:
-        cache.verify()
-        cache.teacher_tokenizer  # noqa: B018 (its fingerprint is compared)
-        if not options.teacher:
-            terminal.note("inspect: all checksums match; use --teacher MODEL to score documents again")
     positions = cache_statistics.sample_positions(cache)
     documents = len(cache_statistics.evenly_spaced_indices(cache, cache_statistics.SAMPLE_DOCUMENTS))
     statistics = {**cache_statistics.summarize_cache(cache, positions, documents), "verified": options.verify or None}
-    if options.teacher:
-        from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
-        from xtk.teachers.cache_rescoring import verify_cache
-
-        folder, adapter = base_model_and_adapter(resolve_model_folder(options.teacher, with_weights=True))
-        statistics["scored_again"] = verify_cache(
-            cache,
-            folder,
-            options.teacher,
-            documents=options.sample,
-            trust_remote_code=options.trust_remote_code,
-            options={"adapter": adapter} if adapter else {},
-        )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
     if options.html:
         from xtk.pages.html_page import write_page
@@ -264,11 +234,7 @@ def _weights(path: Path) -> dict[str, Any]:
 
 
 def _check_weights(path: Path) -> None:
-    """Read all weights of a model.
-
-    Raises:
-        CorruptError: a value is not finite.
-    """
+    """Read all weights of a model, and refuse values that are not finite."""
     from safetensors import safe_open
 
     from xtk.errors import CorruptError

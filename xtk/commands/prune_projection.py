@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
 from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
 
 
@@ -14,12 +14,7 @@ class PruneProjectionOptions(ForceOption, JsonOption, QuietOption, ConfigOption,
     """Options of `xtk prune-projection`."""
 
     projection: str = argument(REQUIRED, "Projection file; - reads its path from standard input.", metavar="PROJECTION")
-    output: str = option(
-        REQUIRED,
-        "Output file (safetensors); nothing is added to its name.",
-        flags=("--output", "-o"),
-        metavar="FILE",
-    )
+    output: str = output_option("Output file (safetensors); nothing is added to its name.", "FILE")
     top_k: int = option(0, "Maximum number of teacher tokens per student token; 0: all.", min=0)
     min_weight: float = option(0.0, "Minimum weight of an entry; smaller ones are removed.")
     mass: float = option(1.0, "Fraction of each row's weight to keep, largest entries first; 1: all.")

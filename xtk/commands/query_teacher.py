@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of
+from xtk.options.declaration import REQUIRED, CommandOptions, Heading, argument, option, options_of, output_option
 from xtk.options.service_options import ECHO, ServiceOptions
 from xtk.options.shared import ConfigOption, CorpusOptions, JsonOption, QuietOption
 
@@ -20,16 +20,14 @@ class QueryTeacherOptions(CorpusOptions, ServiceOptions, JsonOption, QuietOption
     data: tuple[str, ...] = argument(
         REQUIRED, "Prompts, or texts with --mode echo; - reads standard input.", metavar="DATA..."
     )
-    output: str = option(
-        REQUIRED, "Output file (JSON lines); an unfinished one is continued.", flags=("--output", "-o"), metavar="FILE"
-    )
+    output: str = output_option("Output file (JSON lines); an unfinished one is continued.", "FILE")
     estimate: bool = option(False, "Print the number of requests, tokens and the largest cost, and send nothing.")
 
 
 def query_teacher(options: QueryTeacherOptions) -> None:
     """Store answers of a service with their log-probabilities.
 
-    The service needs an OpenAI interface with log-probabilities. import-cache makes a teacher cache from the file.
+    The service needs an OpenAI interface with log-probabilities. cache import makes a teacher cache from the file.
 
     Examples:
         xtk query-teacher https://api.example.com/v1#model prompts.jsonl --api-key-env KEY -o answers.jsonl

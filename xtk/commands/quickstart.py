@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, option
+from xtk.options.declaration import CommandOptions, option, output_option
 from xtk.options.shared import ConfigOption, JsonOption, QuietOption
 
 
@@ -13,12 +13,7 @@ from xtk.options.shared import ConfigOption, JsonOption, QuietOption
 class QuickstartOptions(JsonOption, QuietOption, ConfigOption, CommandOptions):
     """Options of `xtk quickstart`."""
 
-    output: str = option(
-        REQUIRED,
-        "Output folder of the models, caches and report.",
-        flags=("--output", "-o"),
-        metavar="FOLDER",
-    )
+    output: str = output_option("Output folder of the models, caches and report.", "FOLDER")
     seeds: int = option(1, "Number of random seeds; each trains two students and takes about two minutes more.", min=1)
     real: bool = option(
         False,

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.commands.distill_options import DistillOptions
+from xtk.commands.distill_options import DistillOptions, OnPolicyDistillOptions, distill_command
 from xtk.errors import MismatchError, path_exists
 from xtk.files.run_names import RECIPE_FILE
 from xtk.files.storage_folders import is_remote
-from xtk.options.declaration import INPUTS, REPORTING, declared_options, option_of
+from xtk.options.declaration import INPUTS, REPORTING, Option, declared_options
 from xtk.runs.folder import RECIPE_KEYS, is_recipe, read_recipe
 
+ON_POLICY_KEY = "on_policy"  # of a recipe: which of the two commands repeats the run
 _USERS_CODE = re.compile(r"(?P<place>.+\.py)(?P<rest>:.*)", re.DOTALL)
 _WITH_OPTIONS = re.compile(r"(?P<place>.*?)(?P<rest>:[a-z][a-z_.-]*=.*)?", re.DOTALL)
 _SCHEMA = re.compile(r"(?<=[:,]schema=)[^,]+")
@@ -26,28 +27,26 @@ _SCHEMA = re.compile(r"(?<=[:,]schema=)[^,]+")
 def recipe_options(options: DistillOptions, piped: str = "", num_processes: int = 0) -> dict[str, Any]:
     """Return the options of a run for `recipe.json`: absolute paths, without empty values.
 
-    Args:
-        options: of `xtk distill`.
-        piped: the path that replaces `-`.
-        num_processes: processes per machine; 0: the value in `options`.
+    `piped` replaces `-`, and `num_processes` that in `options` unless it is 0.
     """
     kept: dict[str, Any] = {}
-    for field, declared in declared_options(DistillOptions):
+    for field, declared in declared_options(type(options)):
         value = getattr(options, field.name)
         if not declared.is_recorded or value is None or value in ("", ()):
             continue
         if declared.comma_separated:
             kept[field.name] = ",".join(value)
         elif isinstance(value, tuple):
-            kept[field.name] = [_absolute(field.name, piped if item == "-" else item) for item in value]
+            kept[field.name] = [_absolute(field.name, declared, piped if item == "-" else item) for item in value]
         else:
-            kept[field.name] = _absolute(field.name, piped if value == "-" else value)
+            kept[field.name] = _absolute(field.name, declared, piped if value == "-" else value)
+    kept[ON_POLICY_KEY] = isinstance(options, OnPolicyDistillOptions)
     return {**kept, "num_processes": num_processes or options.num_processes}
 
 
-def _absolute(name: str, value: Any) -> Any:
+def _absolute(name: str, declared: Option, value: Any) -> Any:
     """Return the value of an option, with absolute paths of existing files and folders."""
-    if option_of(DistillOptions, name).is_path:
+    if declared.is_path:
         return _absolute_path(value)
     if name == "prompt_template":
         return _absolute_path(value) if value.endswith(".jinja") else value
@@ -71,22 +70,20 @@ def _absolute_path(path: str) -> str:
     return os.path.abspath(expanded) if path_exists(expanded) else path  # noqa: PTH100 (keeps symbolic links)
 
 
-def check_rerun(config: str, options: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def check_rerun(options: DistillOptions, kept: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Compare a run with the recipe that was passed to `--config`, if the file is a recipe.
 
-    Options on the command line override the recipe, and may change what follows from them.
-
-    Args:
-        config: the `--config` file; "": none.
-        options: result of `recipe_options` for this run.
+    Options on the command line override the recipe, and may change what follows from them. `kept` is the result of
+    `recipe_options`.
     """
+    config = options.config
     content = _recipe(config)
     if content is None:
         return
     stated = read_recipe(Path(config))
-    kept = {name.replace("-", "_"): value for name, value in content.items() if name not in RECIPE_KEYS}
-    effects = {field.name: declared.effect for field, declared in declared_options(DistillOptions)}
-    changed = {effects[name] for name in {*options, *kept} if options.get(name) != kept.get(name)} - {REPORTING}
+    given = {name.replace("-", "_"): value for name, value in content.items() if name not in RECIPE_KEYS}
+    effects = {field.name: declared.effect for field, declared in declared_options(type(options))}
+    changed = {effect for name, effect in effects.items() if kept.get(name) != given.get(name)} - {REPORTING}
     ours, theirs = (
         dict(_flatten_identity(one if not changed else {"inputs": one["inputs"]})) for one in (identity, stated)
     )
@@ -129,4 +126,6 @@ def _flatten_identity(content: Mapping[str, Any], before: str = "") -> list[tupl
 
 def rerun_command(run: Path) -> str:
     """Return the command that repeats a run into a new folder, NEW."""
-    return shlex.join(["xtk", "distill", "--config", str(run / RECIPE_FILE), "-o", "NEW"])
+    recipe = run / RECIPE_FILE
+    command = distill_command(on_policy=(_recipe(str(recipe)) or {}).get(ON_POLICY_KEY) is True)
+    return shlex.join(["xtk", command, "--config", str(recipe), "-o", "NEW"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
 from xtk.options.shared import ConfigOption, ForceOption, JsonOption, QuietOption
 
 if TYPE_CHECKING:
@@ -32,12 +32,7 @@ class ReportOptions(ForceOption, JsonOption, QuietOption, ConfigOption, CommandO
         "Output folders of xtk distill, finished or not; the first is the reference. - for standard input.",
         metavar="RUN...",
     )
-    output: str = option(
-        REQUIRED,
-        "Output file, an HTML page.",
-        flags=("--output", "-o"),
-        metavar="FILE",
-    )
+    output: str = output_option("Output file, an HTML page.", "FILE")
     evaluation: tuple[str, ...] = option(
         (),
         "Results to show as a table: output of xtk evaluate --json or lm-evaluation-harness. Repeatable.",
@@ -50,7 +45,7 @@ class ReportOptions(ForceOption, JsonOption, QuietOption, ConfigOption, CommandO
     )
     samples: tuple[str, ...] = option(
         (),
-        "Completions to show by prompt: output file of xtk rollout or xtk evaluate --reward. Repeatable.",
+        "Completions to show by prompt: output file of xtk rollout or xtk evaluate-answers. Repeatable.",
         metavar="FILE",
     )
     cache: str = option(
@@ -138,11 +133,7 @@ def report(options: ReportOptions) -> None:
 
 
 def _started_runs(named: list[str], required: set[str]) -> list[str]:
-    """Return the folders with a started run; a note names the others.
-
-    Args:
-        required: paths given by the user; a piped sweep also lists runs without a folder.
-    """
+    """Return the folders with a started run; a note names the others, unless the user gave them."""
     from pathlib import Path
 
     from xtk.errors import XtkError
@@ -162,11 +153,7 @@ def _started_runs(named: list[str], required: set[str]) -> list[str]:
 
 
 def _read_run(path: Path, name: str) -> ReportedRun:
-    """Return a finished or unfinished run.
-
-    Raises:
-        CorruptError: one of its files is not JSON or does not match its checksum.
-    """
+    """Return a finished or unfinished run."""
     from xtk.commands.recorded_run_options import rerun_command
     from xtk.files.atomic_files import read_json_lines
     from xtk.pages.report_html import ReportedRun
@@ -208,12 +195,7 @@ def _cache(place: str) -> Markup:
 
 
 def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[tuple[str, Markup]]:
-    """Yield titles and contents of sections: alignment of student and teacher, audit of a projection.
-
-    Args:
-        cache: the teacher cache; "": none.
-        projection: projection to audit; "": a multitoken projection of the two tokenizers.
-    """
+    """Yield titles and contents of sections: alignment with the teacher of a cache, audit of a projection."""
     from pathlib import Path
 
     from markupsafe import Markup

@@ -20,10 +20,12 @@ from xtk.options.declaration import (
     flags_of_set_options,
     option,
     options_of,
+    output_option,
 )
 from xtk.options.shared import (
     MAX_COUNT,
     MAX_GENERATIONS,
+    MODEL_DTYPES,
     ConfigOption,
     CorpusOptions,
     DocumentColumnOptions,
@@ -88,12 +90,7 @@ class RolloutOptions(
         "or a path from standard input.",
         metavar="PROMPTS...",
     )
-    output: str = option(
-        REQUIRED,
-        "Output file, one rollout per line as JSON.",
-        flags=("--output", "-o"),
-        metavar="FILE.jsonl",
-    )
+    output: str = output_option("Output file, one rollout per line as JSON.", "FILE.jsonl")
     num_generations: int = option(1, "Number of rollouts per prompt.", min=1, max=MAX_GENERATIONS)
     seed: int = option(0, "Random seed; a rollout depends only on the seed, its prompt's index and its own index.")
     top_logprobs: int = option(
@@ -118,7 +115,7 @@ class RolloutOptions(
     dtype: str = option(
         "float32",
         "Data type of the student's weights and computation; bfloat16 needs half the memory of float32.",
-        metavar="[float32|bfloat16|float16]",
+        choices=MODEL_DTYPES,
     )
     batch_tokens: int = option(8192, "Tokens of prompts and completions generated at once, padding included.", min=1)
 
@@ -151,7 +148,6 @@ def rollout(options: RolloutOptions) -> None:
     folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=not backend.uses_servers))
 
     from xtk.engines.backend import BackendConfig, backend_options
-    from xtk.models.causal_lm import DTYPES
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts.environments import load_environment
     from xtk.rollouts.generator_interface import SamplingConfig
@@ -174,7 +170,6 @@ def rollout(options: RolloutOptions) -> None:
         concurrency=options.concurrency,
         adapter=adapter,
     )
-    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), options.dtype, "dtype")
     sampling = options_of(SamplingConfig, options)
     rewards = WeightedRewards([parse_reward(text) for text in options.reward])
     environment = load_environment(options.environment) if options.environment else None
@@ -245,11 +240,7 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
 
 
 def _write_rollouts(
-    path: Path,
-    groups: Iterator[tuple[Prompt, list[Rollout]]],
-    count: int,
-    columns: dict[str, str],
-    request: str,
+    path: Path, groups: Iterator[tuple[Prompt, list[Rollout]]], count: int, columns: dict[str, str], request: str
 ) -> RolloutStatistics:
     from xtk.errors import XtkError
     from xtk.files.atomic_files import atomic_write
@@ -292,11 +283,7 @@ def _request_fingerprint(
     prompts: list[Prompt],
     template_arguments: dict[str, Any],
 ) -> str:
-    """Return the fingerprint of the inputs and options that decide the rollouts.
-
-    Args:
-        weights: folders of the student and its adapter, or addresses of servers.
-    """
+    """Return the fingerprint of what decides the rollouts; `weights` are folders, or addresses of servers."""
     from xtk.files.atomic_files import canonical_json, sha256
     from xtk.models.resolver import weights_fingerprint
     from xtk.rewards.reward_spec import paths_as_checksums

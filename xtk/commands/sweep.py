@@ -1,10 +1,12 @@
-"""`xtk sweep`: several runs of `xtk distill`, one after another."""
+"""`xtk sweep`: several runs of `xtk distill` or `xtk distill-on-policy`, one after another."""
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -14,46 +16,61 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.commands.distill_options import DISTILL_COMMANDS
+from xtk.options.declaration import CommandOptions, argument, option, output_option
 from xtk.options.shared import ForceOption, QuietOption
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from xtk.commands.sweep_plan import PlannedRun
 
 MAX_ERROR_LINES = 12
+SEED_OPTION = "seed"
+LOG_PREFIX = "$ "  # precedes the command of the run in its log
+# Metrics shown in the table, and their column titles.
+COLUMN_TITLES = {
+    "steps": "steps",
+    "loss": "loss",
+    "ce": "ce",
+    "reward": "reward",
+    "eval_bits_per_byte": "bits per byte",
+    "tokens_per_second": "tokens/s",
+    "training_seconds": "seconds",
+}
+MIN_SHOWN_ERROR = 1e-4  # of errors that four decimals show
+INTEGER_METRICS = ("steps", "tokens_per_second", "training_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(ForceOption, QuietOption, CommandOptions):
     """Options of `xtk sweep`."""
 
-    output: str = option(
-        REQUIRED,
-        "Folder of the sweep: each run is FOLDER/NAME, its log FOLDER/NAME.log.",
-        flags=("--output", "-o"),
-        metavar="FOLDER",
-    )
+    output: str = output_option("Folder of the sweep: each run is FOLDER/NAME, its log FOLDER/NAME.log.", "FOLDER")
     arguments: tuple[str, ...] = argument(
         (),
-        "Arguments and options of xtk distill that all runs share; - for standard input.",
+        "Arguments and options of the command that all runs share; - for standard input.",
         metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
         show_default=False,
     )
+    command: str = option(
+        "distill",
+        "Command of the runs, unless a line of --runs begins with xtk and another one.",
+        choices=tuple(DISTILL_COMMANDS),
+    )
     vary: tuple[str, ...] = option(
         (),
-        "Option of distill with its values, such as 'seed=0 1 2'; repeat it for all combinations. Quoted values: "
+        "Option of the command with its values, such as 'seed=0 1 2'; repeat it for all combinations. Quoted values: "
         "\"loss=alm 'ce byte-kl'\" runs --loss alm, then --loss ce --loss byte-kl.",
         metavar="NAME=VALUE...",
     )
     runs: str = option(
         "",
-        "File with one run per line: its additional arguments of distill; - for standard input. -o NAME on a line "
+        "File with one run per line: its additional arguments; - for standard input. -o NAME on a line "
         "names the run; # starts a comment.",
         metavar="FILE",
     )
-    dry_run: bool = option(False, "Print the distill commands, for sh or GNU parallel, and run none.")
+    dry_run: bool = option(False, "Print the commands, for sh or GNU parallel, and run none.")
     max_seconds: float = option(
         0,
         "Time limit in seconds: then save a checkpoint and exit with code 75; 0: none. The same command resumes.",
@@ -63,7 +80,7 @@ class SweepOptions(ForceOption, QuietOption, CommandOptions):
 
 
 def sweep(options: SweepOptions) -> None:
-    """Run distill with several settings, one after another.
+    """Run distill or distill-on-policy with several settings, one after another.
 
     All runs are checked before the first one starts. A failed run does not end the sweep. The same command resumes: it
     repeats failed and unfinished runs only, and prints a table of results at the end.
@@ -73,8 +90,8 @@ def sweep(options: SweepOptions) -> None:
         xtk sweep ./student cache --runs runs.txt --dry-run -o sweep
     """
     started = time.monotonic()
-    from xtk.commands.sweep_plan import plan_runs, replace_piped_arguments, varying_options
-    from xtk.commands.sweep_table import add_seed_means, run_record, sweep_table
+    from xtk.commands.distill import replace_piped_arguments
+    from xtk.commands.sweep_plan import plan_runs, varying_options
     from xtk.errors import XtkError
     from xtk.files.output_claims import FolderKind, claim_output
     from xtk.files.write_locks import exclusive_write_lock
@@ -87,12 +104,12 @@ def sweep(options: SweepOptions) -> None:
         raise typer.BadParameter("only one of --runs and the shared arguments can be read from standard input (-)")
     if piped:
         common = replace_piped_arguments(common, terminal.path_argument("-"))
-    planned = plan_runs(common, _read_run_list(options.runs), options.vary, folder)
+    planned = plan_runs(common, _read_run_list(options.runs), options.vary, folder, options.command)
     if options.dry_run:
         limit = ["--max-seconds", f"{options.max_seconds:g}"] if options.max_seconds else []
         again = ["--force"] if options.force else []
         for run in planned:
-            terminal.result_line_unescaped(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
+            terminal.result_line_unescaped(shlex.join(["xtk", run.command, *run.arguments, *limit, *again]))
         return
     claim_output(folder, FolderKind[None]("a sweep"))
     if (folder / "recipe.json").is_file():
@@ -140,25 +157,21 @@ def _read_run_list(runs: str) -> list[tuple[str, str]]:
     ]
     if not numbered:
         raise XtkError(
-            "the --runs file has no runs", where=place, hint="write arguments of xtk distill, one run per line"
+            "the --runs file has no runs",
+            where=place,
+            hint=f"write arguments of {' or '.join(DISTILL_COMMANDS)}, one run per line",
         )
     return numbered
 
 
 def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None, *, force: bool) -> dict[str, int]:
-    """Check all runs, run the unfinished ones, and return the exit codes of failed runs by name.
-
-    Raises:
-        ResumableStop: a signal or the time limit stopped the sweep.
-        KeyboardInterrupt: Ctrl-C was pressed.
-    """
+    """Check all runs, run the unfinished ones, and return the exit codes of failed runs by name."""
     from xtk.commands.sweep_plan import find_finished_run
-    from xtk.commands.sweep_table import LOG, LOG_PREFIX, run_log_path
-    from xtk.files.output_claims import claim_output
+    from xtk.files.output_claims import FileKind, claim_output
     from xtk.subprocesses import SignalForwarder
 
     for run in planned:
-        claim_output(run_log_path(run), LOG)
+        claim_output(run_log_path(run), FileKind[None]("logs", _is_log))
     checked = {run.name: find_finished_run(run, force=force) for run in planned}
     left = [run for run in planned if checked[run.name][0] is None]
     terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} already finished")
@@ -166,7 +179,7 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
     folder.mkdir(parents=True, exist_ok=True)
     with SignalForwarder() as forwarder:
         for number, run in enumerate(left, len(planned) - len(left) + 1):
-            command = ["distill", *run.arguments]
+            command = [run.command, *run.arguments]
             if deadline is not None:
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
@@ -202,12 +215,7 @@ def _stopped(run: PlannedRun, why: str) -> Exception:
 
 
 def _failure(run: PlannedRun, code: int, log: Path, size: int) -> Any:
-    """Return the error of a failed run, with the error or the last lines of its log.
-
-    Args:
-        code: its exit code, or minus the number of a signal.
-        size: bytes of the log before the run.
-    """
+    """Return the error of a failed run, with the error or the last lines of its log after `size` bytes."""
     from xtk.errors import XtkError
 
     with log.open("rb") as stream:
@@ -217,3 +225,95 @@ def _failure(run: PlannedRun, code: int, log: Path, size: int) -> Any:
     last = lines[own:][-MAX_ERROR_LINES:]
     how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     return XtkError("\n    ".join([f"the run {run.name} failed with {how}", *last]), where=str(log))
+
+
+def run_record(run: PlannedRun, varies: dict[str, str], exit_code: int) -> dict[str, Any]:
+    """Return the JSON record of a run with the exit code of its command, and its options that differ between runs."""
+    from xtk.commands.sweep_plan import name_run_in_error
+    from xtk.errors import CorruptError
+    from xtk.runs.folder import METRICS_FILE, read_run_manifest
+    from xtk.runs.metrics_file import read_metrics
+
+    entry: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varied_options": varies}
+    if exit_code:
+        return {**entry, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
+    content = read_run_manifest(run.folder)
+    metrics = dict(content.get("metrics", {}))
+    if "best" in content:  # the best evaluation is the student
+        metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
+    try:
+        lines = read_metrics(run.folder / METRICS_FILE)
+    except CorruptError as error:  # the student is complete; only its speed is unknown
+        terminal.error(name_run_in_error(run.name, error))
+        lines = []
+    metrics |= {"steps": content["steps"], "training_seconds": total_seconds(lines) if lines else math.nan}
+    rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    # The median, since the first one includes compilation.
+    metrics["tokens_per_second"] = statistics.median(rates or [math.nan])
+    figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
+    return {**entry, "state": "finished", **figures, "metrics": content["metrics"]}
+
+
+def run_log_path(run: PlannedRun) -> Path:
+    """Return the path of a run's log."""
+    return run.folder.with_name(f"{run.name}.log")
+
+
+def _is_log(path: Path) -> bool:
+    with path.open("rb") as stream:
+        start = stream.read(len(LOG_PREFIX) + 4)
+    return not start or start == f"{LOG_PREFIX}xtk ".encode()
+
+
+def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of a run, over all processes that went on with it: each counts from its own beginning."""
+    seconds = [line["training_seconds"] for line in metrics if "training_seconds" in line]
+    ends = [now for now, after in zip(seconds, [*seconds[1:], -math.inf], strict=True) if after < now]
+    return float(sum(ends))
+
+
+def add_seed_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the records grouped by options other than the seed, and add `seed_means` to those of several seeds.
+
+    They are the mean of each figure and its standard error, None of a single run.
+    """
+    groups: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
+    for record in records:
+        key = tuple((name, value) for name, value in record["varied_options"].items() if name != SEED_OPTION)
+        groups.setdefault(key, []).append(record)
+    for group in groups.values():
+        finished = [record for record in group if record["state"] == "finished"]
+        means: dict[str, Any] = {"runs": len(finished)}
+        for name in COLUMN_TITLES:
+            if values := [record[name] for record in finished if name in record]:
+                error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+                means[name] = {"mean": statistics.fmean(values), "standard_error": error}
+        for record in group if len(group) > 1 else ():
+            record["seed_means"] = means
+    return list(groups.values())
+
+
+def sweep_table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and rows of the table: a row for all seeds of one recipe, or for one run."""
+    rows = []
+    names = [name for name in records[0]["varied_options"] if name != SEED_OPTION]
+    for group in add_seed_means(records):
+        first = group[0]
+        finished = [record for record in group if record["state"] == "finished"]
+        seeds = " ".join(record["varied_options"].get(SEED_OPTION, "") for record in finished)
+        figures = [_figure(first.get("seed_means", first).get(name), name) for name in COLUMN_TITLES]
+        failed = len(group) - len(finished)
+        varied = [first["varied_options"][name] for name in names]
+        rows.append([*varied, seeds, *figures, f"{failed} failed" if failed else ""])
+    return [*names, SEED_OPTION, *COLUMN_TITLES.values(), "state"], rows
+
+
+def _figure(value: Any, name: str) -> str:
+    """Return a number, or a mean with its standard error, as text."""
+    if value is None:
+        return ""
+    shown = ",.0f" if name in INTEGER_METRICS else ".4f"
+    mean, error = (value["mean"], value["standard_error"]) if isinstance(value, dict) else (value, None)
+    if not error:
+        return f"{mean:{shown}}"
+    return f"{mean:{shown}} ± " + (f"{error:{shown}}" if error >= MIN_SHOWN_ERROR else f"{error:.0e}")

@@ -7,17 +7,16 @@ import hashlib
 import itertools
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from xtk.commands.command_from_options import build_command
-from xtk.commands.config_file import config_name
+from xtk.commands.command_from_options import build_command, config_name
 from xtk.commands.distill import read_configs
-from xtk.commands.distill_options import DistillOptions
+from xtk.commands.distill_options import DISTILL_COMMANDS, DistillOptions
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import declared_options
@@ -38,64 +37,73 @@ class PlannedRun:
     Attributes:
         name: name of its folder inside the folder of the sweep.
         folder: its output folder.
-        arguments: arguments of `xtk distill`, with `-o`.
-        distill_options: the parsed options of `xtk distill`.
+        command: `distill` or `distill-on-policy`.
+        arguments: its arguments, with `-o`.
+        distill_options: its parsed options.
         source: "FILE, line N: " for a run of a --runs file, the prefix of its errors; "" otherwise.
     """
 
     name: str
     folder: Path
+    command: str
     arguments: tuple[str, ...]
     distill_options: DistillOptions
     source: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options without the output folder."""
-        names = (option.name for option, _ in declared_options(DistillOptions))
-        return {name: getattr(self.distill_options, name) for name in names if name != "output"}
+        """The command, and its options without the output folder."""
+        names = (option.name for option, _ in declared_options(type(self.distill_options)) if option.name != "output")
+        return {"command": self.command, **{name: getattr(self.distill_options, name) for name in names}}
 
 
 @dataclass(frozen=True)
 class _Part:
     """What a line of --runs or a value of --vary adds to a run: arguments before and after the shared ones, and a name.
 
-    A line also has a `source`: its file and number.
+    A line also has a `source`: its file and number; and a `command`, if it begins with one.
     """
 
     name: str = ""
     words_before: tuple[str, ...] = ()
     words_after: tuple[str, ...] = ()
     source: str = ""
+    command: str = ""
 
 
 @functools.cache
-def _command() -> Any:
-    """Return the command line of `xtk distill`; it returns the parsed options instead of training."""
+def _command(name: str) -> Any:
+    """Return the command line of `distill` or `distill-on-policy`; it returns the parsed options, without training."""
 
-    def read(options: DistillOptions) -> DistillOptions:
+    def read(options: Any) -> Any:
         return options
 
-    return build_command(read, "distill")
+    read.__annotations__["options"] = DISTILL_COMMANDS[name]
+    return build_command(read, name)
 
 
-def _distill_options() -> dict[str, Any]:
-    """Return the parameters of `xtk distill` by their names in configuration files."""
-    return {config_name(parameter): parameter for parameter in _command().params}
+def _distill_options(command: str) -> dict[str, Any]:
+    """Return the parameters of a command by their names in configuration files."""
+    return {config_name(parameter): parameter for parameter in _command(command).params}
 
 
 def plan_runs(
-    arguments: Sequence[str], lines: Sequence[tuple[str, str]], vary: Sequence[str], folder: Path
+    arguments: Sequence[str],
+    lines: Sequence[tuple[str, str]],
+    vary: Sequence[str],
+    folder: Path,
+    command: str = "distill",
 ) -> list[PlannedRun]:
     """Return the runs of a sweep: all combinations of lines and varied values; the last option varies fastest.
 
     Args:
-        arguments: arguments of `xtk distill` for all runs.
+        arguments: arguments for all runs.
         lines: (place, additional arguments of a run).
         vary: `NAME=VALUE VALUE`, an option and its values; a repeated option gets more values.
+        command: `distill` or `distill-on-policy`, of runs whose line does not name it.
 
     Raises:
-        typer.BadParameter: `xtk distill` refuses the options of a run.
+        typer.BadParameter: the command refuses the options of a run.
     """
     if not lines and not vary:
         raise XtkError(
@@ -103,7 +111,7 @@ def plan_runs(
             hint="add --vary 'seed=0 1 2', or --runs FILE with the arguments of one run per line",
         )
     parts = [[_of_line(where, line) for where, line in lines]] if lines else []
-    parts += [_of_option(name, values) for name, values in _read_vary(vary).items()]
+    parts += [_of_option(command, name, values) for name, values in _read_vary(command, vary).items()]
     runs: dict[str, PlannedRun] = {}
     equal: dict[str, str] = {}
     for chosen in itertools.product(*parts):
@@ -122,7 +130,9 @@ def plan_runs(
         if name.endswith(".log"):
             raise XtkError(f"the name of the run {name} ends in .log, as logs do", where=place, hint="use another name")
         options = [*words, "-o", str(folder / name)]
-        run = PlannedRun(name, folder / name, tuple(options), _parse_run(f"{place}{name}", options), place)
+        of_run = next((part.command for part in chosen if part.command), command)
+        parsed = _parse_run(f"{place}{name}", of_run, options)
+        run = PlannedRun(name, folder / name, of_run, tuple(options), parsed, place)
         same = equal.setdefault(repr(run.options), name)
         if same != name:
             raise XtkError(
@@ -134,24 +144,17 @@ def plan_runs(
     return list(runs.values())
 
 
-def _parse_run(name: str, words: Sequence[str]) -> DistillOptions:
-    """Return the options of a run as parsed by `xtk distill`.
-
-    Args:
-        name: name of the run in errors.
-
-    Raises:
-        typer.BadParameter: `xtk distill` refuses them.
-    """
+def _parse_run(name: str, command: str, words: Sequence[str]) -> DistillOptions:
+    """Return the options of a run as its command parses them."""
     try:
-        given = _command().main(args=list(words), prog_name="xtk distill", standalone_mode=False)
+        given = _command(command).main(args=list(words), prog_name=f"xtk {command}", standalone_mode=False)
     except XtkError as error:
         raise name_run_in_error(name, error) from None
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         raise typer.BadParameter(
-            f"xtk distill refuses the options of the run {name}: {error.format_message()}"
+            f"xtk {command} refuses the options of the run {name}: {error.format_message()}"
         ) from None
     if not isinstance(given, DistillOptions):
         raise typer.BadParameter(f"the run {name} has the argument --help; remove it")
@@ -174,9 +177,9 @@ def name_run_in_error(name: str, error: XtkError) -> XtkError:
     return named
 
 
-def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
+def _read_vary(command: str, vary: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each varied option."""
-    known = [name for name in _distill_options() if name not in FIXED_OPTIONS]
+    known = [name for name in _distill_options(command) if name not in FIXED_OPTIONS]
     values_of: dict[str, list[str]] = {}
     for text in vary:
         key, values = parse_pair(text, f"--vary {text}")
@@ -200,13 +203,9 @@ def _split_words(text: str, where: str) -> list[str]:
         ) from None
 
 
-def _of_option(name: str, values: Sequence[str]) -> list[_Part]:
-    """Return what each value of an option adds to a run.
-
-    Raises:
-        typer.BadParameter: the value of a flag is neither true nor false.
-    """
-    option = _distill_options()[name]
+def _of_option(command: str, name: str, values: Sequence[str]) -> list[_Part]:
+    """Return what each value of an option adds to a run."""
+    option = _distill_options(command)[name]
     several = getattr(option, "multiple", False) or option.nargs == -1
     parts: list[_Part] = []
     for value in values:
@@ -234,8 +233,9 @@ def _of_line(where: str, line: str) -> _Part:
     """Return what a line of `--runs` adds to a run; the run's name comes from `-o`, or from all arguments."""
     match = _BEFORE_COMMENT.match(line)
     end = match.end() if match else 0
-    words, name = _split_words(line[:end] if line[end : end + 1] == "#" else line, where), ""
-    if words[:2] == ["xtk", "distill"]:  # as --dry-run prints it
+    words, name, command = _split_words(line[:end] if line[end : end + 1] == "#" else line, where), "", ""
+    if words[:1] == ["xtk"] and words[1:2] and words[1] in DISTILL_COMMANDS:  # as --dry-run prints it
+        command = words[1]
         del words[:2]
     words = [part for word in words for part in (("-o", word[9:]) if word.startswith("--output=") else (word,))]
     for at in reversed(range(len(words))):
@@ -251,9 +251,9 @@ def _of_line(where: str, line: str) -> _Part:
         raise XtkError(
             "a line of the --runs file has no arguments from which the run can get its name",
             where=where,
-            hint="add options of xtk distill to the line, or -o NAME",
+            hint="add options to the line, or -o NAME",
         )
-    return _Part(name, words_after=tuple(words), source=where)
+    return _Part(name, words_after=tuple(words), source=where, command=command)
 
 
 def _safe(text: str) -> str:
@@ -268,8 +268,9 @@ def _hash(text: str) -> str:
 def varying_options(runs: Iterable[PlannedRun]) -> list[dict[str, str]]:
     """Return, for each run, the options that differ between runs, as text."""
     shown = [{name: _format_option(value) for name, value in run.options.items()} for run in runs]
-    names = [name for name in shown[0] if len({texts[name] for texts in shown}) > 1]
-    return [{name.replace("_", "-"): texts[name] for name in names} for texts in shown]
+    known = dict.fromkeys(name for texts in shown for name in texts)
+    names = [name for name in known if len({texts.get(name) for texts in shown}) > 1]
+    return [{name.replace("_", "-"): texts.get(name, "") for name in names} for texts in shown]
 
 
 def _format_option(value: Any) -> str:
@@ -281,14 +282,7 @@ def _format_option(value: Any) -> str:
 
 
 def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bool]:
-    """Check the inputs of a run, and return whether it is finished already.
-
-    Args:
-        force: replace a run with another recipe in its folder.
-
-    Returns:
-        The content of `xtk.json` of the finished run, None if it is not finished; and whether to replace the folder.
-    """
+    """Check the inputs of a run; return its `xtk.json` (None: unfinished), and whether to replace its folder."""
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
     from xtk.parallel.parallel_config import parse_parallel
     from xtk.runs.resume_point import RUN_FOLDER, check_evaluation
@@ -301,7 +295,7 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
         layout = parse_parallel(recipe.parallel, run.distill_options.num_processes)
         inputs = open_inputs(places, recipe, Tokenizer(places.student, start_token=recipe.start_token))
         identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
-        check_rerun(run.distill_options.config, recipe_options(run.distill_options), identity)
+        check_rerun(run.distill_options, recipe_options(run.distill_options), identity)
         try:
             finished = RUN_FOLDER.find_finished(run.folder, identity)
             check_evaluation(run.folder, evaluation_identity(inputs, reporting), is_finished=finished is not None)
@@ -312,9 +306,3 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
             return RUN_FOLDER.find_finished(run.folder, identity, force=True), True
     except XtkError as error:
         raise name_run_in_error(f"{run.source}{run.name}", error) from None
-
-
-def replace_piped_arguments(arguments: Sequence[str], piped: str) -> list[str]:
-    """Return arguments with `-` replaced by the piped path, since runs have no pipe."""
-    named: Mapping[str, str] = {"-": piped, "--projection=-": f"--projection={piped}"}
-    return [named.get(argument, argument) for argument in arguments]

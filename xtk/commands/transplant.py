@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from xtk import terminal
-from xtk.options.declaration import REQUIRED, CommandOptions, argument, option
+from xtk.options.declaration import REQUIRED, CommandOptions, argument, option, output_option
 from xtk.options.shared import (
     ConfigOption,
     CorpusOptions,
@@ -53,12 +53,7 @@ class TransplantOptions(
         "--prune-to.",
         metavar="TOKENIZER",
     )
-    output: str = option(
-        REQUIRED,
-        "Output folder of the model.",
-        flags=("--output", "-o"),
-        metavar="FOLDER",
-    )
+    output: str = output_option("Output folder of the model.", "FOLDER")
     method: str = option(
         DEFAULT_METHOD,
         "Initialization of tokens that are not copied; subword: mean of their old tokens, by length. "
@@ -74,9 +69,7 @@ class TransplantOptions(
     seed: int = option(0, "With --method random: seed of the rows.")
     keep_chat_template: bool = option(False, "Keep the chat template of the model, not that of the new tokenizer.")
     keep_vocabulary: tuple[str, ...] = option(
-        (),
-        "Prune the model's own vocabulary to the tokens that occur in this data. Repeatable.",
-        metavar="DATA",
+        (), "Prune the model's own vocabulary to the tokens that occur in this data. Repeatable.", metavar="DATA"
     )
     prune_to: int = option(
         0,
@@ -148,11 +141,7 @@ def transplant(options: TransplantOptions) -> None:
 
 
 def _check_options(options: TransplantOptions) -> None:
-    """Refuse options that contradict each other, or have no effect.
-
-    Raises:
-        BadParameter: names them.
-    """
+    """Refuse options that contradict each other, or have no effect."""
     prunes = bool(options.keep_vocabulary or options.prune_to)
     if prunes == bool(options.tokenizer):
         raise typer.BadParameter(

@@ -29,7 +29,7 @@ from xtk.text.tokenizer import Tokenizer
 AGREEMENT_METRIC = "top1_agreement"
 
 
-class CachedDocuments:
+class DocumentsOfCache:
     """The documents of a cache, as a re-iterable."""
 
     def __init__(self, cache: TeacherCache) -> None:
@@ -42,13 +42,10 @@ class CachedDocuments:
 
 @dataclass(frozen=True)
 class _PreparedDocument:
-    """A document prepared for the model.
+    """A document of the cache, prepared for the model: at most its context.
 
     Attributes:
-        row_number: index of the document in the cache.
-        ids: int32 [T], the model's tokens, truncated to its context.
         rows: int64 [N], positions of the hidden states that are compared.
-        terms: one per loss.
         teacher_top: the teacher's most likely tokens; None: agreement is not computed.
     """
 

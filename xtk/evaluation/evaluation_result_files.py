@@ -40,13 +40,9 @@ class EvaluationResult:
 
     Attributes:
         model: the model's name; the file's name if the file does not contain it.
-        data: the task or the data file.
-        metric: name of the metric.
-        value: its value.
         error: its standard error; None: not in the file.
         settings: labels of the settings in `SETTING_LABELS`.
         other_settings: {name: label} of the settings in `OTHER_SETTING_LABELS`.
-        file: path of the file.
     """
 
     model: str
@@ -61,13 +57,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One row of a table of results.
-
-    Attributes:
-        data: data and settings: "problems.jsonl, exact", "gsm8k, 5-shot".
-        metric: name of the metric.
-        by_model: {model: its result}.
-    """
+    """One row of a table of results: data with settings ("problems.jsonl, exact"), metric, and {model: its result}."""
 
     data: str
     metric: str

@@ -35,8 +35,6 @@ class ProcessShare:
     """The part of this process in an evaluation that several processes share.
 
     Attributes:
-        rank: this process's rank.
-        num_processes: number of processes.
         all_gather_object: collective call that returns the objects of all processes, by rank.
     """
 
@@ -47,11 +45,7 @@ class ProcessShare:
 
 @dataclass
 class StopTruncatedRewards(WeightedRewards):
-    """Rewards that score a completion up to its first stop string.
-
-    Attributes:
-        stop_strings: texts that end a completion.
-    """
+    """Rewards that score a completion up to its first stop string."""
 
     stop_strings: Sequence[str] = ()
 
@@ -164,10 +158,7 @@ def evaluate_answers(
 
     Args:
         prompts: the problems, with the columns that the rewards need.
-        sampling: sampling parameters; several samples need a temperature above 0.
         rewards: score completions up to a stop string of `sampling`.
-        num_generations: n, samples per problem.
-        template_arguments: extra arguments of the chat template.
         on_answer: called with each prompt and completion.
         process_share: this process's part, if several processes share the problems; then this is a collective call, and
             all processes get the full result.

@@ -47,13 +47,10 @@ class HarnessConfig:
 
     Attributes:
         tasks: names of tasks, groups or tags.
-        include_path: a folder with custom tasks (YAML); "": none.
         task_folders: {task: folder} for tasks that are read from a local folder: MMLU and code tasks.
         num_fewshot: few-shot examples per problem; None: the task's default.
         limit: largest number of problems per task, the first ones; 0: all.
-        batch_size: requests per forward pass.
         apply_chat_template: format requests with the model's chat template, few-shot examples as turns.
-        template_arguments: extra arguments of the chat template.
         seed: seed of few-shot examples and of sampling; 0: the harness's default.
     """
 
@@ -76,8 +73,7 @@ class HarnessResults:
         metrics: {task or group: {metric: (value, standard error)}}; the error is nan where there is none, the value
             where it is not a number. Metrics have the harness's names, followed by a comma and the filter where that
             is not "none".
-        num_problems: {task: number of problems}.
-        num_fewshot: {task: few-shot examples per problem}.
+        num_problems, num_fewshot: {task: number}.
         top_level_tasks: groups, and tasks that are in no group.
         per_problem: {(task, metric): {problem: value}} for metrics that are means; empty unless requested.
         samples: prompts and answers, one record per problem and filter.
@@ -99,11 +95,7 @@ class HarnessResults:
         return Estimate.mean_of(np.array([mine[at] - theirs[at] for at in both]))
 
     def to_json(self, compared_to: HarnessResults | None = None) -> dict[str, dict[str, Any]]:
-        """Return the metrics as JSON values.
-
-        Args:
-            compared_to: results of another model; its differences to this one are added.
-        """
+        """Return the metrics as JSON values, with the differences of another model's results to these."""
         by_task: dict[str, dict[str, Any]] = {}
         for task, values in self.metrics.items():
             line = by_task[task] = {}
@@ -259,10 +251,10 @@ class Harness:
 
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
-        local = f"use --tasks {name}=FOLDER, or " if name in CODE_TASKS else ""
+        local = f"use the task {name}=FOLDER, or " if name in CODE_TASKS else ""
         raise XtkError(
             f"the task {name} executes generated code without a sandbox, which xtk does not allow",
-            hint=f"{local}run xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which uses xtk's sandbox",
+            hint=f"{local}run xtk evaluate-answers MODEL PROBLEMS.jsonl --reward tests, which uses xtk's sandbox",
         )
 
 
@@ -355,7 +347,7 @@ def _harness_error(what: str, config: HarnessConfig, failure: Exception) -> XtkE
     first_line = (str(failure) or type(failure).__name__).strip().splitlines()[0][:300]
     return XtkError(
         f"{what}: {type(failure).__name__}: {first_line}",
-        where=f"--tasks {','.join(config.tasks)}",
+        where=f"tasks {','.join(config.tasks)}",
         hint="run lm-eval ls tasks for the task names, and check --include-path and the options of the task",
     )
 

@@ -24,14 +24,10 @@ REQUESTS_PER_TURN = 32
 
 
 class HarnessModel:
-    """The harness's class for transformers models around a loaded model.
-
-    Several processes with replicas can share the requests.
+    """The harness's class for transformers models around a loaded model; several processes can share the requests.
 
     Args:
-        tokenizer: its tokenizer, loaded from the same files as everywhere in xtk.
         max_length: context length in tokens; None: from the model's configuration.
-        template_arguments: extra arguments of the chat template.
         process_share: the requests that this process answers.
     """
 
@@ -88,10 +84,7 @@ class HarnessModel:
             for one in range(share.num_processes)
         ]
         mine = by_rank[share.rank]
-        with (
-            contextlib.redirect_stderr(self._stderr),
-            terminal.Progress("evaluate", len(mine), "requests") as progress,
-        ):
+        with contextlib.redirect_stderr(self._stderr), terminal.Progress("evaluate", len(mine), "requests") as progress:
             for start in range(0, len(mine), PROGRESS_BATCH_SIZE):
                 part = [requests[at] for at in mine[start : start + PROGRESS_BATCH_SIZE]]
                 results += method(part, disable_tqdm=True)
@@ -101,11 +94,7 @@ class HarnessModel:
 
 
 def check_finite_logits(model: Any) -> None:
-    """Refuse a model whose logits are not finite: its most likely answers would have scores like any others.
-
-    Raises:
-        NonFiniteModelError: the logits of the token 0 are not.
-    """
+    """Refuse a model whose logits are not finite: its most likely answers would have scores like any others."""
     with torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
         logits = model(input_ids=ids).logits
@@ -113,11 +102,7 @@ def check_finite_logits(model: Any) -> None:
 
 
 def _refuse_nan(values: Iterable[float]) -> None:
-    """Refuse log-probabilities that are not numbers.
-
-    Raises:
-        NonFiniteModelError: one is not.
-    """
+    """Refuse log-probabilities that are not numbers."""
     if any(math.isnan(value) for value in values):
         raise NonFiniteModelError("the model gives log-probabilities that are not a number", hint=NON_FINITE_HINT)
 

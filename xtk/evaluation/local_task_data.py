@@ -31,9 +31,7 @@ class CodeTask:
 
     Attributes:
         base_template: template of the prompt that a base model continues; "": the row's prompt.
-        chat_template: template of the user message.
         columns: columns that its rows have.
-        stop_strings: texts that end a completion of the plain prompt.
     """
 
     base_template: str
@@ -64,11 +62,7 @@ CODE_TASKS = {
 
 
 def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Parse the value of --tasks, such as `gsm8k,mmlu=FOLDER,humaneval_plus=FOLDER`.
-
-    Returns:
-        The names of all tasks, and {task: folder} for those with a folder.
-    """
+    """Return the names of tasks such as `gsm8k,mmlu=FOLDER`, and {task: folder} of those with a folder."""
     names, folders = list[str](), dict[str, str]()
     for part in filter(None, map(str.strip, text.split(","))):
         name, is_local, folder = part.partition("=")
@@ -81,14 +75,14 @@ def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
         if not Path(folder).is_dir():
             raise XtkError(
                 f"the folder of the task {name} does not exist",
-                where=f"--tasks {part}",
-                hint=f"use --tasks {name}=FOLDER with a local copy of the dataset from the hub",
+                where=f"task {part}",
+                hint=f"use {name}=FOLDER with a local copy of the dataset from the hub",
             )
         folders[name] = folder
     if len({folder for name, folder in folders.items() if name not in CODE_TASKS}) > 1:
         raise XtkError(
             "all MMLU tasks must be read from the same folder",
-            where=f"--tasks {text}",
+            where=f"task {text}",
             hint=f"give them the same folder: {MMLU}_anatomy=FOLDER,{MMLU}_virology=FOLDER",
         )
     return tuple(names), folders
@@ -155,13 +149,9 @@ def _check_mmlu_file(path: str) -> None:
 
 
 class CodeProblems:
-    """Code problems from a local folder; answers are executed in the sandbox by the reward `tests`.
+    """Code problems from a local folder with `test-*.parquet`, directly or in `data` or `full`.
 
-    Args:
-        name: a key of `CODE_TASKS`.
-        folder: contains `test-*.parquet`, directly or in `data` or `full`.
-        limit: largest number of problems, the first ones; 0: all.
-        template_arguments: extra arguments of the chat template.
+    Answers are executed in the sandbox by the reward `tests`. `limit` keeps the first problems; 0: all.
     """
 
     def __init__(
@@ -174,7 +164,7 @@ class CodeProblems:
         if not files:
             raise XtkError(
                 f"the folder of the task {name} has no file test-*.parquet",
-                where=f"--tasks {name}={folder}",
+                where=f"task {name}={folder}",
                 hint="use a local copy of the dataset from the hub, with test-*.parquet in it, in data/ or in full/",
             )
         corpus = Corpus([str(path) for path in files])
@@ -184,7 +174,7 @@ class CodeProblems:
                 raise XtkError(
                     f"a problem of the task {name} has no value in the column {lacking[0]}",
                     where=where,
-                    hint=f"use --tasks {name}=FOLDER with a local copy of that dataset from the hub",
+                    hint=f"use {name}=FOLDER with a local copy of that dataset from the hub",
                 )
         form = PromptFormat(self._task.chat_template if chat else self._task.base_template, as_chat=chat)
         self._prompts = read_prompts(corpus, limit or None, form)

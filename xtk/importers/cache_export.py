@@ -76,8 +76,8 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
             _write_parquet(rows, temporary, _optional_fields(cache))
     if any(has_other_tokens):
         terminal.note(
-            f"export-cache: warning: {sum(has_other_tokens):,} of {len(cache):,} documents have teacher tokens that "
-            "are not those of their text; import-cache reads the tokens as text"
+            f"cache export: warning: {sum(has_other_tokens):,} of {len(cache):,} documents have teacher tokens that "
+            "are not those of their text; cache import reads the tokens as text"
         )
     return len(cache)
 

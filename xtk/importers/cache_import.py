@@ -89,7 +89,7 @@ def import_cache(
     rows.expected_model = model
     if len(fingerprints) > 1:
         terminal.note(
-            f"import-cache: the answers have {len(fingerprints)} values of system_fingerprint: the service changed its "
+            f"cache import: the answers have {len(fingerprints)} values of system_fingerprint: the service changed its "
             "configuration between them"
         )
     place = tokenizer or _write_byte_tokenizer(known)
@@ -169,7 +169,7 @@ class _ImportCounts:
              "and the remainder is lost"),
         ):  # fmt: skip
             if count:
-                terminal.note(f"import-cache: {note}")
+                terminal.note(f"cache import: {note}")
 
 
 class _Rows:
@@ -243,7 +243,7 @@ class _Rows:
             raise failure
         self.num_skipped += 1
         if self.num_skipped <= MAX_NOTES and self._num_passes == 2:
-            terminal.note(f"import-cache: skipping {failure.where}: {failure.what}")
+            terminal.note(f"cache import: skipping {failure.where}: {failure.what}")
 
 
 def _write_byte_tokenizer(spellings: Iterable[bytes]) -> Path:

@@ -340,7 +340,7 @@ class ServiceClient:
                     self._turn.notify_all()
 
     def _check_answer(self, request: ServiceRequest, response: dict[str, Any]) -> None:
-        """Count whether import-cache can use a stored answer."""
+        """Count whether cache import can use a stored answer."""
         try:
             with row_errors(f"document {request.index}"):
                 read_answer({"request": request.body, "response": response})
@@ -349,7 +349,7 @@ class ServiceClient:
             self._unusable.append(failure)
             if not self._num_usable and len(self._unusable) == NUM_CHECKED_ANSWERS:
                 raise XtkError(
-                    f"import-cache can use none of the first {NUM_CHECKED_ANSWERS} answers: {self._unusable[0].what}",
+                    f"cache import can use none of the first {NUM_CHECKED_ANSWERS} answers: {self._unusable[0].what}",
                     where=f"{self._unusable[0].where}, {self._endpoint}",
                     hint="use another service, model or --mode; the same command requests further answers",
                 ) from None
@@ -358,9 +358,9 @@ class ServiceClient:
         if self._unusable:
             first = self._unusable[0]
             terminal.note(
-                f"query-teacher: import-cache cannot use {len(self._unusable):,} of "
+                f"query-teacher: cache import cannot use {len(self._unusable):,} of "
                 f"{self._num_usable + len(self._unusable):,} new answers; the first: {first.where}: {first.what}. "
-                "import-cache --skip-invalid leaves them out"
+                "cache import --skip-invalid leaves them out"
             )
 
     async def _send(self, request: ServiceRequest) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from xtk.errors import XtkError
 from xtk.name_registry import unknown_name_error
@@ -85,6 +85,11 @@ def option(default: T, help: str, **details: Any) -> T:  # noqa: A002 (as in typ
     return field
 
 
+def output_option(help: str, metavar: str, default: Any = REQUIRED, **details: Any) -> Any:  # noqa: A002
+    """Return a dataclass field for the option `--output` or `-o`; see `option`."""
+    return option(default, help, flags=("--output", "-o"), metavar=metavar, **details)
+
+
 def argument(default: T, help: str, *, metavar: str, **details: Any) -> T:  # noqa: A002
     """Return a dataclass field for a positional argument; see `option`."""
     return option(default, help, metavar=metavar, is_argument=True, **details)
@@ -114,13 +119,10 @@ def option_of(kind: type, name: str) -> Option:
 
 
 def declared_options(kind: type) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
-    """Yield (field, option) of a dataclass: arguments first, then its own options, then those of its bases in order."""
+    """Yield (field, option) of a dataclass: arguments, of bases first; then its own options; then those of bases."""
     order = [name for base in kind.__mro__ for name in inspect.get_annotations(base)]
-    fields = sorted(
-        (field for field in dataclasses.fields(kind) if _KEY in field.metadata), key=lambda f: order.index(f.name)
-    )
-    declared = [(field, field.metadata[_KEY]) for field in fields]
-    yield from sorted(declared, key=lambda pair: not pair[1].is_argument)
+    declared = [(field, field.metadata[_KEY]) for field in dataclasses.fields(kind) if _KEY in field.metadata]
+    yield from sorted(declared, key=lambda pair: -1 if pair[1].is_argument else order.index(pair[0].name))
 
 
 def options_of(kind: type[T], given: Any, **others: Any) -> T:
@@ -159,12 +161,10 @@ class Heading:
         title: the heading.
         options: names of options, or dataclasses whose options are listed, in this order. An option that is named
             under one heading is not listed with its dataclass under another.
-        condition: the option without which these have no effect; each help text then begins with it. "": none.
     """
 
     title: str
     options: tuple[type | str, ...]
-    condition: str = ""
 
 
 class CommandOptions:
@@ -175,12 +175,6 @@ class CommandOptions:
     """
 
     HEADINGS: ClassVar[Sequence[Heading]] = ()
-    _given: frozenset[str] = frozenset()  # fields that the command line or --config sets, also to their defaults
-
-    def with_given(self, names: Iterable[str]) -> Self:
-        """Return these options, with the names of those that the user has set."""
-        object.__setattr__(self, "_given", frozenset(names))
-        return self
 
 
 def headings_of(headings: Sequence[Heading]) -> list[tuple[Heading, list[str]]]:
@@ -193,28 +187,8 @@ def headings_of(headings: Sequence[Heading]) -> list[tuple[Heading, list[str]]]:
     return [(heading, [name for one in heading.options for name in names(one)]) for heading in headings]
 
 
-def check_conditions(options: CommandOptions, condition: str, *, is_met: bool, hint: str) -> None:
-    """Check that no option is set that has no effect.
-
-    Args:
-        is_met: whether the command has it.
-    """
-    names = [name for one, names in headings_of(options.HEADINGS) if one.condition == condition for name in names]
-    unused = flags_of_set_options(options, names)
-    if unused and not is_met:
-        raise XtkError(f"{', '.join(unused)} {'need' if len(unused) > 1 else 'needs'} {condition}", hint=hint)
-
-
-def flags_of_set_options(
-    options: CommandOptions, names: Sequence[str], *, including_defaults: bool = False
-) -> list[str]:
-    """Return how the command line writes those options that differ from their defaults.
-
-    Args:
-        including_defaults: also those that the user has set to their defaults.
-    """
+def flags_of_set_options(options: CommandOptions, names: Sequence[str]) -> list[str]:
+    """Return how the command line writes those options that differ from their defaults."""
     fields = type(options).__dataclass_fields__  # type: ignore[attr-defined]
     changed = [name for name in names if getattr(options, name) != fields[name].default]
-    if including_defaults:
-        changed = [name for name in names if name in {*changed, *options._given}]
     return [f"--no-{flag(name)[2:]}" if fields[name].default is True else flag(name) for name in changed]

@@ -32,7 +32,7 @@ class GeneratedSample:
 
 
 def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> list[GeneratedSample]:
-    """Return the first completion of each prompt from output files of `xtk rollout` or `xtk evaluate --reward`.
+    """Return the first completion of each prompt from output files of `xtk rollout` or `xtk evaluate-answers`.
 
     Args:
         files: (path, parsed lines).
@@ -72,7 +72,7 @@ def _read_sample_file(path: Path, lines: Sequence[Mapping[str, Any]], name: str)
         raise XtkError(
             "the file of --samples has no completions",
             where=str(path),
-            hint="use the output of xtk rollout -o FILE.jsonl or xtk evaluate --reward NAME -o FILE.jsonl",
+            hint="use the output of xtk rollout -o FILE.jsonl or xtk evaluate-answers -o FILE.jsonl",
         )
     return list(samples.values())
 

@@ -55,16 +55,16 @@ def verify_cache(
     identity = cache.header["teacher"]
     if tokenizer.fingerprint != identity["tokenizer"]:
         raise MismatchError(
-            "--teacher has another tokenizer than the teacher that wrote this cache",
+            f"{name} has another tokenizer than the teacher that wrote this cache",
             where=f"{name} has {tokenizer.fingerprint[:15]}; {cache.folder.name} is from {identity['tokenizer'][:15]}",
-            hint=f"use --teacher {identity['name']}",
+            hint=f"use {identity['name']}",
         )
     backend = load_registered(BACKENDS, VERIFICATION_BACKEND, "backend")
     weights = backend.weights_identity(folder, dict(options or {}))
     same = weights == identity["weights"]
     if not same:
         terminal.note(
-            f"inspect: the weights of {name} ({weights[:15]}) differ from those of the teacher of this cache "
+            f"cache verify: the weights of {name} ({weights[:15]}) differ from those of the teacher of this cache "
             f"({identity['weights'][:15]})"
         )
     dtype = str(cache.header["options"]["dtype"])
@@ -122,7 +122,7 @@ def _compare_documents(
         raise MismatchError(
             f"{name} computes other log-probabilities than the teacher that wrote this cache",
             where=where,
-            hint=f"use --teacher {cache.header['teacher']['name']}",
+            hint=f"use {cache.header['teacher']['name']}",
         )
     positions = np.concatenate([np.zeros(0), *divergences])
     added = float(positions.mean()) if len(positions) else 0.0

@@ -93,7 +93,7 @@ class ServerTeacher(TeacherBackend):
             raise XtkError(
                 "some servers are of SGLang, and others are not",
                 where=", ".join(map(str, servers)),
-                hint="use servers of one kind; the caches of two commands can be merged (--merge)",
+                hint="use servers of one kind; the caches of two commands can be merged: xtk cache merge",
             )
         (self._is_sglang,) = kinds
         if self._is_sglang and self._limit is not None:

@@ -1,4 +1,4 @@
-"""`distill --on-policy` with vLLM: each rollout batch is generated with the student's current weights."""
+"""`distill-on-policy` with vLLM: each rollout batch is generated with the student's current weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def distill_command(tmp_path: Path, *options: object, tied: bool) -> list[str]:
     rows = [{"prompt": f"Anna has {number} apples. " * 60} for number in range(2)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [
-        sys.executable, "-m", "xtk", "distill", student, data, "--on-policy", "--teacher", f"{teacher}:top_k=16",
+        sys.executable, "-m", "xtk", "distill-on-policy", student, data, "--teacher", f"{teacher}:top_k=16",
         "--rollout-backend", "vllm", *[word for option in ENGINE for word in ("--rollout-engine", option)],
         "--loss", "reverse-kl", "--loss", "policy-gradient", "--per-device-train-batch-size", 2,
         "--max-completion-length", 16, "--max-steps", 3, "--learning-rate", "1e-2", "--warmup-steps", 0,

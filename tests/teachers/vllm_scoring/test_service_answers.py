@@ -80,7 +80,7 @@ def test_echo_mode_returns_the_log_probabilities_of_the_model(run, folder, servi
     texts = [text for text in small_inputs.sentences(60, seed=5) if text.isascii()][:20]
     data = small_inputs.write_jsonl(tmp_path / "texts.jsonl", texts)
     query(run, service, data, tmp_path / "echo.jsonl", "--mode", "echo")
-    run("import-cache", tmp_path / "echo.jsonl", "--precision", "float32", "-o", tmp_path / "api")
+    run("cache", "import", tmp_path / "echo.jsonl", "--precision", "float32", "-o", tmp_path / "api")
     cache, tokenizer = TeacherCache(tmp_path / "api"), Tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert len(cache) == len(texts)
@@ -135,9 +135,19 @@ def test_chat_answers_keep_the_bytes_of_their_tokens(run, folder, service, promp
     # An untrained model soon generates invalid UTF-8.
     query(run, service, messages, tmp_path / "answers.jsonl", "--max-completion-length", "3")
     by_bytes, by_ids = tmp_path / "bytes", tmp_path / "ids"
-    run("import-cache", tmp_path / "answers.jsonl", "--precision", "float32", "--skip-invalid", "-o", by_bytes)
-    run("import-cache", tmp_path / "answers.jsonl", "--precision", "float32", "--skip-invalid", "--tokenizer", folder,
-        "-o", by_ids)  # fmt: skip
+    run("cache", "import", tmp_path / "answers.jsonl", "--precision", "float32", "--skip-invalid", "-o", by_bytes)
+    run(
+        "cache",
+        "import",
+        tmp_path / "answers.jsonl",
+        "--precision",
+        "float32",
+        "--skip-invalid",
+        "--tokenizer",
+        folder,
+        "-o",
+        by_ids,
+    )
     cache_by_bytes, cache_by_ids = TeacherCache(by_bytes), TeacherCache(by_ids)
     assert len(cache_by_bytes) == len(cache_by_ids) > 0
     for number in range(len(cache_by_bytes)):

@@ -119,7 +119,9 @@ def open_on_policy_inputs(
 ) -> OnPolicyInputs:
     """Return the inputs of an on-policy run."""
     if not paths.online_teachers:
-        raise XtkError("--on-policy needs --teacher", hint="add --teacher MODEL to score the student's completions")
+        raise XtkError(
+            "xtk distill-on-policy needs --teacher", hint="add --teacher MODEL to score the student's completions"
+        )
     combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.online_teachers))
     corpus = plain_corpus(paths, recipe)
     is_routed = combination.method == "route"
