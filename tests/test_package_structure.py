@@ -30,11 +30,11 @@ FLOORS = [
     ("cache",
      "teacher caches: shards, reader, writer, manifest, statistics; `codec/` alone knows the bits",
      5_510),
+    ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 710),
+    ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 2_950),  # to reach: 2,600
     ("engines",
      "worker processes, HTTP clients and vLLM settings that teachers and generation share",
      1_210),  # to reach: 850
-    ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 710),
-    ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 2_950),  # to reach: 2,600
     ("losses",
      "one file a loss, and the fused head; `cells/`: the mechanisms; `kernels/`: numba and Triton",
      5_800),

@@ -18,6 +18,7 @@ from xtk.batches.batch_copies import _wait_for
 from xtk.batches.micro_batches import BatchSampler
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.resolver import ModelRef
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.training import student_with_losses
 from xtk.training.student_with_losses import StudentWithLoss
@@ -69,7 +70,7 @@ def take_steps(
         identity={},
         steps=STEPS,
         output=Path("nowhere"),
-        tokenizer_folder=pair.student,
+        initial_student=ModelRef(pair.student),
     )
     recorder, waits, metrics = GradientRecorder(model), [], []
     for step in range(STEPS):

@@ -258,7 +258,7 @@ def open_teachers(
         online_teachers: teachers without caches, which have read the data.
     """
     caches: list[TeacherCache | OnlineTeacher] = [*(online_teachers or map(as_cache, caches_or_models))]
-    paths = [teacher.request.teacher_name for teacher in online_teachers]
+    paths = [teacher.request.teacher.name for teacher in online_teachers]
     paths = paths or [
         teacher.folder.name if isinstance(teacher, TeacherCache) else teacher for teacher in caches_or_models
     ]

@@ -104,6 +104,7 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
     from xtk.evaluation.generated_answers import evaluate_answers
     from xtk.files.atomic_files import atomic_write
     from xtk.files.write_locks import only_writer_of_path
+    from xtk.models.resolver import ModelRef
     from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts import GENERATORS
@@ -152,9 +153,8 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
 
             tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
             own = backend_options(GENERATORS, options.backend, engine=options.engine, adapter=adapter)
-            request = BackendConfig(
-                folder, name, tokenizer, options.dtype, options.batch_tokens, options.trust_remote_code, own
-            )
+            model = ModelRef(folder, adapter, options.dtype, options.trust_remote_code, name)
+            request = BackendConfig(model, tokenizer, options.batch_tokens, own)
             # An engine keeps the memory of a GPU, which the next model needs.
             with contextlib.closing(writers.open(request)) as writer:
                 results[name] = evaluate_answers(

@@ -196,17 +196,14 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     documents = len(cache_statistics.evenly_spaced_indices(cache, cache_statistics.SAMPLE_DOCUMENTS))
     statistics = {**cache_statistics.summarize_cache(cache, positions, documents), "verified": options.verify or None}
     if options.teacher:
-        from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
+        from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
         from xtk.teachers.cache_rescoring import verify_cache
 
         folder, adapter = base_model_and_adapter(resolve_model_folder(options.teacher, with_weights=True))
         statistics["scored_again"] = verify_cache(
             cache,
-            folder,
-            options.teacher,
+            ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code, name=options.teacher),
             documents=options.sample,
-            trust_remote_code=options.trust_remote_code,
-            options={"adapter": adapter} if adapter else {},
         )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
     if options.html:

@@ -19,6 +19,7 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Evalu
     """
     from xtk.errors import XtkError
     from xtk.models.causal_lm import check_loadable
+    from xtk.models.resolver import ModelRef
     from xtk.name_registry import load_registered
     from xtk.rollouts import GENERATORS
     from xtk.text.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Evalu
         names[place] = name
         tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
         if load_registered(GENERATORS, options.backend, "backend").runs_loaded_model:  # vllm also loads other formats
-            check_loadable(folder, tokenizer, trust_remote_code=options.trust_remote_code, adapter=adapter)
+            check_loadable(ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code), tokenizer)
 
 
 def load_model_and_tokenizer(
@@ -47,17 +48,13 @@ def load_model_and_tokenizer(
         name: name of the model, for messages.
         folders: (folder, adapter folder or None).
     """
-    from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm
+    from xtk.models.causal_lm import check_embedding_rows, default_device, load_causal_lm
+    from xtk.models.resolver import ModelRef
     from xtk.text.tokenizer import Tokenizer
 
     folder, adapter = folders
     tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
-    model = load_causal_lm(
-        folder,
-        dtype=DTYPES[options.dtype],
-        device=default_device(),
-        trust_remote_code=options.trust_remote_code,
-        adapter=adapter,
-    )
+    ref = ModelRef(folder, adapter, options.dtype, options.trust_remote_code)
+    model = load_causal_lm(ref, device=default_device())
     check_embedding_rows(model, tokenizer)
     return model, tokenizer

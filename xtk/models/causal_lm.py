@@ -14,6 +14,7 @@ import torch
 
 from xtk import terminal
 from xtk.errors import CorruptError, XtkError
+from xtk.models.resolver import ModelRef
 from xtk.models.safetensors_headers import ADAPTER_FILE, read_weight_headers, weight_files
 from xtk.models.weight_mismatches import WeightMismatches
 from xtk.models.weight_validation import (
@@ -48,35 +49,26 @@ def default_device() -> torch.device:
 
 
 def load_causal_lm(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-    trust_remote_code: bool = False,
-    adapter: Path | None = None,
-    options: Mapping[str, Any] | None = None,
+    ref: ModelRef, *, device: torch.device | None = None, options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Load a model from a local folder.
+    """Load a model; an adapter is merged into its weights, or loaded without merging if these are quantized.
 
     Args:
         device: device of the model; None: the CPU. Ignored if `options` determine the devices.
-        trust_remote_code: run Python code that comes with the model; needs the user's consent.
-        adapter: folder of a peft adapter of this model. It is merged into the weights, or loaded without merging if
-            these are quantized.
         options: further arguments of `from_pretrained`.
     """
-    options = dict(options or {})
-    configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
+    folder, options = ref.folder, dict(options or {})
+    configuration = load_model_config(ref)
     _check_weight_files(folder)
-    _reject_hub_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", trust_remote_code)
+    _reject_hub_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", ref)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, loading_info = auto_model_class(configuration).from_pretrained(
                 folder,
-                dtype=dtype,
+                dtype=getattr(torch, ref.dtype),
                 local_files_only=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=ref.trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with their names
@@ -95,7 +87,7 @@ def load_causal_lm(
     placed = PLACEMENT_OPTIONS.intersection(options) or getattr(model, "quantization_method", None)
     if device is not None and not placed:
         model = model.to(device)
-    return model if adapter is None else _load_adapter(model, adapter)
+    return model if ref.adapter is None else _load_adapter(model, ref.adapter)
 
 
 def auto_model_class(configuration: Any) -> Any:
@@ -133,21 +125,14 @@ def _fix_tied_head_flag(model: Any, folder: Path) -> None:
             part.tie_word_embeddings = False
 
 
-def check_loadable(
-    folder: Path, tokenizer: Tokenizer, *, trust_remote_code: bool = False, adapter: Path | None = None
-) -> None:
-    """Check that a model can be loaded, without reading its weights, so that errors come before hours of other work.
-
-    Args:
-        folder: as for `load_causal_lm`.
-        trust_remote_code: run Python code that comes with the model.
-    """
-    configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
-    _check_weight_files(folder)
-    headers = {folder: read_weight_headers(folder)}
-    if adapter is not None:
-        check_adapter(adapter)
-        headers[adapter] = read_weight_headers(adapter)
+def check_loadable(ref: ModelRef, tokenizer: Tokenizer) -> None:
+    """Check that a model can be loaded, without reading its weights, so that errors come before hours of other work."""
+    configuration = load_model_config(ref)
+    _check_weight_files(ref.folder)
+    headers = {ref.folder: read_weight_headers(ref.folder)}
+    if ref.adapter is not None:
+        check_adapter(ref.adapter)
+        headers[ref.adapter] = read_weight_headers(ref.adapter)
     rows = getattr(configuration.get_text_config(), "vocab_size", None)
     if isinstance(rows, int):
         _check_row_count(rows, tokenizer)
@@ -155,15 +140,12 @@ def check_loadable(
         differences.check(place, quiet=True)
 
 
-def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the transformers configuration of a model.
-
-    Args:
-        trust_remote_code: run Python code that comes with the model, and hub kernels that its configuration names.
-    """
+def load_model_config(ref: ModelRef) -> Any:
+    """Return the transformers configuration of a model."""
     import transformers
 
     silence_transformers()
+    folder = ref.folder
     content = read_model_config(folder)
     if not content:
         raise XtkError(
@@ -171,20 +153,20 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
             where=str(folder),
             hint="use a folder written by save_pretrained, or a hub id",
         )
-    _reject_hub_kernels(hub_kernel_repositories(content), str(folder / "config.json"), trust_remote_code)
+    _reject_hub_kernels(hub_kernel_repositories(content), str(folder / "config.json"), ref)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return transformers.AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
+                folder, local_files_only=True, trust_remote_code=ref.trust_remote_code
             )
     except Exception as failure:
         raise loading_error(folder, failure) from failure
 
 
-def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -> None:
-    """Refuse kernels that would be downloaded from a hub and run."""
-    if repositories := [] if trust_remote_code else [name for name in names if "/" in name]:
+def _reject_hub_kernels(names: Sequence[str], where: str, ref: ModelRef) -> None:
+    """Refuse kernels that would be downloaded from a hub and run, without the user's consent."""
+    if repositories := [] if ref.trust_remote_code else [name for name in names if "/" in name]:
         raise XtkError(
             f"the model needs the attention kernel {repositories[0]}, which is code from the Hugging Face hub",
             where=where,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from xtk.errors import XtkError, path_exists
@@ -19,6 +20,25 @@ _TOKENIZER_FILES = ["tokenizer*.json", "added_tokens.json", "special_tokens_map.
                     "additional_chat_templates/*", "*.model", "vocab.*", "tekken.json", "*.tiktoken"]  # fmt: skip
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py",
                 ADAPTER_CONFIG]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model on disk, and how it is loaded.
+
+    Attributes:
+        folder: configuration, tokenizer, and weights unless servers run the model.
+        adapter: folder of a peft adapter of this model; None: none.
+        dtype: of weights and computation, a dtype of torch.
+        trust_remote_code: run Python code that comes with the model; needs the user's consent.
+        name: in messages; "": the folder.
+    """
+
+    folder: Path
+    adapter: Path | None = None
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+    name: str = ""
 
 
 def hub_id(folder: Path) -> str:

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.models.causal_lm import DTYPES, check_adapter, check_embedding_rows, load_causal_lm, loading_error
+from xtk.models.causal_lm import check_adapter, check_embedding_rows, load_causal_lm, loading_error
+from xtk.models.resolver import ModelRef
 from xtk.models.transformers_4_keys import add_transformers_4_keys
 from xtk.models.weight_validation import check_adapter_weights
 from xtk.name_registry import unknown_name_error
@@ -71,45 +72,32 @@ class StudentModelConfig(StudentModelOptions):
         return {name: value for name, value in self._non_default_options().items() if name not in speed}
 
 
-@dataclass(frozen=True)
-class StudentSource:
-    """Source of the student's weights.
-
-    Attributes:
-        model: folder with configuration and weights.
-        adapter: folder of a peft adapter of this model, which is trained further; None: none.
-        checkpoint: folder written by `save_trainable`, from which the run resumes; None: a new run.
-    """
-
-    model: Path
-    adapter: Path | None = None
-    checkpoint: Path | None = None
-
-
 def load_student(
-    source: StudentSource,
+    source: ModelRef,
     config: StudentModelConfig,
     tokenizer: Tokenizer,
     *,
+    checkpoint: Path | None = None,
     device: torch.device,
     mixed_precision: str = "no",
-    trust_remote_code: bool = False,
     quiet: bool = False,
 ) -> Any:
     """Return a model for training, in which only the trained parameters require gradients.
 
     Args:
-        config: adapters, quantization and frozen parameters.
+        source: the student before training; its adapter is trained further.
+        config: dtype, adapters, quantization and frozen parameters.
         tokenizer: the student's tokenizer, whose tokens need embedding rows.
+        checkpoint: folder written by `save_trainable`, from which the run resumes; None: a new run.
         mixed_precision: "bf16" if the model will compute in bf16.
-        trust_remote_code: run Python code that comes with the model.
 
     Returns:
         A transformers model, or a peft model around it.
     """
     adapted = bool(config.lora_r or source.adapter)
-    folder = source.model if adapted or source.checkpoint is None else source.checkpoint
-    model = _load_base_model(folder, config, device, mixed_precision, trust_remote_code)
+    folder = source.folder if adapted or checkpoint is None else checkpoint
+    base = replace(source, folder=folder, adapter=None, dtype=config.dtype)
+    model = _load_base_model(base, config, device, mixed_precision)
     if not adapted and getattr(model, "quantization_method", None):
         raise XtkError(
             "the student's weights are quantized and cannot be trained",
@@ -120,7 +108,7 @@ def load_student(
         _resize_vocabulary(model, tokenizer, config, adapted)
     check_embedding_rows(model, tokenizer)
     if adapted:
-        model = attach_trainable_adapter(model, source, config)
+        model = attach_trainable_adapter(model, source, config, checkpoint)
     freeze_parameters(model, config.freeze)
     num_frozen = _freeze_other_modalities(model)
     if quiet:
@@ -155,13 +143,7 @@ def _freeze_other_modalities(model: Any) -> int:
     return sum(parameter.numel() for parameter in others)
 
 
-def _load_base_model(
-    folder: Path,
-    config: StudentModelConfig,
-    device: torch.device,
-    mixed_precision: str,
-    trust_remote_code: bool,
-) -> Any:
+def _load_base_model(base: ModelRef, config: StudentModelConfig, device: torch.device, mixed_precision: str) -> Any:
     """Return the base model with the configured attention and quantization."""
     options: dict[str, Any] = {}
     if config.attn_implementation:
@@ -184,16 +166,10 @@ def _load_base_model(
         )
         options["device_map"] = {"": device}
     try:
-        return load_causal_lm(
-            folder,
-            dtype=DTYPES[config.dtype],
-            device=device,
-            trust_remote_code=trust_remote_code,
-            options=options,
-        )
+        return load_causal_lm(base, device=device, options=options)
     except XtkError as failure:
         if config.attn_implementation and re.search("attention|attn|kernel", failure.what, re.IGNORECASE):
-            where = f"--attn-implementation {config.attn_implementation}, {folder}"
+            where = f"--attn-implementation {config.attn_implementation}, {base.folder}"
             raise XtkError(failure.what, where=where, hint="use --attn-implementation sdpa or eager") from failure
         raise
 
@@ -220,21 +196,23 @@ def _resize_vocabulary(model: Any, tokenizer: Tokenizer, config: StudentModelCon
     terminal.note(f"distill: embeddings resized from {rows:,} to {new_rows:,} rows")
 
 
-def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentModelConfig) -> Any:
+def attach_trainable_adapter(
+    model: Any, source: ModelRef, config: StudentModelConfig, checkpoint: Path | None = None
+) -> Any:
     """Return a peft model with a trainable adapter: from the checkpoint, from the student's adapter, or a new one."""
     if importlib.util.find_spec("peft") is None:
         raise XtkError(
             "LoRA adapters need the package peft, which is not installed",
             hint="run pip install '.[peft]' in xtk's repository",
         )
-    adapter_folder = source.checkpoint or source.adapter
+    adapter_folder = checkpoint or source.adapter
     if source.adapter and config.lora_r:
         raise XtkError(
             "--lora-r does not apply: the student is a LoRA adapter already, and training continues this adapter",
             where=str(source.adapter),
             hint="remove the --lora options, or merge the adapter first with merge_and_unload of peft",
         )
-    if source.adapter and not source.checkpoint:
+    if source.adapter and not checkpoint:
         check_adapter(source.adapter)
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -244,7 +222,7 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
             try:
                 trained = PeftModel.from_pretrained(model, str(adapter_folder), is_trainable=True)
                 check_adapter_weights(trained, adapter_folder)
-                return _set_base_model_name(trained, source.model)
+                return _set_base_model_name(trained, source.folder)
             except Exception as failure:
                 raise loading_error(adapter_folder, failure) from failure
         names = [name for name, _ in model.named_modules()]
@@ -270,7 +248,7 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
             ensure_weight_tying=bool(tied),
         )
         try:
-            return _set_base_model_name(get_peft_model(model, described), source.model)
+            return _set_base_model_name(get_peft_model(model, described), source.folder)
         except ValueError as failure:
             raise XtkError(
                 f"peft cannot add LoRA adapters with these options: {' '.join(str(failure).split())[:300]}",

@@ -28,11 +28,10 @@ from xtk.files.output_claims import FolderKind
 from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, load_causal_lm
-from xtk.models.resolver import base_model_and_adapter, weights_fingerprint
+from xtk.models.resolver import ModelRef, base_model_and_adapter, weights_fingerprint
 from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import (
     StudentModelConfig,
-    StudentSource,
     has_mergeable_adapter,
     load_student,
     save_final_student,
@@ -140,7 +139,8 @@ def export_student(
         with replacing_folder(output, EXPORT_FOLDER) as folder:
             tokenizer = Tokenizer(source)
             with _merged_weights(source, config, content["recipe"], tokenizer, folder, trust_remote_code) as merged:
-                figures = _write_model_files(merged, folder, tokenizer, dtype, config.max_shard_size, trust_remote_code)
+                model = ModelRef(merged, None, dtype, trust_remote_code)
+                figures = _write_model_files(model, folder, tokenizer, config.max_shard_size)
             copy_tokenizer_files(source, folder)
             (folder / CARD_FILE).write_text(_card(config, content, metrics, results), encoding="utf-8")
             if converter is not None:
@@ -268,10 +268,8 @@ def _merged_weights(
             where=str(source),
             hint="export with the version of xtk that trained this run",
         ) from None
-    origin = StudentSource(base, None if preparation.lora_r else adapter, adapter)
-    model = load_student(
-        origin, preparation, tokenizer, device=torch.device("cpu"), trust_remote_code=trust_remote_code, quiet=True
-    )
+    origin = ModelRef(base, None if preparation.lora_r else adapter, trust_remote_code=trust_remote_code)
+    model = load_student(origin, preparation, tokenizer, checkpoint=adapter, device=torch.device("cpu"), quiet=True)
     if adapter is not None and weights_fingerprint(base) != recipe["inputs"]["student"]["weights"]:
         raise MismatchError(
             "the base model of the adapter is not the one of the run",
@@ -302,11 +300,9 @@ def _load_ema_weights(model: Any, checkpoint: Path) -> None:
             parameter.copy_(state.read(f"{EMA}.{name}", parameter))
 
 
-def _write_model_files(
-    merged: Path, folder: Path, tokenizer: Tokenizer, dtype: str, max_shard_size: str, trust_remote_code: bool
-) -> dict[str, Any]:
+def _write_model_files(merged: ModelRef, folder: Path, tokenizer: Tokenizer, max_shard_size: str) -> dict[str, Any]:
     """Write weights and configurations; return dtype, sizes and stop tokens for the manifest."""
-    model = load_causal_lm(merged, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    model = load_causal_lm(merged)
     ends = _end_token_ids(model, tokenizer)
     described = model.generation_config
     if ends:
@@ -319,7 +315,7 @@ def _write_model_files(
     files = list(folder.glob("*.safetensors"))
     set_default_permissions(*files)
     return {
-        "dtype": dtype,
+        "dtype": merged.dtype,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "shards": len(files),
         "bytes": sum(file.stat().st_size for file in files),
