@@ -14,7 +14,7 @@ import torch
 from recorded_training_steps import GradientRecorder, load_student_for_steps, make_train_config, open_run_inputs
 from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, SimulatedTensor, move_to_device, to_host
 
-from xtk.batches.batch_copies import _wait_for
+from xtk.batches.batch_prefetch import _wait_for
 from xtk.batches.micro_batches import BatchSampler
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead

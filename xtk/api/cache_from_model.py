@@ -154,11 +154,7 @@ def cache_teacher(
 
 
 def _check_dtype(name: str) -> None:
-    """Refuse a dtype in which xtk does not score.
-
-    Raises:
-        XtkError: names the dtype.
-    """
+    """Refuse a dtype in which xtk does not score."""
     if name not in DTYPES:
         raise unknown_name_error("dtype", name, DTYPES)
 

@@ -17,7 +17,7 @@ from xtk.evaluation.standard_errors import Ratio
 from xtk.evaluation.token_bits_to_bytes import TokenByteCosts, attribute_to_bytes
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import max_context_length
-from xtk.models.token_logprobs import compute_token_logprobs
+from xtk.models.output_head import compute_token_logprobs
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence, count_preserved_bytes, tokenize_documents
 from xtk.text.tokenizer import Tokenizer

@@ -27,10 +27,7 @@ class BackboneWithHead(nn.Module):
 
     A forward pass at construction finds how the model transforms its head's output: a scale, a soft cap, or not at
     all. If it is another transformation, or the head is not a matrix, logits replace the hidden states: correct, but
-    with more memory.
-
-    Args:
-        model: any causal language model of transformers, with or without peft's LoRA, also on its head.
+    with more memory. The model may have peft's LoRA, also on its head.
     """
 
     def __init__(self, model: Any) -> None:
@@ -228,10 +225,7 @@ def _is_close(computed: Tensor, expected: Tensor, tolerance: float = RELATIVE_TO
 def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[HeadAdapter]] | None:
     """Return a head's linear layer and its LoRA adapters; None for other heads.
 
-    Offloaded, quantized and sharded matrices, and variants of LoRA, are not supported.
-
-    Args:
-        shared: accept a matrix that xtk has sharded over processes.
+    Offloaded and quantized matrices, sharded ones unless `shared`, and variants of LoRA are not supported.
     """
     if type(head).__name__ == "ModulesToSaveWrapper":
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
@@ -241,12 +235,10 @@ def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[Hea
             names = [name for name in head.active_adapters if name in head.lora_A]
             if head.lora_variant or any(head.lora_B[name].bias is not None for name in names):
                 return None
-            adapters = [
-                HeadAdapter(
-                    head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name], head.lora_dropout[name]
-                )
-                for name in names
+            parts = [
+                (head.lora_A[name], head.lora_B[name], head.scaling[name], head.lora_dropout[name]) for name in names
             ]
+            adapters = [HeadAdapter(down.weight, up.weight, *others) for down, up, *others in parts]
         head = head.base_layer
     if type(head) is not nn.Linear or head.weight.device.type == "meta":
         return None

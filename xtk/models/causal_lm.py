@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import re
 import warnings
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 
 from xtk import terminal
-from xtk.errors import CorruptError, XtkError
+from xtk.errors import CorruptError, XtkError, require_package
 from xtk.models.resolver import ModelRef
-from xtk.models.safetensors_headers import ADAPTER_FILE, read_weight_headers, weight_files
-from xtk.models.weight_mismatches import WeightMismatches
+from xtk.models.safetensors_headers import ADAPTER_FILE, WeightMismatches, read_weight_headers, weight_files
 from xtk.models.weight_validation import (
     check_adapter_weights,
     check_weights_finite,
@@ -176,18 +174,14 @@ def _reject_hub_kernels(names: Sequence[str], where: str, ref: ModelRef) -> None
 
 def _check_weight_files(folder: Path) -> None:
     """Refuse a folder without safetensors weights."""
-    if not weight_files(folder):
-        if any(folder.glob("*.bin")):
-            raise XtkError(
-                "the model's weights are pickle files (*.bin), which xtk does not load",
-                where=str(folder),
-                hint="load the model with transformers and save it with save_pretrained, which writes safetensors",
-            )
-        raise XtkError(
-            "the folder contains no weights (*.safetensors)",
-            where=str(folder),
-            hint="copy or download the model's *.safetensors files into it",
-        )
+    if weight_files(folder):
+        return
+    what = "the folder contains no weights (*.safetensors)"
+    hint = "copy or download the model's *.safetensors files into it"
+    if any(folder.glob("*.bin")):
+        what = "the model's weights are pickle files (*.bin), which xtk does not load"
+        hint = "load the model with transformers and save it with save_pretrained, which writes safetensors"
+    raise XtkError(what, where=str(folder), hint=hint)
 
 
 def _load_adapter(model: Any, adapter: Path) -> Any:
@@ -210,11 +204,7 @@ def _load_adapter(model: Any, adapter: Path) -> Any:
 
 
 def check_adapter(adapter: Path) -> None:
-    """Refuse adapters without files or with an invalid rank, and missing peft, before peft reads the files.
-
-    Raises:
-        CorruptError: the configuration is invalid, or its rank is larger than that of the weights.
-    """
+    """Refuse adapters without files or with a rank above that of the weights, and missing peft, before peft reads."""
     configuration = adapter / "adapter_config.json"
     for path in (configuration, adapter / ADAPTER_FILE):
         if not path.is_file():  # peft would download weights from the hub, or read a pickle
@@ -226,12 +216,10 @@ def check_adapter(adapter: Path) -> None:
     with configuration.open("rb") as stream:
         content = stream.read(CONFIGURATION_BYTES).decode(errors="replace")
     described = parse_json(content, what="the adapter's adapter_config.json", where=str(configuration))
+    hint = "copy or download the adapter again"
     if not isinstance(described, dict):
-        raise CorruptError(
-            "the adapter's adapter_config.json is not a JSON object",
-            where=str(configuration),
-            hint="copy or download the adapter again",
-        )
+        what = "the adapter's adapter_config.json is not a JSON object"
+        raise CorruptError(what, where=str(configuration), hint=hint)
     patterns = described.get("rank_pattern")
     stated = [described.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     largest = max(
@@ -240,13 +228,8 @@ def check_adapter(adapter: Path) -> None:
     for rank in stated:
         if isinstance(rank, int | float) and rank > max(largest, LARGEST_RANK):
             what = f"adapter_config.json has rank {rank:,}, but the largest rank of its weights is {largest:,}"
-            raise CorruptError(what, where=str(configuration), hint="copy or download the adapter again")
-    if importlib.util.find_spec("peft") is None:
-        raise XtkError(
-            "an adapter needs the package peft, which is not installed",
-            where=str(adapter),
-            hint="run pip install '.[peft]' in xtk's repository",
-        )
+            raise CorruptError(what, where=str(configuration), hint=hint)
+    require_package("peft", "an adapter needs", where=str(adapter))
 
 
 def loading_error(folder: Path, failure: Exception) -> XtkError:

@@ -94,11 +94,7 @@ def gguf_model_folder(path: Path) -> Path:
 
 
 def gguf_fingerprint(folder: Path, fingerprint: str) -> str | None:
-    """Return the checksum of the GGUF file that a folder was converted from; None for other folders.
-
-    Args:
-        fingerprint: of its weights; that of changed weights is not the one of the record.
-    """
+    """Return the checksum of the GGUF file that a folder was converted from; None for other or changed weights."""
     record = _read_record(folder)
     return record["gguf"] if record is not None and record.get("weights") == fingerprint else None
 

@@ -34,20 +34,13 @@ _IGNORED_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """A sequence of concatenated documents, and this process's part of it.
+    """A sequence of concatenated documents, and this process's part of it."""
 
-    Attributes:
-        lengths: lengths of the documents, in order; they sum to the sequence length.
-        group: a torch.distributed process group that shares the sequence; None: this process has all of it.
-        num_ranks: size of the group; the sequence length is a multiple of `2 * num_ranks`.
-        rank: this process's rank.
-        seen_windows: sliding windows that layers have used on the sequence; None in it: a layer without one.
-    """
-
-    lengths: tuple[int, ...]
-    group: Any = None
-    num_ranks: int = 1
-    rank: int = 0
+    lengths: tuple[int, ...]  # lengths of the documents, in order; they sum to the sequence length
+    group: Any = None  # a torch.distributed process group that shares the sequence; None: this process has all of it
+    num_ranks: int = 1  # size of the group; the sequence length is a multiple of `2 * num_ranks`
+    rank: int = 0  # this process's rank
+    # Sliding windows that layers have used on the sequence; None in it: a layer without one.
     seen_windows: set[int | None] = field(default_factory=set, init=False, repr=False, compare=False)
     _segments: list[tuple[int, int, int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -88,7 +81,7 @@ class PackedSequence:
 
 
 class UnsupportedAttention(XtkError):
-    """A model needs a feature that this attention does not support."""
+    """A layer needs a mask or another feature that this attention does not support."""
 
 
 def packed_attention(
@@ -107,17 +100,13 @@ def packed_attention(
 
     Args:
         query: [1, heads, T, D], this process's tokens; without `packed` [B, heads, T, D], one document per row.
-        key: [1, key-value heads, T, D].
-        value: [1, key-value heads, T, D].
+        key, value: [1, key-value heads, T, D].
         attention_mask: None; transformers builds no mask for custom attention.
         sliding_window: number of tokens, including itself, to which a token attends; None: all of its document.
         packed: the documents; None: one document per row, padded on the right.
 
     Returns:
         [B, T, heads, D], and None.
-
-    Raises:
-        UnsupportedAttention: the layer needs a mask or another feature.
     """
     more = sorted(name for name, wanted in kwargs.items() if wanted is not None and name not in _IGNORED_ARGUMENTS)
     if attention_mask is not None or more or not getattr(module, "is_causal", True):

@@ -24,21 +24,13 @@ _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", 
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model on disk, and how it is loaded.
+    """A model on disk, and how it is loaded."""
 
-    Attributes:
-        folder: configuration, tokenizer, and weights unless servers run the model.
-        adapter: folder of a peft adapter of this model; None: none.
-        dtype: of weights and computation, a dtype of torch.
-        trust_remote_code: run Python code that comes with the model; needs the user's consent.
-        name: in messages; "": the folder.
-    """
-
-    folder: Path
-    adapter: Path | None = None
-    dtype: str = "float32"
-    trust_remote_code: bool = False
-    name: str = ""
+    folder: Path  # configuration, tokenizer, and weights unless servers run the model
+    adapter: Path | None = None  # folder of a peft adapter of this model; None: none
+    dtype: str = "float32"  # of weights and computation, a dtype of torch
+    trust_remote_code: bool = False  # run Python code that comes with the model; needs the user's consent
+    name: str = ""  # in messages; "": the folder
 
 
 def hub_id(folder: Path) -> str:
@@ -132,10 +124,6 @@ def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return "sha256:..." that identifies the weights in a folder; of a converted GGUF model, the file's checksum.
-
-    Raises:
-        CorruptError: a weight file is a pipe or a device.
-    """
+    """Return "sha256:..." that identifies the weights in a folder; of a converted GGUF model, the file's checksum."""
     digest = hash_weights(folder)
     return gguf_fingerprint(folder, digest) or digest

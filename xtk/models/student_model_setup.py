@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from xtk import terminal
-from xtk.errors import XtkError
+from xtk.errors import XtkError, require_package
 from xtk.models.causal_lm import check_adapter, check_embedding_rows, load_causal_lm, loading_error
 from xtk.models.resolver import ModelRef
-from xtk.models.transformers_4_keys import add_transformers_4_keys
+from xtk.models.saved_model import add_transformers_4_keys
 from xtk.models.weight_validation import check_adapter_weights
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import SPEED, check_options, declared_options
@@ -59,12 +58,12 @@ class StudentModelConfig(StudentModelOptions):
 
     def _non_default_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
+        pairs = [(field, getattr(self, field.name)) for field in fields(self)]
+        return {
+            field.name: list(value) if isinstance(value, tuple) else value
+            for field, value in pairs
+            if value != field.default
         }
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def identity_options(self) -> dict[str, Any]:
         """Return the non-default options that change the trained student, as JSON values."""
@@ -86,13 +85,9 @@ def load_student(
 
     Args:
         source: the student before training; its adapter is trained further.
-        config: dtype, adapters, quantization and frozen parameters.
         tokenizer: the student's tokenizer, whose tokens need embedding rows.
         checkpoint: folder written by `save_trainable`, from which the run resumes; None: a new run.
         mixed_precision: "bf16" if the model will compute in bf16.
-
-    Returns:
-        A transformers model, or a peft model around it.
     """
     adapted = bool(config.lora_r or source.adapter)
     folder = source.folder if adapted or checkpoint is None else checkpoint
@@ -149,11 +144,7 @@ def _load_base_model(base: ModelRef, config: StudentModelConfig, device: torch.d
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     if config.is_quantized:
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise XtkError(
-                "--load-in-4bit and --load-in-8bit need the package bitsandbytes, which is not installed",
-                hint="run pip install '.[qlora]' in xtk's repository",
-            )
+        require_package("bitsandbytes", "--load-in-4bit and --load-in-8bit need", extra="qlora")
         from transformers import BitsAndBytesConfig
 
         narrow = "bf16" in mixed_precision or config.dtype == "bfloat16"
@@ -179,17 +170,13 @@ def _resize_vocabulary(model: Any, tokenizer: Tokenizer, config: StudentModelCon
     rows = model.get_input_embeddings().weight.shape[0]
     if rows >= len(tokenizer):
         return
-    ends = {
-        name.rpartition(".")[2]: name
-        for name, module in model.named_modules()
-        if module is model.get_input_embeddings() or module is model.get_output_embeddings()
-    }
+    ends = _embedding_names(model)
     fully_trained = {one.rpartition(".")[2] for one in config.lora_modules_to_save}
-    if adapted and not set(ends) <= fully_trained:
+    if adapted and not ends <= fully_trained:
         raise XtkError(
             "with LoRA, the new embedding rows of --resize-vocabulary would stay untrained",
             where=f"{rows:,} embedding rows for {len(tokenizer):,} tokens",
-            hint=f"add --lora-modules-to-save {','.join(ends)}, which trains the full embeddings",
+            hint=f"add --lora-modules-to-save {','.join(sorted(ends))}, which trains the full embeddings",
         )
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE)
     new_rows = model.get_input_embeddings().weight.shape[0]
@@ -200,11 +187,7 @@ def attach_trainable_adapter(
     model: Any, source: ModelRef, config: StudentModelConfig, checkpoint: Path | None = None
 ) -> Any:
     """Return a peft model with a trainable adapter: from the checkpoint, from the student's adapter, or a new one."""
-    if importlib.util.find_spec("peft") is None:
-        raise XtkError(
-            "LoRA adapters need the package peft, which is not installed",
-            hint="run pip install '.[peft]' in xtk's repository",
-        )
+    require_package("peft", "LoRA adapters need")
     adapter_folder = checkpoint or source.adapter
     if source.adapter and config.lora_r:
         raise XtkError(
@@ -225,11 +208,11 @@ def attach_trainable_adapter(
                 return _set_base_model_name(trained, source.folder)
             except Exception as failure:
                 raise loading_error(adapter_folder, failure) from failure
-        names = [name for name, _ in model.named_modules()]
         targets = config.lora_target_modules
-        for module_names in (() if targets == ALL_LINEAR else targets, config.lora_modules_to_save):
-            _check_module_names(names, module_names)
-        tied = _tied_embedding_names(model)
+        _check_module_names(model, (*(() if targets == ALL_LINEAR else targets), *config.lora_modules_to_save))
+        head = model.get_output_embeddings()
+        is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+        tied = _embedding_names(model) if is_tied else set()
         if targets != ALL_LINEAR and set(targets) & tied:
             raise XtkError(
                 "the student's embedding and output head share one weight, so neither can get a LoRA adapter",
@@ -256,21 +239,20 @@ def attach_trainable_adapter(
             ) from failure
 
 
-def _check_module_names(names: Sequence[str], suffixes: Sequence[str]) -> None:
+def _check_module_names(model: Any, suffixes: Sequence[str]) -> None:
     """Refuse names that are not a suffix of any module's name."""
+    names = [name for name, _ in model.named_modules()]
     for suffix in suffixes:
-        if not any(name == suffix or name.endswith(f".{suffix}") for name in names):
+        if not any(f".{name}".endswith(f".{suffix}") for name in names):
             raise unknown_name_error(
                 "module of the student", suffix, {name.rpartition(".")[2] for name in names} - {""}
             )
 
 
-def _tied_embedding_names(model: Any) -> set[str]:
-    """Return the last parts of the names of embedding and head if they are tied, else an empty set."""
+def _embedding_names(model: Any) -> set[str]:
+    """Return the last parts of the names of embedding and head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if ends[1] is None or ends[0].weight is not ends[1].weight:
-        return set()
-    return {name.rpartition(".")[2] for name, module in model.named_modules() if module in ends}
+    return {name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)}
 
 
 def _set_base_model_name(model: Any, folder: Path) -> Any:
@@ -336,7 +318,6 @@ def save_trainable(model: Any, folder: Path, state_dict: Mapping[str, Tensor] | 
     """Write the trained weights, from which `load_student` resumes: the adapter only, or the full model.
 
     Args:
-        model: a transformers model, or a peft model around it.
         state_dict: full weights by name, if the model's are sharded over processes; None: the model's weights.
     """
     given = {} if state_dict is None else {"state_dict": dict(state_dict)}  # transformers empties this dict

@@ -69,25 +69,15 @@ _SIZE = re.compile(r"([1-9]\d*(?:\.\d+)?)([KMGT]?)(i?)B", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Options of an export.
+    """Options of an export."""
 
-    Attributes:
-        run: output folder of `xtk distill`.
-        checkpoint: step of the checkpoint to export; 0: the finished student.
-        dtype: dtype of the written weights; "": the dtype of training.
-        max_shard_size: maximum size of a weights file, as in Hugging Face: 5GB.
-        evaluations: result files of `xtk evaluate`, for the model card.
-        gguf: llama.cpp type of a GGUF file, such as q8_0; "": no GGUF file.
-        gguf_converter: path of llama.cpp's conversion script; "": searched on PATH.
-    """
-
-    run: Path
-    checkpoint: int = 0
-    dtype: str = ""
-    max_shard_size: str = "5GB"
-    evaluations: tuple[Path, ...] = ()
-    gguf: str = ""
-    gguf_converter: str = ""
+    run: Path  # output folder of `xtk distill`
+    checkpoint: int = 0  # step of the checkpoint to export; 0: the finished student
+    dtype: str = ""  # dtype of the written weights; "": the dtype of training
+    max_shard_size: str = "5GB"  # maximum size of a weights file, as in Hugging Face: 5GB
+    evaluations: tuple[Path, ...] = ()  # result files of `xtk evaluate`, for the model card
+    gguf: str = ""  # llama.cpp type of a GGUF file, such as q8_0; "": no GGUF file
+    gguf_converter: str = ""  # path of llama.cpp's conversion script; "": searched on PATH
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in DTYPES:

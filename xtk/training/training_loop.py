@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xtk import terminal
-from xtk.batches.batch_copies import copied_ahead
-from xtk.batches.batch_prefetch import StepBatchBuilder, prefetch
+from xtk.batches.batch_prefetch import StepBatchBuilder, copied_ahead, prefetch
 from xtk.batches.cross_process_reduction import REGION_METRICS, StepReduction
 from xtk.batches.first_step_comparison import (
     STUDENT_METRIC,

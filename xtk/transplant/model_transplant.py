@@ -22,8 +22,8 @@ from xtk.files.folder_replacement import replacing_folder
 from xtk.files.output_claims import FolderKind, claim_output
 from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
-from xtk.models.embedding_weights import read_input_embedding
 from xtk.models.resolver import ModelRef, weights_fingerprint
+from xtk.models.safetensors_headers import read_input_embedding
 from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered
