@@ -95,16 +95,14 @@ class BackboneWithHead(nn.Module):
     @property
     def head(self) -> OutputHead:
         """The output head with the model's parameters; without a weight if the model cannot be split."""
-        if self._logit_transform is None:
+        if (transform := self._logit_transform) is None:
             return OutputHead(None)
         split_head = _split_head(self._base_model.get_output_embeddings(), shared=True)
         assert split_head is not None
         linear, adapters = split_head
         bias = None if linear.bias is None else to_local_tensor(linear.bias)
         weight = to_local_tensor(linear.weight)
-        return OutputHead(
-            weight, bias, self._logit_transform.scale, self._logit_transform.softcap, adapters, self._shard
-        )
+        return OutputHead(weight, bias, transform.scale, transform.softcap, adapters, self._shard)
 
     def compile_backbone(self, backend: str = "inductor") -> None:
         """Compile the backbone in place, for sequences of any length; parameter names do not change."""

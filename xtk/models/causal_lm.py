@@ -253,9 +253,8 @@ def loading_error(folder: Path, failure: Exception) -> XtkError:
         return CorruptError(
             f"the model's weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
-    if not isinstance(failure, ValueError | OSError | RuntimeError | ImportError) or isinstance(
-        failure, RecursionError
-    ):
+    is_plain = isinstance(failure, ValueError | OSError | RuntimeError | ImportError)
+    if not is_plain or isinstance(failure, RecursionError):
         text = f"{type(failure).__name__}: {text}"  # the text of other types may be a bare name, or empty
     return XtkError(
         f"transformers cannot load the model: {text[:300]}",

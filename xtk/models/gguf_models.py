@@ -81,10 +81,8 @@ def gguf_model_folder(path: Path) -> Path:
         try:
             return _convert(path, key, folder)
         except OSError as failure:
-            converted = _find_converted(
-                cache, short, folder.name
-            )  # without locks, another process may have renamed its own
-            if converted is not None:
+            # Without locks, another process may have renamed its own.
+            if (converted := _find_converted(cache, short, folder.name)) is not None:
                 return converted
             raise XtkError(
                 f"the model folder of a GGUF file cannot be written: {str(failure.strerror or failure).lower()}",

@@ -68,10 +68,8 @@ class PackedSequence:
         if not self._segments:
             edges = np.cumsum([0, *self.lengths])
             chunk = self.num_tokens // (2 * self.num_ranks) if self.num_ranks > 1 else self.num_tokens
-            block_starts = (
-                [0] if self.num_ranks == 1 else [self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk]
-            )
-            for number, begin in enumerate(block_starts):
+            blocks = [0] if self.num_ranks == 1 else [self.rank, 2 * self.num_ranks - 1 - self.rank]
+            for number, begin in enumerate(block * chunk for block in blocks):
                 inside = edges[(edges > begin) & (edges < begin + chunk)]
                 for low, high in itertools.pairwise([begin, *inside.tolist(), begin + chunk]):
                     start = int(edges[np.searchsorted(edges, low, side="right") - 1])
@@ -166,11 +164,9 @@ def _attend_segment(
         )
     query_positions = torch.arange(keys - queries, keys, device=query.device)[:, None]
     key_positions = torch.arange(keys, device=query.device)
-    mask = (
-        key_positions <= query_positions
-        if window is None
-        else (key_positions <= query_positions) & (key_positions > query_positions - window)
-    )
+    mask = key_positions <= query_positions
+    if window is not None:
+        mask &= key_positions > query_positions - window
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
 
 
@@ -213,9 +209,8 @@ def general_attention(
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         options.pop("packed", None)
-        by_mask: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, **options
-        )
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        by_mask: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **options)
         return by_mask
     positions = options.get("position_ids")
     is_whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]  # no key-value cache

@@ -93,9 +93,8 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
 
 def _check_run_finished(folder: Path) -> None:
     """Refuse a run that has not written its student yet."""
-    if not is_run_folder(folder) or any(
-        (folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG, "tokenizer.json")
-    ):
+    is_written = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG, "tokenizer.json"))
+    if is_written or not is_run_folder(folder):
         return
     checkpoint = "".join(f"use its last checkpoint {path}, or " for _, path in list_checkpoints(folder)[-1:])
     raise XtkError(

@@ -108,11 +108,8 @@ class WeightMismatches:
     def from_loading_info(cls, loading_info: Mapping[str, Any]) -> Self:
         """Return the mismatches in transformers' loading info, which leaves out tied heads and known buffers."""
         reshaped = {(str(name), tuple(stored), tuple(own)) for name, stored, own in loading_info["mismatched_keys"]}
-        return cls(
-            tuple(sorted(loading_info["missing_keys"])),
-            tuple(sorted(loading_info["unexpected_keys"])),
-            tuple(sorted(reshaped)),
-        )
+        missing, unexpected = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
+        return cls(missing, unexpected, tuple(sorted(reshaped)))
 
     def check(self, folder: Path, *, quiet: bool = False) -> None:
         """Refuse missing weights and other shapes; print a note on unexpected weights, once per folder."""
