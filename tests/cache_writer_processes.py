@@ -19,10 +19,11 @@ def write_cache(teacher: Path, corpus: Path, folder: Path, log: Path, processes:
     from xtk.cache.teacher_logprobs import Support
     from xtk.data.corpus_reader import Corpus
     from xtk.errors import XtkError
+    from xtk.models.resolver import ModelRef
     from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.cache_building import CachePartition, cache_teacher
 
-    request = CacheRequest(teacher, "teacher", Support("top-k", top_k=4), shard_tokens=shard_tokens)
+    request = CacheRequest(ModelRef(teacher, name="teacher"), Support("top-k", top_k=4), shard_tokens=shard_tokens)
     try:
         cache_teacher(request, Corpus([str(corpus)]), folder, partition=CachePartition(processes))
     except XtkError as error:
@@ -62,8 +63,9 @@ def write_partition(teacher: Path, corpus: Path, folder: Path, rank: int, num_ma
     """Write one machine's partition of the cache that the `cache` fixture of conftest.py writes."""
     from xtk.cache.teacher_logprobs import Support
     from xtk.data.corpus_reader import Corpus
+    from xtk.models.resolver import ModelRef
     from xtk.teachers.cache_build_config import CacheRequest
     from xtk.teachers.cache_building import CachePartition, cache_teacher
 
-    request = CacheRequest(teacher, "teacher", Support("top-k", top_k=16), shard_tokens=400)
+    request = CacheRequest(ModelRef(teacher, name="teacher"), Support("top-k", top_k=16), shard_tokens=400)
     cache_teacher(request, Corpus([str(corpus)]), folder, partition=CachePartition(1, rank, num_machines))

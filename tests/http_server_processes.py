@@ -107,9 +107,10 @@ def serve_as_vllm(ready: Connection, folder: str, names: list[str], options: dic
     import torch
 
     from xtk.models.causal_lm import load_causal_lm
+    from xtk.models.resolver import ModelRef
 
     torch.set_num_threads(1)
-    model = load_causal_lm(Path(folder))
+    model = load_causal_lm(ModelRef(Path(folder)))
     context = model.config.max_position_embeddings
     completion_model = _CompletionModel(model, Path(folder), names, options, context)
 
@@ -150,9 +151,10 @@ def serve_as_sglang(ready: Connection, folder: str, options: dict[str, Any]) -> 
     import torch
 
     from xtk.models.causal_lm import load_causal_lm
+    from xtk.models.resolver import ModelRef
 
     torch.set_num_threads(1)
-    model = load_causal_lm(Path(folder))
+    model = load_causal_lm(ModelRef(Path(folder)))
     context = model.config.max_position_embeddings
     completion_model = _CompletionModel(model, Path(folder), ["teacher"], {}, context)
 
@@ -277,9 +279,10 @@ def serve_generation_as_vllm(ready: Connection, folder: str, options: dict[str, 
     from safetensors.torch import load_file
 
     from xtk.models.causal_lm import load_causal_lm
+    from xtk.models.resolver import ModelRef
 
     torch.set_num_threads(1)
-    model = load_causal_lm(Path(folder))
+    model = load_causal_lm(ModelRef(Path(folder)))
     if options.get("keeps_head"):
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     context = model.config.max_position_embeddings

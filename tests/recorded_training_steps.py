@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from xtk.batches.micro_batches import BatchSampler
 from xtk.losses.spec import parse_losses
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.student_model_setup import StudentModelConfig, StudentSource, load_student
+from xtk.models.resolver import ModelRef
+from xtk.models.student_model_setup import StudentModelConfig, load_student
 from xtk.parallel.parallel_config import parse_parallel
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
@@ -70,7 +71,7 @@ def open_run_inputs(
 ) -> RunInputs:
     """Open the inputs of a training configuration."""
     paths = RunPaths(
-        student, tuple(map(str, caches)), projections, Path("nowhere"), eval_caches=tuple(map(str, held_out))
+        ModelRef(student), tuple(map(str, caches)), projections, Path("nowhere"), eval_caches=tuple(map(str, held_out))
     )
     return open_inputs(paths, recipe, Tokenizer(student))
 
@@ -80,7 +81,7 @@ def load_student_for_steps(student: Path, recipe: TrainConfig, inputs: RunInputs
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = load_student(
-            StudentSource(student), recipe.preparation, inputs.tokenizer, device=torch.device("cpu"), quiet=True
+            ModelRef(student), recipe.preparation, inputs.tokenizer, device=torch.device("cpu"), quiet=True
         )
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -133,7 +134,7 @@ def record_steps(
         identity={},
         steps=steps,
         output=Path("nowhere"),
-        tokenizer_folder=student,
+        initial_student=ModelRef(student),
     )
     recorder = GradientRecorder(model)
     wrapped.train()

@@ -52,7 +52,7 @@ class UniformTeacher(TeacherBackend):
         self.vocab = len(request.tokenizer)
 
     @classmethod
-    def weights_identity(cls, folder, options):
+    def weights_identity(cls, model, options):
         return "uniform"
 
     @property

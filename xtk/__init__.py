@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xtk.api.cache_from_model import cache_teacher as cache_teacher
     from xtk.api.distillation_collator import DistillationCollator as DistillationCollator
     from xtk.api.distillation_loss import DistillationLoss as DistillationLoss
-    from xtk.api.packing import enable_packing as enable_packing
+    from xtk.api.distillation_loss import enable_packing as enable_packing
     from xtk.api.projections import Projection as Projection
     from xtk.api.projections import build_projection as build_projection
     from xtk.cache.reader import TeacherCache as TeacherCache
@@ -35,7 +35,7 @@ PUBLIC = {
     "TeacherCache": "xtk.cache.reader",
     "DistillationCollator": "xtk.api.distillation_collator",
     "DistillationLoss": "xtk.api.distillation_loss",
-    "enable_packing": "xtk.api.packing",
+    "enable_packing": "xtk.api.distillation_loss",
     "XtkError": "xtk.errors",
 }
 __all__ = ["__version__", *PUBLIC]

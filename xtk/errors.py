@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 from pathlib import Path
 
@@ -108,3 +109,13 @@ def from_os_error(error: BaseException) -> XtkError | None:
     if isinstance(error, OSError) and error.errno is not None and where is not None:
         return XtkError(str(error.strerror or text).lower(), where=where)
     return None
+
+
+def require_package(package: str, purpose: str, *, where: str | None = None, extra: str = "") -> None:
+    """Refuse a missing optional package, with the command that installs it; `purpose` ends in "needs" or "need"."""
+    if importlib.util.find_spec(package) is None:
+        raise XtkError(
+            f"{purpose} the package {package}, which is not installed",
+            where=where,
+            hint=f"run pip install '.[{extra or package}]' in xtk's repository",
+        )

@@ -17,6 +17,7 @@ from xtk.cache.teacher_logprobs import make_support
 from xtk.errors import MismatchError, XtkError
 from xtk.files.run_names import list_checkpoints
 from xtk.losses.spec import parse_losses
+from xtk.models.resolver import ModelRef
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.publish import student_export
 from xtk.runs.checkpoint import CheckpointSaver
@@ -53,11 +54,11 @@ def test_student_replaced_while_it_is_loaded_is_refused(pair, corpus, tmp_path):
     student = shutil.copytree(pair.student, tmp_path / "student")
     other = small_inputs.make_student(tmp_path / "other", seed=9)
     config = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=1)
-    paths = RunPaths(student, (str(corpus),), (), tmp_path / "run")
+    paths = RunPaths(ModelRef(student), (str(corpus),), (), tmp_path / "run")
     inputs = open_inputs(paths, config, Tokenizer(student))
     (other / "model.safetensors").replace(student / "model.safetensors")
     with pytest.raises(MismatchError, match="the files of the student were replaced since the run started"):
-        distill(paths, config, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+        distill(paths, config, LoggingConfig(), inputs, force=False)
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -96,7 +97,7 @@ def test_checkpoint_adapter_is_not_merged_into_another_model(lora_folder, tmp_pa
 def test_final_adapter_is_not_merged_into_a_replaced_student(lora_folder, corpus, tmp_path, monkeypatch):
     expected = (lora_folder / "run" / "model.safetensors").read_bytes()
     config = TrainConfig(losses=tuple(parse_losses(["ce"])), max_steps=3, preparation=StudentModelConfig(lora_r=4))
-    paths = RunPaths(lora_folder / "student", (str(corpus),), (), tmp_path / "run")
+    paths = RunPaths(ModelRef(lora_folder / "student"), (str(corpus),), (), tmp_path / "run")
     logging = LoggingConfig(save_steps=2)
     original_write_final = CheckpointSaver.write_final
 
@@ -105,12 +106,12 @@ def test_final_adapter_is_not_merged_into_a_replaced_student(lora_folder, corpus
             original_write_final(self, *args)
 
     monkeypatch.setattr(CheckpointSaver, "write_final", write_final)
-    inputs = open_inputs(paths, config, Tokenizer(paths.student))
+    inputs = open_inputs(paths, config, Tokenizer(paths.student.folder))
     with pytest.raises(MismatchError, match="the files of the student were replaced since the run started"):
-        distill(paths, config, logging, inputs, force=False, trust_remote_code=False)
+        distill(paths, config, logging, inputs, force=False)
     monkeypatch.undo()
     assert not (tmp_path / "run" / "xtk.json").exists()
-    distill(paths, config, logging, inputs, force=False, trust_remote_code=False)
+    distill(paths, config, logging, inputs, force=False)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == expected
 
 
@@ -136,11 +137,11 @@ def test_online_teacher_replaced_while_it_is_loaded_is_refused(pair, corpus, tmp
     other = small_inputs.make_teacher(tmp_path / "other", seed=9)
     config = TrainConfig(losses=tuple(parse_losses(["byte-kl"])), max_steps=1)
     teacher = parse_online_teacher(f"{tmp_path / 'teacher'}:top_k=8", long_documents="refuse", trust_remote_code=False)
-    paths = RunPaths(pair.student, (str(corpus),), (), tmp_path / "run", online_teachers=(teacher,))
+    paths = RunPaths(ModelRef(pair.student), (str(corpus),), (), tmp_path / "run", online_teachers=(teacher,))
     inputs = open_inputs(paths, config, Tokenizer(pair.student))
     (other / "model.safetensors").replace(tmp_path / "teacher" / "model.safetensors")
     with pytest.raises(MismatchError, match="the files of the teacher were replaced while it was loaded"):
-        distill(paths, config, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+        distill(paths, config, LoggingConfig(), inputs, force=False)
 
 
 def test_user_file_with_the_name_of_the_run_manifest_is_kept(pair, corpus, tmp_path):
@@ -181,8 +182,8 @@ def test_evaluate_reports_text_that_the_tokenizer_drops(pair, tmp_path):
 
 def test_teacher_replaced_while_it_is_loaded_is_refused(pair, tmp_path):
     teacher = shutil.copytree(pair.teacher, tmp_path / "teacher")
-    identity = TransformersTeacher.weights_identity(teacher, {})
-    request = CacheRequest(teacher_folder=teacher, teacher_name="teacher", support=make_support("top-k"))
+    identity = TransformersTeacher.weights_identity(ModelRef(teacher), {})
+    request = CacheRequest(ModelRef(teacher, name="teacher"), support=make_support("top-k"))
     open_teacher(request, Tokenizer(teacher), identity)
     (small_inputs.make_teacher(tmp_path / "other", seed=9) / "model.safetensors").replace(teacher / "model.safetensors")
     with pytest.raises(MismatchError, match="the files of the teacher were replaced while it was loaded"):

@@ -18,6 +18,7 @@ from xtk.engines import http_client_pool
 from xtk.engines.backend import BackendConfig
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
+from xtk.models.resolver import ModelRef
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator
 from xtk.rollouts.transformers_generator import TransformersGenerator
@@ -46,7 +47,7 @@ def generation_requests() -> list[GenerationRequest]:
 
 
 def greedy_ids(folder: Path) -> list[list[int]]:
-    config = BackendConfig(folder, "student", Tokenizer(folder))
+    config = BackendConfig(ModelRef(folder, name="student"), Tokenizer(folder))
     return ids_of(TransformersGenerator.open(config).generate(generation_requests(), GREEDY))
 
 
@@ -56,7 +57,7 @@ def ids_of(completions: list[Completion]) -> list[list[int]]:
 
 def make_generator(folder: Path, *servers: ServerProcess) -> ServerGenerator:
     options = {"servers": [one.url for one in servers], "patience": PATIENT_POLICY, "concurrency": 4}
-    return ServerGenerator.open(BackendConfig(folder, "student", Tokenizer(folder), options=options))
+    return ServerGenerator.open(BackendConfig(ModelRef(folder, name="student"), Tokenizer(folder), options=options))
 
 
 def write_engine_weights(student: Path, folder: Path) -> Path:

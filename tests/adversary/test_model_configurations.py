@@ -14,6 +14,7 @@ from xtk_processes import run_xtk
 
 from xtk.errors import XtkError
 from xtk.models.causal_lm import check_loadable, load_causal_lm, load_model_config
+from xtk.models.resolver import ModelRef
 from xtk.text.model_config_json import hub_kernel_repositories, read_model_config
 from xtk.text.tokenizer import Tokenizer
 
@@ -92,11 +93,11 @@ def test_invalid_configuration_is_refused_before_a_model_is_built(name, pair, tm
     change, expected = ATTACKS[name]
     folder = copy_with_config(pair.student, tmp_path / "model", change)
     if expected is None:  # unused weights are only reported
-        load_causal_lm(folder)
+        load_causal_lm(ModelRef(folder))
         return
-    for load in (load_causal_lm, lambda model: check_loadable(model, Tokenizer(model))):
+    for load in (load_causal_lm, lambda model: check_loadable(model, Tokenizer(model.folder))):
         with pytest.raises(XtkError) if expected else contextlib.suppress(XtkError) as raised:
-            load(folder)
+            load(ModelRef(folder))
         assert not expected or expected in str(raised.value)
 
 
@@ -104,7 +105,7 @@ def test_names_of_attention_implementations_are_not_hub_kernels(pair, tmp_path):
     for name in ("sdpa", "eager", "flash_attention_2", "paged|sdpa", None):
         folder = copy_with_config(pair.student, tmp_path / str(name), {"_attn_implementation": name})
         assert hub_kernel_repositories(read_model_config(folder)) == []
-        load_model_config(folder)
+        load_model_config(ModelRef(folder))
 
 
 @pytest.mark.parametrize("name", ["nested", "list", "layers", "vocabulary", "vocabulary 1e12", "kernel"])

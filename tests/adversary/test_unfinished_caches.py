@@ -20,6 +20,7 @@ from xtk.cache.writer import ShardedCacheWriter
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import CorruptError
 from xtk.files.storage_folders import open_folder
+from xtk.models.resolver import ModelRef
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher
 
@@ -193,7 +194,7 @@ def test_inspect_names_the_corrupt_shard_of_an_unfinished_cache(run, packed, tmp
 
 def test_corrupt_shard_of_another_machine_is_rewritten_by_that_machine(pair, packed, tmp_path):
     def write(rank: int) -> dict[str, int] | None:
-        request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4), shard_tokens=100)
+        request = CacheRequest(ModelRef(pair.teacher, name="teacher"), Support("top-k", top_k=4), shard_tokens=100)
         return cache_teacher(
             request, Corpus([str(packed.parent / "data.jsonl")]), output, partition=CachePartition(1, rank, 2)
         )

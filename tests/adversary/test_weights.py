@@ -17,6 +17,7 @@ from xtk_processes import run_xtk
 
 from xtk.errors import XtkError
 from xtk.models.causal_lm import check_loadable, load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.text.tokenizer import Tokenizer
 
@@ -47,7 +48,7 @@ def without(part: str) -> Callable[[Weights], object]:
 
 def load_error(model: Path, **options: object) -> str:
     with pytest.raises(XtkError) as raised:
-        load_causal_lm(model, **options)
+        load_causal_lm(ModelRef(model, **options))
     return str(raised.value)
 
 
@@ -108,16 +109,16 @@ def test_run_does_not_resume_from_a_checkpoint_with_missing_weights(pair, corpus
 
 def test_tied_head_may_be_missing_or_stored_twice(pair, tmp_path):
     ids = torch.arange(3, 40)[None]
-    expected = load_causal_lm(pair.teacher)(ids).logits
+    expected = load_causal_lm(ModelRef(pair.teacher))(ids).logits
     assert "lm_head.weight" not in load_file(pair.teacher / "model.safetensors")
     with_head = copy_with_change(
         pair.teacher,
         tmp_path / "twice",
         lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}),
     )
-    assert torch.equal(load_causal_lm(with_head)(ids).logits, expected)
-    check_loadable(pair.teacher, Tokenizer(pair.teacher))
-    check_loadable(with_head, Tokenizer(with_head))
+    assert torch.equal(load_causal_lm(ModelRef(with_head))(ids).logits, expected)
+    check_loadable(ModelRef(pair.teacher), Tokenizer(pair.teacher))
+    check_loadable(ModelRef(with_head), Tokenizer(with_head))
 
 
 def test_separate_head_of_a_model_configured_as_tied_is_reported_and_kept(pair, corpus, tmp_path):
@@ -132,18 +133,18 @@ def test_separate_head_of_a_model_configured_as_tied_is_reported_and_kept(pair, 
                      cwd=tmp_path)  # fmt: skip
     assert result.stderr.count("tie_word_embeddings true, but the weights contain a separate output") == 1
     run_xtk("export", tmp_path / "run", "-o", tmp_path / "exported")
-    expected = load_causal_lm(other)(ids).logits
-    assert not torch.equal(expected, load_causal_lm(pair.teacher)(ids).logits)
+    expected = load_causal_lm(ModelRef(other))(ids).logits
+    assert not torch.equal(expected, load_causal_lm(ModelRef(pair.teacher))(ids).logits)
     for folder in (tmp_path / "run", tmp_path / "exported"):
         assert not json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
-        assert torch.allclose(load_causal_lm(folder)(ids).logits, expected, atol=1e-5)
+        assert torch.allclose(load_causal_lm(ModelRef(folder))(ids).logits, expected, atol=1e-5)
 
 
 def test_missing_embedding_or_untied_head_is_refused(pair, tmp_path):
     headless = copy_with_change(pair.student, tmp_path / "headless", without("lm_head"))
     assert "the model's files lack 1 of its weights: lm_head.weight" in load_error(headless)
     with pytest.raises(XtkError, match=r"the model's files lack 1 of its weights: lm_head.weight"):
-        check_loadable(headless, Tokenizer(headless))
+        check_loadable(ModelRef(headless), Tokenizer(headless))
     for number, model in enumerate((pair.student, pair.teacher)):
         without_embedding = copy_with_change(model, tmp_path / f"blind-{number}", without("embed_tokens"))
         assert "of its weights: " in load_error(without_embedding)
@@ -197,7 +198,7 @@ def test_weights_that_are_not_finite_are_refused(pair, tmp_path):
 def sharded(pair, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sharded") / "model"
     shutil.copytree(pair.student, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    load_causal_lm(pair.student).save_pretrained(folder, max_shard_size="60KB")
+    load_causal_lm(ModelRef(pair.student)).save_pretrained(folder, max_shard_size="60KB")
     return folder
 
 
@@ -238,7 +239,7 @@ def test_unreadable_safetensors_headers_are_refused(header, pair, tmp_path):
     folder = Path(shutil.copytree(pair.student, tmp_path / "model"))
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(XtkError, match="the weight file cannot be read"):
-        check_loadable(folder, Tokenizer(folder))
+        check_loadable(ModelRef(folder), Tokenizer(folder))
     assert "cannot be read" in load_error(folder)
 
 
@@ -258,8 +259,8 @@ def adapter(request, pair, corpus, tmp_path_factory) -> tuple[Path, Path]:
 def test_adapters_with_missing_or_invalid_weights_are_refused(adapter, tmp_path):
     model, intact = adapter
     file = "adapter_model.safetensors"
-    check_loadable(model, Tokenizer(model), adapter=intact)
-    load_causal_lm(model, adapter=intact)
+    check_loadable(ModelRef(model, adapter=intact), Tokenizer(model))
+    load_causal_lm(ModelRef(model, adapter=intact))
     weight_name = next(name for name in load_file(intact / file) if "layers.1.mlp" in name and "lora_B" in name)
 
     def reshape(weights: Weights) -> None:
@@ -279,7 +280,7 @@ def test_adapters_with_missing_or_invalid_weights_are_refused(adapter, tmp_path)
     assert "NaN or infinite" in load_error(model, adapter=spoiled)
     for broken in (incomplete, reshaped):
         with pytest.raises(XtkError):
-            check_loadable(model, Tokenizer(model), adapter=broken)
+            check_loadable(ModelRef(model, adapter=broken), Tokenizer(model))
 
 
 def test_commands_refuse_an_adapter_with_missing_weights(adapter, corpus, tmp_path):
@@ -298,7 +299,7 @@ def test_commands_refuse_an_adapter_with_missing_weights(adapter, corpus, tmp_pa
 
 def test_weight_update_of_a_generator_requires_all_weights(pair):
     for model in (pair.student, pair.teacher):
-        generator = TransformersGenerator(load_causal_lm(model), Tokenizer(model))
+        generator = TransformersGenerator(load_causal_lm(ModelRef(model)), Tokenizer(model))
         new = load_file(model / "model.safetensors")
         generator.update_weights(new.items())  # without the tied head
         without(LAYER)(new)

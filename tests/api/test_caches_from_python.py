@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import xtk
 from xtk.cache.statistics import sample_positions, summarize_cache
+from xtk.models.resolver import ModelRef
 from xtk.teachers.cache_rescoring import verify_cache
 
 TEXTS = sentences(12, seed=3)
@@ -241,7 +242,7 @@ def test_top_k_of_a_written_cache_is_what_every_position_has(pair, teacher, tmp_
     assert cache.header["options"]["top_k"] == expected
     fraction = summarize_cache(cache, sample_positions(cache), len(cache))["observed_outside_top_k_fraction"]
     assert 0 < fraction == pytest.approx(num_outside / num_positions, abs=1e-3)
-    assert verify_cache(cache, pair.teacher, "teacher")["positions"] > 0
+    assert verify_cache(cache, ModelRef(pair.teacher, name="teacher"))["positions"] > 0
 
 
 def test_vocabulary_at_some_positions_only_is_not_the_whole_support(pair, teacher, tmp_path):

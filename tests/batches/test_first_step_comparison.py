@@ -17,6 +17,7 @@ from xtk.batches.first_step_comparison import ComparedText
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.runs.metrics_file import read_metrics
 from xtk.text.document import Document, Segment
 from xtk.text.document_token_ids import SampledTokens
@@ -41,7 +42,7 @@ def folder(run, pair, tmp_path_factory) -> Path:
 def bits_per_byte(model: Path) -> float:
     """Return the bits per byte of all texts, as `xtk evaluate` does."""
     documents = [Document((Segment("text", text, train=True),)) for text in TEXTS]
-    backbone = BackboneWithHead(load_causal_lm(model, dtype=torch.float32, device=torch.device("cpu")))
+    backbone = BackboneWithHead(load_causal_lm(ModelRef(model), device=torch.device("cpu")))
     return evaluate_bits_per_byte(backbone, Tokenizer(model), documents).bits_per_byte
 
 

@@ -16,10 +16,10 @@ from xtk.batches.combine_teachers import (
     MIN_SCORE,
     TEACHER_SCORES,
     ScoreWeighting,
+    mix_teacher_logprobs,
     parse_ensemble,
     score_tallies,
 )
-from xtk.batches.teacher_probability_mixture import mix_teacher_logprobs
 from xtk.cache.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 from xtk.errors import XtkError
 from xtk.losses.interface import LossInputs

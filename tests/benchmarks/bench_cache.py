@@ -26,6 +26,7 @@ from xtk.cache.writer import mark_cache_unfinished
 from xtk.data.corpus_reader import Corpus
 from xtk.files.storage_folders import open_folder
 from xtk.models.causal_lm import silence_transformers
+from xtk.models.resolver import ModelRef
 from xtk.teachers.cache_build_config import (
     CacheRequest,
     make_cache_header,
@@ -49,7 +50,7 @@ def make_job(folder: Path, texts: list[str], dtype: str, batch_tokens: int) -> C
     (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     corpus = Corpus((str(folder / "data.jsonl"),))
     teacher = folder / "teacher"
-    request = CacheRequest(teacher, "teacher", make_support(""), dtype=dtype, batch_tokens=batch_tokens)
+    request = CacheRequest(ModelRef(teacher, dtype=dtype, name="teacher"), make_support(""), batch_tokens=batch_tokens)
     tokenizer, sharding = Tokenizer(teacher), sharding_options(request)
     plan = make_shard_plan(sharding, corpus, tokenizer)
     order = make_vocabulary_order(request, tokenizer, plan)

@@ -30,6 +30,7 @@ from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.cache.writer import ShardedCacheWriter, store_shard
 from xtk.files.storage_folders import LocalFolder
 from xtk.models.causal_lm import silence_transformers
+from xtk.models.resolver import ModelRef
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.document import Document
@@ -79,7 +80,9 @@ def access_rows(folder: Path) -> list[tuple[str, str, str]]:
     model = language_model()
     tokenizer = Tokenizer(model)
     documents = held_out("gsm8k", TOKENS)
-    teacher = TransformersTeacher(TeacherConfig(model, "teacher", tokenizer, "float32", 2048, support=SUPPORT))
+    teacher = TransformersTeacher(
+        TeacherConfig(ModelRef(model, name="teacher"), tokenizer, batch_tokens=2048, support=SUPPORT)
+    )
     scores = teacher.score(documents)
     rows = [TeacherDocument(Document.from_text("x"), *pair) for pair in zip(documents, scores, strict=True)]
     counts = np.bincount(np.concatenate([document.ids for document in documents]), minlength=tokenizer.embedding_rows)

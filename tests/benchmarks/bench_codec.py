@@ -28,7 +28,7 @@ from xtk.cache.codec.packed_shard_codec import PackedCodec
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.models.causal_lm import silence_transformers
-from xtk.models.resolver import resolve_model_folder
+from xtk.models.resolver import ModelRef, resolve_model_folder
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.token_sequence import TokenSequence as TokenSequence
@@ -64,7 +64,7 @@ WHOLE_CACHE_OPTIONS = ("", "--top-k 64", "--top-p 0.99", "--support sample", "--
 def teacher_scores(folder: Path, corpus: str, support: Support) -> Rows:
     """Return documents of a corpus with a teacher's scores of them."""
     documents = held_out(corpus, MODEL_CORPORA[corpus], Tokenizer(folder))
-    request = TeacherConfig(folder, "teacher", Tokenizer(folder), "float32", 2048, support=support)
+    request = TeacherConfig(ModelRef(folder, name="teacher"), Tokenizer(folder), batch_tokens=2048, support=support)
     return list(zip(documents, TransformersTeacher(request).score(documents), strict=True))
 
 

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
+from xtk.models.resolver import ModelRef
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.kinds.open_inputs import open_inputs
 from xtk.training.train_config import RunPaths, TrainConfig
@@ -112,7 +113,7 @@ def prepare(folder: Path) -> None:
 
 def minimal_cost(folder: Path) -> tuple[str, str, str]:
     """Measure the cost of creating, reading with an exponential, and writing each entry of p-kl once."""
-    paths = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "nowhere")
+    paths = RunPaths(ModelRef(folder / "student"), (str(folder / "cache"),), (folder / "p",), folder / "nowhere")
     config = TrainConfig(losses=tuple(parse_losses(["p-kl"])), max_steps=1)
     inputs = open_inputs(paths, config, Tokenizer(folder / "student"))
     builder = inputs.batch_builder(None)

@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from xtk import terminal
 from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import silence_transformers
+from xtk.models.resolver import ModelRef
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.teachers.online_teacher import parse_online_teacher
@@ -73,7 +74,7 @@ def record_time(owner: Any, name: str, seconds: Seconds, label: str) -> Callable
 def train_and_time(folder: Path, teacher: str, loss: str, name: str) -> list[Seconds]:
     """Train on-policy; return seconds by activity of each rollout batch."""
     student = folder / "student"
-    paths = RunPaths(student, (str(folder / "prompts.jsonl"),), (), folder / name, online_teachers=(
+    paths = RunPaths(ModelRef(student), (str(folder / "prompts.jsonl"),), (), folder / name, online_teachers=(
         parse_online_teacher(teacher, long_documents="truncate", trust_remote_code=False),))  # fmt: skip
     sampling = SamplingConfig(max_completion_length=TOKENS, top_logprobs=paths.online_teachers[0].num_candidates)
     config = TrainConfig(losses=tuple(parse_losses([loss])), max_steps=STEPS, per_device_train_batch_size=PROMPTS,
@@ -101,7 +102,7 @@ def train_and_time(folder: Path, teacher: str, loss: str, name: str) -> list[Sec
     terminal.set_quiet(True)
     try:
         inputs = open_inputs(paths, config, Tokenizer(student))
-        distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
+        distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True)
     finally:
         training_loop._step = original_step
         for restore in restore_functions:

@@ -102,18 +102,19 @@ def measure(
 def profile(folder: Path, steps: int, batch: int) -> None:
     """Print the time of each operator, for each loss."""
     from xtk.losses.spec import parse_losses
+    from xtk.models.resolver import ModelRef
     from xtk.text.tokenizer import Tokenizer
     from xtk.training.distill import distill
     from xtk.training.kinds.open_inputs import open_inputs
     from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
-    paths = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "profiled")
+    paths = RunPaths(ModelRef(folder / "student"), (str(folder / "cache"),), (folder / "p",), folder / "profiled")
     for losses, options in LOSSES.items():
         specs = tuple(parse_losses(["ce", *options[1:]]))
         config = TrainConfig(losses=specs, max_steps=steps, per_device_train_batch_size=batch)
         inputs = open_inputs(paths, config, Tokenizer(folder / "student"))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
+            distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True)
         table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=40)
         sys.stdout.write(f"\n{losses}\n{table}\n")
 

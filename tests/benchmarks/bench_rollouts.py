@@ -33,6 +33,7 @@ def main() -> None:
 
     from xtk.engines.backend import BackendConfig
     from xtk.engines.vllm_engine import import_vllm
+    from xtk.models.resolver import ModelRef
     from xtk.rollouts.engine_request_checks import seed_from_key
     from xtk.rollouts.generator_interface import GenerationRequest, SamplingConfig
     from xtk.rollouts.subprocess_generator import SubprocessGenerator
@@ -45,7 +46,9 @@ def main() -> None:
         model = make_llama(Path(folder) / "student", context=512)
         tokenizer = Tokenizer(model)
         config = BackendConfig(
-            model, "student", tokenizer, options={"engine": [] if torch.cuda.is_available() else one_pass_options}
+            ModelRef(model, name="student"),
+            tokenizer,
+            options={"engine": [] if torch.cuda.is_available() else one_pass_options},
         )
         generator = VllmGenerator.open(config)
         subprocess_generator = SubprocessGenerator(

@@ -32,6 +32,7 @@ from xtk.losses.spec import parse_losses
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm, silence_transformers
 from xtk.models.packed_attention import PackedSequence
+from xtk.models.resolver import ModelRef
 from xtk.models.student_model_setup import parameter_groups
 from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.text.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ MIXED_PRECISION = "bf16" if DEVICE.type == "cuda" else "no"
 
 def train_and_record(folder: Path, loss: str, steps: int, batch: int, name: str) -> tuple[list[Any], list[float]]:
     """Train with `distill`; return the micro-batches of each step, and the end time of each step."""
-    paths = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / name)
+    paths = RunPaths(ModelRef(folder / "student"), (str(folder / "cache"),), (folder / "p",), folder / name)
     losses = tuple(parse_losses(["ce", loss] if loss != "ce" else ["ce"]))
     config = TrainConfig(
         losses=losses, max_steps=steps, per_device_train_batch_size=batch, mixed_precision=MIXED_PRECISION
@@ -65,7 +66,7 @@ def train_and_record(folder: Path, loss: str, steps: int, batch: int, name: str)
     training_loop._step = step
     try:
         inputs = open_inputs(paths, config, Tokenizer(folder / "student"))
-        distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
+        distill(paths, config, LoggingConfig(save_steps=0), inputs, force=True)
     finally:
         training_loop._step = original_step
     return batches, end_times
@@ -74,7 +75,7 @@ def train_and_record(folder: Path, loss: str, steps: int, batch: int, name: str)
 def bare_loop(folder: Path, batches: list[Any]) -> list[float]:
     """Train on micro-batches in a bare loop; return the end time of each step."""
     torch.manual_seed(0)
-    model = load_causal_lm(folder / "student", dtype=torch.float32, device=DEVICE, trust_remote_code=False)
+    model = load_causal_lm(ModelRef(folder / "student"), device=DEVICE)
     backbone = BackboneWithHead(model)
     assert backbone.enable_packing()
     student = StudentWithLoss(backbone).train()

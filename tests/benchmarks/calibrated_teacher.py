@@ -36,6 +36,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from xtk.files.atomic_files import canonical_json, sha256
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm, silence_transformers
+from xtk.models.resolver import ModelRef
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence as TokenSequence
 from xtk.text.token_sequence import tokenize_documents
@@ -409,7 +410,7 @@ def distributions(
 
     The log-probabilities are valid until the next ones are requested.
     """
-    model = BackboneWithHead(load_causal_lm(folder).eval().requires_grad_(False))
+    model = BackboneWithHead(load_causal_lm(ModelRef(folder)).eval().requires_grad_(False))
     for document in documents:
         ids, trained = torch.from_numpy(document.ids.astype(np.int64)), torch.from_numpy(document.train_mask)
         states = model(ids[None])[0, :-1][trained[1:]]

@@ -22,6 +22,7 @@ from simulated_cuda import CUDA, SimulatedCuda, move_to_device
 
 from xtk.cache.teacher_logprobs import make_support
 from xtk.models.output_head import OutputHead
+from xtk.models.resolver import ModelRef
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.token_sequence import TokenSequence
@@ -60,7 +61,7 @@ class LookUp:
 def count_operations(num_batches: int) -> SimulatedCuda:
     """Return the counts of some batches."""
     documents = [random_document(np.random.default_rng(seed)) for seed in range(DOCUMENTS * num_batches)]
-    config = TeacherConfig(Path(), "teacher", cast(Any, None), batch_tokens=DOCUMENTS * LENGTH,
+    config = TeacherConfig(ModelRef(Path(), name="teacher"), cast(Any, None), batch_tokens=DOCUMENTS * LENGTH,
                            support=make_support(""), options={"cut": LookUp()})  # fmt: skip
     teacher = TransformersTeacher(config)
     teacher.device = CUDA

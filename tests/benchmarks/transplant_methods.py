@@ -22,7 +22,7 @@ from xtk.data.corpus_reader import Corpus
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.models.resolver import resolve_model_folder
+from xtk.models.resolver import ModelRef, resolve_model_folder
 from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.model_transplant import TransplantConfig, transplant_model
 
@@ -41,7 +41,7 @@ def corpora(folder: Path, problems: int, wiki_bytes: int) -> dict[str, Corpus]:
 
 
 def row(label: str, folder: Path, data: dict[str, Corpus], seconds: float) -> None:
-    model = BackboneWithHead(load_causal_lm(folder))
+    model = BackboneWithHead(load_causal_lm(ModelRef(folder)))
     cells = []
     for corpus in data.values():
         result = evaluate_bits_per_byte(model, Tokenizer(folder), corpus, by_category=True)

@@ -19,6 +19,7 @@ from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_logprobs import Support
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
+from xtk.models.resolver import ModelRef
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher
 
@@ -28,7 +29,7 @@ OPTIONS = ("--top-k", 16, "--shard-tokens", 400)  # the options of the fixture `
 
 
 def cache_request(pair) -> CacheRequest:
-    return CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=16), shard_tokens=400)
+    return CacheRequest(ModelRef(pair.teacher, name="teacher"), Support("top-k", top_k=16), shard_tokens=400)
 
 
 def write_partition(pair, corpus: Path, folder: Path, rank: int, num_machines: int) -> dict | None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from xtk_processes import run_here
 
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.projection.build import build_projection
 from xtk.projection.disk_cache import cached_projection
 from xtk.projection.file import write_projection
@@ -200,7 +201,7 @@ def test_random_rows_have_the_distribution_of_the_old_rows(pair):
 
 
 def test_the_dtype_is_that_of_the_model_unless_one_is_given(run, pair, tmp_path):
-    load_causal_lm(pair.student, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    load_causal_lm(ModelRef(pair.student, dtype="bfloat16")).save_pretrained(tmp_path / "half")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(pair.student / name, tmp_path / "half" / name)
     for dtype, expected in (("", torch.bfloat16), ("float16", torch.float16)):

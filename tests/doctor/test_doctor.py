@@ -35,6 +35,7 @@ from xtk.errors import CorruptError
 from xtk.losses.spec import parse_losses
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.packed_attention import ATTENTION_NAME, register_attention
+from xtk.models.resolver import ModelRef
 from xtk.parallel.parallel_config import parse_parallel
 from xtk.text.token_sequence import tokenize_documents
 
@@ -125,7 +126,7 @@ def test_embedding_rows(faulty):
 
 def test_missing_weight_files_and_tensors_are_errors(faulty):
     assert not list(weight_tensors(doctor_inputs(faulty)))
-    model, weights_file = load_causal_lm(faulty.teacher), faulty.teacher / "model.safetensors"
+    model, weights_file = load_causal_lm(ModelRef(faulty.teacher)), faulty.teacher / "model.safetensors"
     stored = safetensors.numpy.load_file(weights_file)
     remaining = {name: one for name, one in stored.items() if "layers.1" not in name}
     safetensors.numpy.save_file(remaining, weights_file)
@@ -315,7 +316,7 @@ def test_the_sizes_of_a_model_match_its_tensors(tmp_path, tied):
         num_key_value_heads=2, tie_word_embeddings=tied,
     )  # fmt: skip
     LlamaForCausalLM(configuration).save_pretrained(tmp_path)
-    model = load_causal_lm(tmp_path)
+    model = load_causal_lm(ModelRef(tmp_path))
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)
     sizes = ModelSizes.read(tmp_path, "float32", RunPlan())
@@ -389,7 +390,7 @@ def test_disk_time_and_library_versions(pair, corpus, cache):
     assert found(disk(inputs), "ok", "tokens per second").figures["teacher_seconds"] == pytest.approx(tokens / 100)
     assert found(disk(doctor_inputs(pair, corpus)), "note", "the teacher's time is not estimated").hint
     assert found(disk(inputs), "ok", "cache size: about").figures["positions"] < tokens
-    parameters = sum(one.numel() for one in load_causal_lm(pair.student).parameters())
+    parameters = sum(one.numel() for one in load_causal_lm(ModelRef(pair.student)).parameters())
     assert found(disk(inputs), "ok", "checkpoints: at most").figures["checkpoint_bytes"] == 4 * parameters * 10
     lora_checkpoint_bytes = found(disk(doctor_inputs(pair, lora_r=2)), "ok", "checkpoints: at most").figures[
         "checkpoint_bytes"

@@ -14,6 +14,7 @@ from recorded_training_steps import make_train_config, open_run_inputs
 
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
@@ -40,7 +41,7 @@ def evaluate_json(run, *arguments: object, cwd: Path) -> list[dict]:
 def test_metrics_equal_those_of_training_on_a_held_out_cache(run, pair, folder, cache, loss):
     (found,) = evaluate_json(run, pair.student, cache, cwd=folder)
     inputs = open_run_inputs(pair.student, [folder / cache], make_train_config([loss]), (), (folder / cache,))
-    model = StudentWithLoss(BackboneWithHead(load_causal_lm(pair.student)))
+    model = StudentWithLoss(BackboneWithHead(load_causal_lm(ModelRef(pair.student))))
     expected = HeldOutEvaluator(
         inputs.held_out, model, inputs.tokenizer, 256, 0, ParallelConfig(), torch.device("cpu")
     )()
@@ -55,7 +56,7 @@ def test_metrics_equal_those_of_training_on_a_held_out_cache(run, pair, folder, 
 
 def reference_kl(student: Path, teacher: Path) -> float:
     """Return the mean divergence per token of two models with one tokenizer, over the whole vocabulary in float64."""
-    models = [load_causal_lm(one, dtype=torch.float64).eval() for one in (teacher, student)]
+    models = [load_causal_lm(ModelRef(one, dtype="float64")).eval() for one in (teacher, student)]
     tokenizer = Tokenizer(student)
     nats, count = 0.0, 0
     for (encoded,) in (tokenizer.encode([text]) for text in TEXTS):

@@ -20,6 +20,7 @@ from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte, split_into_wind
 from xtk.evaluation.standard_errors import Estimate, Ratio
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ def make_documents(texts: list[str]) -> list[Document]:
 
 def reference_bits(folder: Path, texts: list[str]) -> tuple[float, int, int]:
     """Return bits, bytes and tokens of short documents, scored one by one in float64."""
-    model = load_causal_lm(folder, dtype=torch.float64).eval()
+    model = load_causal_lm(ModelRef(folder, dtype="float64")).eval()
     bits, size, count = 0.0, 0, 0
     for text, sequence in zip(texts, tokenize_documents(Tokenizer(folder), make_documents(texts)), strict=True):
         ids = torch.from_numpy(sequence.ids[: sequence.text_runs[:, 1].max(initial=1)].astype(np.int64))
@@ -56,7 +57,9 @@ def reference_bits(folder: Path, texts: list[str]) -> tuple[float, int, int]:
 def test_bits_per_byte_equal_the_float64_reference(pair, side):
     folder = getattr(pair, side)
     bits, size, count = reference_bits(folder, TEXTS)
-    found = evaluate_bits_per_byte(BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder), make_documents(TEXTS))
+    found = evaluate_bits_per_byte(
+        BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder), make_documents(TEXTS)
+    )
     assert (found.bytes, found.num_tokens, found.num_documents) == (size, count, len(TEXTS))
     assert found.bytes == sum(len(text.encode()) for text in TEXTS)
     assert found.num_windows == len(TEXTS) - 1  # the empty document has no window
@@ -65,7 +68,7 @@ def test_bits_per_byte_equal_the_float64_reference(pair, side):
 
 
 def test_bits_per_byte_do_not_depend_on_the_batch_size(pair):
-    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(pair.student))), Tokenizer(pair.student)
     corpus = make_documents(TEXTS + LONG_TEXTS)
     results = [
         evaluate_bits_per_byte(model, tokenizer, corpus, batch_tokens=tokens) for tokens in (1, 300, 8192, 10**9)
@@ -80,7 +83,7 @@ def test_bits_per_byte_do_not_depend_on_the_batch_size(pair):
 
 
 def test_bits_of_many_documents_are_the_sum_of_the_parts(pair):
-    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(pair.student))), Tokenizer(pair.student)
     corpus = make_documents(small_inputs.sentences(300, seed=2))
 
     def stream() -> Iterator[Document]:
@@ -95,7 +98,7 @@ def test_bits_of_many_documents_are_the_sum_of_the_parts(pair):
 def renumber_tokens(folder: Path, output: Path, seed: int) -> Path:
     """Save the same model with permuted token ids and embedding and output rows permuted in the same way."""
     content = json.loads((folder / "tokenizer.json").read_text())
-    model = load_causal_lm(folder)
+    model = load_causal_lm(ModelRef(folder))
     rows = model.get_input_embeddings().weight.shape[0]
     new_id = np.random.default_rng(seed).permutation(rows)
     content["model"]["vocab"] = {token: int(new_id[number]) for token, number in content["model"]["vocab"].items()}
@@ -123,7 +126,9 @@ def test_permuted_token_ids_give_the_same_bits(pair, side, tmp_path):
     assert token_ids.tolist() != Tokenizer(permuted).encode([TEXTS[0]])[0].ids.tolist()
     results = [
         evaluate_bits_per_byte(
-            BackboneWithHead(load_causal_lm(model_folder)), Tokenizer(model_folder), make_documents(TEXTS + LONG_TEXTS)
+            BackboneWithHead(load_causal_lm(ModelRef(model_folder))),
+            Tokenizer(model_folder),
+            make_documents(TEXTS + LONG_TEXTS),
         )
         for model_folder in (folder, permuted)
     ]
@@ -162,7 +167,7 @@ def test_every_byte_of_long_documents_is_counted_once(pair, side, max_length):
     ]
     limit = max_length or 256
     found = evaluate_bits_per_byte(
-        BackboneWithHead(load_causal_lm(folder)), tokenizer, make_documents(LONG_TEXTS), max_length=max_length
+        BackboneWithHead(load_causal_lm(ModelRef(folder))), tokenizer, make_documents(LONG_TEXTS), max_length=max_length
     )
     assert max(token_counts) > limit
     assert found.bytes == sum(len(text.encode()) for text in LONG_TEXTS)
@@ -176,7 +181,7 @@ def test_windows_are_scored_independently_each_after_the_start_token(pair, start
     """The reference computes the same windows in float64."""
     tokenizer = Tokenizer(pair.student, start_token=start_token)
     (sequence,) = tokenize_documents(tokenizer, make_documents(LONG_TEXTS[:1]))
-    model = load_causal_lm(pair.student, dtype=torch.float64).eval()
+    model = load_causal_lm(ModelRef(pair.student, dtype="float64")).eval()
     ids = torch.from_numpy(sequence.ids[: sequence.text_runs[:, 1].max(initial=1)].astype(np.int64))
     front = torch.tensor(tokenizer.start_ids, dtype=torch.int64)
     bits, next_index, limit = 0.0, 1, 64
@@ -190,7 +195,10 @@ def test_windows_are_scored_independently_each_after_the_start_token(pair, start
         bits -= sum(float(logprobs[row - 1, window[row]]) for row in rows) / math.log(2)
         next_index = stop
     found = evaluate_bits_per_byte(
-        BackboneWithHead(load_causal_lm(pair.student)), tokenizer, make_documents(LONG_TEXTS[:1]), max_length=limit
+        BackboneWithHead(load_causal_lm(ModelRef(pair.student))),
+        tokenizer,
+        make_documents(LONG_TEXTS[:1]),
+        max_length=limit,
     )
     assert found.bits == pytest.approx(bits, rel=1e-6)
 
@@ -208,7 +216,7 @@ def test_compared_models_score_the_same_bytes_from_a_shared_boundary_on(pair):
         starts.append(min((byte for byte in ends[0] & ends[1] if byte >= first), default=len(text.encode())))
     assert starts[1] > 1  # "2019" are one or more tokens of the student, and single digits of the teacher
     for at, (folder, tokenizer) in enumerate(zip((pair.student, pair.teacher), tokenizers, strict=True)):
-        model = load_causal_lm(folder, dtype=torch.float64).eval()
+        model = load_causal_lm(ModelRef(folder, dtype="float64")).eval()
         bits = 0.0
         for sequence, start in zip(sequences[at], starts, strict=True):
             ids = torch.from_numpy(sequence.ids.astype(np.int64))
@@ -219,7 +227,7 @@ def test_compared_models_score_the_same_bytes_from_a_shared_boundary_on(pair):
             begins = [0, *sequence.byte_ends.tolist()]
             rows = [row for row in np.flatnonzero(sequence.text_mask).tolist() if row and begins[row] >= start]
             bits -= sum(float(logprobs[row - 1, ids[row]]) for row in rows) / math.log(2)
-        network = BackboneWithHead(load_causal_lm(folder))
+        network = BackboneWithHead(load_causal_lm(ModelRef(folder)))
         scored = evaluate_bits_per_byte(
             network, tokenizer, documents, by_category=True, compared_with=tokenizers, max_length=None
         )
@@ -246,7 +254,7 @@ def test_evaluate_reports_the_bytes_that_all_models_predict(pair, tmp_path, run)
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_only_the_completion_of_a_prompt_is_counted(pair, side):
     folder = getattr(pair, side)
-    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder)
     prompt, completion = "Anna has 12 apples. Bert has 4 pears.", " Now Anna has 8 apples left — café."
     both = evaluate_bits_per_byte(model, tokenizer, make_documents([prompt + completion]))
     first = evaluate_bits_per_byte(model, tokenizer, make_documents([prompt]))
@@ -259,7 +267,7 @@ def test_only_the_completion_of_a_prompt_is_counted(pair, side):
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_empty_prompt_equals_plain_text(pair, side):
     folder = getattr(pair, side)
-    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder)
     text = evaluate_bits_per_byte(model, tokenizer, make_documents([TEXTS[0]]))
     found = evaluate_bits_per_byte(model, tokenizer, [Document.from_completion("", TEXTS[0])])
     assert (found.bytes, found.num_tokens) == (text.bytes, text.num_tokens)
@@ -270,7 +278,7 @@ def test_empty_prompt_equals_plain_text(pair, side):
 def test_bits_per_document_are_independent_and_stride_is_reported(pair, side):
     """Windows belong to one document: packing, batches and neighboring documents do not change the result."""
     folder = getattr(pair, side)
-    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder)
     texts = LONG_TEXTS + TEXTS
     for max_length, expected_window in ((None, (256, 128)), (64, (64, 32))):
         whole = evaluate_bits_per_byte(model, tokenizer, make_documents(texts), max_length=max_length)
@@ -319,7 +327,7 @@ def test_standard_error_of_a_ratio_is_its_standard_deviation_over_samples():
 
 
 def save_without_start_token(folder: Path, output: Path) -> Path:
-    load_causal_lm(folder).save_pretrained(output)
+    load_causal_lm(ModelRef(folder)).save_pretrained(output)
     content = json.loads((folder / "tokenizer.json").read_text())
     (output / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}))
     (output / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -328,7 +336,7 @@ def save_without_start_token(folder: Path, output: Path) -> Path:
 
 def test_unpredicted_first_token_is_not_counted_without_a_start_token(pair, tmp_path):
     folder = save_without_start_token(pair.student, tmp_path)
-    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder)
     text = TEXTS[0]
     first_token_bytes = int(tokenizer.encode([text])[0].byte_ends[0])
     for document in (Document.from_text(text), Document.from_completion("", text)):
@@ -339,7 +347,7 @@ def test_unpredicted_first_token_is_not_counted_without_a_start_token(pair, tmp_
 
 def test_unpredicted_first_token_may_span_prompt_and_completion(pair, tmp_path):
     folder = save_without_start_token(pair.student, tmp_path)
-    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder)
     first_token_bytes = int(tokenizer.encode(["Jakob has 12 apples."])[0].byte_ends[0])
     assert first_token_bytes > 2
     found = evaluate_bits_per_byte(model, tokenizer, [Document.from_completion("Ja", "kob has 12 apples.")])
@@ -347,13 +355,13 @@ def test_unpredicted_first_token_may_span_prompt_and_completion(pair, tmp_path):
 
 
 def test_max_length_of_one_token_is_refused(pair):
-    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(pair.student))), Tokenizer(pair.student)
     with pytest.raises(XtkError, match="--max-length must be at least 2, not 1"):
         evaluate_bits_per_byte(model, tokenizer, make_documents(TEXTS), max_length=1)
 
 
 def test_train_mode_of_the_model_is_restored(pair):
-    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(pair.student))), Tokenizer(pair.student)
     for training in (True, False):
         model.train(training)
         evaluate_bits_per_byte(model, tokenizer, make_documents(TEXTS[:2]))
@@ -361,14 +369,14 @@ def test_train_mode_of_the_model_is_restored(pair):
 
 
 def test_data_without_text_is_refused(pair):
-    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(pair.student))), Tokenizer(pair.student)
     with pytest.raises(XtkError, match="the evaluation data has no text"):
         evaluate_bits_per_byte(model, tokenizer, make_documents([""]))
 
 
 def test_nonfinite_bits_per_byte_are_reported_as_not_a_number(run, pair, corpus, tmp_path):
     """Also for every category: a broken model has no finite value for any byte."""
-    model = load_causal_lm(pair.student)
+    model = load_causal_lm(ModelRef(pair.student))
     torch.nn.init.constant_(model.model.norm.weight, 3e38)  # finite, as weights have to be; its logits are not
     model.save_pretrained(tmp_path / "broken")
     for name, content in Tokenizer(pair.student).to_files().items():
@@ -398,7 +406,7 @@ def test_bytes_of_reasoning_marks_count_where_the_marks_are_text(pair, tmp_path)
     )
     answer = {"role": "assistant", "reasoning_content": "Two and two.", "content": "Anna has 12 apples."}
     document = Document.from_messages([{"role": "user", "content": "Hi"}, answer])
-    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder)
     found = evaluate_bits_per_byte(model, tokenizer, [document], by_category=True)
     assert found.bytes == len("Two and two.</think>Anna has 12 apples.")
     assert sum(one.counts.sum() for one in found.per_category.values()) == found.bytes

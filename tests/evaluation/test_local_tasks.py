@@ -15,6 +15,7 @@ from answer_lookup_model import make_oracle
 from xtk.errors import XtkError
 from xtk.evaluation.local_task_data import CODE_TASKS, parse_tasks
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.rewards.sandbox import Sandbox
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.task_evaluation import parse_eval_task
@@ -68,7 +69,7 @@ def sandbox() -> None:
 
 def reference_choices(model: Path, texts: list[str]) -> list[int]:
     """Return the most likely choice of a model after each text, from full logits in float64."""
-    tokenizer, network = Tokenizer(model), load_causal_lm(model, dtype=torch.float64).eval()
+    tokenizer, network = Tokenizer(model), load_causal_lm(ModelRef(model, dtype="float64")).eval()
     choices = []
     for text in texts:
         sums = []
@@ -110,7 +111,7 @@ def test_mmlu_reports_all_subjects_and_groups(pair, tmp_path):
     subjects = sorted(path.stem.removeprefix("mmlu_") for path in task_files_folder.glob("mmlu_*.yaml"))
     folder = write_mmlu(tmp_path / "mmlu", subjects, 1)
     scores = Harness(HarnessConfig(("mmlu",), task_folders={"mmlu": str(folder)})).evaluate(
-        load_causal_lm(pair.student), Tokenizer(pair.student)
+        load_causal_lm(ModelRef(pair.student)), Tokenizer(pair.student)
     )
     assert len(scores.num_problems) == len(subjects) == 57
     assert {"mmlu", "mmlu_stem", "mmlu_humanities", "mmlu_other", "mmlu_social_sciences"} <= scores.metrics.keys()

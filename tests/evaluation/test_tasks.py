@@ -22,6 +22,7 @@ from xtk.errors import XtkError
 from xtk.evaluation.evaluation_result_files import read_results
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.task_evaluation import TaskEvaluator, parse_eval_tasks
 
@@ -38,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 
 def reference_correct(model: Path) -> list[bool]:
     """Return for each row whether the model assigns the correct sum a higher log-probability, in float64."""
-    tokenizer, network = Tokenizer(model), load_causal_lm(model, dtype=torch.float64).eval()
+    tokenizer, network = Tokenizer(model), load_causal_lm(ModelRef(model, dtype="float64")).eval()
     is_correct = []
     for row in lm_eval_tasks.make_problems():
         sums = []
@@ -85,7 +86,7 @@ def test_task_scores_of_two_models_equal_those_of_full_logits(run, pair, folder,
 
 def test_fewshot_examples_are_the_same_for_every_model_and_random_states_are_kept(pair, folder):
     harness = Harness(HarnessConfig(("sums",), str(folder), num_fewshot=2, limit=5, batch_size=3))
-    model, tokenizer = load_causal_lm(pair.student).train(), Tokenizer(pair.student)
+    model, tokenizer = load_causal_lm(ModelRef(pair.student)).train(), Tokenizer(pair.student)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     first, second = (harness.evaluate(model, tokenizer) for _ in range(2))
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
@@ -106,7 +107,7 @@ def test_fewshot_examples_are_the_same_for_every_model_and_random_states_are_kep
 
 def test_fewshot_examples_are_turns_in_the_chat_template(pair, folder, tmp_path):
     harness = Harness(HarnessConfig(("choose_sum",), str(folder), num_fewshot=1, limit=1, apply_chat_template=True))
-    model, tokenizer = load_causal_lm(pair.student), Tokenizer(pair.student)
+    model, tokenizer = load_causal_lm(ModelRef(pair.student)), Tokenizer(pair.student)
     with pytest.raises(XtkError, match="chat template"):
         harness.evaluate(model, tokenizer)
     chat_folder = tmp_path / "chats"
@@ -173,7 +174,7 @@ def test_model_with_nonfinite_logits_is_refused(run, pair, folder, tmp_path):
 
 def test_student_with_nonfinite_logits_has_no_task_metrics_during_training(pair, folder, capsys):
     """The run continues: steps that are not finite are skipped too."""
-    network = load_causal_lm(pair.student)
+    network = load_causal_lm(ModelRef(pair.student))
     torch.nn.init.constant_(network.model.norm.weight, 3e38)
     tasks = parse_eval_tasks([f"choose_sum:include_path={folder}"])
     assert TaskEvaluator(tasks, BackboneWithHead(network), Tokenizer(pair.student), "no")() == {}

@@ -16,6 +16,7 @@ from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES, categorize_bytes, fenced_ranges
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
@@ -83,7 +84,7 @@ def test_every_byte_has_a_category(text):
 def reference_bits_by_category(folder, texts: list[str]) -> dict[str, float]:
     """Return bits by category of short texts: a loop over tokens and the bytes of each, in float64."""
     tokenizer = Tokenizer(folder)
-    model = load_causal_lm(folder, dtype=torch.float64).eval()
+    model = load_causal_lm(ModelRef(folder, dtype="float64")).eval()
     bytes_by_id = tokenizer.vocabulary.bytes_by_id
     bits = dict.fromkeys(TEXT_CATEGORIES, 0.0)
     for text, sequence in zip(texts, tokenize_documents(tokenizer, list(map(Document.from_text, texts))), strict=True):
@@ -112,7 +113,7 @@ def test_bits_per_category_equal_the_reference_implementation(pair, side):
     expected = reference_bits_by_category(folder, texts)
     documents = list(map(Document.from_text, texts))
     found = evaluate_bits_per_byte(
-        BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder), documents, by_category=True
+        BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder), documents, by_category=True
     )
     bits = {category: float(ratio.sums.sum()) for category, ratio in found.per_category.items()}
     assert bits == pytest.approx({category: value for category, value in expected.items() if value}, rel=1e-5)
@@ -122,7 +123,7 @@ def test_bits_per_category_equal_the_reference_implementation(pair, side):
 @pytest.mark.parametrize("max_length", [None, 24])
 def test_categories_sum_to_the_total(pair, side, max_length):
     folder = getattr(pair, side)
-    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder)
     documents = [
         *map(Document.from_text, TEXTS),
         Document.from_completion("It is 1", "2 and αβ."),

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from xtk.cache.reader import TeacherCache
 from xtk.losses import LOSSES
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.training import student_with_losses
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "losses"))
@@ -155,7 +156,7 @@ def test_teacher_logprobs_match_fp64_on_the_cpu(pair, corpus, tmp_path, dtype):
     xtk("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--precision", "float32", "--dtype", dtype,
         "-o", tmp_path / "cache")  # fmt: skip
     cache = TeacherCache(tmp_path / "cache")
-    model = load_causal_lm(pair.teacher, dtype=torch.float64, device=CPU, trust_remote_code=False)
+    model = load_causal_lm(ModelRef(pair.teacher, dtype="float64"), device=CPU)
     worst = 0.0
     for number in range(0, len(cache), 7):
         stored = cache.read_document(number)

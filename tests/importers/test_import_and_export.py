@@ -17,6 +17,7 @@ from xtk.errors import XtkError
 from xtk.importers.cache_export import export_cache
 from xtk.importers.cache_import import import_cache
 from xtk.importers.completion_logprobs import read_answer
+from xtk.models.resolver import ModelRef
 from xtk.teachers.cache_rescoring import verify_cache
 from xtk.text.tokenizer import Tokenizer
 
@@ -168,7 +169,7 @@ def test_imported_cache_has_the_top_k_of_the_exported_one(pair, corpus, tmp_path
     ]
     assert 0 < fractions[1] < 1
     assert support == "top-p" or fractions[0] == fractions[1]
-    assert verify_cache(imported, pair.teacher, "teacher", documents=4)["positions"] > 0
+    assert verify_cache(imported, ModelRef(pair.teacher, name="teacher"), documents=4)["positions"] > 0
 
 
 def test_answers_without_top_logprobs_have_support_none(run, pair, service_answers, tmp_path):

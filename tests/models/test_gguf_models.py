@@ -24,7 +24,7 @@ from xtk.models.causal_lm import load_causal_lm
 from xtk.models.gguf_conversion import set_rope_scaling
 from xtk.models.gguf_header import GgufHeader
 from xtk.models.gguf_models import GGUF_RECORD, find_gguf, gguf_name
-from xtk.models.resolver import resolve_model_folder, weights_fingerprint
+from xtk.models.resolver import ModelRef, resolve_model_folder, weights_fingerprint
 from xtk.text.tokenizer import Tokenizer
 
 TEXTS = ["Anna has 2017 apples.", "a  1\n\n2", "x = 3.14159;\n\n\n  7", "日本語の文 😀", *small_inputs.sentences(8)]
@@ -54,13 +54,13 @@ def test_logits_tokens_and_template_equal_the_original(original, gguf_cache, tmp
     )
     ids = torch.tensor(original_tokenizer.encode(TEXTS[4:5])[0].ids[None].astype(np.int64))
     with torch.no_grad():
-        found, expected = (load_causal_lm(model_folder)(ids).logits for model_folder in (folder, original))
+        found, expected = (load_causal_lm(ModelRef(model_folder))(ids).logits for model_folder in (folder, original))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_weights_keep_float16_when_it_is_exact(tmp_path, gguf_cache):
     original = gguf_files.make_llama(tmp_path / "llama")
-    model = load_causal_lm(original, dtype=torch.float16)
+    model = load_causal_lm(ModelRef(original, dtype="float16"))
     model.float().save_pretrained(original)  # float32 weights with values of float16
     folder = resolve_model_folder(str(gguf_files.write_gguf(original, tmp_path / "half.gguf")), with_weights=True)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
@@ -103,7 +103,7 @@ def test_a_file_under_any_name_is_converted_once(original, gguf_cache, tmp_path,
 def test_changed_weights_have_another_fingerprint(original, gguf_cache, tmp_path):
     folder = resolve_model_folder(str(gguf_files.write_gguf(original, tmp_path / "tiny.gguf")), with_weights=True)
     fingerprint = weights_fingerprint(folder)
-    model = load_causal_lm(folder)
+    model = load_causal_lm(ModelRef(folder))
     with torch.no_grad():
         model.get_input_embeddings().weight.add_(1)
     model.save_pretrained(folder)
@@ -347,7 +347,7 @@ def test_scaled_rotary_embeddings_are_kept(tmp_path, gguf_cache, scaling, fields
     ids = torch.randint(3, 480, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found, expected, unscaled_logits = (
-            load_causal_lm(model_folder)(ids).logits for model_folder in (folder, original, unscaled_folder)
+            load_causal_lm(ModelRef(model_folder))(ids).logits for model_folder in (folder, original, unscaled_folder)
         )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert (unscaled_logits - expected).abs().max() > 1e-2

@@ -30,9 +30,9 @@ from transformers import (
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.models.student_model_setup import (
     StudentModelConfig,
-    StudentSource,
     load_student,
     parameter_groups,
     save_final_student,
@@ -57,8 +57,8 @@ def load_prepared_student(
     folder: Path, checkpoint: Path | None = None, adapter: Path | None = None, **options: Any
 ) -> Any:
     torch.manual_seed(0)
-    source = StudentSource(folder, adapter, checkpoint)
-    return load_student(source, StudentModelConfig(**options), Tokenizer(folder), device=CPU).eval()
+    source, config = ModelRef(folder, adapter), StudentModelConfig(**options)
+    return load_student(source, config, Tokenizer(folder), checkpoint=checkpoint, device=CPU).eval()
 
 
 def perturb_trained_parameters(model: Any) -> Any:
@@ -354,7 +354,7 @@ def test_a_model_without_a_causal_class_is_refused_in_one_sentence(tmp_path):
         tmp_path
     )
     with pytest.raises(XtkError, match=r"^transformers has no causal language model for .* \(Qwen2_5_VL\)") as raised:
-        load_causal_lm(tmp_path)
+        load_causal_lm(ModelRef(tmp_path))
     assert len(str(raised.value.what)) < 120
 
 
@@ -368,9 +368,7 @@ def test_image_parts_of_a_multimodal_student_are_frozen_and_kept(tmp_path, lora_
             "max_position_embeddings": 64}  # fmt: skip
     original = make(text)
     original.save_pretrained(tmp_path)
-    model = load_student(
-        StudentSource(tmp_path), StudentModelConfig(lora_r=lora_r), tokenizer, device=torch.device("cpu")
-    )
+    model = load_student(ModelRef(tmp_path), StudentModelConfig(lora_r=lora_r), tokenizer, device=torch.device("cpu"))
     BackboneWithHead(model)(torch.arange(3, 9)[None]).sum().backward()
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     unused = [name for name, parameter in trained if parameter.grad is None and "lm_head" not in name]

@@ -17,8 +17,8 @@ from test_families import FAMILIES, SIZES
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from xtk.models.saved_model import add_transformers_4_keys
 from xtk.models.student_model_setup import save_trainable
-from xtk.models.transformers_4_keys import add_transformers_4_keys
 
 OTHER_PYTHON = os.environ.get("XTK_TRANSFORMERS_4", "")
 TEXTS = ["Anna has 2017 apples.", "a  1\n\n2", "x = 3.14159;\n\n\n  7", "日本語の文 😀", *small_inputs.sentences(8)]

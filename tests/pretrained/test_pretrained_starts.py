@@ -21,7 +21,7 @@ from xtk.doctor.start_token_checks import start_tokens
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
-from xtk.models.resolver import resolve_model_folder
+from xtk.models.resolver import ModelRef, resolve_model_folder
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ FUNCTIONS = [inspect.getsource(function) for function in (textwrap.dedent, textw
 
 def bits_of_windows(folder: Path, texts: list[str], limit: int, *, repeat_start: bool = True) -> tuple[float, int]:
     """Return bits and bytes of texts, window by window: own code. Later windows begin with the start token or not."""
-    tokenizer, model = Tokenizer(folder), load_causal_lm(folder).eval()
+    tokenizer, model = Tokenizer(folder), load_causal_lm(ModelRef(folder)).eval()
     front, bits, size = list(tokenizer.start_ids), 0.0, 0
     for sequence in tokenize_documents(tokenizer, [Document.from_text(text) for text in texts]):
         ids = [*sequence.ids.tolist()[:-1]]  # without the end token
@@ -69,7 +69,8 @@ def test_bits_per_byte_of_windows_equal_own_code(name, limit):
     folder = resolve_model_folder(str(FOLDER / name), with_weights=True)
     texts = [" ".join(FUNCTIONS[:2])]
     scored = evaluate_bits_per_byte(
-        BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder), [Document.from_text(text) for text in texts],
+        BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder),
+        [Document.from_text(text) for text in texts],
         max_length=limit,
     )  # fmt: skip
     bits, size = bits_of_windows(folder, texts, limit)
@@ -79,7 +80,7 @@ def test_bits_per_byte_of_windows_equal_own_code(name, limit):
 def test_every_window_of_gemma_begins_with_its_start_token():
     """With <bos> in the first window only: 1.68 instead of 1.51 bits per byte at 512, 1.93 instead of 1.60 at 64."""
     folder = resolve_model_folder(str(FOLDER / GEMMA), with_weights=True)
-    model, tokenizer, text = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder), "\n".join(FUNCTIONS)
+    model, tokenizer, text = BackboneWithHead(load_causal_lm(ModelRef(folder))), Tokenizer(folder), "\n".join(FUNCTIONS)
     result = evaluate_bits_per_byte(model, tokenizer, [Document.from_text(text)], max_length=64)
     bits, size = bits_of_windows(folder, [text], 64, repeat_start=False)
     assert result.bytes == size
@@ -89,7 +90,10 @@ def test_every_window_of_gemma_begins_with_its_start_token():
 def test_functions_cost_qwen_a_third_more_after_a_start_token():
     """First measured: 0.666 without, 0.942 after <|endoftext|>, on other functions."""
     folder = resolve_model_folder(str(FOLDER / QWEN), with_weights=True)
-    model, documents = BackboneWithHead(load_causal_lm(folder)), [Document.from_text(text[:600]) for text in FUNCTIONS]
+    model, documents = (
+        BackboneWithHead(load_causal_lm(ModelRef(folder))),
+        [Document.from_text(text[:600]) for text in FUNCTIONS],
+    )
     without = Tokenizer(folder)
     bits = {
         name: evaluate_bits_per_byte(

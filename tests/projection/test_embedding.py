@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xtk.errors import CorruptError, XtkError
-from xtk.models.embedding_weights import read_input_embedding
+from xtk.models.safetensors_headers import read_input_embedding
 from xtk.projection.build import build_projection
 
 

@@ -22,6 +22,7 @@ from xtk.engines.backend import BackendConfig
 from xtk.engines.worker_process import WorkerError
 from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.rollouts.engine_weight_files import WeightNames, save_weights
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.subprocess_generator import SHARED_MEMORY, WEIGHTS_FOLDER_PREFIX, SubprocessGenerator
@@ -35,7 +36,7 @@ SAMPLING = SamplingConfig(
 
 
 def backend_config(folder: Path) -> BackendConfig:
-    return BackendConfig(folder, "student", Tokenizer(folder))
+    return BackendConfig(ModelRef(folder, name="student"), Tokenizer(folder))
 
 
 def assert_equal_completions(found: list[Completion], expected: list[Completion]) -> None:
@@ -98,7 +99,7 @@ def test_subprocess_generator_matches_in_process_generator_and_reports_its_death
 
 
 def test_model_load_error_equals_that_of_the_in_process_generator(pair, tmp_path):
-    config = BackendConfig(tmp_path, "student", Tokenizer(pair.student))
+    config = BackendConfig(ModelRef(tmp_path, name="student"), Tokenizer(pair.student))
     with pytest.raises(XtkError) as local_error:
         TransformersGenerator.open(config)
     with pytest.raises(XtkError) as subprocess_error:
@@ -115,8 +116,9 @@ def test_subprocess_exits_when_its_parent_is_killed(pair):
         "import sys, time; from pathlib import Path\n"
         "from xtk.rollouts.subprocess_generator import SubprocessGenerator\n"
         "from xtk.engines.backend import BackendConfig; from xtk.text.tokenizer import Tokenizer\n"
+        "from xtk.models.resolver import ModelRef\n"
         "folder = Path(sys.argv[1])\n"
-        "apart = SubprocessGenerator(BackendConfig(folder, 'student', Tokenizer(folder)), 'transformers')\n"
+        "apart = SubprocessGenerator(BackendConfig(ModelRef(folder), Tokenizer(folder)), 'transformers')\n"
         "sys.stderr.write(f'{apart.process.pid}\\n'); time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script, str(pair.student)], stderr=subprocess.PIPE, text=True)
@@ -151,7 +153,7 @@ def test_ipc_messages_preserve_requests_and_errors():
 
 
 def test_weights_with_missing_or_unknown_names_are_refused(pair, tmp_path):
-    state = load_causal_lm(pair.student).state_dict()
+    state = load_causal_lm(ModelRef(pair.student)).state_dict()
     names = WeightNames.from_folder(pair.student)
     save_weights(state.items(), tmp_path)
     names.check_complete(WeightNames.from_folder(tmp_path), "there")

@@ -14,6 +14,7 @@ from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.packed_attention import ATTENTION_NAME
+from xtk.models.resolver import ModelRef
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.token_sampling import StopStringDetector, gumbel_noise, mask_unlikely, position_seeds, sample_tokens
 from xtk.rollouts.transformers_generator import TransformersGenerator
@@ -27,7 +28,7 @@ def tokenizer(pair):
 
 @pytest.fixture(scope="module")
 def model(pair):
-    loaded = load_causal_lm(pair.student)
+    loaded = load_causal_lm(ModelRef(pair.student))
     with torch.no_grad():
         loaded.lm_head.weight.mul_(40)  # distributions neither uniform nor one-hot
     return loaded
@@ -180,7 +181,7 @@ def test_model_in_train_mode_is_restored_and_generates_as_in_eval_mode(model, to
 
 def test_updated_weights_are_used_and_invalid_ones_are_refused(model, tokenizer, pair, tmp_path):
     requests, sampling = generation_requests(tokenizer, 3), SamplingConfig(max_completion_length=8)
-    old, new = load_causal_lm(pair.student), copy.deepcopy(model)
+    old, new = load_causal_lm(ModelRef(pair.student)), copy.deepcopy(model)
     expected = TransformersGenerator(new, tokenizer).generate(requests, sampling)
     new.save_pretrained(tmp_path)
     for weights in (tmp_path, new.state_dict().items()):

@@ -20,7 +20,7 @@ import torch
 from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_logprobs import Support
 from xtk.models.causal_lm import load_causal_lm
-from xtk.models.resolver import base_model_and_adapter, weights_fingerprint
+from xtk.models.resolver import ModelRef, base_model_and_adapter, weights_fingerprint
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.text.document import Document
@@ -33,7 +33,9 @@ SUPPORT = Support("top-k+sample", top_k=8, num_samples=4, num_sample_sets=1)
 
 def score_texts(folder: Path, **options: object) -> list:
     tokenizer = Tokenizer(folder)
-    teacher = TransformersTeacher(TeacherConfig(folder, "t", tokenizer, options=options, support=SUPPORT))
+    teacher = TransformersTeacher(
+        TeacherConfig(ModelRef(folder, name="t"), tokenizer, options=options, support=SUPPORT)
+    )
     return teacher.score(tokenize_documents(tokenizer, [Document.from_text(text) for text in TEXTS]))
 
 
@@ -47,7 +49,7 @@ def assert_close(found: list, expected: list, tolerance: float) -> None:
 
 def device_map_of(folder: Path) -> dict[str, str]:
     """Return a device map with the last layer of a model on the disk and everything else in memory."""
-    model = load_causal_lm(folder)
+    model = load_causal_lm(ModelRef(folder))
     body = dict(model.model.named_children())
     layers = {f"model.layers.{number}": "cpu" for number in range(len(model.model.layers))}
     last = f"model.layers.{len(model.model.layers) - 1}"
@@ -96,7 +98,7 @@ def adapter(pair, tmp_path_factory) -> Path:
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft uses a deprecated interface of transformers
-        model = get_peft_model(load_causal_lm(pair.teacher), config)
+        model = get_peft_model(load_causal_lm(ModelRef(pair.teacher)), config)
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
         if "lora_B" in name:

@@ -14,6 +14,7 @@ from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
+from xtk.models.resolver import ModelRef
 from xtk.teachers import BACKENDS
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher
@@ -157,7 +158,9 @@ def texts(tmp_path_factory) -> Path:
 
 
 def build_cache(pair, texts: Path, folder: Path, backend: str) -> dict:
-    request = CacheRequest(pair.teacher, "teacher", SUPPORT, backend=backend, shard_tokens=1)  # one document per shard
+    request = CacheRequest(
+        ModelRef(pair.teacher, name="teacher"), SUPPORT, backend=backend, shard_tokens=1
+    )  # one document per shard
     return cache_teacher(request, Corpus([str(texts)]), folder)
 
 
@@ -197,5 +200,5 @@ def test_log_probabilities_of_a_real_teacher_are_accepted(pair, texts, tmp_path,
     support = Support(
         kind, top_k=0 if kind in ("sample", "none") else 8, top_p=0.9 if kind == "top-p" else 1, **sampled
     )
-    request = CacheRequest(pair.teacher, "teacher", support, dtype=dtype)
+    request = CacheRequest(ModelRef(pair.teacher, dtype=dtype, name="teacher"), support)
     assert cache_teacher(request, Corpus([str(texts)]), tmp_path / "c")["documents"] == 8

@@ -11,6 +11,7 @@ import small_inputs
 
 from xtk.cache.teacher_logprobs import Support
 from xtk.data.corpus_reader import Corpus
+from xtk.models.resolver import ModelRef
 from xtk.teachers.cache_build_config import CacheRequest, sharding_options
 from xtk.teachers.cache_shard_planning import make_shard_plan, read_shards
 from xtk.text.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ def planning_peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> 
 
 @pytest.mark.long
 def test_planning_eight_times_the_documents_needs_no_more_memory(pair, tmp_path):
-    request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4))
+    request = CacheRequest(ModelRef(pair.teacher, name="teacher"), Support("top-k", top_k=4))
     tokenizer = Tokenizer(pair.teacher)
     texts = small_inputs.sentences(1500, seed=9)
     few = small_inputs.write_jsonl(tmp_path / "few.jsonl", texts)
@@ -58,8 +59,8 @@ def reading_seconds(request: CacheRequest, tokenizer: Tokenizer, corpus: Corpus)
 
 def test_a_long_document_in_many_shards_is_tokenized_once(pair, tmp_path):
     """If each shard tokenized the whole document for its chunk, four times the text would take 16 times as long."""
-    request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4), long_documents="split", max_length=64,
-                           shard_tokens=256)  # fmt: skip
+    request = CacheRequest(ModelRef(pair.teacher, name="teacher"), Support("top-k", top_k=4), long_documents="split",
+                           max_length=64, shard_tokens=256)  # fmt: skip
     tokenizer = Tokenizer(pair.teacher)
     text = "".join(small_inputs.sentences(400, seed=9))
     corpora = []

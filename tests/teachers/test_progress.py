@@ -9,6 +9,7 @@ import pytest
 from xtk import terminal
 from xtk.cache.teacher_logprobs import make_support
 from xtk.data.corpus_reader import Corpus
+from xtk.models.resolver import ModelRef
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import CachePartition, cache_teacher
 
@@ -19,7 +20,9 @@ LINE = re.compile(r"cache-teacher: ([\d,]+)/([\d,]+) tokens  [\d,]+ tokens/s  .+
 def test_progress_moves_with_every_batch(pair, corpus, tmp_path, monkeypatch, capsys, num_processes):
     monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0)
     shard_tokens = 65536 if num_processes == 1 else 400
-    request = CacheRequest(pair.teacher, "teacher", make_support(""), batch_tokens=200, shard_tokens=shard_tokens)
+    request = CacheRequest(
+        ModelRef(pair.teacher, name="teacher"), make_support(""), batch_tokens=200, shard_tokens=shard_tokens
+    )
     figures = cache_teacher(
         request, Corpus([str(corpus)]), tmp_path / "cache", partition=CachePartition(num_processes=num_processes)
     )

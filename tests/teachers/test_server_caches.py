@@ -16,6 +16,7 @@ from xtk.cache.teacher_logprobs import Support
 from xtk.data.corpus_reader import Corpus
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
+from xtk.models.resolver import ModelRef
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.cache_building import cache_teacher
 
@@ -25,7 +26,7 @@ FAST_RETRIES = RetryPolicy(max_attempts=3, total_seconds=300, attempt_seconds=60
 def cache_request(pair: Pair, backend: str, *servers: str, **changed: Any) -> CacheRequest:
     options = {"servers": list(servers), "patience": FAST_RETRIES} if servers else {}
     fields = {"support": Support("top-k", top_k=8), "shard_tokens": 200, **changed}
-    return CacheRequest(pair.teacher, "teacher", backend=backend, backend_options=options, **fields)
+    return CacheRequest(ModelRef(pair.teacher, name="teacher"), backend=backend, backend_options=options, **fields)
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

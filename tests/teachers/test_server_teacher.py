@@ -27,6 +27,7 @@ from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.engines.server_responses import RetryableError
 from xtk.errors import MismatchError, XtkError
+from xtk.models.resolver import ModelRef
 from xtk.teachers import vllm_server_client
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.sglang_responses import parse_response
@@ -43,8 +44,7 @@ TOP_8 = Support("top-k", top_k=8)
 
 def teacher_config(folder: Path, servers: list[str], support: Support = TOP_8, **options: object) -> TeacherConfig:
     return TeacherConfig(
-        folder,
-        "teacher",
+        ModelRef(folder, name="teacher"),
         Tokenizer(folder),
         support=support,
         options={"servers": servers, "patience": FAST_RETRIES, **options},

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xtk.cache.teacher_logprobs import StoredLogprobs, make_support
 from xtk.models.output_head import OutputHead
+from xtk.models.resolver import ModelRef
 from xtk.teachers import transformers
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.transformers import TransformersTeacher
@@ -57,8 +58,8 @@ def documents() -> list[TokenSequence]:
 
 def score(device: torch.device, support: dict[str, object]) -> tuple[list[StoredLogprobs], SimulatedCuda]:
     """Return the log-probabilities of some documents, in three batches, and what the device counted."""
-    config = TeacherConfig(Path(), "teacher", None, batch_tokens=2 * LENGTH, support=make_support(**support),
-                           options={"cut": LookUp(device)})  # fmt: skip
+    config = TeacherConfig(ModelRef(Path(), name="teacher"), None, batch_tokens=2 * LENGTH,
+                           support=make_support(**support), options={"cut": LookUp(device)})  # fmt: skip
     teacher = TransformersTeacher(config)
     teacher.device = device
     candidates = [np.tile(np.array([NEVER, 9, -1, 20], np.int32), (len(one) - 1, 1)) for one in documents()]

@@ -16,6 +16,7 @@ from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.teacher_logprobs import Support
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.logprob_checks import check_scored_document
 from xtk.teachers.transformers import (
@@ -51,7 +52,11 @@ def open_teacher(
     folder: Path, support: Support, *, dtype: str = "float32", batch_tokens: int = 512
 ) -> TransformersTeacher:
     tokenizer = Tokenizer(folder)
-    return TransformersTeacher(TeacherConfig(folder, str(folder), tokenizer, dtype, batch_tokens, support=support))
+    return TransformersTeacher(
+        TeacherConfig(
+            ModelRef(folder, dtype=dtype, name=str(folder)), tokenizer, batch_tokens=batch_tokens, support=support
+        )
+    )
 
 
 def top_k_support(k: int) -> Support:
@@ -174,7 +179,7 @@ def random_candidate_ids(document: TokenSequence, width: int) -> np.ndarray:
 def test_teacher_matches_the_plain_forward_pass(pair, role, kind):
     folder, support = getattr(pair, role), SUPPORTS[kind]
     teacher = open_teacher(folder, support, batch_tokens=256)
-    model = load_causal_lm(folder).eval()
+    model = load_causal_lm(ModelRef(folder)).eval()
     documents = tokenized(folder)
     given = (
         [random_candidate_ids(document, teacher.vocab_size) for document in documents] if kind == "candidates" else None
@@ -239,7 +244,7 @@ def test_batches_contain_every_document_once_within_the_token_limit():
 def test_cached_log_probabilities_match_the_plain_forward_pass(run, pair, corpus, tmp_path):
     cache = tmp_path / "c"
     run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--precision", "float32", "-o", cache)
-    model = load_causal_lm(pair.teacher).eval()
+    model = load_causal_lm(ModelRef(pair.teacher)).eval()
     tokenizer = Tokenizer(pair.teacher)
     rows = list(TeacherCache(cache))
     assert len(rows) == 40
@@ -259,7 +264,7 @@ def test_entropy_in_half_precision_is_close_to_float32(pair, dtype):
 
 
 def test_nan_log_probabilities_of_a_teacher_are_refused(pair, tmp_path):
-    model = load_causal_lm(pair.teacher)
+    model = load_causal_lm(ModelRef(pair.teacher))
     with torch.no_grad():
         model.model.norm.weight.fill_(3e38)  # finite, as weights must be; the logits are not
     model.save_pretrained(tmp_path)

@@ -23,6 +23,7 @@ from xtk.losses.interface import span_ranges
 from xtk.losses.term import make_loss_inputs
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.text.alignment import align_sequences
 from xtk.text.document import Document
 from xtk.text.document_token_ids import SampledTokens
@@ -91,7 +92,7 @@ def token_ids(folder, text: str) -> list[int]:
 
 
 def log_softmax(folder, ids: list[int]) -> torch.Tensor:
-    model = load_causal_lm(folder, dtype=torch.float64).eval()
+    model = load_causal_lm(ModelRef(folder, dtype="float64")).eval()
     with torch.no_grad():
         return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], -1)
 
@@ -108,7 +109,7 @@ def test_bits_per_byte_sum_over_all_tokens_of_a_text(models, tokenizer):
         ids = [1, *token_ids(folder, text)]
         logprobs = log_softmax(folder, ids)
         bits = -sum(float(logprobs[at, ids[at + 1]]) for at in range(len(ids) - 1)) / math.log(2)
-        model = BackboneWithHead(load_causal_lm(folder))
+        model = BackboneWithHead(load_causal_lm(ModelRef(folder)))
         found = evaluate_bits_per_byte(model, tokenizer, [Document.from_text(text)], by_category=True)
         assert (found.num_tokens, found.bytes) == (len(ids) - 1, len(text.encode())), text
         assert found.bits == pytest.approx(bits, rel=1e-5), text

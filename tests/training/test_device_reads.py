@@ -14,10 +14,11 @@ import torch
 from recorded_training_steps import GradientRecorder, load_student_for_steps, make_train_config, open_run_inputs
 from simulated_cuda import CUDA, READ, SHAPE, UPLOAD, SimulatedCuda, SimulatedTensor, move_to_device, to_host
 
-from xtk.batches.batch_copies import _wait_for
+from xtk.batches.batch_prefetch import _wait_for
 from xtk.batches.micro_batches import BatchSampler
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.resolver import ModelRef
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.training import student_with_losses
 from xtk.training.student_with_losses import StudentWithLoss
@@ -69,7 +70,7 @@ def take_steps(
         identity={},
         steps=STEPS,
         output=Path("nowhere"),
-        tokenizer_folder=pair.student,
+        initial_student=ModelRef(pair.student),
     )
     recorder, waits, metrics = GradientRecorder(model), [], []
     for step in range(STEPS):

@@ -23,6 +23,7 @@ from xtk.batches.top1_agreement import BySpelling
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.projection.file import read_projection
 from xtk.runs.metrics_file import read_metrics
@@ -51,13 +52,13 @@ def caches(run, pair, tmp_path_factory) -> Path:
 
 def evaluate(student: Path, cache: Path, losses: list[str], projections: tuple[Path, ...] = ()) -> dict[str, float]:
     inputs = open_run_inputs(student, [cache], make_train_config(losses), projections, (cache,))
-    model = StudentWithLoss(BackboneWithHead(load_causal_lm(student)))
+    model = StudentWithLoss(BackboneWithHead(load_causal_lm(ModelRef(student))))
     return HeldOutEvaluator(inputs.held_out, model, inputs.tokenizer, 256, 0, ParallelConfig(), CPU)()
 
 
 def top1_tokens(folder: Path, ids: np.ndarray) -> np.ndarray:
     """Return a model's most likely token after each token, from full logits in float64."""
-    model = load_causal_lm(folder, dtype=torch.float64).eval()
+    model = load_causal_lm(ModelRef(folder, dtype="float64")).eval()
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0].argmax(-1).numpy()
 
@@ -135,7 +136,7 @@ def test_eval_ce_includes_whitespace_that_the_training_loss_masks(run, pair, tmp
 def test_eval_ce_is_reported_even_if_ce_is_not_a_loss(pair, caches):
     found = evaluate(pair.student, caches / "teacher", ["byte-kl"])
     nats, count = 0.0, 0
-    model = load_causal_lm(pair.student, dtype=torch.float64).eval()
+    model = load_causal_lm(ModelRef(pair.student, dtype="float64")).eval()
     texts = small_inputs.sentences(12, seed=21)
     for sequence in tokenize_documents(Tokenizer(pair.student), [Document.from_text(text) for text in texts]):
         ids = torch.from_numpy(sequence.ids.astype(np.int64))

@@ -31,6 +31,7 @@ from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
 from xtk.text.tokenizer import Tokenizer
 
@@ -115,7 +116,10 @@ def test_held_out_metrics_equal_those_of_one_process(results_of, students, cache
         return
     documents = [row.document for row in TeacherCache(cache)]
     one_process = evaluate_bits_per_byte(
-        BackboneWithHead(load_causal_lm(students[student])), Tokenizer(students[student]), documents, max_length=CONTEXT
+        BackboneWithHead(load_causal_lm(ModelRef(students[student]))),
+        Tokenizer(students[student]),
+        documents,
+        max_length=CONTEXT,
     )
     assert one_process.num_windows > len(documents)
     assert expected["eval_bits_per_byte"] == pytest.approx(one_process.bits_per_byte, rel=1e-6)

@@ -23,6 +23,7 @@ from xtk_processes import run_xtk
 from xtk.cache.reader import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses.spec import parse_losses
+from xtk.models.resolver import ModelRef
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.rewards.reward_spec import parse_reward
 from xtk.rollouts.generator_interface import SamplingConfig
@@ -318,9 +319,9 @@ def test_each_rollout_is_tokenized_once_by_each_side_and_written_once(
         losses=tuple(parse_losses([loss])), max_steps=8, per_device_train_batch_size=4, on_policy=config
     )
     online_teacher = parse_online_teacher(f"{pair.teacher}:{teacher}", long_documents="refuse", trust_remote_code=False)
-    paths = RunPaths(pair.student, (str(prompts),), (), tmp_path / "out", online_teachers=(online_teacher,))
+    paths = RunPaths(ModelRef(pair.student), (str(prompts),), (), tmp_path / "out", online_teachers=(online_teacher,))
     inputs = open_inputs(paths, recipe, Tokenizer(pair.student))
-    distill(paths, recipe, LoggingConfig(), inputs, force=False, trust_remote_code=False)
+    distill(paths, recipe, LoggingConfig(), inputs, force=False)
     assert written == [8, 6]  # two batches of two steps, each trained twice; one prompt is twice in the second
     assert tokenized == {str(pair.student): 14, str(pair.teacher): 14}
 

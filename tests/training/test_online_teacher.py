@@ -27,6 +27,7 @@ from xtk.batches.micro_batches import BatchSampler
 from xtk.cache.teacher_document import TeacherDocument
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import MismatchError, XtkError
+from xtk.models.resolver import ModelRef
 from xtk.parallel.graceful_stop import StopListener
 from xtk.runs.metrics_file import read_metrics
 from xtk.teachers.cache_building import cache_teacher
@@ -58,7 +59,9 @@ def write_cache(teacher: OnlineTeacher, data: Path, folder: Path, **columns: str
 def online_inputs(
     student: Path, data: Path, teachers: list[OnlineTeacher], columns: dict[str, str] | None = None, **options: str
 ) -> RunInputs:
-    paths = RunPaths(student, (str(data),), (), Path("nowhere"), columns or {}, online_teachers=tuple(teachers))
+    paths = RunPaths(
+        ModelRef(student), (str(data),), (), Path("nowhere"), columns or {}, online_teachers=tuple(teachers)
+    )
     return open_inputs(paths, make_train_config(["byte-kl"], **options), Tokenizer(student))
 
 
@@ -365,7 +368,7 @@ def test_invalid_inputs_are_refused_with_the_reason(pair, corpus, cache, tmp_pat
     teacher = online_teacher(pair.teacher)
     with pytest.raises(XtkError, match="--teacher needs plain data, but CACHE is a teacher cache"):
         online_inputs(pair.student, cache, [teacher])
-    paths = RunPaths(pair.student, (str(corpus),), (), tmp_path, online_teachers=(teacher,))
+    paths = RunPaths(ModelRef(pair.student), (str(corpus),), (), tmp_path, online_teachers=(teacher,))
     with pytest.raises(XtkError, match="--teacher is given, but no --loss uses a teacher"):
         open_inputs(paths, make_train_config(["ce"]), Tokenizer(pair.student))
     with pytest.raises(MismatchError, match="the student's tokenizer"):

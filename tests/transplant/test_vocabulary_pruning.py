@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.model_transplant import TransplantConfig, pruned_tokenizer, transplant_model
@@ -152,7 +153,7 @@ def test_logits_of_kept_tokens_are_unchanged(tmp_path):
         assert manifest["method"] == "kept"
         assert manifest["composed"] == manifest["unknown"] == 0
     (tokens,) = Tokenizer(tmp_path / "small").encode(["Anna has 12"])
-    models = [load_causal_lm(path) for path in (folder, tmp_path / "small")]
+    models = [load_causal_lm(ModelRef(path)) for path in (folder, tmp_path / "small")]
     with torch.no_grad():
         old_logits, new_logits = (
             model(torch.from_numpy(ids.astype(np.int64))[None]).logits
@@ -248,7 +249,7 @@ def test_several_roles_of_one_old_token_get_different_rows_in_the_head(tmp_path)
         new = Tokenizer(small_inputs.make_student_tokenizer(tmp_path / f"new-{tied}"))
         output = tmp_path / f"out-{tied}"
         manifest = transplant_model(TransplantConfig(folder, None, Tokenizer(folder), new), output)
-        model, old = load_causal_lm(output), load_causal_lm(folder)
+        model, old = load_causal_lm(ModelRef(output)), load_causal_lm(ModelRef(folder))
         ids = new.special_token_ids
         row = old.get_input_embeddings().weight[0]
         for role in ("bos", "eos", "pad"):

@@ -180,19 +180,7 @@ class CacheWriter:
         *,
         entropy: ArrayLike | None = None,
     ) -> None:
-        """Add a document whose tokens are known; see `add`.
-
-        Args:
-            view: the document.
-            tokens: the teacher's tokens of it.
-            top_ids: as in `add`.
-            top_logprobs: as in `add`.
-            observed_logprobs: as in `add`.
-            entropy: as in `add`.
-
-        Raises:
-            XtkError: as `add`.
-        """
+        """Add a document whose teacher tokens are known; arguments as for `add`."""
         where = f"document {self._plan.num_documents}"
         if self._spool is None or self._is_closing:
             raise XtkError(
@@ -363,10 +351,6 @@ def _common_top_k(list_forms: set[tuple[int, bool]], vocab_size: int) -> int:
     A program lists K ids, or K and the observed token. In the second form the lists have K ids where the observed token
     is one of them, and else K + 1. If lists have other lengths, a least likely observed token need not be one of the
     most likely ids.
-
-    Args:
-        list_forms: of all positions, as `_list_forms` returns them.
-        vocab_size: number of the teacher's token ids.
     """
     shortest = min(length for length, _ in list_forms)
     is_regular = all(length == shortest or (is_last and length == shortest + 1) for length, is_last in list_forms)
@@ -385,16 +369,10 @@ def _checked_arrays(
     entropy: ArrayLike | None,
     where: str,
 ) -> LogprobArrays:
-    """Return the arrays of one document.
-
-    Raises:
-        XtkError: a shape does not fit the document's tokens.
-    """
+    """Return the arrays of one document, refused if they do not fit its tokens."""
     positions = int(tokens.train_mask.sum())
-    ids, logprobs = (
-        to_array("top_ids", top_ids, np.int64, where),
-        to_array("top_logprobs", top_logprobs, np.float32, where),
-    )
+    ids = to_array("top_ids", top_ids, np.int64, where)
+    logprobs = to_array("top_logprobs", top_logprobs, np.float32, where)
     observed = to_array("observed_logprobs", observed_logprobs, np.float32, where)
     if ids.ndim == 1 and not ids.size:
         ids, logprobs = ids.reshape(positions, 0), logprobs.reshape(positions, 0)
@@ -448,17 +426,7 @@ def _checked_arrays(
 
 
 def to_array(name: str, values: Any, dtype: Any, where: str) -> NDArray[Any]:
-    """Return an argument as an array; a tensor of torch may be on any device and of any dtype.
-
-    Args:
-        name: of the argument, for errors.
-        values: numbers.
-        dtype: of the result.
-        where: what it belongs to, for errors.
-
-    Raises:
-        XtkError: it is not an array of numbers.
-    """
+    """Return an argument as an array of a dtype; a tensor of torch may be on any device and of any dtype."""
     try:
         if isinstance(values, torch.Tensor):
             values = (values.float() if values.is_floating_point() else values).detach().cpu().numpy()

@@ -22,7 +22,7 @@ from xtk.data.record_to_document import Record
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import DTYPES
-from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
+from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
 from xtk.models.weight_hash import CHUNK_BYTES, hash_chunks
 from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import CacheRequest
@@ -122,8 +122,8 @@ def cache_teacher(
         precision: as `--precision`.
         columns: {field: column} for fields with another column name.
         force: replace a cache of another request.
-        options: fields of `CacheRequest`: `dtype` (of a model that is loaded), `start_token`, `long_documents`,
-            `max_length`, `batch_tokens`, `shard_tokens`.
+        options: `dtype` and `trust_remote_code` of a model that is loaded; fields of `CacheRequest`: `start_token`,
+            `long_documents`, `max_length`, `batch_tokens`, `shard_tokens`.
 
     Raises:
         XtkError: the dataset is empty or not a sequence of rows, a document is too long, the dtype is unknown, or the
@@ -134,12 +134,11 @@ def cache_teacher(
     )
     if isinstance(model, str | Path):
         folder, adapter = base_model_and_adapter(resolve_model_folder(str(model), with_weights=True))
-        backend_options = {"adapter": adapter} if adapter else {}
-        _check_dtype(options.get("dtype", "float32"))
+        dtype = options.pop("dtype", "float32")
+        _check_dtype(dtype)
+        ref = ModelRef(folder, adapter, dtype, options.pop("trust_remote_code", False), str(model))
         support = _to_support(support, folder, top_k, top_p, num_samples)
-        request = CacheRequest(
-            folder, str(model), support, precision=precision, backend_options=backend_options, **options
-        )
+        request = CacheRequest(ref, support, precision=precision, **options)
         build_cache(request, corpus, output, force=force)
         return TeacherCache(output)
     name, folder = _store_model_files(model, tokenizer)
@@ -155,11 +154,7 @@ def cache_teacher(
 
 
 def _check_dtype(name: str) -> None:
-    """Refuse a dtype in which xtk does not score.
-
-    Raises:
-        XtkError: names the dtype.
-    """
+    """Refuse a dtype in which xtk does not score."""
     if name not in DTYPES:
         raise unknown_name_error("dtype", name, DTYPES)
 
@@ -196,16 +191,18 @@ def _request_for_model(
 ) -> CacheRequest:
     """Return the request for a loaded model, whose configuration and tokenizer are in this folder."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    fields = {"dtype": dtype, **options}
-    _check_dtype(fields["dtype"])
-    if fields["dtype"] != dtype:
+    options = dict(options)
+    wanted = options.pop("dtype", dtype)
+    _check_dtype(wanted)
+    if wanted != dtype:
         raise XtkError(
-            f"dtype is {fields['dtype']!r}, but the model has {dtype}",
+            f"dtype is {wanted!r}, but the model has {dtype}",
             where=name,
-            hint=f"pass model.to(torch.{fields['dtype']}), or the folder of the model with dtype",
+            hint=f"pass model.to(torch.{wanted}), or the folder of the model with dtype",
         )
     loaded = {"cut": BackboneWithHead(model), "weights": loaded_weights_fingerprint(model)}
-    return CacheRequest(folder, name, support, precision=precision, backend_options=loaded, **fields)
+    ref = ModelRef(folder, None, dtype, options.pop("trust_remote_code", False), name)
+    return CacheRequest(ref, support, precision=precision, backend_options=loaded, **options)
 
 
 def loaded_weights_fingerprint(model: Any) -> str:

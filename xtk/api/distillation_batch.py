@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xtk.batches.batch_prefetch import converted
 from xtk.batches.micro_batches import MicroBatch
 from xtk.losses.cells.loss_cells import LossCells
 
 IGNORE_INDEX = -100  # label of tokens without loss, as in PyTorch's cross-entropy
 TEACHER_KEY = "teacher"  # key of the teacher's part in a batch
-_ALIGNMENT = 16  # bytes
+ENTRIES = ("input_ids", "labels", "position_ids", "attention_mask")
 
 
 class TeacherBatch:
@@ -74,85 +74,29 @@ class DistillationBatch(dict[str, Any]):
         return DistillationBatch({name: value.to(device) for name, value in self.items()})
 
     def __reduce__(self) -> Any:
-        """Send the batch to another process as one tensor: a DataLoader worker opens a file for each that it sends."""
-        if TEACHER_KEY not in self:
-            return DistillationBatch, (dict(self),)
-        tensors = _JoinedTensors()
-        entries = {name: tensors.add(value) for name, value in self.items() if name != TEACHER_KEY}
-        teacher: TeacherBatch = self[TEACHER_KEY]
-        cells = [
-            (type(cell), {field.name: tensors.add(getattr(cell, field.name)) for field in dataclasses.fields(cell)})
-            for cell in teacher.cells
-        ]
-        return _read_batch, (entries, {**vars(teacher), "cells": ()}, cells, tensors.joined())
+        """Send tensors to another process as arrays: a DataLoader worker opens a file for each tensor that it sends."""
+        arrays = {name: _to_array(self[name]) for name in ENTRIES if name in self}
+        others = {name: value for name, value in self.items() if name not in (*ENTRIES, TEACHER_KEY)}
+        teacher: TeacherBatch | None = self.get(TEACHER_KEY)
+        if teacher is not None:
+            others[TEACHER_KEY] = teacher._with_cells(converted(teacher.cells, torch.Tensor, _to_array))
+        return _read_batch, (arrays, others)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a tensor is in joined ones."""
-
-    start: int
-    stop: int
-    dtype: torch.dtype
-    shape: torch.Size
+def _to_array(tensor: torch.Tensor) -> Any:
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-class _JoinedTensors:
-    """Tensors on the CPU, to be joined."""
-
-    def __init__(self) -> None:
-        self._places: list[_Place] = []
-        self._tensors: list[torch.Tensor] = []
-
-    def add(self, value: Any) -> Any:
-        """Return the place of a tensor on the CPU; other values unchanged."""
-        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
-            return value
-        start = -(-self._places[-1].stop // _ALIGNMENT) * _ALIGNMENT if self._places else 0
-        place = _Place(start, start + value.numel() * value.element_size(), value.dtype, value.shape)
-        self._places.append(place)
-        self._tensors.append(value)
-        return place
-
-    def joined(self) -> torch.Tensor:
-        """Return the bytes of all tensors, uint8."""
-        joined = torch.empty(self._places[-1].stop if self._places else 0, dtype=torch.uint8)
-        for tensor, place in zip(self._tensors, self._places, strict=True):
-            joined[place.start : place.stop] = tensor.contiguous().flatten().view(torch.uint8)
-        return joined
-
-
-def _read_batch(
-    entries: dict[str, Any],
-    attributes: dict[str, Any],
-    cells: Sequence[tuple[type[LossCells], dict[str, Any]]],
-    joined: torch.Tensor,
-) -> DistillationBatch:
-    """Return the batch that was sent; its tensors are parts of one."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, _Place):
-            return value
-        return joined[value.start : value.stop].view(value.dtype).view(value.shape)
-
-    teacher = object.__new__(TeacherBatch)
-    made = []
-    for kind, fields in cells:
-        one = object.__new__(kind)
-        vars(one).update({name: read(value) for name, value in fields.items()})
-        made.append(one)
-    vars(teacher).update(attributes, cells=tuple(made))
-    return DistillationBatch({name: read(value) for name, value in entries.items()}, teacher=teacher)
+def _read_batch(arrays: dict[str, Any], others: dict[str, Any]) -> DistillationBatch:
+    """Return the batch that was sent."""
+    if TEACHER_KEY in others:
+        cells = converted(others[TEACHER_KEY].cells, np.ndarray, torch.from_numpy)
+        others = {**others, TEACHER_KEY: others[TEACHER_KEY]._with_cells(cells)}
+    return DistillationBatch({**converted(arrays, np.ndarray, torch.from_numpy), **others})
 
 
 def make_batch(micro_batch: MicroBatch, losses: tuple[str, ...], vocab_size: int) -> DistillationBatch:
-    """Return a micro-batch as tensors on the CPU.
-
-    Args:
-        micro_batch: built by a `BatchBuilder`.
-        losses: names of the losses that it is for.
-        vocab_size: tokens of the student's tokenizer.
-    """
+    """Return a micro-batch as tensors on the CPU, for some losses and the student's vocabulary size."""
     ids = torch.from_numpy(micro_batch.input_ids)
     labels = torch.full_like(ids, IGNORE_INDEX).flatten()
     predicted = torch.from_numpy(micro_batch.loss_positions + 1)

@@ -19,6 +19,7 @@ from xtk.losses.spec import parse_losses
 from xtk.losses.term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.output_head import OutputHead, chunk_rows
+from xtk.models.packed_attention import GENERAL_ATTENTION_NAME
 from xtk.parallel.host_to_device import to_device
 
 
@@ -55,16 +56,7 @@ class DistillationLoss(nn.Module):
         return " + ".join(map(str, self.specs))
 
     def bind(self, losses: Sequence[str], terms: tuple[LossTerm, ...], teacher_names: tuple[str, ...]) -> None:
-        """Set the terms of the total loss; a collator calls it with the teacher that it has.
-
-        Args:
-            losses: the losses with their options, without "auto".
-            terms: the same as terms of the total loss.
-            teacher_names: names of the teachers in metrics.
-
-        Raises:
-            MismatchError: another collator has set other losses.
-        """
+        """Set the losses (without "auto"), as terms too, and the teachers' names in metrics; a collator calls it."""
         if self.terms and self.losses != tuple(losses):
             raise MismatchError(
                 "this DistillationLoss already belongs to a DistillationCollator with other losses",
@@ -143,16 +135,7 @@ class DistillationLoss(nn.Module):
     def scaled_cells(
         self, teacher: TeacherBatch, device: torch.device, num_items_in_batch: Tensor | None = None
     ) -> list[LossCells]:
-        """Return what each loss compares, with its weight divided by its number of items.
-
-        Args:
-            teacher: the teacher's part of a batch.
-            device: device of the result.
-            num_items_in_batch: as in `forward`.
-
-        Raises:
-            XtkError: `num_items_in_batch` is not from `num_items`.
-        """
+        """Return what each loss compares, with its weight divided by its number of items; arguments as in `forward`."""
         given = teacher.counts if num_items_in_batch is None else num_items_in_batch
         counts = given.double().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given, np.float64)
         if counts.shape != teacher.counts.shape:
@@ -170,14 +153,7 @@ class DistillationLoss(nn.Module):
         self.metrics = {term.name: total / count for term, total, count in zip(self.terms, sums, items, strict=True)}
 
     def output_head(self, lm_head: Any) -> OutputHead:
-        """Return the output head of a linear layer or of a model.
-
-        Args:
-            lm_head: a linear layer, a causal language model of transformers, or an `OutputHead`.
-
-        Raises:
-            XtkError: it is something else, or a model whose head is not a separate matrix.
-        """
+        """Return the output head of a linear layer, a causal language model of transformers, or an `OutputHead`."""
         if isinstance(lm_head, OutputHead):
             return lm_head
         if type(lm_head) is nn.Linear:
@@ -215,3 +191,33 @@ class DistillationLoss(nn.Module):
                 where="DistillationLoss",
                 hint="pass the tokenizer of this model to DistillationCollator",
             )
+
+
+def enable_packing(model: Any) -> None:
+    """Make a model compute attention by document, for batches of `DistillationCollator(..., packing=True)`.
+
+    A packed batch is one sequence [1, T] of several documents, whose `position_ids` restart at 0. Without this, models
+    of transformers compute a mask [T, T] for it, which costs time and memory. Other inputs, padded batches and
+    generation have the same results as before.
+
+    Args:
+        model: a causal language model of transformers; its attention implementation is changed.
+
+    Raises:
+        XtkError: the architecture cannot separate packed documents.
+    """
+    split_packed_model(model)
+
+
+def split_packed_model(model: Any) -> BackboneWithHead:
+    """Return backbone and head of a model, on which packing was enabled as by `enable_packing`."""
+    split = BackboneWithHead(model)
+    if not split.enable_packing():
+        raise XtkError(
+            "the student's architecture does not support packing",
+            where=type(model).__name__,
+            hint="use DistillationCollator(..., packing=False)",
+        )
+    if split.supports_context_parallel:
+        model.set_attn_implementation(GENERAL_ATTENTION_NAME)
+    return split

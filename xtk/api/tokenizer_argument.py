@@ -29,13 +29,9 @@ _recent: dict[str, Tokenizer] = {}  # by content: reading a tokenizer of 150,000
 
 
 def to_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Return xtk's tokenizer for a tokenizer argument; the last ones are kept until their content changes.
+    """Return xtk's tokenizer for a folder, a hub id, a fast tokenizer of transformers, or a `Tokenizer` of xtk.
 
-    Args:
-        tokenizer: a folder, a hub id, a fast tokenizer of transformers, or a `Tokenizer` of xtk.
-
-    Raises:
-        XtkError: there is no fast tokenizer.
+    The last ones are kept until their content changes.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -92,9 +88,8 @@ def _loaded_from_folder(tokenizer: Any, name: str) -> Tokenizer | None:
     template = getattr(tokenizer, "chat_template", None)
     if in_folder.template_fingerprint != _template_fingerprint(template):
         return None
-    if in_folder.special_token_ids != {
-        role: number for role, number in _role_ids(tokenizer).items() if number is not None
-    }:
+    roles = {role: number for role, number in _role_ids(tokenizer).items() if number is not None}
+    if in_folder.special_token_ids != roles:
         return None
     with_start = [*in_folder.start_ids, *in_folder.encode(["a"])[0].ids.tolist()]
     if list(tokenizer("a")["input_ids"])[: len(with_start)] != with_start:
@@ -125,16 +120,7 @@ def _stored_copy(tokenizer: Any, name: str) -> Tokenizer:
 
 
 def store_files(kind: str, files: dict[str, str], name: str = "") -> Path:
-    """Write small files into a folder of xtk's cache that is named by their content, and return the folder.
-
-    Args:
-        kind: name of the folder above.
-        files: {name: content}.
-        name: last part of the path; "": the folder that is named by the content.
-
-    Raises:
-        XtkError: the cache folder cannot be written.
-    """
+    """Write small files {name: content} into a folder of xtk's cache, and return it: KIND/hash of the content/NAME."""
     try:
         folder = user_cache_folder() / kind / sha256(canonical_json(files)).removeprefix("sha256:")[:32] / name
         folder.mkdir(parents=True, exist_ok=True)

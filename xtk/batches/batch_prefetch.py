@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from xtk import terminal
-from xtk.batches.batch_copies import pinned
 from xtk.batches.micro_batches import BatchBuilder, BatchSampler, MicroBatch, prefetch_in_thread
 from xtk.errors import XtkError
+from xtk.losses.cells.loss_cells import LossCells
 from xtk.subprocesses import die_with_parent
 from xtk.writable_cache_folders import shared_memory_is_writable
 
@@ -26,25 +26,15 @@ PREFETCH_STEPS = 2  # per worker process
 
 @dataclass(frozen=True)
 class StepBatchBuilder:
-    """Builds the micro-batches of one training process, step by step; deterministic, so workers can call it.
+    """Builds the micro-batches of one training process, step by step; deterministic, so workers can call it."""
 
-    Attributes:
-        batch_builder: builds one micro-batch.
-        sampler: chooses the documents of each step.
-        documents_per_batch: documents in a micro-batch.
-        max_tokens: maximum number of tokens in a micro-batch; 0: `documents_per_batch` decides.
-        rank: index of this data shard.
-        num_ranks: number of data shards.
-        pins: whether cells are moved to pinned memory, for a GPU.
-    """
-
-    batch_builder: BatchBuilder
-    sampler: BatchSampler
-    documents_per_batch: int
-    max_tokens: int
-    rank: int
-    num_ranks: int
-    pins: bool = False
+    batch_builder: BatchBuilder  # builds one micro-batch
+    sampler: BatchSampler  # chooses the documents of each step
+    documents_per_batch: int  # documents in a micro-batch
+    max_tokens: int  # maximum number of tokens in a micro-batch; 0: `documents_per_batch` decides
+    rank: int  # index of this data shard
+    num_ranks: int  # number of data shards
+    pins: bool = False  # whether cells are moved to pinned memory, for a GPU
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step."""
@@ -149,16 +139,63 @@ def _start_worker(run: int, number: int) -> None:
 
 def _with_terms(batch: MicroBatch, kind: type, convert: Callable[[Any], Any]) -> MicroBatch:
     """Return a micro-batch whose loss terms have all values of type `kind` converted."""
-    return dataclasses.replace(batch, terms=tuple(_converted(term, kind, convert) for term in batch.terms))
+    return dataclasses.replace(batch, terms=tuple(converted(term, kind, convert) for term in batch.terms))
 
 
-def _converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+def converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """Return a value whose parts of type `kind`, in lists, tuples, dictionaries and dataclasses, are converted."""
     if isinstance(value, kind):
         return convert(value)
     if isinstance(value, list | tuple):
-        return type(value)(_converted(item, kind, convert) for item in value)
+        return type(value)(converted(item, kind, convert) for item in value)
+    if isinstance(value, dict):
+        return {name: converted(item, kind, convert) for name, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {name: _converted(field, kind, convert) for name, field in fields.items()}
-        return dataclasses.replace(value, **changed)
+        return dataclasses.replace(value, **converted(fields, kind, convert))
     return value
+
+
+def pinned(batch: MicroBatch) -> MicroBatch:
+    """Return a micro-batch whose cells are in pinned memory, from which a GPU copies while the host goes on."""
+    return dataclasses.replace(batch, terms=tuple(term.pinned() for term in batch.terms))
+
+
+def copied_ahead(
+    micro_batches: Sequence[MicroBatch], scales: Sequence[float], device: torch.device
+) -> Iterator[tuple[MicroBatch, list[LossCells]]]:
+    """Yield each micro-batch with its losses' cells on the device, scaled; the next one's are copied meanwhile."""
+    ahead: list[tuple[list[LossCells], Any]] = []
+    for number, batch in enumerate(micro_batches):
+        next_ones = micro_batches[number + len(ahead) : number + 2]
+        ahead.extend(_start_copies(later, scales, device) for later in next_ones)
+        terms, copies_end = ahead.pop(0)
+        if copies_end is not None:
+            _wait_for(copies_end, terms, device)
+        yield batch, terms
+
+
+def _start_copies(batch: MicroBatch, scales: Sequence[float], device: torch.device) -> tuple[list[LossCells], Any]:
+    """Return the cells of a micro-batch on the device, and on a GPU the event that the copies end with, else None."""
+    stream = _copy_stream(device)
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
+    return terms, None if stream is None else stream.record_event()
+
+
+def _wait_for(copies_end: Any, terms: Sequence[LossCells], device: torch.device) -> None:
+    """Make the GPU, not the host, wait for the copies of cells."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copies_end)
+    for term in terms:
+        for field in dataclasses.fields(term):
+            tensor = getattr(term, field.name)
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(current)  # its memory was allocated for the other stream
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    """Return the stream for copies to a GPU; None for the CPU."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]

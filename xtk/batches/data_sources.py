@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.batches.teacher_probability_mixture import mix_teacher_logprobs
+from xtk.batches.combine_teachers import mix_teacher_logprobs
 from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_document import TeacherDocument
 from xtk.errors import MismatchError, XtkError
@@ -19,13 +19,9 @@ from xtk.text.tokenizer import Tokenizer
 
 
 class DocumentSource(Protocol):
-    """Documents to train on.
+    """Documents to train on."""
 
-    Attributes:
-        teachers: what each teacher says about them; a mixture is one teacher.
-    """
-
-    teachers: Sequence[TeacherSource]
+    teachers: Sequence[TeacherSource]  # what each teacher says about them; a mixture is one teacher
 
     def __len__(self) -> int: ...
 

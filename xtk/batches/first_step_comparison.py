@@ -13,8 +13,7 @@ from torch import Tensor
 
 from xtk import terminal
 from xtk.losses.interface import ItemRanges, LossInputs, range_indices, range_sums, span_ranges
-from xtk.models.output_head import OutputHead
-from xtk.models.token_logprobs import compute_token_logprobs
+from xtk.models.output_head import OutputHead, compute_token_logprobs
 from xtk.parallel.host_to_device import to_device
 from xtk.runs.metrics_file import metric_name
 from xtk.text.document import Document
@@ -26,17 +25,12 @@ MIN_IMPROVEMENT = 0.05  # a teacher that is not better by this fraction is repor
 
 @dataclass(frozen=True)
 class ComparedText:
-    """Trained text of a micro-batch whose tokens both the student and one teacher predict.
+    """Trained text of a micro-batch whose tokens both the student and one teacher predict."""
 
-    Attributes:
-        row_weights: float64 [N], the weight of each loss position; 0: its token is not part of the text.
-        teacher_nats: minus the weighted sum of the teacher's log-probabilities of its tokens.
-        num_bytes: weighted number of bytes in UTF-8.
-    """
-
+    # float64 [N], the weight of each loss position; 0: its token is not part of the text.
     row_weights: NDArray[np.float64]
-    teacher_nats: float
-    num_bytes: float
+    teacher_nats: float  # minus the weighted sum of the teacher's log-probabilities of its tokens
+    num_bytes: float  # weighted number of bytes in UTF-8
 
     @classmethod
     def of_documents(

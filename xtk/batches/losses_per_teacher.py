@@ -41,20 +41,13 @@ AUTO_LOSSES = {
 
 @dataclass(frozen=True)
 class DistillationTeacher:
-    """One teacher of a run: its cache or model, and how its vocabulary is compared with the student's.
+    """One teacher of a run: its cache or model, and how its vocabulary is compared with the student's."""
 
-    Attributes:
-        name: its name in metrics and routes.
-        path: path of its cache or model.
-        source: its cache, or the online teacher that scores during training.
-        student: the student's tokenizer.
-        named_projection: path and projection, if the user gave one for this teacher.
-    """
-
-    name: str
-    path: str
-    source: TeacherCache | OnlineTeacher
-    student: Tokenizer
+    name: str  # its name in metrics and routes
+    path: str  # path of its cache or model
+    source: TeacherCache | OnlineTeacher  # its cache, or the online teacher that scores during training
+    student: Tokenizer  # the student's tokenizer
+    # Path and projection, if the user gave one for this teacher.
     named_projection: tuple[Path, SparseProjection] | None = None
     _comparison_spaces: dict[str, ComparisonSpace] = field(default_factory=dict)
 
@@ -258,7 +251,7 @@ def open_teachers(
         online_teachers: teachers without caches, which have read the data.
     """
     caches: list[TeacherCache | OnlineTeacher] = [*(online_teachers or map(as_cache, caches_or_models))]
-    paths = [teacher.request.teacher_name for teacher in online_teachers]
+    paths = [teacher.request.teacher.name for teacher in online_teachers]
     paths = paths or [
         teacher.folder.name if isinstance(teacher, TeacherCache) else teacher for teacher in caches_or_models
     ]
@@ -330,15 +323,11 @@ def _teacher_description(side: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class AssignedLoss:
-    """A loss, and the index of its teacher; None for a loss on the text only.
-
-    Attributes:
-        is_auto: whether `--loss auto` chose it.
-    """
+    """A loss, and the index of its teacher; None for a loss on the text only."""
 
     loss: LossSpec
     teacher: int | None
-    is_auto: bool = False
+    is_auto: bool = False  # whether `--loss auto` chose it
 
     @property
     def rule(self) -> Loss:

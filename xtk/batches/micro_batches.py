@@ -32,42 +32,30 @@ EMPTY_LOGPROBS = TeacherLogprobs(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs of one forward and backward pass of one process.
+    """Inputs of one forward and backward pass of one process."""
 
-    Attributes:
-        input_ids: int64 [B, T], padded on the right; or [1, T], packed documents.
-        document_lengths: lengths of the packed documents and of the padding at the end; None: not packed.
-        loss_positions: int64 [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
-        terms: cells of each loss, not yet scaled.
-        lengths: tokens of each document, without padding.
-        trained_tokens: trained student tokens, weighted by the document weights.
-        unaligned: int64 [teachers, 2], trained student tokens that no span of the teacher covers, and all trained
-            tokens, of the documents that the teacher scored.
-        nan_positions: positions with a NaN log-probability of a teacher, which are left out.
-        tallies: float64 [teachers, 3], sums of the teachers' scores, for teacher weights that are computed per step.
-        teacher_weight_sums: float64 [teachers], sums over positions of the teacher weights, unless they are computed
-            per step.
-        region_counts: float64 [1 + 2 * terms, regions], of documents with regions (conversations and rollouts): trained
-            tokens; the items of each term; the sum of each term's advantages. All are weighted.
-        is_text: bool [N], whether the token that each position predicts is text (not a special token).
-        teacher_top1: top-1 tokens of each teacher, if requested.
-        compared_text: text that the student and each teacher predict, if requested.
-    """
-
-    input_ids: NDArray[np.int64]
+    input_ids: NDArray[np.int64]  # int64 [B, T], padded on the right; or [1, T], packed documents
+    # Lengths of the packed documents and of the padding at the end; None: not packed.
     document_lengths: tuple[int, ...] | None
+    # int64 [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
     loss_positions: NDArray[np.int64]
-    terms: tuple[LossCells, ...]
-    lengths: tuple[int, ...]
-    trained_tokens: float
+    terms: tuple[LossCells, ...]  # cells of each loss, not yet scaled
+    lengths: tuple[int, ...]  # tokens of each document, without padding
+    trained_tokens: float  # trained student tokens, weighted by the document weights
+    # int64 [teachers, 2], trained student tokens that no span of the teacher covers, and all trained tokens, of the
+    # documents that the teacher scored.
     unaligned: NDArray[np.int64]
-    nan_positions: int
+    nan_positions: int  # positions with a NaN log-probability of a teacher, which are left out
+    # float64 [teachers, 3], sums of the teachers' scores, for teacher weights that are computed per step.
     tallies: NDArray[np.float64]
+    # float64 [teachers], sums over positions of the teacher weights, unless they are computed per step.
     teacher_weight_sums: NDArray[np.float64]
+    # float64 [1 + 2 * terms, regions], of documents with regions (conversations and rollouts): trained tokens; the
+    # items of each term; the sum of each term's advantages. All are weighted.
     region_counts: NDArray[np.float64]
-    is_text: NDArray[np.bool_]
-    teacher_top1: tuple[TeacherTopTokens, ...] = ()
-    compared_text: tuple[ComparedText, ...] = ()
+    is_text: NDArray[np.bool_]  # bool [N], whether the token that each position predicts is text (not a special token)
+    teacher_top1: tuple[TeacherTopTokens, ...] = ()  # top-1 tokens of each teacher, if requested
+    compared_text: tuple[ComparedText, ...] = ()  # text that the student and each teacher predict, if requested
 
     @property
     def tokens(self) -> int:
@@ -81,32 +69,18 @@ class MicroBatch:
         They are the tokens, the denominators of losses, the counts by region, teacher weights and tallies.
         """
         denominators = [term.denominator for term in self.terms]
-        return np.concatenate(
-            [
-                [self.trained_tokens],
-                denominators,
-                self.region_counts.reshape(-1),
-                self.teacher_weight_sums,
-                self.tallies.reshape(-1),
-            ]
-        )
+        regions, tallies = self.region_counts.reshape(-1), self.tallies.reshape(-1)
+        return np.concatenate([[self.trained_tokens], denominators, regions, self.teacher_weight_sums, tallies])
 
 
 @dataclass(frozen=True)
 class _StudentDocument:
-    """A document with the student's tokens.
-
-    Attributes:
-        document: the document.
-        student: its tokens; only those of trained regions are trained.
-        whitespace_mask: bool [T], the tokens of white space; None: no loss needs it.
-        regions: uint8 [T], the regions of the tokens.
-    """
+    """A document with the student's tokens."""
 
     document: Document
-    student: TokenSequence
-    whitespace_mask: NDArray[np.bool_] | None
-    regions: NDArray[np.uint8]
+    student: TokenSequence  # its tokens; only those of trained regions are trained
+    whitespace_mask: NDArray[np.bool_] | None  # bool [T], the tokens of white space; None: no loss needs it
+    regions: NDArray[np.uint8]  # uint8 [T], the regions of the tokens
 
     @property
     def has_regions(self) -> bool:
@@ -168,12 +142,7 @@ class BatchBuilder:
     ) -> list[MicroBatch]:
         """Return micro-batches of at most `max_tokens` tokens, padding included, longest documents first.
 
-        A document longer than `max_tokens` is a separate micro-batch.
-
-        Args:
-            max_tokens: maximum number of tokens in a micro-batch.
-            sample_set: as in `build`.
-            with_compared_text: as in `build`.
+        A document longer than `max_tokens` is a separate micro-batch; other arguments as for `build`.
         """
         read = self._tokenize(numbers)
         groups = group_by_tokens([len(own.student) for own in read], max_tokens, padded=not self._packing)

@@ -19,19 +19,12 @@ from xtk.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TeacherLosses:
-    """The teachers of a student, how they are combined, and their losses.
+    """The teachers of a student, how they are combined, and their losses."""
 
-    Attributes:
-        tokenizer: the student's tokenizer.
-        combination: how several teachers are combined.
-        teachers: the teachers.
-        losses: the losses, each assigned to a teacher.
-    """
-
-    tokenizer: Tokenizer
-    combination: TeacherEnsemble
-    teachers: Sequence[DistillationTeacher]
-    losses: Sequence[AssignedLoss]
+    tokenizer: Tokenizer  # the student's tokenizer
+    combination: TeacherEnsemble  # how several teachers are combined
+    teachers: Sequence[DistillationTeacher]  # the teachers
+    losses: Sequence[AssignedLoss]  # the losses, each assigned to a teacher
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -26,17 +26,11 @@ TIE_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class TeacherTopTokens:
-    """The teacher's most likely tokens at shared boundaries; several where log-probabilities are tied.
+    """The teacher's most likely tokens at shared boundaries; several where log-probabilities are tied."""
 
-    Attributes:
-        student_rows: int64 [C], the student's row of each boundary.
-        offsets: int64 [C + 1], the tokens of row c are `[offsets[c], offsets[c + 1])`.
-        tokens: int32, teacher token ids.
-    """
-
-    student_rows: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    tokens: NDArray[np.int32]
+    student_rows: NDArray[np.int64]  # int64 [C], the student's row of each boundary
+    offsets: NDArray[np.int64]  # int64 [C + 1], the tokens of row c are `[offsets[c], offsets[c + 1])`
+    tokens: NDArray[np.int32]  # int32, teacher token ids
 
     @classmethod
     def from_example(cls, example: LossInputs) -> TeacherTopTokens:
@@ -111,13 +105,9 @@ class TokenMatching(Protocol):
 
 @dataclass(frozen=True)
 class ByProjection:
-    """Match by a projection: a student token matches the teacher token with the largest weight in its row.
+    """Match by a projection: a student token matches the teacher token with the largest weight in its row."""
 
-    Attributes:
-        mapped_ids: int32 [V], the teacher token of each student token; -1: none.
-    """
-
-    mapped_ids: NDArray[np.int32]
+    mapped_ids: NDArray[np.int32]  # int32 [V], the teacher token of each student token; -1: none
 
     @classmethod
     def from_projection(cls, projection: SparseProjection) -> ByProjection:
@@ -140,17 +130,11 @@ class ByProjection:
 
 @dataclass(frozen=True)
 class BySpelling:
-    """Match by bytes: one token's bytes begin with the other's. Special tokens match by their roles.
+    """Match by bytes: one token's bytes begin with the other's. Special tokens match by their roles."""
 
-    Attributes:
-        student_spellings: bytes of each student token; empty for special tokens.
-        teacher_spellings: bytes of each teacher token; empty for special tokens.
-        special_tokens: {student's special token: teacher's special token}.
-    """
-
-    student_spellings: Sequence[bytes]
-    teacher_spellings: Sequence[bytes]
-    special_tokens: Mapping[int, int]
+    student_spellings: Sequence[bytes]  # bytes of each student token; empty for special tokens
+    teacher_spellings: Sequence[bytes]  # bytes of each teacher token; empty for special tokens
+    special_tokens: Mapping[int, int]  # {student's special token: teacher's special token}
 
     @classmethod
     def from_tokenizers(cls, student: Tokenizer, teacher: Tokenizer) -> BySpelling:

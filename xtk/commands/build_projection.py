@@ -212,8 +212,8 @@ def _counts_projection(
 
 
 def _embeddings(student: Path, teacher: Path) -> dict[str, Any]:
-    from xtk.models.embedding_weights import read_input_embedding
     from xtk.models.resolver import weights_fingerprint
+    from xtk.models.safetensors_headers import read_input_embedding
 
     return {
         "student_embedding": read_input_embedding(student),

@@ -156,18 +156,12 @@ def verify(options: VerifyOptions) -> None:
     cache = open_verified(place)
     record: dict[str, Any] = {"path": place, "kind": "teacher-cache", "documents": len(cache), "verified": True}
     if options.teacher:
-        from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
+        from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
         from xtk.teachers.cache_rescoring import verify_cache
 
         folder, adapter = base_model_and_adapter(resolve_model_folder(options.teacher, with_weights=True))
-        figures = verify_cache(
-            cache,
-            folder,
-            options.teacher,
-            documents=options.sample,
-            trust_remote_code=options.trust_remote_code,
-            options={"adapter": adapter} if adapter else {},
-        )
+        teacher = ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code, name=options.teacher)
+        figures = verify_cache(cache, teacher, documents=options.sample)
         record["scored_again"] = figures
         terminal.note(
             f"cache verify: {figures['documents']:,} documents were scored again: log-probabilities differ by at most "

@@ -195,6 +195,7 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
     from xtk.cache.codec.shard_codec_registry import codec_for_precision
     from xtk.cache.teacher_logprobs import make_support
     from xtk.engines.backend import backend_options
+    from xtk.models.resolver import ModelRef
     from xtk.name_registry import load_registered
     from xtk.teachers.cache_build_config import CacheRequest
 
@@ -210,10 +211,8 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
         available_kinds=backend.support_kinds,
     )
     return CacheRequest(
-        teacher_folder=folder,
-        teacher_name=options.teacher,
+        ModelRef(folder, adapter, options.dtype, options.trust_remote_code, options.teacher),
         support=wanted,
-        dtype=options.dtype,
         precision=options.precision,
         backend=options.backend,
         start_token=options.start_token,
@@ -221,7 +220,6 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
         max_length=options.max_length or None,
         batch_tokens=options.batch_tokens,
         shard_tokens=options.shard_tokens,
-        trust_remote_code=options.trust_remote_code,
         backend_options=backend_options(
             BACKENDS,
             options.backend,

@@ -77,7 +77,7 @@ def _distill(options: DistillOptions) -> None:
     processes = options.num_processes * options.num_machines
     layout = parse_parallel(recipe.parallel, world_size() if is_worker() else processes)
     check_supports_eval_tasks(reporting.eval_tasks, layout)
-    inputs = open_inputs(places, recipe, Tokenizer(places.student, start_token=recipe.start_token))
+    inputs = open_inputs(places, recipe, Tokenizer(places.student.folder, start_token=recipe.start_token))
     kept = recipe_options(
         options, piped, world_size() // options.num_machines if is_worker() else options.num_processes
     )
@@ -94,7 +94,6 @@ def _distill(options: DistillOptions) -> None:
         reporting,
         inputs,
         force=options.force,
-        trust_remote_code=options.trust_remote_code,
         options=kept,
     )
     terminal.result_artifact(
@@ -151,7 +150,7 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
 
     from xtk.cache.output import is_cache
     from xtk.data.corpus_reader import parse_columns_option
-    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
     from xtk.teachers.online_teacher import parse_online_teacher
     from xtk.training.train_config import RunPaths
 
@@ -159,12 +158,11 @@ def _paths(options: DistillOptions, piped: str, teacher_devices: tuple[int, ...]
     student = named.get(options.student, options.student)
     folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=True))
     return RunPaths(
-        folder,
+        ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code),
         tuple(named.get(path, path) for path in options.cache),
         tuple(Path(named.get(path, path)) for path in options.projection if path != "auto"),
         Path(options.output),
         parse_columns_option(options.columns, weight=options.weight_column, route=options.route_column),
-        adapter,
         eval_caches=options.eval_data if all(map(is_cache, options.eval_data)) else (),
         online_teachers=tuple(
             parse_online_teacher(

@@ -60,7 +60,7 @@ def models_to_evaluate(
 ) -> dict[str, ModelFolders]:
     """Return all models by name, after checks without reading weights; one argument, also of `data`, may be `-`."""
     from xtk.models.causal_lm import check_loadable
-    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
     from xtk.rollouts import GENERATORS
     from xtk.text.tokenizer import Tokenizer
@@ -83,24 +83,20 @@ def models_to_evaluate(
         earlier[place] = name
         tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
         if load_registered(GENERATORS, backend, "backend").runs_loaded_model:  # vllm also loads other formats
-            check_loadable(folder, tokenizer, trust_remote_code=options.trust_remote_code, adapter=adapter)
+            check_loadable(ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code), tokenizer)
     return models
 
 
 def load_model_and_tokenizer(name: str, folders: ModelFolders, options: EvaluatedModelOptions) -> tuple[Any, Tokenizer]:
     """Return a transformers model and its tokenizer."""
-    from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm
+    from xtk.models.causal_lm import check_embedding_rows, default_device, load_causal_lm
+    from xtk.models.resolver import ModelRef
     from xtk.text.tokenizer import Tokenizer
 
     folder, adapter = folders
     tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
-    model = load_causal_lm(
-        folder,
-        dtype=DTYPES[options.dtype],
-        device=default_device(),
-        trust_remote_code=options.trust_remote_code,
-        adapter=adapter,
-    )
+    ref = ModelRef(folder, adapter, options.dtype, options.trust_remote_code)
+    model = load_causal_lm(ref, device=default_device())
     check_embedding_rows(model, tokenizer)
     return model, tokenizer
 

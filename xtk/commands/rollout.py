@@ -132,7 +132,7 @@ def rollout(options: RolloutOptions) -> None:
     """
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.files.write_locks import only_writer_of_path
-    from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)
@@ -197,9 +197,8 @@ def rollout(options: RolloutOptions) -> None:
         _checked_output(options.output, [student, *options.prompts])  # a file may have appeared since the first check
         figures = ROLLOUTS.find_finished(path, request, force=options.force)
         if figures is None:
-            config = BackendConfig(
-                folder, student, tokenizer, options.dtype, options.batch_tokens, options.trust_remote_code, own_options
-            )
+            model = ModelRef(folder, adapter, options.dtype, options.trust_remote_code, student)
+            config = BackendConfig(model, tokenizer, options.batch_tokens, own_options)
             figures = _write_rollouts(path, generate(backend.open(config)), len(prompts), corpus.columns, request)
             for name, count in rewards.unscored.items():
                 terminal.note(f"rollout: {count:,} rollouts have no {name} reward; their data lacks what it needs")

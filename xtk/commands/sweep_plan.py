@@ -293,7 +293,7 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
     try:
         places, recipe, reporting = read_configs(run.distill_options)
         layout = parse_parallel(recipe.parallel, run.distill_options.num_processes)
-        inputs = open_inputs(places, recipe, Tokenizer(places.student, start_token=recipe.start_token))
+        inputs = open_inputs(places, recipe, Tokenizer(places.student.folder, start_token=recipe.start_token))
         identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
         check_rerun(run.distill_options, recipe_options(run.distill_options), identity)
         try:

@@ -185,10 +185,10 @@ def _bits_per_byte(
     from xtk.evaluation.generated_answers import NON_FINITE_HINT
     from xtk.models.backbone_with_head import BackboneWithHead
     from xtk.models.causal_lm import default_device, load_causal_lm
+    from xtk.models.resolver import ModelRef
 
-    model = load_causal_lm(
-        folder, device=default_device(), trust_remote_code=options.trust_remote_code, adapter=adapter
-    )
+    ref = ModelRef(folder, adapter, trust_remote_code=options.trust_remote_code)
+    model = load_causal_lm(ref, device=default_device())
     bits = evaluate_bits_per_byte(BackboneWithHead(model), tokenizer, data).bits_per_byte
     if not math.isfinite(bits):
         raise NonFiniteModelError(

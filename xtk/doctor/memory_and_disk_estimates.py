@@ -22,7 +22,8 @@ from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding, RunPlan
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, auto_model_class, load_model_config
 from xtk.models.output_head import chunk_rows
-from xtk.models.student_model_setup import StudentModelConfig, StudentSource, attach_trainable_adapter
+from xtk.models.resolver import ModelRef
+from xtk.models.student_model_setup import StudentModelConfig, attach_trainable_adapter
 from xtk.teachers.cache_build_config import CacheRequest
 from xtk.teachers.transformers import CHUNK_PASSES
 from xtk.terminal import format_duration
@@ -99,14 +100,14 @@ class ModelSizes:
         try:
             with warnings.catch_warnings(), torch.device("meta"):
                 warnings.simplefilter("ignore")
-                configuration = load_model_config(folder)
+                configuration = load_model_config(ModelRef(folder))
                 attention = {"attn_implementation": requested} if requested else {}
                 model = auto_model_class(configuration).from_config(configuration, dtype=DTYPES[dtype], **attention)
                 prepared = model
                 if plan and plan.lora_r:
                     targets = plan.lora_target_modules
                     adapter = StudentModelConfig(dtype=dtype, lora_r=plan.lora_r, lora_target_modules=targets)
-                    prepared = attach_trainable_adapter(model, StudentSource(folder), adapter)
+                    prepared = attach_trainable_adapter(model, ModelRef(folder), adapter)
                 return cls._of_model(prepared, model, configuration.get_text_config())
         except Exception as error:  # models fail in many ways
             if isinstance(error, XtkError) and plan and plan.lora_r:

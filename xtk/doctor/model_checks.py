@@ -10,6 +10,7 @@ from typing import Any
 from xtk.doctor.doctor_inputs import DoctorInputs, DoctorModel, Finding
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_model_config
+from xtk.models.resolver import ModelRef
 from xtk.models.safetensors_headers import INDEX_FILE, SINGLE_FILE, format_names, read_weight_headers, read_weight_index
 from xtk.models.student_model_setup import TRAINABLE_DTYPES
 from xtk.models.weight_validation import QUANTIZED_DTYPES, compare_headers_with_config
@@ -162,7 +163,7 @@ def _compare_headers(side: DoctorModel, level: str, hint: str) -> Iterator[Findi
     if side.adapter is not None:
         headers[side.adapter] = read_weight_headers(side.adapter)
     try:
-        configuration = load_model_config(side.folder)
+        configuration = load_model_config(ModelRef(side.folder))
     except XtkError as failure:
         if "auto_map" not in side.config:  # the check `attention` reports models with custom code
             yield Finding(level, failure.what, side.name, failure.hint or "")

@@ -13,6 +13,7 @@ from xtk.errors import XtkError
 from xtk.evaluation.bits_per_byte import BitsPerByteResult, evaluate_bits_per_byte
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import default_device, load_causal_lm
+from xtk.models.resolver import ModelRef
 from xtk.text.document import Document
 from xtk.text.start_tokens import NO_START, START_ROLES
 from xtk.text.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ def _compare_start_tokens(
 ) -> tuple[Finding, BitsPerByteResult]:
     own, no_start = side.tokenizer, side.tokenizer.with_start_token(NO_START)
     roles = [role for role in START_ROLES if role in own.special_token_ids]
-    model = BackboneWithHead(load_causal_lm(side.folder, device=default_device(), adapter=side.adapter))
+    model = BackboneWithHead(load_causal_lm(ModelRef(side.folder, side.adapter), device=default_device()))
     results: dict[str, BitsPerByteResult] = {}
     for tokenizer in (own, no_start, *map(own.with_start_token, roles)):
         if (name := _name(tokenizer)) not in results:

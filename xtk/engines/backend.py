@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from xtk.errors import XtkError
+from xtk.models.resolver import ModelRef
 from xtk.name_registry import load_registered
 from xtk.options.spec_parsing import parse_pair
 from xtk.text.tokenizer import Tokenizer
@@ -18,12 +19,9 @@ from xtk.text.tokenizer import Tokenizer
 class BackendConfig:
     """Configuration for opening a model with a backend."""
 
-    folder: Path  # local model folder; tokenizer and configuration are enough for a backend that uses servers
-    name: str  # of the model, in messages
+    model: ModelRef
     tokenizer: Tokenizer
-    dtype: str = "float32"  # of weights and computation, a value of `--dtype`
     batch_tokens: int = 8192  # maximum tokens computed at once, padding included
-    trust_remote_code: bool = False  # allow model code from the model's folder
     options: Mapping[str, Any] = field(default_factory=dict)  # of one backend, by name
 
 
@@ -96,8 +94,7 @@ def backend_options(
         )
     if kind.uses_servers:
         return {"servers": list(servers), "concurrency": concurrency}
-    given = {"engine": parse_engine_options(engine), "adapter": adapter}
-    return {name: value for name, value in given.items() if value}
+    return {"engine": given} if (given := parse_engine_options(engine)) else {}
 
 
 def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:

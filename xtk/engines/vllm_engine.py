@@ -65,14 +65,14 @@ class VllmEngine:
         engine = parse_engine_options(config.options.get("engine") or {})
         check_not_reserved(engine, {**RESERVED_OPTIONS, **reserved})
         own = {
-            "model": str(config.folder),
-            "dtype": config.dtype,
-            "trust_remote_code": config.trust_remote_code,
+            "model": str(config.model.folder),
+            "dtype": config.model.dtype,
+            "trust_remote_code": config.model.trust_remote_code,
             "seed": 0,
             "logprobs_mode": "raw_logprobs",
         }
         vllm = import_vllm()
-        self.name = config.name
+        self.name = config.model.name
         others = set(multiprocessing.active_children())
         terminal.note(f"{command}: starting vLLM (set VLLM_LOGGING_LEVEL=INFO to see its log)")
         try:

@@ -18,7 +18,7 @@ from xtk.evaluation.byte_text_categories import TEXT_CATEGORIES, WHITE_SPACE, ca
 from xtk.evaluation.standard_errors import Ratio
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import max_context_length
-from xtk.models.token_logprobs import compute_token_logprobs
+from xtk.models.output_head import compute_token_logprobs
 from xtk.numba_kernel import numba_kernel
 from xtk.text.document import Document
 from xtk.text.token_sequence import TokenSequence, count_preserved_bytes, tokenize_documents

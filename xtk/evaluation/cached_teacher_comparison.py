@@ -19,8 +19,7 @@ from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.head import fused_loss
 from xtk.losses.term import LossTerm, make_loss_inputs, masks_whitespace
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.output_head import chunk_rows
-from xtk.models.token_logprobs import compute_token_logprobs
+from xtk.models.output_head import chunk_rows, compute_token_logprobs
 from xtk.text.chat.regions import RegionWeights, token_regions
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents

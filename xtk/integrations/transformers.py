@@ -13,8 +13,7 @@ from torch import Tensor
 
 from xtk.api.distillation_batch import TEACHER_KEY, DistillationBatch, TeacherBatch
 from xtk.api.distillation_collator import DOCUMENT_KEY, TEXT_KEY, DistillationCollator
-from xtk.api.distillation_loss import DistillationLoss
-from xtk.api.packing import split_packed_model
+from xtk.api.distillation_loss import DistillationLoss, split_packed_model
 from xtk.errors import XtkError
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.models.backbone_with_head import BackboneWithHead

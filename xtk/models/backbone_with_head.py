@@ -27,10 +27,7 @@ class BackboneWithHead(nn.Module):
 
     A forward pass at construction finds how the model transforms its head's output: a scale, a soft cap, or not at
     all. If it is another transformation, or the head is not a matrix, logits replace the hidden states: correct, but
-    with more memory.
-
-    Args:
-        model: any causal language model of transformers, with or without peft's LoRA, also on its head.
+    with more memory. The model may have peft's LoRA, also on its head.
     """
 
     def __init__(self, model: Any) -> None:
@@ -98,16 +95,14 @@ class BackboneWithHead(nn.Module):
     @property
     def head(self) -> OutputHead:
         """The output head with the model's parameters; without a weight if the model cannot be split."""
-        if self._logit_transform is None:
+        if (transform := self._logit_transform) is None:
             return OutputHead(None)
         split_head = _split_head(self._base_model.get_output_embeddings(), shared=True)
         assert split_head is not None
         linear, adapters = split_head
         bias = None if linear.bias is None else to_local_tensor(linear.bias)
         weight = to_local_tensor(linear.weight)
-        return OutputHead(
-            weight, bias, self._logit_transform.scale, self._logit_transform.softcap, adapters, self._shard
-        )
+        return OutputHead(weight, bias, transform.scale, transform.softcap, adapters, self._shard)
 
     def compile_backbone(self, backend: str = "inductor") -> None:
         """Compile the backbone in place, for sequences of any length; parameter names do not change."""
@@ -228,10 +223,7 @@ def _is_close(computed: Tensor, expected: Tensor, tolerance: float = RELATIVE_TO
 def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[HeadAdapter]] | None:
     """Return a head's linear layer and its LoRA adapters; None for other heads.
 
-    Offloaded, quantized and sharded matrices, and variants of LoRA, are not supported.
-
-    Args:
-        shared: accept a matrix that xtk has sharded over processes.
+    Offloaded and quantized matrices, sharded ones unless `shared`, and variants of LoRA are not supported.
     """
     if type(head).__name__ == "ModulesToSaveWrapper":
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
@@ -241,12 +233,10 @@ def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[Hea
             names = [name for name in head.active_adapters if name in head.lora_A]
             if head.lora_variant or any(head.lora_B[name].bias is not None for name in names):
                 return None
-            adapters = [
-                HeadAdapter(
-                    head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name], head.lora_dropout[name]
-                )
-                for name in names
+            parts = [
+                (head.lora_A[name], head.lora_B[name], head.scaling[name], head.lora_dropout[name]) for name in names
             ]
+            adapters = [HeadAdapter(down.weight, up.weight, *others) for down, up, *others in parts]
         head = head.base_layer
     if type(head) is not nn.Linear or head.weight.device.type == "meta":
         return None

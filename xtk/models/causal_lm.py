@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import re
 import warnings
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 
 from xtk import terminal
-from xtk.errors import CorruptError, XtkError
-from xtk.models.safetensors_headers import ADAPTER_FILE, read_weight_headers, weight_files
-from xtk.models.weight_mismatches import WeightMismatches
+from xtk.errors import CorruptError, XtkError, require_package
+from xtk.models.resolver import ModelRef
+from xtk.models.safetensors_headers import ADAPTER_FILE, WeightMismatches, read_weight_headers, weight_files
 from xtk.models.weight_validation import (
     check_adapter_weights,
     check_weights_finite,
@@ -48,35 +47,26 @@ def default_device() -> torch.device:
 
 
 def load_causal_lm(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-    trust_remote_code: bool = False,
-    adapter: Path | None = None,
-    options: Mapping[str, Any] | None = None,
+    ref: ModelRef, *, device: torch.device | None = None, options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Load a model from a local folder.
+    """Load a model; an adapter is merged into its weights, or loaded without merging if these are quantized.
 
     Args:
         device: device of the model; None: the CPU. Ignored if `options` determine the devices.
-        trust_remote_code: run Python code that comes with the model; needs the user's consent.
-        adapter: folder of a peft adapter of this model. It is merged into the weights, or loaded without merging if
-            these are quantized.
         options: further arguments of `from_pretrained`.
     """
-    options = dict(options or {})
-    configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
+    folder, options = ref.folder, dict(options or {})
+    configuration = load_model_config(ref)
     _check_weight_files(folder)
-    _reject_hub_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", trust_remote_code)
+    _reject_hub_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", ref)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, loading_info = auto_model_class(configuration).from_pretrained(
                 folder,
-                dtype=dtype,
+                dtype=getattr(torch, ref.dtype),
                 local_files_only=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=ref.trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with their names
@@ -95,7 +85,7 @@ def load_causal_lm(
     placed = PLACEMENT_OPTIONS.intersection(options) or getattr(model, "quantization_method", None)
     if device is not None and not placed:
         model = model.to(device)
-    return model if adapter is None else _load_adapter(model, adapter)
+    return model if ref.adapter is None else _load_adapter(model, ref.adapter)
 
 
 def auto_model_class(configuration: Any) -> Any:
@@ -133,21 +123,14 @@ def _fix_tied_head_flag(model: Any, folder: Path) -> None:
             part.tie_word_embeddings = False
 
 
-def check_loadable(
-    folder: Path, tokenizer: Tokenizer, *, trust_remote_code: bool = False, adapter: Path | None = None
-) -> None:
-    """Check that a model can be loaded, without reading its weights, so that errors come before hours of other work.
-
-    Args:
-        folder: as for `load_causal_lm`.
-        trust_remote_code: run Python code that comes with the model.
-    """
-    configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
-    _check_weight_files(folder)
-    headers = {folder: read_weight_headers(folder)}
-    if adapter is not None:
-        check_adapter(adapter)
-        headers[adapter] = read_weight_headers(adapter)
+def check_loadable(ref: ModelRef, tokenizer: Tokenizer) -> None:
+    """Check that a model can be loaded, without reading its weights, so that errors come before hours of other work."""
+    configuration = load_model_config(ref)
+    _check_weight_files(ref.folder)
+    headers = {ref.folder: read_weight_headers(ref.folder)}
+    if ref.adapter is not None:
+        check_adapter(ref.adapter)
+        headers[ref.adapter] = read_weight_headers(ref.adapter)
     rows = getattr(configuration.get_text_config(), "vocab_size", None)
     if isinstance(rows, int):
         _check_row_count(rows, tokenizer)
@@ -155,15 +138,12 @@ def check_loadable(
         differences.check(place, quiet=True)
 
 
-def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the transformers configuration of a model.
-
-    Args:
-        trust_remote_code: run Python code that comes with the model, and hub kernels that its configuration names.
-    """
+def load_model_config(ref: ModelRef) -> Any:
+    """Return the transformers configuration of a model."""
     import transformers
 
     silence_transformers()
+    folder = ref.folder
     content = read_model_config(folder)
     if not content:
         raise XtkError(
@@ -171,20 +151,20 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
             where=str(folder),
             hint="use a folder written by save_pretrained, or a hub id",
         )
-    _reject_hub_kernels(hub_kernel_repositories(content), str(folder / "config.json"), trust_remote_code)
+    _reject_hub_kernels(hub_kernel_repositories(content), str(folder / "config.json"), ref)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return transformers.AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
+                folder, local_files_only=True, trust_remote_code=ref.trust_remote_code
             )
     except Exception as failure:
         raise loading_error(folder, failure) from failure
 
 
-def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -> None:
-    """Refuse kernels that would be downloaded from a hub and run."""
-    if repositories := [] if trust_remote_code else [name for name in names if "/" in name]:
+def _reject_hub_kernels(names: Sequence[str], where: str, ref: ModelRef) -> None:
+    """Refuse kernels that would be downloaded from a hub and run, without the user's consent."""
+    if repositories := [] if ref.trust_remote_code else [name for name in names if "/" in name]:
         raise XtkError(
             f"the model needs the attention kernel {repositories[0]}, which is code from the Hugging Face hub",
             where=where,
@@ -194,18 +174,14 @@ def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: boo
 
 def _check_weight_files(folder: Path) -> None:
     """Refuse a folder without safetensors weights."""
-    if not weight_files(folder):
-        if any(folder.glob("*.bin")):
-            raise XtkError(
-                "the model's weights are pickle files (*.bin), which xtk does not load",
-                where=str(folder),
-                hint="load the model with transformers and save it with save_pretrained, which writes safetensors",
-            )
-        raise XtkError(
-            "the folder contains no weights (*.safetensors)",
-            where=str(folder),
-            hint="copy or download the model's *.safetensors files into it",
-        )
+    if weight_files(folder):
+        return
+    what = "the folder contains no weights (*.safetensors)"
+    hint = "copy or download the model's *.safetensors files into it"
+    if any(folder.glob("*.bin")):
+        what = "the model's weights are pickle files (*.bin), which xtk does not load"
+        hint = "load the model with transformers and save it with save_pretrained, which writes safetensors"
+    raise XtkError(what, where=str(folder), hint=hint)
 
 
 def _load_adapter(model: Any, adapter: Path) -> Any:
@@ -228,11 +204,7 @@ def _load_adapter(model: Any, adapter: Path) -> Any:
 
 
 def check_adapter(adapter: Path) -> None:
-    """Refuse adapters without files or with an invalid rank, and missing peft, before peft reads the files.
-
-    Raises:
-        CorruptError: the configuration is invalid, or its rank is larger than that of the weights.
-    """
+    """Refuse adapters without files or with a rank above that of the weights, and missing peft, before peft reads."""
     configuration = adapter / "adapter_config.json"
     for path in (configuration, adapter / ADAPTER_FILE):
         if not path.is_file():  # peft would download weights from the hub, or read a pickle
@@ -244,12 +216,10 @@ def check_adapter(adapter: Path) -> None:
     with configuration.open("rb") as stream:
         content = stream.read(CONFIGURATION_BYTES).decode(errors="replace")
     described = parse_json(content, what="the adapter's adapter_config.json", where=str(configuration))
+    hint = "copy or download the adapter again"
     if not isinstance(described, dict):
-        raise CorruptError(
-            "the adapter's adapter_config.json is not a JSON object",
-            where=str(configuration),
-            hint="copy or download the adapter again",
-        )
+        what = "the adapter's adapter_config.json is not a JSON object"
+        raise CorruptError(what, where=str(configuration), hint=hint)
     patterns = described.get("rank_pattern")
     stated = [described.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     largest = max(
@@ -258,13 +228,8 @@ def check_adapter(adapter: Path) -> None:
     for rank in stated:
         if isinstance(rank, int | float) and rank > max(largest, LARGEST_RANK):
             what = f"adapter_config.json has rank {rank:,}, but the largest rank of its weights is {largest:,}"
-            raise CorruptError(what, where=str(configuration), hint="copy or download the adapter again")
-    if importlib.util.find_spec("peft") is None:
-        raise XtkError(
-            "an adapter needs the package peft, which is not installed",
-            where=str(adapter),
-            hint="run pip install '.[peft]' in xtk's repository",
-        )
+            raise CorruptError(what, where=str(configuration), hint=hint)
+    require_package("peft", "an adapter needs", where=str(adapter))
 
 
 def loading_error(folder: Path, failure: Exception) -> XtkError:
@@ -288,9 +253,8 @@ def loading_error(folder: Path, failure: Exception) -> XtkError:
         return CorruptError(
             f"the model's weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
-    if not isinstance(failure, ValueError | OSError | RuntimeError | ImportError) or isinstance(
-        failure, RecursionError
-    ):
+    is_plain = isinstance(failure, ValueError | OSError | RuntimeError | ImportError)
+    if not is_plain or isinstance(failure, RecursionError):
         text = f"{type(failure).__name__}: {text}"  # the text of other types may be a bare name, or empty
     return XtkError(
         f"transformers cannot load the model: {text[:300]}",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xtk.errors import CorruptError, XtkError
-from xtk.models.gguf_header_checks import DEFAULT_ALIGNMENT, MAX_DIMENSIONS, GgufTensor, header_faults
 
 GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -22,21 +23,14 @@ _HINT = "download or copy the file again"
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header of a GGUF file.
+    """The header of a GGUF file."""
 
-    Attributes:
-        architecture: `general.architecture`, such as "llama".
-        tokenizer: `tokenizer.ggml.model`, such as "gpt2"; "" if the file has no tokenizer.
-        pre_tokenizer: `tokenizer.ggml.pre`, such as "smollm"; "" if the file states none.
-        rope_scaling: the fields of `ARCHITECTURE.rope.scaling.`, such as {"type": "yarn", "factor": 4.0}.
-        tensor_sizes: {name: number of values} of all tensors.
-    """
-
-    architecture: str
-    tokenizer: str
-    pre_tokenizer: str
+    architecture: str  # `general.architecture`, such as "llama"
+    tokenizer: str  # `tokenizer.ggml.model`, such as "gpt2"; "" if the file has no tokenizer
+    pre_tokenizer: str  # `tokenizer.ggml.pre`, such as "smollm"; "" if the file states none
+    # The fields of `ARCHITECTURE.rope.scaling.`, such as {"type": "yarn", "factor": 4.0}.
     rope_scaling: dict[str, Any] = field(default_factory=dict)
-    tensor_sizes: dict[str, int] = field(default_factory=dict)
+    tensor_sizes: dict[str, int] = field(default_factory=dict)  # {name: number of values} of all tensors
 
 
 def is_gguf_file(path: Path) -> bool:
@@ -48,11 +42,7 @@ def is_gguf_file(path: Path) -> bool:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Return the header of a GGUF file after checking its values, and that all tensors are inside of the file.
-
-    Raises:
-        CorruptError: not a GGUF file, or the file is truncated or corrupt; see `header_faults`.
-    """
+    """Return the header of a GGUF file after checking its values, and that all tensors are inside of the file."""
     size = path.stat().st_size
     if size < 24:
         raise CorruptError(f"this GGUF file is truncated: it has {size:,} bytes", where=str(path), hint=_HINT)
@@ -158,3 +148,57 @@ def _read_value(content: mmap.mmap, at: int, kind: int) -> tuple[Any, int]:
     for _ in range(count):
         at += 8 + int(struct.unpack_from("<Q", content, at)[0])
     return None, at
+
+
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+_BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
+# Keys of sizes that tensors have: embedding_length, head_count_kv, vocab_size. A context is not a size of a tensor.
+_SIZE_KEY = re.compile(r"(?<!context)_(length|count)(_\w+)?$|\.vocab_size$")
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor in the header of a GGUF file: its shape, its bytes, and its offset from the end of the header."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    offset: int
+
+
+def header_faults(fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> Iterator[str]:
+    """Yield what cannot be right in a header: a layout that llama.cpp refuses too, or a value outside of its range."""
+    alignment = fields.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
+        yield f"general.alignment is {alignment!r}, not a power of 2"
+        return
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.offset != end:  # overlaps another tensor, is not aligned, or leaves a gap
+            yield f"tensor {name!r} is at offset {tensor.offset:,}, but the one before it ends at {end:,}"
+        end = -(-(tensor.offset + tensor.num_bytes) // alignment) * alignment
+    num_blocks = len({block[1] for name in tensors if (block := _BLOCK.search(name))})
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    prefix = f"{fields.get('general.architecture', '')}."
+    for key, value in fields.items():
+        if not key.startswith(prefix):
+            continue
+        if isinstance(value, float):
+            if (expected := _expected_float(key, value)) is not None:
+                yield f"{key} is {value}, but must be {expected}"
+        elif key.endswith("block_count"):
+            if not 0 <= value <= num_blocks:
+                yield f"{key} is {value:,}, but the file has the tensors of {num_blocks:,} blocks"
+        elif _SIZE_KEY.search(key) and not 0 <= value <= largest:
+            yield f"{key} is {value:,}, but the largest dimension of a tensor is {largest:,}"
+
+
+def _expected_float(key: str, value: float) -> str | None:
+    """Return what a value must be; None if it is."""
+    if not math.isfinite(value):
+        return "finite"
+    if key.endswith("epsilon") and not 0 < value < 1:
+        return "between 0 and 1"
+    if "freq_base" in key and value <= 0:
+        return "positive"
+    return "at least 0" if key.endswith(("rope.scaling.factor", "rope.scale_linear")) and value < 0 else None

@@ -81,10 +81,8 @@ def gguf_model_folder(path: Path) -> Path:
         try:
             return _convert(path, key, folder)
         except OSError as failure:
-            converted = _find_converted(
-                cache, short, folder.name
-            )  # without locks, another process may have renamed its own
-            if converted is not None:
+            # Without locks, another process may have renamed its own.
+            if (converted := _find_converted(cache, short, folder.name)) is not None:
                 return converted
             raise XtkError(
                 f"the model folder of a GGUF file cannot be written: {str(failure.strerror or failure).lower()}",
@@ -94,11 +92,7 @@ def gguf_model_folder(path: Path) -> Path:
 
 
 def gguf_fingerprint(folder: Path, fingerprint: str) -> str | None:
-    """Return the checksum of the GGUF file that a folder was converted from; None for other folders.
-
-    Args:
-        fingerprint: of its weights; that of changed weights is not the one of the record.
-    """
+    """Return the checksum of the GGUF file that a folder was converted from; None for other or changed weights."""
     record = _read_record(folder)
     return record["gguf"] if record is not None and record.get("weights") == fingerprint else None
 

@@ -1,8 +1,8 @@
-"""Output head of a language model, optionally sharded or with LoRA, and logits computed in chunks of rows."""
+"""Output head of a language model, logits in chunks of rows, and log-probabilities from hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +14,12 @@ from xtk.errors import XtkError
 
 @dataclass(frozen=True)
 class HeadAdapter:
-    """LoRA on a head: `scaling * (states @ lora_a^T) @ lora_b^T` is added to the logits.
+    """LoRA on a head: `scaling * (states @ lora_a^T) @ lora_b^T` is added to the logits."""
 
-    Attributes:
-        lora_a: [r, H].
-        lora_b: [V, r].
-        scaling: alpha / r, as in peft.
-        dropout: dropout of the input states; None: none.
-    """
-
-    lora_a: Tensor
-    lora_b: Tensor
-    scaling: float
-    dropout: nn.Module | None = None
+    lora_a: Tensor  # [r, H]
+    lora_b: Tensor  # [V, r]
+    scaling: float  # alpha / r, as in peft
+    dropout: nn.Module | None = None  # dropout of the input states; None: none
 
     def project_down(self, states: Tensor) -> Tensor:
         """Return the input of `lora_b`, [N, r]."""
@@ -38,17 +31,11 @@ class HeadAdapter:
 
 @dataclass(frozen=True)
 class HeadShard:
-    """The shard of this process of a head whose vocabulary is split over a group of processes.
+    """The shard of this process of a head whose vocabulary is split over a group of processes."""
 
-    Attributes:
-        first_token: token id of the shard's first row.
-        vocab_size: V of the full head.
-        group: a torch.distributed process group; its ranks have the rows in order.
-    """
-
-    first_token: int
-    vocab_size: int
-    group: Any
+    first_token: int  # token id of the shard's first row
+    vocab_size: int  # V of the full head
+    group: Any  # a torch.distributed process group; its ranks have the rows in order
 
     @classmethod
     def from_group(cls, num_rows: int, group: Any) -> HeadShard:
@@ -88,24 +75,15 @@ class HeadShard:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """Output head: maps hidden states to logits, `cap(scale * (states @ weight^T + bias + adapters))`.
+    """Output head: maps hidden states to logits, `cap(scale * (states @ weight^T + bias + adapters))`."""
 
-    Attributes:
-        weight: [V, H]; None if the model's logits do not have this form. The "hidden states" are then the logits
-            themselves.
-        bias: [V] or None.
-        scale: factor of the logits (Cohere, Granite, Falcon-H1, HyperCLOVA X).
-        softcap: c of the soft cap `c tanh(x / c)` on logits x (Gemma); None: no soft cap.
-        adapters: LoRA on the head.
-        shard: this process's rows, if the head is sharded; None: all rows.
-    """
-
+    # [V, H]; None if the model's logits do not have this form. The "hidden states" are then the logits themselves
     weight: Tensor | None
-    bias: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    adapters: Sequence[HeadAdapter] = ()
-    shard: HeadShard | None = None
+    bias: Tensor | None = None  # [V] or None
+    scale: float = 1.0  # factor of the logits (Cohere, Granite, Falcon-H1, HyperCLOVA X)
+    softcap: float | None = None  # c of the soft cap `c tanh(x / c)` on logits x (Gemma); None: no soft cap
+    adapters: Sequence[HeadAdapter] = ()  # LoRA on the head
+    shard: HeadShard | None = None  # this process's rows, if the head is sharded; None: all rows
 
     def num_logits(self, states: Tensor) -> int:
         """Return V, the number of columns of the logits; with a shard, of this process's."""
@@ -164,11 +142,7 @@ class ChunkedLogits:
         self.scratch: Tensor | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return the logits of some rows; they are overwritten by the next call.
-
-        Args:
-            states: [n, H], n at most `max_rows`.
-        """
+        """Return the logits of some rows [n, H], n at most `max_rows`; they are overwritten by the next call."""
         with torch.no_grad():
             return self.from_matrix_inputs(self._head.matrix_inputs(states) if self.matrices else [states])
 
@@ -207,3 +181,57 @@ MAX_CHUNK_BYTES = 256 << 20
 def chunk_rows(vocab_size: int) -> int:
     """Return the number of rows of fp32 logits [n, V] that fit into `MAX_CHUNK_BYTES`, at least 16."""
     return max(16, MAX_CHUNK_BYTES // (4 * vocab_size))
+
+
+def compute_token_logprobs(
+    states: Tensor,
+    head: OutputHead,
+    targets: Tensor,
+    *,
+    return_top1: bool = False,
+    callback: Callable[[slice, Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of target tokens, and the most likely tokens; logits are computed chunk by chunk.
+
+    With a sharded head every process of the group gets the same result.
+
+    Args:
+        states: [N, H], hidden states (or logits [N, V], if the head has no weight).
+        targets: int64 [N], the token of each row whose log-probability is returned.
+        return_top1: also return the most likely tokens.
+        callback: called with the rows of each chunk and [n, V], proportional to their probabilities, in memory that
+            is reused afterwards; needs an unsharded head.
+
+    Returns:
+        logprobs: float64 [N], in nats.
+        tokens: int64 [N], the most likely token of each row, the lowest id on ties; [0] without `return_top1`.
+    """
+    shard, width = head.shard, head.num_logits(states)
+    chunk = chunk_rows(width)
+    if shard is not None:
+        chunk = shard.all_reduce_min(chunk, states.device)
+    logits_of = ChunkedLogits(head, states, chunk)
+    logprobs = torch.zeros(len(states), dtype=torch.float64, device=states.device)
+    tokens = torch.zeros(len(states) if return_top1 else 0, dtype=torch.int64, device=states.device)
+    first = 0 if shard is None else shard.first_token
+    for start in range(0, len(states), chunk):
+        rows = slice(start, start + chunk)
+        logits, local_targets = logits_of(states[rows]), targets[rows] - first
+        highest, top1 = logits.max(1)
+        if shard is not None:
+            own = highest.clone()
+            highest = shard.all_reduce_max(highest)
+            top1 = torch.where(own == highest, top1 + first, shard.vocab_size)
+            top1 = -shard.all_reduce_max(-top1)
+        if return_top1:
+            tokens[rows] = top1
+        is_local = (local_targets >= 0) & (local_targets < width)
+        target_logits = logits.gather(1, local_targets.clamp(0, width - 1)[:, None])[:, 0].masked_fill(~is_local, 0.0)
+        exps = logits.sub_(highest[:, None]).exp_()
+        sums = exps.sum(1)
+        if callback is not None:
+            callback(rows, exps)
+        if shard is not None:
+            target_logits, sums = shard.all_reduce_sum(torch.stack([target_logits, sums]))
+        logprobs[rows] = target_logits.double() - highest.double() - sums.double().log()
+    return logprobs, tokens

@@ -34,20 +34,13 @@ _IGNORED_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """A sequence of concatenated documents, and this process's part of it.
+    """A sequence of concatenated documents, and this process's part of it."""
 
-    Attributes:
-        lengths: lengths of the documents, in order; they sum to the sequence length.
-        group: a torch.distributed process group that shares the sequence; None: this process has all of it.
-        num_ranks: size of the group; the sequence length is a multiple of `2 * num_ranks`.
-        rank: this process's rank.
-        seen_windows: sliding windows that layers have used on the sequence; None in it: a layer without one.
-    """
-
-    lengths: tuple[int, ...]
-    group: Any = None
-    num_ranks: int = 1
-    rank: int = 0
+    lengths: tuple[int, ...]  # lengths of the documents, in order; they sum to the sequence length
+    group: Any = None  # a torch.distributed process group that shares the sequence; None: this process has all of it
+    num_ranks: int = 1  # size of the group; the sequence length is a multiple of `2 * num_ranks`
+    rank: int = 0  # this process's rank
+    # Sliding windows that layers have used on the sequence; None in it: a layer without one.
     seen_windows: set[int | None] = field(default_factory=set, init=False, repr=False, compare=False)
     _segments: list[tuple[int, int, int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -75,10 +68,8 @@ class PackedSequence:
         if not self._segments:
             edges = np.cumsum([0, *self.lengths])
             chunk = self.num_tokens // (2 * self.num_ranks) if self.num_ranks > 1 else self.num_tokens
-            block_starts = (
-                [0] if self.num_ranks == 1 else [self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk]
-            )
-            for number, begin in enumerate(block_starts):
+            blocks = [0] if self.num_ranks == 1 else [self.rank, 2 * self.num_ranks - 1 - self.rank]
+            for number, begin in enumerate(block * chunk for block in blocks):
                 inside = edges[(edges > begin) & (edges < begin + chunk)]
                 for low, high in itertools.pairwise([begin, *inside.tolist(), begin + chunk]):
                     start = int(edges[np.searchsorted(edges, low, side="right") - 1])
@@ -88,7 +79,7 @@ class PackedSequence:
 
 
 class UnsupportedAttention(XtkError):
-    """A model needs a feature that this attention does not support."""
+    """A layer needs a mask or another feature that this attention does not support."""
 
 
 def packed_attention(
@@ -107,17 +98,13 @@ def packed_attention(
 
     Args:
         query: [1, heads, T, D], this process's tokens; without `packed` [B, heads, T, D], one document per row.
-        key: [1, key-value heads, T, D].
-        value: [1, key-value heads, T, D].
+        key, value: [1, key-value heads, T, D].
         attention_mask: None; transformers builds no mask for custom attention.
         sliding_window: number of tokens, including itself, to which a token attends; None: all of its document.
         packed: the documents; None: one document per row, padded on the right.
 
     Returns:
         [B, T, heads, D], and None.
-
-    Raises:
-        UnsupportedAttention: the layer needs a mask or another feature.
     """
     more = sorted(name for name, wanted in kwargs.items() if wanted is not None and name not in _IGNORED_ARGUMENTS)
     if attention_mask is not None or more or not getattr(module, "is_causal", True):
@@ -177,11 +164,9 @@ def _attend_segment(
         )
     query_positions = torch.arange(keys - queries, keys, device=query.device)[:, None]
     key_positions = torch.arange(keys, device=query.device)
-    mask = (
-        key_positions <= query_positions
-        if window is None
-        else (key_positions <= query_positions) & (key_positions > query_positions - window)
-    )
+    mask = key_positions <= query_positions
+    if window is not None:
+        mask &= key_positions > query_positions - window
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
 
 
@@ -224,9 +209,8 @@ def general_attention(
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         options.pop("packed", None)
-        by_mask: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, **options
-        )
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        by_mask: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **options)
         return by_mask
     positions = options.get("position_ids")
     is_whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]  # no key-value cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from xtk.errors import XtkError, path_exists
@@ -19,6 +20,17 @@ _TOKENIZER_FILES = ["tokenizer*.json", "added_tokens.json", "special_tokens_map.
                     "additional_chat_templates/*", "*.model", "vocab.*", "tekken.json", "*.tiktoken"]  # fmt: skip
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py",
                 ADAPTER_CONFIG]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model on disk, and how it is loaded."""
+
+    folder: Path  # configuration, tokenizer, and weights unless servers run the model
+    adapter: Path | None = None  # folder of a peft adapter of this model; None: none
+    dtype: str = "float32"  # of weights and computation, a dtype of torch
+    trust_remote_code: bool = False  # run Python code that comes with the model; needs the user's consent
+    name: str = ""  # in messages; "": the folder
 
 
 def hub_id(folder: Path) -> str:
@@ -81,9 +93,8 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
 
 def _check_run_finished(folder: Path) -> None:
     """Refuse a run that has not written its student yet."""
-    if not is_run_folder(folder) or any(
-        (folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG, "tokenizer.json")
-    ):
+    is_written = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG, "tokenizer.json"))
+    if is_written or not is_run_folder(folder):
         return
     checkpoint = "".join(f"use its last checkpoint {path}, or " for _, path in list_checkpoints(folder)[-1:])
     raise XtkError(
@@ -112,10 +123,6 @@ def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return "sha256:..." that identifies the weights in a folder; of a converted GGUF model, the file's checksum.
-
-    Raises:
-        CorruptError: a weight file is a pipe or a device.
-    """
+    """Return "sha256:..." that identifies the weights in a folder; of a converted GGUF model, the file's checksum."""
     digest = hash_weights(folder)
     return gguf_fingerprint(folder, digest) or digest

@@ -1,11 +1,18 @@
-"""Names, dtypes and shapes of a model's weights, from safetensors headers only."""
+"""Weights of a model folder without torch: names, dtypes, shapes, differences from the model, the input embedding."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
-from xtk.errors import CorruptError
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.errors import CorruptError, XtkError
 
 SINGLE_FILE, INDEX_FILE, ADAPTER_FILE = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 _HINT = "copy or download the model again"
@@ -17,12 +24,7 @@ def weight_files(folder: Path, *, allow_missing: bool = False) -> list[Path]:
     That is `model.safetensors`, else the shards in the index, else the adapter's file, else all safetensors files.
 
     Args:
-        folder: folder of a model or an adapter.
-        allow_missing: leave out files that are in the index but do not exist.
-
-    Raises:
-        CorruptError: the index cannot be read, contains a file of another folder or a missing file, or a weight file
-            is a pipe or a device.
+        allow_missing: leave out files that are in the index but do not exist, instead of an error.
     """
     for path in folder.glob("*.safetensors"):
         if path.exists() and not path.is_file():  # reading a pipe would block
@@ -43,11 +45,7 @@ def weight_files(folder: Path, *, allow_missing: bool = False) -> list[Path]:
 
 
 def read_weight_index(folder: Path) -> dict[str, str]:
-    """Return {tensor: file} from the index of sharded weights.
-
-    Raises:
-        CorruptError: it cannot be read, or contains a file of another folder.
-    """
+    """Return {tensor: file} from the index of sharded weights."""
     path = folder / INDEX_FILE
     try:
         named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -62,41 +60,32 @@ def read_weight_index(folder: Path) -> dict[str, str]:
 
 
 def read_weight_headers(folder: Path, *, allow_missing: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return {name: (safetensors dtype, shape)} of the weights in a folder.
-
-    Args:
-        folder: folder of a model or an adapter.
-        allow_missing: leave out files that are in the index but do not exist.
-
-    Raises:
-        CorruptError: a file is missing, not in safetensors format, or truncated.
-    """
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in weight_files(folder, allow_missing=allow_missing):
-        tensors |= _read_header(path)
-    return tensors
+    """Return {name: (safetensors dtype, shape)} of the weights of a model or an adapter; see `weight_files`."""
+    files = weight_files(folder, allow_missing=allow_missing)
+    return {name: entry[:2] for path in files for name, entry in _read_header(path).items()}
 
 
-def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return {name: (dtype, shape, first byte in the file)}."""
     with path.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         try:
             header = json.loads(stream.read(size)) if 0 < size < 1 << 30 else None
         except (ValueError, RecursionError):
             header = None
+    start = 8 + size
     try:
         header.pop("__metadata__", None)  # type: ignore[union-attr]
         end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)  # type: ignore[union-attr]
         tensors = {
-            str(name): (str(tensor["dtype"]), tuple(int(size) for size in tensor["shape"]))
+            str(name): (str(tensor["dtype"]), tuple(map(int, tensor["shape"])), start + int(tensor["data_offsets"][0]))
             for name, tensor in header.items()  # type: ignore[union-attr]
         }
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         what = "the weight file cannot be read: its safetensors header is invalid"
         raise CorruptError(what, where=str(path), hint=_HINT) from None
-    if path.stat().st_size != 8 + size + end:
-        actual, expected = path.stat().st_size, 8 + size + end
-        what = f"the weight file has {actual:,} bytes, but its safetensors header requires {expected:,}"
+    if (actual := path.stat().st_size) != start + end:
+        what = f"the weight file has {actual:,} bytes, but its safetensors header requires {start + end:,}"
         raise CorruptError(what, where=str(path), hint=_HINT)
     return tensors
 
@@ -104,3 +93,79 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def format_names(names: list[str]) -> str:
     """Return the first three names as text, and the number of others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+
+
+@dataclass(frozen=True)
+class WeightMismatches:
+    """Weights that differ between files and model, sorted by name."""
+
+    missing: tuple[str, ...] = ()  # in the model but not in the files: transformers initializes them randomly
+    unexpected: tuple[str, ...] = ()  # in the files but not in the model
+    # (name, shape in the file, shape in the model) where the shapes differ.
+    reshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def from_loading_info(cls, loading_info: Mapping[str, Any]) -> Self:
+        """Return the mismatches in transformers' loading info, which leaves out tied heads and known buffers."""
+        reshaped = {(str(name), tuple(stored), tuple(own)) for name, stored, own in loading_info["mismatched_keys"]}
+        missing, unexpected = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
+        return cls(missing, unexpected, tuple(sorted(reshaped)))
+
+    def check(self, folder: Path, *, quiet: bool = False) -> None:
+        """Refuse missing weights and other shapes; print a note on unexpected weights, once per folder."""
+        if self.missing:
+            missing = format_names(list(self.missing))
+            what = f"the model's files lack {len(self.missing):,} of its weights: {missing}"
+            raise CorruptError(what, where=str(folder), hint=_HINT)
+        if self.reshaped:
+            shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
+            raise CorruptError(
+                f"{len(shapes):,} weights do not have the shapes of the configuration: {format_names(shapes)}",
+                where=str(folder),
+                hint="use the config.json that belongs to these weights, or download the model again",
+            )
+        if self.unexpected and not quiet:
+            names = format_names(list(self.unexpected))
+            terminal.note_once(f"warning: {folder}: the model does not use {len(self.unexpected):,} weights ({names})")
+
+
+# Tensor names in different model families, after any prefix ("model.", "language_model.model.", "transformer.", none).
+EMBEDDING_NAMES = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+)
+_DTYPES: dict[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+def read_input_embedding(folder: Path) -> NDArray[np.float32]:
+    """Return float32 [V, H], the input embedding matrix of a model folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise XtkError(
+            "this folder contains no weights (*.safetensors), which this method needs for the input embedding",
+            where=str(folder),
+            hint="use a model folder with weights, or another --method, which needs only the tokenizers",
+        )
+    entries = [(file, name, *entry) for file in files for name, entry in _read_header(file).items()
+               if name.endswith(EMBEDDING_NAMES) and len(entry[1]) == 2]  # fmt: skip
+    if not entries:
+        raise XtkError(
+            "the weights of this model contain no input embedding",
+            where=str(folder),
+            hint=f"use a model whose embedding tensor has a name that ends in {', '.join(EMBEDDING_NAMES)}",
+        )
+    # If a model has several (such as a vision tower), the text embedding has the most rows.
+    file, name, dtype, shape, start = max(entries, key=lambda entry: entry[3][0])
+    if dtype not in _DTYPES:
+        raise XtkError(
+            f"this model's input embedding has dtype {dtype}, which this method does not support",
+            where=f"{file}: {name}",
+            hint=f"convert the weights to one of {', '.join(_DTYPES)}",
+        )
+    raw: Any = np.memmap(file, _DTYPES[dtype], "r", offset=start, shape=shape)
+    if dtype == "BF16":  # the upper half of a float32
+        raw = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.array(raw, np.float32)

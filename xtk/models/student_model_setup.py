@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor
 
 from xtk import terminal
-from xtk.errors import XtkError
-from xtk.models.causal_lm import DTYPES, check_adapter, check_embedding_rows, load_causal_lm, loading_error
-from xtk.models.transformers_4_keys import add_transformers_4_keys
+from xtk.errors import XtkError, require_package
+from xtk.models.causal_lm import check_adapter, check_embedding_rows, load_causal_lm, loading_error
+from xtk.models.resolver import ModelRef
+from xtk.models.saved_model import add_transformers_4_keys
 from xtk.models.weight_validation import check_adapter_weights
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import SPEED, check_options, declared_options
@@ -58,12 +58,12 @@ class StudentModelConfig(StudentModelOptions):
 
     def _non_default_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
+        pairs = [(field, getattr(self, field.name)) for field in fields(self)]
+        return {
+            field.name: list(value) if isinstance(value, tuple) else value
+            for field, value in pairs
+            if value != field.default
         }
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def identity_options(self) -> dict[str, Any]:
         """Return the non-default options that change the trained student, as JSON values."""
@@ -71,45 +71,28 @@ class StudentModelConfig(StudentModelOptions):
         return {name: value for name, value in self._non_default_options().items() if name not in speed}
 
 
-@dataclass(frozen=True)
-class StudentSource:
-    """Source of the student's weights.
-
-    Attributes:
-        model: folder with configuration and weights.
-        adapter: folder of a peft adapter of this model, which is trained further; None: none.
-        checkpoint: folder written by `save_trainable`, from which the run resumes; None: a new run.
-    """
-
-    model: Path
-    adapter: Path | None = None
-    checkpoint: Path | None = None
-
-
 def load_student(
-    source: StudentSource,
+    source: ModelRef,
     config: StudentModelConfig,
     tokenizer: Tokenizer,
     *,
+    checkpoint: Path | None = None,
     device: torch.device,
     mixed_precision: str = "no",
-    trust_remote_code: bool = False,
     quiet: bool = False,
 ) -> Any:
     """Return a model for training, in which only the trained parameters require gradients.
 
     Args:
-        config: adapters, quantization and frozen parameters.
+        source: the student before training; its adapter is trained further.
         tokenizer: the student's tokenizer, whose tokens need embedding rows.
+        checkpoint: folder written by `save_trainable`, from which the run resumes; None: a new run.
         mixed_precision: "bf16" if the model will compute in bf16.
-        trust_remote_code: run Python code that comes with the model.
-
-    Returns:
-        A transformers model, or a peft model around it.
     """
     adapted = bool(config.lora_r or source.adapter)
-    folder = source.model if adapted or source.checkpoint is None else source.checkpoint
-    model = _load_base_model(folder, config, device, mixed_precision, trust_remote_code)
+    folder = source.folder if adapted or checkpoint is None else checkpoint
+    base = replace(source, folder=folder, adapter=None, dtype=config.dtype)
+    model = _load_base_model(base, config, device, mixed_precision)
     if not adapted and getattr(model, "quantization_method", None):
         raise XtkError(
             "the student's weights are quantized and cannot be trained",
@@ -120,7 +103,7 @@ def load_student(
         _resize_vocabulary(model, tokenizer, config, adapted)
     check_embedding_rows(model, tokenizer)
     if adapted:
-        model = attach_trainable_adapter(model, source, config)
+        model = attach_trainable_adapter(model, source, config, checkpoint)
     freeze_parameters(model, config.freeze)
     num_frozen = _freeze_other_modalities(model)
     if quiet:
@@ -155,23 +138,13 @@ def _freeze_other_modalities(model: Any) -> int:
     return sum(parameter.numel() for parameter in others)
 
 
-def _load_base_model(
-    folder: Path,
-    config: StudentModelConfig,
-    device: torch.device,
-    mixed_precision: str,
-    trust_remote_code: bool,
-) -> Any:
+def _load_base_model(base: ModelRef, config: StudentModelConfig, device: torch.device, mixed_precision: str) -> Any:
     """Return the base model with the configured attention and quantization."""
     options: dict[str, Any] = {}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     if config.is_quantized:
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise XtkError(
-                "--load-in-4bit and --load-in-8bit need the package bitsandbytes, which is not installed",
-                hint="run pip install '.[qlora]' in xtk's repository",
-            )
+        require_package("bitsandbytes", "--load-in-4bit and --load-in-8bit need", extra="qlora")
         from transformers import BitsAndBytesConfig
 
         narrow = "bf16" in mixed_precision or config.dtype == "bfloat16"
@@ -184,16 +157,10 @@ def _load_base_model(
         )
         options["device_map"] = {"": device}
     try:
-        return load_causal_lm(
-            folder,
-            dtype=DTYPES[config.dtype],
-            device=device,
-            trust_remote_code=trust_remote_code,
-            options=options,
-        )
+        return load_causal_lm(base, device=device, options=options)
     except XtkError as failure:
         if config.attn_implementation and re.search("attention|attn|kernel", failure.what, re.IGNORECASE):
-            where = f"--attn-implementation {config.attn_implementation}, {folder}"
+            where = f"--attn-implementation {config.attn_implementation}, {base.folder}"
             raise XtkError(failure.what, where=where, hint="use --attn-implementation sdpa or eager") from failure
         raise
 
@@ -203,38 +170,32 @@ def _resize_vocabulary(model: Any, tokenizer: Tokenizer, config: StudentModelCon
     rows = model.get_input_embeddings().weight.shape[0]
     if rows >= len(tokenizer):
         return
-    ends = {
-        name.rpartition(".")[2]: name
-        for name, module in model.named_modules()
-        if module is model.get_input_embeddings() or module is model.get_output_embeddings()
-    }
+    ends = _embedding_names(model)
     fully_trained = {one.rpartition(".")[2] for one in config.lora_modules_to_save}
-    if adapted and not set(ends) <= fully_trained:
+    if adapted and not ends <= fully_trained:
         raise XtkError(
             "with LoRA, the new embedding rows of --resize-vocabulary would stay untrained",
             where=f"{rows:,} embedding rows for {len(tokenizer):,} tokens",
-            hint=f"add --lora-modules-to-save {','.join(ends)}, which trains the full embeddings",
+            hint=f"add --lora-modules-to-save {','.join(sorted(ends))}, which trains the full embeddings",
         )
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE)
     new_rows = model.get_input_embeddings().weight.shape[0]
     terminal.note(f"distill: embeddings resized from {rows:,} to {new_rows:,} rows")
 
 
-def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentModelConfig) -> Any:
+def attach_trainable_adapter(
+    model: Any, source: ModelRef, config: StudentModelConfig, checkpoint: Path | None = None
+) -> Any:
     """Return a peft model with a trainable adapter: from the checkpoint, from the student's adapter, or a new one."""
-    if importlib.util.find_spec("peft") is None:
-        raise XtkError(
-            "LoRA adapters need the package peft, which is not installed",
-            hint="run pip install '.[peft]' in xtk's repository",
-        )
-    adapter_folder = source.checkpoint or source.adapter
+    require_package("peft", "LoRA adapters need")
+    adapter_folder = checkpoint or source.adapter
     if source.adapter and config.lora_r:
         raise XtkError(
             "--lora-r does not apply: the student is a LoRA adapter already, and training continues this adapter",
             where=str(source.adapter),
             hint="remove the --lora options, or merge the adapter first with merge_and_unload of peft",
         )
-    if source.adapter and not source.checkpoint:
+    if source.adapter and not checkpoint:
         check_adapter(source.adapter)
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -244,14 +205,14 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
             try:
                 trained = PeftModel.from_pretrained(model, str(adapter_folder), is_trainable=True)
                 check_adapter_weights(trained, adapter_folder)
-                return _set_base_model_name(trained, source.model)
+                return _set_base_model_name(trained, source.folder)
             except Exception as failure:
                 raise loading_error(adapter_folder, failure) from failure
-        names = [name for name, _ in model.named_modules()]
         targets = config.lora_target_modules
-        for module_names in (() if targets == ALL_LINEAR else targets, config.lora_modules_to_save):
-            _check_module_names(names, module_names)
-        tied = _tied_embedding_names(model)
+        _check_module_names(model, (*(() if targets == ALL_LINEAR else targets), *config.lora_modules_to_save))
+        head = model.get_output_embeddings()
+        is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+        tied = _embedding_names(model) if is_tied else set()
         if targets != ALL_LINEAR and set(targets) & tied:
             raise XtkError(
                 "the student's embedding and output head share one weight, so neither can get a LoRA adapter",
@@ -270,7 +231,7 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
             ensure_weight_tying=bool(tied),
         )
         try:
-            return _set_base_model_name(get_peft_model(model, described), source.model)
+            return _set_base_model_name(get_peft_model(model, described), source.folder)
         except ValueError as failure:
             raise XtkError(
                 f"peft cannot add LoRA adapters with these options: {' '.join(str(failure).split())[:300]}",
@@ -278,21 +239,20 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
             ) from failure
 
 
-def _check_module_names(names: Sequence[str], suffixes: Sequence[str]) -> None:
+def _check_module_names(model: Any, suffixes: Sequence[str]) -> None:
     """Refuse names that are not a suffix of any module's name."""
+    names = [name for name, _ in model.named_modules()]
     for suffix in suffixes:
-        if not any(name == suffix or name.endswith(f".{suffix}") for name in names):
+        if not any(f".{name}".endswith(f".{suffix}") for name in names):
             raise unknown_name_error(
                 "module of the student", suffix, {name.rpartition(".")[2] for name in names} - {""}
             )
 
 
-def _tied_embedding_names(model: Any) -> set[str]:
-    """Return the last parts of the names of embedding and head if they are tied, else an empty set."""
+def _embedding_names(model: Any) -> set[str]:
+    """Return the last parts of the names of embedding and head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if ends[1] is None or ends[0].weight is not ends[1].weight:
-        return set()
-    return {name.rpartition(".")[2] for name, module in model.named_modules() if module in ends}
+    return {name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)}
 
 
 def _set_base_model_name(model: Any, folder: Path) -> Any:
@@ -358,7 +318,6 @@ def save_trainable(model: Any, folder: Path, state_dict: Mapping[str, Tensor] | 
     """Write the trained weights, from which `load_student` resumes: the adapter only, or the full model.
 
     Args:
-        model: a transformers model, or a peft model around it.
         state_dict: full weights by name, if the model's are sharded over processes; None: the model's weights.
     """
     given = {} if state_dict is None else {"state_dict": dict(state_dict)}  # transformers empties this dict

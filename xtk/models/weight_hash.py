@@ -26,17 +26,12 @@ def hash_weights(folder: Path) -> str:
     Hashes the configuration, the names of the weight files and all of their bytes, and the Python files of a model
     that has its own. The hash of a large file is stored in xtk's cache folder, with the file's inode, size and times of
     change.
-
-    Raises:
-        CorruptError: a weight file is a pipe or a device.
     """
     digest = hashlib.sha256()
     configuration = read_model_config(folder)
     has_code = "auto_map" in configuration
-    for content in (
-        configuration,
-        read_json((folder / ADAPTER_CONFIG).resolve()) if (folder / ADAPTER_CONFIG).is_file() else {},
-    ):
+    adapter = read_json((folder / ADAPTER_CONFIG).resolve()) if (folder / ADAPTER_CONFIG).is_file() else {}
+    for content in (configuration, adapter):
         if content:
             for name in ("transformers_version", "base_model_name_or_path"):  # do not depend on the weights
                 content.pop(name, None)
@@ -89,13 +84,7 @@ def _read_hash(file: Path, size: int) -> str:
 
 
 def hash_chunks(read: Callable[[int], bytes], starts: Iterable[int]) -> str:
-    """Return the hash of the hashes of chunks, which threads compute; at most `_THREADS` chunks are in memory.
-
-    Args:
-        read: returns the chunk that begins at a byte.
-        starts: the first bytes of the chunks.
-    """
+    """Return the hash of the hashes of chunks, which threads read from their first bytes, `_THREADS` at a time."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="xtk-hash") as pool:
-        return hashlib.sha256(
-            b"".join(pool.map(lambda start: hashlib.sha256(read(start)).digest(), starts))
-        ).hexdigest()
+        hashes = pool.map(lambda start: hashlib.sha256(read(start)).digest(), starts)
+        return hashlib.sha256(b"".join(hashes)).hexdigest()

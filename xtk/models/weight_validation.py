@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from xtk.errors import CorruptError
-from xtk.models.safetensors_headers import format_names, read_weight_headers
-from xtk.models.weight_mismatches import WeightMismatches
+from xtk.models.safetensors_headers import WeightMismatches, format_names, read_weight_headers
 from xtk.parallel.fsdp_and_tensor_parallel import to_local_tensor
 
 _HINT = "copy or download the model again"
@@ -21,18 +20,9 @@ QUANTIZED_DTYPES = ("U8", "I8", "I4", "F8_E4M3", "F8_E5M2", "I32")
 
 
 def check_adapter_weights(model: Any, adapter: Path) -> None:
-    """Refuse an adapter whose files lack weights that its configuration implies.
-
-    Args:
-        model: the peft model with the adapter.
-        adapter: folder from which the adapter was loaded.
-
-    Raises:
-        CorruptError: weights are missing, of another shape, or not finite.
-    """
-    _compare_adapter_weights(model, {name: shape for name, (_, shape) in read_weight_headers(adapter).items()}).check(
-        adapter
-    )
+    """Refuse an adapter whose files lack weights of the peft model, or have others or ones that are not finite."""
+    stored = {name: shape for name, (_, shape) in read_weight_headers(adapter).items()}
+    _compare_adapter_weights(model, stored).check(adapter)
     check_weights_finite(model, adapter)
 
 
@@ -90,21 +80,18 @@ def compare_headers_with_config(
                 output_loading_info=True,
             )
             mismatches = {folder: WeightMismatches.from_loading_info(loading_info)}
-            for adapter, of_adapter in adapters:
-                mismatches[adapter] = _compare_adapter_header(model, adapter, of_adapter)
+            for adapter, entries in adapters:
+                import peft
+
+                with torch.device("meta"):
+                    adapted = peft.PeftModel(
+                        model, peft.PeftConfig.from_pretrained(str(adapter)), low_cpu_mem_usage=True
+                    )
+                shapes = {name: shape for name, (_, shape) in entries.items()}
+                mismatches[adapter] = _compare_adapter_weights(adapted, shapes)
     except Exception:  # some models cannot be built from meta tensors; then there is nothing to check
         return {}
     return mismatches
-
-
-def _compare_adapter_header(
-    model: Any, adapter: Path, stored: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> WeightMismatches:
-    from peft import PeftConfig, PeftModel
-
-    with torch.device("meta"):
-        adapted = PeftModel(model, PeftConfig.from_pretrained(str(adapter)), low_cpu_mem_usage=True)
-    return _compare_adapter_weights(adapted, {name: shape for name, (_, shape) in stored.items()})
 
 
 def non_finite_parameters(model: Any) -> list[str]:
@@ -123,13 +110,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def check_weights_finite(model: Any, folder: Path) -> None:
-    """Refuse weights with NaN or infinity in their dtype in memory.
-
-    Raises:
-        CorruptError: with the first names, and the dtype.
-    """
-    names = non_finite_parameters(model)
-    if names:
+    """Refuse weights with NaN or infinity in their dtype in memory."""
+    if names := non_finite_parameters(model):
         dtype = str(model.get_parameter(names[0]).dtype).removeprefix("torch.")
         raise CorruptError(
             f"the model has weights that are NaN or infinite in {dtype}: {len(names):,} ({format_names(names)})",

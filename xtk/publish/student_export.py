@@ -28,11 +28,10 @@ from xtk.files.output_claims import FolderKind
 from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, load_causal_lm
-from xtk.models.resolver import base_model_and_adapter, weights_fingerprint
+from xtk.models.resolver import ModelRef, base_model_and_adapter, weights_fingerprint
 from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import (
     StudentModelConfig,
-    StudentSource,
     has_mergeable_adapter,
     load_student,
     save_final_student,
@@ -70,25 +69,15 @@ _SIZE = re.compile(r"([1-9]\d*(?:\.\d+)?)([KMGT]?)(i?)B", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Options of an export.
+    """Options of an export."""
 
-    Attributes:
-        run: output folder of `xtk distill`.
-        checkpoint: step of the checkpoint to export; 0: the finished student.
-        dtype: dtype of the written weights; "": the dtype of training.
-        max_shard_size: maximum size of a weights file, as in Hugging Face: 5GB.
-        evaluations: result files of `xtk evaluate`, for the model card.
-        gguf: llama.cpp type of a GGUF file, such as q8_0; "": no GGUF file.
-        gguf_converter: path of llama.cpp's conversion script; "": searched on PATH.
-    """
-
-    run: Path
-    checkpoint: int = 0
-    dtype: str = ""
-    max_shard_size: str = "5GB"
-    evaluations: tuple[Path, ...] = ()
-    gguf: str = ""
-    gguf_converter: str = ""
+    run: Path  # output folder of `xtk distill`
+    checkpoint: int = 0  # step of the checkpoint to export; 0: the finished student
+    dtype: str = ""  # dtype of the written weights; "": the dtype of training
+    max_shard_size: str = "5GB"  # maximum size of a weights file, as in Hugging Face: 5GB
+    evaluations: tuple[Path, ...] = ()  # result files of `xtk evaluate`, for the model card
+    gguf: str = ""  # llama.cpp type of a GGUF file, such as q8_0; "": no GGUF file
+    gguf_converter: str = ""  # path of llama.cpp's conversion script; "": searched on PATH
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in DTYPES:
@@ -140,7 +129,8 @@ def export_student(
         with replacing_folder(output, EXPORT_FOLDER) as folder:
             tokenizer = Tokenizer(source)
             with _merged_weights(source, config, content["recipe"], tokenizer, folder, trust_remote_code) as merged:
-                figures = _write_model_files(merged, folder, tokenizer, dtype, config.max_shard_size, trust_remote_code)
+                model = ModelRef(merged, None, dtype, trust_remote_code)
+                figures = _write_model_files(model, folder, tokenizer, config.max_shard_size)
             copy_tokenizer_files(source, folder)
             (folder / CARD_FILE).write_text(_card(config, content, metrics, results), encoding="utf-8")
             if converter is not None:
@@ -268,10 +258,8 @@ def _merged_weights(
             where=str(source),
             hint="export with the version of xtk that trained this run",
         ) from None
-    origin = StudentSource(base, None if preparation.lora_r else adapter, adapter)
-    model = load_student(
-        origin, preparation, tokenizer, device=torch.device("cpu"), trust_remote_code=trust_remote_code, quiet=True
-    )
+    origin = ModelRef(base, None if preparation.lora_r else adapter, trust_remote_code=trust_remote_code)
+    model = load_student(origin, preparation, tokenizer, checkpoint=adapter, device=torch.device("cpu"), quiet=True)
     if adapter is not None and weights_fingerprint(base) != recipe["inputs"]["student"]["weights"]:
         raise MismatchError(
             "the base model of the adapter is not the one of the run",
@@ -302,11 +290,9 @@ def _load_ema_weights(model: Any, checkpoint: Path) -> None:
             parameter.copy_(state.read(f"{EMA}.{name}", parameter))
 
 
-def _write_model_files(
-    merged: Path, folder: Path, tokenizer: Tokenizer, dtype: str, max_shard_size: str, trust_remote_code: bool
-) -> dict[str, Any]:
+def _write_model_files(merged: ModelRef, folder: Path, tokenizer: Tokenizer, max_shard_size: str) -> dict[str, Any]:
     """Write weights and configurations; return dtype, sizes and stop tokens for the manifest."""
-    model = load_causal_lm(merged, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    model = load_causal_lm(merged)
     ends = _end_token_ids(model, tokenizer)
     described = model.generation_config
     if ends:
@@ -319,7 +305,7 @@ def _write_model_files(
     files = list(folder.glob("*.safetensors"))
     set_default_permissions(*files)
     return {
-        "dtype": dtype,
+        "dtype": merged.dtype,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "shards": len(files),
         "bytes": sum(file.stat().st_size for file in files),

@@ -69,8 +69,8 @@ class ServerGenerator(Generator):
                 "the backend server needs a server address",
                 hint="add --server http://localhost:8000/v1 (xtk distill: --rollout-server)",
             )
-        self._name, self._tokenizer = config.name, config.tokenizer
-        self._names = WeightNames.from_folder(config.folder)
+        self._name, self._tokenizer = config.model.name, config.tokenizer
+        self._names = WeightNames.from_folder(config.model.folder)
         self._endpoints = EndpointPool(
             servers,
             concurrency=config.options.get("concurrency") or DEFAULT_CONCURRENCY,

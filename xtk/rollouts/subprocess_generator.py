@@ -45,7 +45,7 @@ class SubprocessGenerator(Generator):
     ) -> None:
         load_registered(GENERATORS, backend, "backend")  # refuses an unknown name before a process is started
         _remove_stale_weights_folders()
-        self._name, self._folder = f"{config.name}, run by {backend}", config.folder
+        self._name, self._folder = f"{config.model.name}, run by {backend}", config.model.folder
         variables = {**environment_without_launcher_variables(), **(environment or {})}
         self._worker = WorkerProcess(GENERATION_WORKER, self._name, variables)
         self.process = self._worker.process

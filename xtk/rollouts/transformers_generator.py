@@ -14,7 +14,8 @@ from torch import Tensor
 from xtk.engines.backend import BackendConfig
 from xtk.errors import XtkError
 from xtk.models import packed_attention
-from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm, max_context_length
+from xtk.models.causal_lm import check_embedding_rows, default_device, load_causal_lm, max_context_length
+from xtk.models.resolver import ModelRef
 from xtk.models.safetensors_headers import format_names
 from xtk.rollouts.engine_request_checks import max_new_tokens
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
@@ -44,16 +45,10 @@ class TransformersGenerator(Generator):
 
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
-        """Load a model. Options: `adapter`, a peft folder; `model`, a loaded model to use instead."""
+        """Load a model. Options: `model`, a loaded model to use instead."""
         if "model" in config.options:
             return cls(config.options["model"], config.tokenizer, config.batch_tokens)
-        model = load_causal_lm(
-            config.folder,
-            dtype=DTYPES[config.dtype],
-            device=default_device(),
-            trust_remote_code=config.trust_remote_code,
-            adapter=config.options.get("adapter"),
-        )
+        model = load_causal_lm(config.model, device=default_device())
         check_embedding_rows(model, config.tokenizer)
         return cls(model.eval().requires_grad_(False), config.tokenizer, config.batch_tokens)
 
@@ -125,8 +120,8 @@ class TransformersGenerator(Generator):
             )
 
     def _read(self, folder: str | Path) -> Iterable[tuple[str, Tensor]]:
-        dtype = self._inner.get_input_embeddings().weight.dtype
-        weights: dict[str, Tensor] = load_causal_lm(Path(folder), dtype=dtype).state_dict()
+        dtype = str(self._inner.get_input_embeddings().weight.dtype).removeprefix("torch.")
+        weights: dict[str, Tensor] = load_causal_lm(ModelRef(Path(folder), dtype=dtype)).state_dict()
         return weights.items()
 
 

@@ -42,7 +42,7 @@ class VllmGenerator(Generator):
     def __init__(self, config: BackendConfig) -> None:
         # In this process, weights are passed in memory.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        self._tokenizer, self._name = config.tokenizer, config.name
+        self._tokenizer, self._name = config.tokenizer, config.model.name
         settings = {
             "max_logprobs": -1,  # any number
             "use_tqdm_on_load": False,
@@ -50,7 +50,7 @@ class VllmGenerator(Generator):
             **({"enable_sleep_mode": True} if torch.cuda.is_available() else {}),
         }
         self._engine = VllmEngine(config, "rollout", RESERVED_OPTIONS, settings)
-        self._names = WeightNames.from_folder(config.folder)
+        self._names = WeightNames.from_folder(config.model.folder)
         self._asleep = self._weights_missing = False
         padding = range(len(self._tokenizer), self._engine.vocab_size)
         # Embedding rows without a token must not be sampled. With too many for a bias, a sampled one is an error.

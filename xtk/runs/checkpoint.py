@@ -22,8 +22,8 @@ from xtk import terminal
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissions
 from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
+from xtk.models.saved_model import add_transformers_4_keys
 from xtk.models.student_model_setup import is_peft_model, save_trainable
-from xtk.models.transformers_4_keys import add_transformers_4_keys
 from xtk.parallel import process_group
 from xtk.runs.folder import (
     ADAPTER_FOLDER,

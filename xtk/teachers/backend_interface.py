@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.engines.backend import Backend, BackendConfig
+from xtk.models.resolver import ModelRef
 from xtk.text.token_sequence import TokenSequence
 
 
@@ -45,7 +45,7 @@ class TeacherBackend(Backend, ABC):
 
     @classmethod
     @abstractmethod
-    def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
+    def weights_identity(cls, model: ModelRef, options: dict[str, Any]) -> str:
         """Return a string that identifies the weights, without loading them."""
 
     @property

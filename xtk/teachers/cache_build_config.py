@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from xtk.cache.codec.shard_codec_registry import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
@@ -12,7 +11,7 @@ from xtk.cache.teacher_logprobs import DEFAULT_TOP_K, Support
 from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import load_model_config, max_context_length
-from xtk.models.resolver import model_name
+from xtk.models.resolver import ModelRef, model_name
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.projection.build import tokenizer_identity
 from xtk.teachers import BACKENDS
@@ -27,10 +26,7 @@ class CacheRequest:
     """Teacher and options of a cache.
 
     Attributes:
-        teacher_folder: a local model folder.
-        teacher_name: name in messages.
         support: which entries of each distribution are stored.
-        dtype: of the teacher's weights and arithmetic.
         start_token: what precedes a text; see `Tokenizer`.
         backend: a key of `BACKENDS`.
         precision: of the stored log-probabilities: a key of `PRECISION_CODECS`.
@@ -39,14 +35,11 @@ class CacheRequest:
         max_length: a smaller limit than the context, in tokens; None: the context.
         batch_tokens: maximum padded tokens per forward pass.
         shard_tokens: teacher tokens per shard; a kill loses the work of at most one shard per process.
-        trust_remote_code: allow model code from the model's folder.
         backend_options: options of one backend.
     """
 
-    teacher_folder: Path
-    teacher_name: str
+    teacher: ModelRef
     support: Support
-    dtype: str = "float32"
     start_token: str = AUTO_START
     backend: str = "transformers"
     precision: str = DEFAULT_PRECISION
@@ -54,17 +47,16 @@ class CacheRequest:
     max_length: int | None = None
     batch_tokens: int = 8192
     shard_tokens: int = 65536
-    trust_remote_code: bool = False
     backend_options: dict[str, Any] = field(default_factory=dict)
 
     def teacher_tokenizer(self) -> Tokenizer:
         """Return the teacher's tokenizer, loaded from its folder."""
-        return Tokenizer(self.teacher_folder, name=self.teacher_name, start_token=self.start_token)
+        return Tokenizer(self.teacher.folder, name=self.teacher.name, start_token=self.start_token)
 
     @property
     def teacher_short_name(self) -> str:
         """The teacher's name in cache headers, metrics and routes: the last part of its path or hub id."""
-        return model_name(Path(self.backend_options.get("adapter") or self.teacher_folder))
+        return model_name(self.teacher.adapter or self.teacher.folder)
 
 
 def check_cache_request(request: CacheRequest) -> None:
@@ -94,27 +86,20 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer, weights: str = "")
     backend = load_registered(BACKENDS, request.backend, "backend")
     teacher: TeacherBackend = backend(
         TeacherConfig(
-            folder=request.teacher_folder,
-            name=request.teacher_name,
-            tokenizer=tokenizer,
-            support=request.support,
-            dtype=request.dtype,
-            batch_tokens=request.batch_tokens,
-            trust_remote_code=request.trust_remote_code,
-            options=request.backend_options,
+            request.teacher, tokenizer, request.batch_tokens, request.backend_options, support=request.support
         )
     )
     if teacher.vocab_size < len(tokenizer):
         raise XtkError(
             f"the teacher's embedding has {teacher.vocab_size:,} rows, fewer than the {len(tokenizer):,} tokens of its "
             "tokenizer",
-            where=request.teacher_name,
+            where=request.teacher.name,
             hint="use a model folder whose tokenizer belongs to its weights",
         )
-    if weights and weights != backend.weights_identity(request.teacher_folder, request.backend_options):
+    if weights and weights != backend.weights_identity(request.teacher, request.backend_options):
         raise MismatchError(
             "the files of the teacher were replaced while it was loaded",
-            where=str(request.teacher_folder),
+            where=str(request.teacher.folder),
             hint="run the same command again when nothing writes to this folder",
         )
     return teacher
@@ -122,7 +107,7 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer, weights: str = "")
 
 def sharding_options(request: CacheRequest) -> ShardingOptions:
     """Return how the documents of a request are split and assigned to shards."""
-    context = max_context_length(load_model_config(request.teacher_folder, trust_remote_code=request.trust_remote_code))
+    context = max_context_length(load_model_config(request.teacher))
     limits = [limit for limit in (context, request.max_length) if limit]
     return ShardingOptions(min(limits, default=None), request.max_length, request.long_documents, request.shard_tokens)
 
@@ -154,10 +139,10 @@ def make_cache_header(
         support=request.support,
         precision=request.precision,
         name=request.teacher_short_name,
-        weights=backend.weights_identity(request.teacher_folder, request.backend_options),
+        weights=backend.weights_identity(request.teacher, request.backend_options),
         options={
             "entropy": backend.entropy_kind,
-            "dtype": request.dtype,
+            "dtype": request.teacher.dtype,
             "backend": request.backend,
             "long_documents": request.long_documents,
             "max_length": request.max_length,

@@ -98,7 +98,7 @@ def cache_teacher(
     if partition.num_processes > 1 and request.backend_options.get("engine", {}).get("tp_size", 1) != 1:
         raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of these options")
     folder = open_folder(location)
-    claim_output(folder, CACHE, force=force, inputs=(request.teacher_folder, *corpus.sources))
+    claim_output(folder, CACHE, force=force, inputs=(request.teacher.folder, *corpus.sources))
     tokenizer = request.teacher_tokenizer()
     sharding = sharding_options(request)
     # Data without candidate ids is refused before anything is written.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from xtk.cache.reader import TeacherCache
 from xtk.cache.statistics import evenly_spaced_indices, max_stored_error
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.errors import CorruptError, MismatchError
+from xtk.models.resolver import ModelRef
 from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
@@ -27,20 +28,12 @@ VERIFICATION_BACKEND = "transformers"  # returns exact log-probabilities of any 
 
 
 def verify_cache(
-    cache: TeacherCache,
-    folder: Path,
-    name: str,
-    *,
-    documents: int = 8,
-    trust_remote_code: bool = False,
-    options: Mapping[str, Any] | None = None,
+    cache: TeacherCache, model: ModelRef, *, documents: int = 8, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Score evenly spaced documents of a cache again, and compare their stored log-probabilities with the teacher's.
 
     Args:
-        folder: the teacher, a local model folder.
-        name: name of the teacher in messages.
-        trust_remote_code: allow model code from the model's folder.
+        model: the teacher; its dtype is that of the cache.
 
     Returns:
         `documents`, `positions`; `largest_logprob_difference`, `largest_entropy_difference` and
@@ -51,7 +44,8 @@ def verify_cache(
     Raises:
         CorruptError: the weights are the teacher's, and the log-probabilities differ.
     """
-    tokenizer = Tokenizer(folder, name=name)
+    name = model.name
+    tokenizer = Tokenizer(model.folder, name=name)
     identity = cache.header["teacher"]
     if tokenizer.fingerprint != identity["tokenizer"]:
         raise MismatchError(
@@ -60,7 +54,7 @@ def verify_cache(
             hint=f"use {identity['name']}",
         )
     backend = load_registered(BACKENDS, VERIFICATION_BACKEND, "backend")
-    weights = backend.weights_identity(folder, dict(options or {}))
+    weights = backend.weights_identity(model, dict(options or {}))
     same = weights == identity["weights"]
     if not same:
         terminal.note(
@@ -70,15 +64,7 @@ def verify_cache(
     dtype = str(cache.header["options"]["dtype"])
     support = Support("top-k", top_k=_num_certain_ids(cache.header["options"]))
     teacher = backend(
-        TeacherConfig(
-            folder,
-            name,
-            tokenizer,
-            dtype,
-            support=support,
-            trust_remote_code=trust_remote_code,
-            options=dict(options or {}),
-        )
+        TeacherConfig(replace(model, dtype=dtype), tokenizer, options=dict(options or {}), support=support)
     )
     return _compare_documents(cache, teacher, name, evenly_spaced_indices(cache, documents), dtype, same)
 

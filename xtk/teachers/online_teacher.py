@@ -19,7 +19,7 @@ from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.engines.backend import backend_options, backends_with
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES
-from xtk.models.resolver import base_model_and_adapter, resolve_model_folder
+from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import parse_number, parse_pairs
 from xtk.teachers import BACKENDS
@@ -319,17 +319,14 @@ def parse_online_teacher(
         available_kinds=kind.support_kinds,
     )
     request = CacheRequest(
-        teacher_folder=folder,
-        teacher_name=model,
+        ModelRef(folder, adapter, dtype, trust_remote_code, model),
         support=support,
-        dtype=dtype,
         start_token=start_token,
         precision="float32",
         backend=backend,
         long_documents=long_documents,
         batch_tokens=given.get("batch_tokens", 8192),
         shard_tokens=PART_TOKENS,
-        trust_remote_code=trust_remote_code,
         backend_options=backend_options(
             BACKENDS,
             backend,

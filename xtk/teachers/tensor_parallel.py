@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from xtk.engines.worker_process import WorkerProcess, stop_workers
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm, load_model_config
+from xtk.models.resolver import ModelRef
 from xtk.teachers.worker_pool import TEACHER_WORKER
 
 EXIT_POLL_SECONDS = 1.0  # wait for the exit of another process after a collective call failed
@@ -37,17 +37,17 @@ class TensorParallelModel:
 
     Args:
         num_processes: processes, including this one.
-        load_arguments: arguments of `load_causal_lm`, including `options`.
+        options: further arguments of `from_pretrained`.
     """
 
-    def __init__(self, num_processes: int, load_arguments: Mapping[str, Any]) -> None:
+    def __init__(self, num_processes: int, ref: ModelRef, options: Mapping[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
             devices = torch.cuda.device_count()
             raise XtkError(
                 f"--engine tp_size is {num_processes}; this machine has only {devices} devices",
                 hint=f"use --engine tp_size={devices} or less",
             )
-        _check_divisible(load_arguments["folder"], num_processes, trust_remote_code=load_arguments["trust_remote_code"])
+        _check_divisible(ref, num_processes)
         os.environ |= _process_environment(0, num_processes)
         self._followers: list[WorkerProcess] = []
         for rank in range(1, num_processes):
@@ -55,12 +55,12 @@ class TensorParallelModel:
             name = f"tensor-parallel process {rank} of {num_processes} of the teacher"
             self._followers.append(WorkerProcess(FOLLOWER, name, environment))
         for follower in self._followers:
-            follower.send((num_processes, dict(load_arguments)))
+            follower.send((num_processes, ref, dict(options)))
         weakref.finalize(self, _stop_followers, self._followers)
         threading.Thread(
             target=_exit_with_followers, args=(weakref.ref(self), list(self._followers)), daemon=True
         ).start()
-        self.local_model = _load_local_model(num_processes, load_arguments)
+        self.local_model = _load_local_model(num_processes, ref, options)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Return the same hidden states or logits as `BackboneWithHead`.
@@ -83,8 +83,7 @@ class TensorParallelModel:
 
 def run_follower(pipe: Connection) -> None:
     """Run another process: receive the arguments of loading, then repeat the first process's forward passes."""
-    count, loading = pipe.recv()
-    cut = _load_local_model(count, loading)
+    cut = _load_local_model(*pipe.recv())
     device = cut.model.device
     with torch.inference_mode():
         while True:
@@ -95,14 +94,14 @@ def run_follower(pipe: Connection) -> None:
             cut(input_ids)
 
 
-def _check_divisible(folder: Path, count: int, *, trust_remote_code: bool) -> None:
-    configuration = load_model_config(folder, trust_remote_code=trust_remote_code).get_text_config()
+def _check_divisible(ref: ModelRef, count: int) -> None:
+    configuration = load_model_config(ref).get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(configuration, name, None)
         if isinstance(heads, int) and heads % count:
             raise XtkError(
                 f"{name} of this teacher is {heads}, which is not divisible by tp_size={count}",
-                where=str(folder),
+                where=str(ref.folder),
                 hint="use another --engine tp_size, or --engine device_map=auto, which places whole layers on devices",
             )
 
@@ -127,11 +126,10 @@ def _free_port() -> int:
         return port
 
 
-def _load_local_model(count: int, loading: Mapping[str, Any]) -> BackboneWithHead:
+def _load_local_model(count: int, ref: ModelRef, options: Mapping[str, Any]) -> BackboneWithHead:
     from transformers.distributed import DistributedConfig
 
-    options = {**loading["options"], "distributed_config": DistributedConfig(tp_size=count)}
-    model = load_causal_lm(**{**loading, "options": options})
+    model = load_causal_lm(ref, options={**options, "distributed_config": DistributedConfig(tp_size=count)})
     return BackboneWithHead(model.eval().requires_grad_(False))
 
 

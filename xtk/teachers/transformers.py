@@ -6,7 +6,6 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,9 +17,9 @@ from xtk.cache.teacher_logprobs import SUPPORTS, StoredLogprobs, Support
 from xtk.engines.backend import check_not_reserved
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.causal_lm import DTYPES, PLACEMENT_OPTIONS, default_device, load_causal_lm
+from xtk.models.causal_lm import PLACEMENT_OPTIONS, default_device, load_causal_lm
 from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
-from xtk.models.resolver import weights_fingerprint
+from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.parallel.host_to_device import start_copy_to_host, to_device
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.logprobs_to_cache_arrays import (
@@ -56,8 +55,7 @@ class TransformersTeacher(TeacherBackend):
 
     Args:
         request: model and options. In `options`, `engine` is passed to `from_pretrained`, except `tp_size`, the
-            number of tensor-parallel processes; `adapter` is the folder of a PEFT adapter; `cut` is a loaded model of
-            the caller, and `weights` its identity.
+            number of tensor-parallel processes; `cut` is a loaded model of the caller, and `weights` its identity.
     """
 
     support_kinds: ClassVar[frozenset[str]] = frozenset(SUPPORTS)
@@ -75,27 +73,20 @@ class TransformersTeacher(TeacherBackend):
                 f"--engine tp_size is {parts!r}, but must be an integer of at least 1",
                 hint="use, for example, --engine tp_size=2",
             )
-        loading: dict[str, Any] = {
-            "folder": request.folder,
-            "dtype": DTYPES[request.dtype],
-            "trust_remote_code": request.trust_remote_code,
-            "adapter": request.options.get("adapter"),
-            "options": engine,
-        }
         self._run: BackboneWithHead | TensorParallelModel
         if there := request.options.get("cut"):
             self._run = self._cut = there
         elif parts > 1:
-            if loading["adapter"]:
+            if request.model.adapter:
                 raise XtkError(
                     "--engine tp_size does not support adapters",
-                    where=str(loading["adapter"]),
+                    where=str(request.model.adapter),
                     hint="merge the adapter into its base model (PEFT: merge_and_unload), save it and use that",
                 )
-            self._run = TensorParallelModel(parts, loading)
+            self._run = TensorParallelModel(parts, request.model, engine)
             self._cut = self._run.local_model
         else:
-            model = load_causal_lm(**loading, device=default_device())
+            model = load_causal_lm(request.model, device=default_device(), options=engine)
             self._run = self._cut = BackboneWithHead(model.eval().requires_grad_(False))
         self.model = self._cut.model
         self.device = self.model.device
@@ -103,16 +94,15 @@ class TransformersTeacher(TeacherBackend):
         self.support, self.batch_tokens = request.support, request.batch_tokens
 
     @classmethod
-    def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
+    def weights_identity(cls, model: ModelRef, options: dict[str, Any]) -> str:
         """Return the fingerprints of the weights and of the adapter, and the engine options that change results."""
         if options.get("weights"):
             return str(options["weights"])
-        engine, adapter = options.get("engine") or {}, options.get("adapter")
+        engine = options.get("engine") or {}
         changed = {
             name: value for name, value in sorted(engine.items()) if name not in PLACEMENT_OPTIONS | COMPUTE_OPTIONS
         }
-        fingerprints = [weights_fingerprint(folder)]
-        fingerprints += [weights_fingerprint(adapter)] if adapter else []
+        fingerprints = [weights_fingerprint(folder) for folder in (model.folder, model.adapter) if folder]
         fingerprints += [json.dumps(changed, sort_keys=True)] if changed else []
         return " ".join(fingerprints)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from xtk.cache.teacher_logprobs import StoredLogprobs
 from xtk.engines.vllm_engine import VllmEngine, import_vllm
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_model_config, max_context_length
-from xtk.models.resolver import weights_fingerprint
+from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
@@ -54,17 +53,17 @@ class VllmTeacher(TeacherBackend):
 
     def __init__(self, request: TeacherConfig) -> None:
         check_support_kind(request)
-        self._name, self._support = request.name, request.support
+        self._name, self._support = request.model.name, request.support
         self._top_k = num_top_ids(request.support, request.tokenizer.embedding_rows)
         self._engine = VllmEngine(request, "cache-teacher", RESERVED_OPTIONS, _engine_settings(request, self._top_k))
         self._tokens_in_a_call = max(request.batch_tokens, MAX_ENTRIES_PER_CALL // (self._top_k + 1))
 
     @classmethod
-    def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
+    def weights_identity(cls, model: ModelRef, options: dict[str, Any]) -> str:
         """Return the fingerprint of the weights, and the engine options that change the log-probabilities."""
         engine = options.get("engine") or {}
         changed = {name: engine[name] for name in sorted(engine) if name in MODEL_CHANGING_OPTIONS}
-        return weights_fingerprint(folder) + (f" {json.dumps(changed, sort_keys=True)}" if changed else "")
+        return weights_fingerprint(model.folder) + (f" {json.dumps(changed, sort_keys=True)}" if changed else "")
 
     @classmethod
     def needs_subprocess(cls, engine: Mapping[str, Any]) -> bool:
@@ -173,7 +172,7 @@ def _model_length(request: TeacherConfig) -> dict[str, int]:
     longest = request.options.get("longest")
     if longest is None:
         return {}
-    configuration = load_model_config(request.folder, trust_remote_code=request.trust_remote_code)
+    configuration = load_model_config(request.model)
     return {"max_model_len": min(longest + 1, max_context_length(configuration) or longest)}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,6 +35,7 @@ from xtk.engines.vllm_servers import (
     tokenizer_probe,
 )
 from xtk.errors import MismatchError, XtkError
+from xtk.models.resolver import ModelRef
 from xtk.teachers import sglang_responses
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.vllm_top_logprobs import (
@@ -80,7 +80,7 @@ class ServerTeacher(TeacherBackend):
             raise XtkError(
                 "--backend server needs --server", hint="add, for example, --server http://localhost:8000/v1"
             )
-        self._name, self._support, self._tokenizer = request.name, request.support, request.tokenizer
+        self._name, self._support, self._tokenizer = request.model.name, request.support, request.tokenizer
         self._top_k = num_top_ids(request.support, self.vocab_size)
         self._endpoints = EndpointPool(
             servers,
@@ -101,13 +101,13 @@ class ServerTeacher(TeacherBackend):
         self.model = servers[0].model
 
     @classmethod
-    def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
+    def weights_identity(cls, model: ModelRef, options: dict[str, Any]) -> str:
         """Return the fingerprint of the configuration, and the model names after `#` in the addresses.
 
         The servers are not contacted, so that a finished cache is recognized while they are off.
         """
         named = sorted({Endpoint.parse(text).requested_model for text in options.get("servers") or ()} - {""})
-        content = read_model_config(folder)
+        content = read_model_config(model.folder)
         content.pop("transformers_version", None)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return " ".join([f"config:sha256:{digest}", *(f"served:{name}" for name in named)])

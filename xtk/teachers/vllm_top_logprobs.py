@@ -48,7 +48,7 @@ def check_support_kind(request: TeacherConfig) -> None:
     }.get(kind, "log-probabilities of other tokens too")
     raise XtkError(
         f"vLLM returns only the most likely tokens; --support {kind} needs {needs}",
-        where=request.name,
+        where=request.model.name,
         hint=f"use --support top-k, top-p or none, or use --backend transformers, which supports {kind}",
     )
 

@@ -20,14 +20,8 @@ from xtk.files.atomic_files import canonical_json, sha256
 from xtk.files.write_locks import exclusive_write_lock
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import max_context_length, silence_transformers
-from xtk.models.resolver import weights_fingerprint
-from xtk.models.student_model_setup import (
-    StudentSource,
-    has_mergeable_adapter,
-    is_peft_model,
-    load_student,
-    save_final_student,
-)
+from xtk.models.resolver import ModelRef, weights_fingerprint
+from xtk.models.student_model_setup import has_mergeable_adapter, is_peft_model, load_student, save_final_student
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
 from xtk.parallel.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
 from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
@@ -46,7 +40,6 @@ TRACKERS = "trackers"
 
 def distill(
     paths: RunPaths, recipe: TrainConfig, logging_config: LoggingConfig, inputs: RunInputs, *, force: bool,
-        trust_remote_code: bool,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train a student and return the content of its manifest; runs in this process, which may be one of several.
@@ -56,7 +49,6 @@ def distill(
         logging_config: logging, evaluation and checkpoints.
         inputs: from `open_inputs`.
         force: replace a run with other options or inputs.
-        trust_remote_code: run the model's own Python code.
         options: the same as command-line options, stored in `recipe.json`.
 
     Returns:
@@ -81,8 +73,7 @@ def distill(
             return finished  # another process finished it before this one had the lock
         resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
         set_seed(recipe.seed)
-        origin = StudentSource(paths.student, paths.adapter, resumed.folder)
-        student = _load_student(origin, recipe, inputs, accelerator, layout, trust_remote_code)
+        student = _load_student(paths.student, resumed.folder, recipe, inputs, accelerator, layout)
         _check_student_not_replaced(paths, inputs)
         limits = [limit for limit in (max_context_length(student.model.config), recipe.max_length) if limit]
         limit = min(limits) if limits else None
@@ -112,13 +103,10 @@ def distill(
             identity=identity,
             steps=recipe.num_steps(len(documents), layout.num_data_shards),
             output=paths.output,
-            tokenizer_folder=paths.student,
+            initial_student=paths.student,
             packing_multiple=packing_multiple,
-            trust_remote_code=trust_remote_code,
             provenance=inputs.provenance,
-            merge_adapter=_adapter_merger(paths, recipe, inputs, trust_remote_code)
-            if has_mergeable_adapter(student.model)
-            else None,
+            merge_adapter=_adapter_merger(paths, recipe, inputs) if has_mergeable_adapter(student.model) else None,
             resume_point=resumed,
         )
         _add_evaluators(run, inputs)
@@ -267,7 +255,7 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
 def _check_student_not_replaced(paths: RunPaths, inputs: RunInputs) -> None:
     """Raise MismatchError if the student's files are not those of the recipe any more."""
     stated = inputs.identity["inputs"]["student"]
-    for name, folder in (("weights", paths.student), ("adapter", paths.adapter)):
+    for name, folder in (("weights", paths.student.folder), ("adapter", paths.student.adapter)):
         if folder is not None and weights_fingerprint(folder) != stated[name]:
             raise MismatchError(
                 "the files of the student were replaced since the run started",
@@ -277,41 +265,39 @@ def _check_student_not_replaced(paths: RunPaths, inputs: RunInputs) -> None:
 
 
 def _load_student(
-    origin: StudentSource,
+    source: ModelRef,
+    checkpoint: Path | None,
     recipe: TrainConfig,
     inputs: RunInputs,
     accelerator: Any,
     layout: ParallelConfig,
-    trust_remote_code: bool,
 ) -> BackboneWithHead:
     """Return the student, unsharded, split into backbone and output head."""
     model = load_student(
-        origin,
+        source,
         recipe.preparation,
         inputs.tokenizer,
+        checkpoint=checkpoint,
         # With sharding, each process's shard moves to its device later.
         device=torch.device("cpu") if layout.is_sharded else accelerator.device,
         mixed_precision=recipe.mixed_precision,
-        trust_remote_code=trust_remote_code,
     )
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return BackboneWithHead(model)
 
 
-def _adapter_merger(
-    paths: RunPaths, recipe: TrainConfig, inputs: RunInputs, trust_remote_code: bool
-) -> Callable[[Path, Path], None]:
+def _adapter_merger(paths: RunPaths, recipe: TrainConfig, inputs: RunInputs) -> Callable[[Path, Path], None]:
     """Return a function (adapter folder, output folder) that loads student and adapter and writes the merged model."""
 
     def merge(adapter: Path, folder: Path) -> None:
         model = load_student(
-            StudentSource(paths.student, paths.adapter, adapter),
+            paths.student,
             recipe.preparation,
             inputs.tokenizer,
+            checkpoint=adapter,
             device=torch.device("cpu"),
             mixed_precision=recipe.mixed_precision,
-            trust_remote_code=trust_remote_code,
             quiet=True,
         )
         _check_student_not_replaced(paths, inputs)

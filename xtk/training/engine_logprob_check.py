@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from xtk.batches.micro_batches import pad_or_pack
 from xtk.errors import MismatchError, XtkError
-from xtk.models.output_head import OutputHead
-from xtk.models.token_logprobs import compute_token_logprobs
+from xtk.models.output_head import OutputHead, compute_token_logprobs
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.rollouts.rollout_record import Rollout
 from xtk.training.student_with_losses import forward_student, reshard_weights

@@ -24,8 +24,7 @@ from xtk.losses.cross_entropy import CrossEntropy
 from xtk.losses.divergences import FORWARD_KL
 from xtk.losses.interface import KEEP
 from xtk.losses.term import LossTerm
-from xtk.models.output_head import OutputHead
-from xtk.models.token_logprobs import compute_token_logprobs
+from xtk.models.output_head import OutputHead, compute_token_logprobs
 from xtk.parallel.parallel_config import ParallelConfig
 from xtk.runs.metrics_file import metric_name
 from xtk.text.document import Document

@@ -13,6 +13,7 @@ from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.losses.spec import LossSpec
+from xtk.models.resolver import ModelRef
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.name_registry import unknown_name_error
 from xtk.options.declaration import SPEED, check_options, declared_options
@@ -164,8 +165,7 @@ class RunPaths:
     """Inputs and output folder of a run.
 
     Attributes:
-        student: local model folder.
-        adapter: folder of an adapter of this model to continue training; None: none.
+        student: the model; an adapter is trained further.
         data: teacher caches (folders or URLs); or plain data, for losses without a teacher or for online teachers.
         projections: projection files; other projections that losses need are built.
         output: the run folder.
@@ -175,12 +175,11 @@ class RunPaths:
         max_document_bytes: maximum size of a document of plain data.
     """
 
-    student: Path
+    student: ModelRef
     data: tuple[str, ...]
     projections: tuple[Path, ...]
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)
-    adapter: Path | None = None
     eval_caches: tuple[str, ...] = ()
     online_teachers: tuple[OnlineTeacher, ...] = ()
     max_document_bytes: int = MAX_DOCUMENT_BYTES

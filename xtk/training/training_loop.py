@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xtk import terminal
-from xtk.batches.batch_copies import copied_ahead
-from xtk.batches.batch_prefetch import StepBatchBuilder, prefetch
+from xtk.batches.batch_prefetch import StepBatchBuilder, copied_ahead, prefetch
 from xtk.batches.cross_process_reduction import REGION_METRICS, StepReduction
 from xtk.batches.first_step_comparison import (
     STUDENT_METRIC,
@@ -29,6 +28,7 @@ from xtk.errors import ResumableStop, XtkError
 from xtk.files.run_names import CHECKPOINT
 from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
+from xtk.models.resolver import ModelRef
 from xtk.models.safetensors_headers import format_names
 from xtk.models.student_model_setup import parameter_groups
 from xtk.models.weight_validation import non_finite_parameters
@@ -71,9 +71,8 @@ class TrainingRun:
         identity: the options and fingerprints that decide whether two runs are the same.
         steps: total number of optimizer steps.
         output: the run folder.
-        tokenizer_folder: folder of the student before training, with its tokenizer files.
+        initial_student: the student before training, with its tokenizer files.
         packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
-        trust_remote_code: run the model's own Python code.
         held_out_evaluator: evaluates held-out documents; None: there are none.
         task_evaluator: evaluates --eval-tasks; None: there are none.
         provenance: base model, teachers and data, for the model card.
@@ -96,9 +95,8 @@ class TrainingRun:
     identity: dict[str, Any]
     steps: int
     output: Path
-    tokenizer_folder: Path
+    initial_student: ModelRef
     packing_multiple: int = 0
-    trust_remote_code: bool = False
     held_out_evaluator: HeldOutEvaluator | None = None
     task_evaluator: TaskEvaluator | None = None
     provenance: Provenance = field(default_factory=Provenance)
@@ -137,7 +135,7 @@ class _TrainingLoop:
         torch.manual_seed(run.recipe.seed + run.parallel.gradient_replica)
         self.average = ExponentialMovingAverage(run.student.model, run.recipe.ema_decay)
         run.saver = self.saver = CheckpointSaver(
-            run.student.model, self.optimizer, run.tokenizer_folder, start_token=run.recipe.start_token,
+            run.student.model, self.optimizer, run.initial_student.folder, start_token=run.recipe.start_token,
             averages=self.average.averages,
             parallel=str(run.parallel), merge_adapter=run.merge_adapter, run_fingerprint=run_fingerprint(run.identity),
         )  # fmt: skip

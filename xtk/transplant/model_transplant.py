@@ -22,8 +22,8 @@ from xtk.files.folder_replacement import replacing_folder
 from xtk.files.output_claims import FolderKind, claim_output
 from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
-from xtk.models.embedding_weights import read_input_embedding
-from xtk.models.resolver import weights_fingerprint
+from xtk.models.resolver import ModelRef, weights_fingerprint
+from xtk.models.safetensors_headers import read_input_embedding
 from xtk.models.saved_model import save_model, stop_token_ids
 from xtk.models.student_model_setup import VOCABULARY_MULTIPLE
 from xtk.name_registry import load_registered
@@ -94,7 +94,7 @@ def transplant_model(
         trust_remote_code: run the model's own Python code.
     """
     check_transplant(config, output, force=force)
-    check_loadable(config.model, config.old, trust_remote_code=trust_remote_code, adapter=config.adapter)
+    check_loadable(ModelRef(config.model, config.adapter, trust_remote_code=trust_remote_code), config.old)
     sources = TokenSources(config.new, config.old, config.kept)
     request = _request(config)
     with only_writer_of_path(output.resolve(), "transplant"):
@@ -266,16 +266,16 @@ def _read_donor(config: TransplantConfig) -> NDArray[np.float32]:
 
 def _load_model(config: TransplantConfig, trust_remote_code: bool) -> Any:
     """Return the model, in the dtype of the written weights."""
-    described = load_model_config(config.model, trust_remote_code=trust_remote_code)
+    described = load_model_config(ModelRef(config.model, trust_remote_code=trust_remote_code))
     if getattr(described, "quantization_config", None):
         raise XtkError(
             "the weights of this model are quantized, and a transplant needs unquantized ones",
             where=str(config.model),
             hint="use the model that was quantized",
         )
-    dtype = DTYPES[config.dtype] if config.dtype else getattr(described, "dtype", None) or torch.float32
+    dtype = config.dtype or str(getattr(described, "dtype", None) or "float32").removeprefix("torch.")
     is_tied = bool(getattr(described.get_text_config(), "tie_word_embeddings", False))
-    model = load_causal_lm(config.model, dtype=dtype, trust_remote_code=trust_remote_code, adapter=config.adapter)
+    model = load_causal_lm(ModelRef(config.model, config.adapter, dtype, trust_remote_code))
     if model.get_output_embeddings() is None or not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         raise XtkError(
             "this model has no output head whose rows are tokens", where=str(config.model), hint="use another model"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from xtk.models.transformers_4_keys import TOKENIZER_CLASS
+from xtk.models.saved_model import TOKENIZER_CLASS
 from xtk.text.tokenizer import Tokenizer
 
 # Settings of tokenizer_config.json that tokenizer.json does not contain.

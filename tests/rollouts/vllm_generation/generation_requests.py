@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from xtk.engines.backend import BackendConfig
+from xtk.models.resolver import ModelRef
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
 from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.text.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ def make_requests() -> list[GenerationRequest]:
 
 
 def backend_config(folder: Path, **options: object) -> BackendConfig:
-    return BackendConfig(folder, "student", Tokenizer(folder), options=options)
+    return BackendConfig(ModelRef(folder, name="student"), Tokenizer(folder), options=options)
 
 
 def max_logprob_error(folder: Path, completions: list[Completion]) -> float:

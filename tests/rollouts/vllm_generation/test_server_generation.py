@@ -12,6 +12,7 @@ from vllm_on_cpu import Server
 from xtk.engines.backend import BackendConfig
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import MismatchError, XtkError
+from xtk.models.resolver import ModelRef
 from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.server_generator import ServerGenerator
 from xtk.text.tokenizer import Tokenizer
@@ -77,7 +78,9 @@ def test_unsupported_requests_are_refused_and_failed_ones_are_retried(server, st
         generator.generate(make_requests(), SamplingConfig(top_logprobs=30))
     with pytest.raises(MismatchError, match="another tokenizer"):
         ServerGenerator(
-            BackendConfig(pair.student, "student", Tokenizer(pair.student), options={"servers": [server.url]})
+            BackendConfig(
+                ModelRef(pair.student, name="student"), Tokenizer(pair.student), options={"servers": [server.url]}
+            )
         )
     with run_server(serve_faulty_proxy, server.url) as proxy:
         proxied = server_generator(students, proxy.url)

@@ -17,6 +17,7 @@ from vllm_on_cpu import MAX_LOGPROBS
 from xtk.cache.teacher_logprobs import Support
 from xtk.engines.http_client_pool import RetryPolicy
 from xtk.errors import XtkError
+from xtk.models.resolver import ModelRef
 from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.vllm_server_client import ServerTeacher
 from xtk.text.tokenizer import Tokenizer
@@ -30,8 +31,7 @@ FAST_RETRIES = RetryPolicy(
 
 def teacher_config(folder: Path, servers: list[str], support: Support, **options: object) -> TeacherConfig:
     return TeacherConfig(
-        folder,
-        "teacher",
+        ModelRef(folder, name="teacher"),
         Tokenizer(folder),
         support=support,
         options={"servers": servers, "patience": FAST_RETRIES, **options},

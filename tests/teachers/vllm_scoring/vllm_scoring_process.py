@@ -21,13 +21,16 @@ def main() -> None:
 
     from xtk.cache.teacher_logprobs import StoredLogprobs, Support
     from xtk.engines.backend import parse_engine_options
+    from xtk.models.resolver import ModelRef
     from xtk.teachers.backend_interface import TeacherConfig
     from xtk.teachers.vllm import VllmTeacher
     from xtk.text.tokenizer import Tokenizer
 
     folder, support, out = Path(sys.argv[1]), Support(**json.loads(sys.argv[2])), sys.argv[3]
     options = {"engine": parse_engine_options(sys.argv[4:]), "longest": CONTEXT}
-    teacher = VllmTeacher(TeacherConfig(folder, "teacher", Tokenizer(folder), options=options, support=support))
+    teacher = VllmTeacher(
+        TeacherConfig(ModelRef(folder, name="teacher"), Tokenizer(folder), options=options, support=support)
+    )
     assert (teacher.max_document_tokens, teacher.vocab_size) == (CONTEXT, 496)
     found = teacher.score(make_documents(folder, CONTEXT))
     arrays = {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,12 +38,10 @@ class OnPolicyInputs(RunInputs):
 
     Attributes:
         config: options of on-policy training.
-        adapter: folder of the student's adapter; None: none.
     """
 
     source: OnPolicyDocuments
     config: OnPolicyConfig
-    adapter: Path | None
 
     def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the indices of the prompts with a weight above 0, and the bytes of all prompts.
@@ -79,10 +75,9 @@ class OnPolicyInputs(RunInputs):
         """Return the loop that generates and scores rollouts, and print its settings."""
         config = self.config
         assert isinstance(run.sampler, PromptSampler)
-        options: dict[str, Any] = {"adapter": self.adapter} if self.adapter else {}
-        options |= {"servers": list(config.server), "engine": dict(config.engine)}
-        request = BackendConfig(run.tokenizer_folder, str(run.tokenizer_folder), self.tokenizer, config.dtype,
-                                config.batch_tokens, run.trust_remote_code, options)  # fmt: skip
+        model = replace(run.initial_student, dtype=config.dtype, name=str(run.initial_student.folder))
+        options = {"servers": list(config.server), "engine": dict(config.engine)}
+        request = BackendConfig(model, self.tokenizer, config.batch_tokens, options)
         generator = StudentGenerator(
             config,
             self.tokenizer,
@@ -130,7 +125,7 @@ def open_on_policy_inputs(
     setup = set_up_teachers(paths, recipe, tokenizer, combination)
     source = _on_policy_source(config, prompts, corpus, setup, paths.online_teachers)
     fields = setup.input_fields(student, prompts=source.fingerprint())
-    return OnPolicyInputs(source=source, **fields, ce_on_data_only=True, config=config, adapter=paths.adapter)
+    return OnPolicyInputs(source=source, **fields, ce_on_data_only=True, config=config)
 
 
 def _on_policy_source(

@@ -19,18 +19,18 @@ from xtk.training.train_config import RunPaths, TrainConfig
 
 def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> RunInputs:
     """Return the opened inputs of a run, checked against each other and the student."""
-    models = [paths.student, *(teacher.request.teacher_folder for teacher in paths.online_teachers)]
-    models += [paths.adapter] if paths.adapter else []
+    models = [paths.student.folder, *(teacher.request.teacher.folder for teacher in paths.online_teachers)]
+    models += [paths.student.adapter] if paths.student.adapter else []
     RUN_FOLDER.check_place(paths.output, (*models, *paths.data, *paths.projections))
     student = {
-        "weights": weights_fingerprint(paths.student),
+        "weights": weights_fingerprint(paths.student.folder),
         "tokenizer": tokenizer.fingerprint,
         "special_tokens": canonical_json(tokenizer.special_token_ids),
         "template": tokenizer.template_fingerprint or "",
         "start_ids": canonical_json(tokenizer.start_ids),
     }
-    if paths.adapter:
-        student["adapter"] = weights_fingerprint(paths.adapter)
+    if paths.student.adapter:
+        student["adapter"] = weights_fingerprint(paths.student.adapter)
     if recipe.on_policy is not None:
         return open_on_policy_inputs(paths, recipe, tokenizer, student, recipe.on_policy)
     if paths.online_teachers:

@@ -46,7 +46,7 @@ class TeacherSetup(TeacherLosses):
             "auto_loss_note": self.auto_loss_note,
             "held_out": self._open_held_out() if self.paths.eval_caches else None,
             "provenance": Provenance(
-                public_model_name(self.paths.student),
+                public_model_name(self.paths.student.folder),
                 [teacher.identity for teacher in self.teachers],
                 self._data_fingerprints(),
             ),

@@ -40,5 +40,5 @@ def open_text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer,
             "losses": [str(assignment.loss) for assignment in assigned],
             "inputs": {"student": student, "documents": fingerprint},
         },
-        provenance=Provenance(public_model_name(paths.student), data=[fingerprint]),
+        provenance=Provenance(public_model_name(paths.student.folder), data=[fingerprint]),
     )
