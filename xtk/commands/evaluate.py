@@ -102,8 +102,7 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
     from xtk.engines.backend import BackendConfig, backend_options
     from xtk.errors import XtkError
     from xtk.evaluation.generated_answers import evaluate_answers
-    from xtk.files.atomic_files import atomic_write
-    from xtk.files.write_locks import only_writer_of_path
+    from xtk.files.output import write_output, writer_lock
     from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
     from xtk.rollouts import GENERATORS
@@ -135,9 +134,9 @@ def _answers(folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, optio
     with contextlib.ExitStack() as held:
         stream = None
         if path is not None:
-            held.enter_context(only_writer_of_path(path.resolve(), "file"))
+            held.enter_context(writer_lock(path, "file"))
             answers_path(options.output)  # another command may have written it since
-            temporary = held.enter_context(atomic_write(path, keep_others=True))
+            temporary = held.enter_context(write_output(path))
             stream = held.enter_context(temporary.open("w", encoding="utf-8"))
         for name, (folder, adapter) in folders.items():
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xtk import terminal
 from xtk.commands.load_models import load_model_and_tokenizer
 from xtk.errors import XtkError
-from xtk.files.output_claims import check_output_path
+from xtk.files.output import check_output_path
 from xtk.terminal_tables import format_with_error, print_table
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: Evalua
     """
     from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
     from xtk.evaluation.local_task_data import parse_tasks
-    from xtk.files.atomic_files import atomic_write
-    from xtk.files.write_locks import only_writer_of_path
+    from xtk.files.output import write_output, writer_lock
     from xtk.models.causal_lm import max_context_length
     from xtk.rollouts.prompts import read_template_arguments
 
@@ -48,9 +47,9 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: Evalua
     with contextlib.ExitStack() as held:
         stream = None
         if path is not None:
-            held.enter_context(only_writer_of_path(path.resolve(), "file"))
+            held.enter_context(writer_lock(path, "file"))
             answers_path(options.output)  # another command may have written it since
-            temporary = held.enter_context(atomic_write(path, keep_others=True))
+            temporary = held.enter_context(write_output(path))
             stream = held.enter_context(temporary.open("w", encoding="utf-8"))
         for name, places in folders.items():
             model, tokenizer = load_model_and_tokenizer(name, places, options)

@@ -182,11 +182,11 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     page_request = ""
     if options.html:
         from xtk.files.atomic_files import canonical_json, sha256
-        from xtk.files.output_claims import claim_output
+        from xtk.files.output import Output
         from xtk.pages.html_page import PAGE
 
         page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
-        claim_output(Path(options.html), PAGE, page_request, force=options.force)
+        Output(Path(options.html), PAGE, force=options.force, inputs=[place]).find_finished(page_request)
     if options.verify:
         cache.verify()
         cache.teacher_tokenizer  # noqa: B018 (its fingerprint is compared)

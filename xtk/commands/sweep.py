@@ -76,8 +76,7 @@ def sweep(options: SweepOptions) -> None:
     from xtk.commands.sweep_plan import plan_runs, replace_piped_arguments, varying_options
     from xtk.commands.sweep_table import add_seed_means, run_record, sweep_table
     from xtk.errors import XtkError
-    from xtk.files.output_claims import FolderKind, claim_output
-    from xtk.files.write_locks import exclusive_write_lock
+    from xtk.files.output import Output, OutputKind
     from xtk.terminal_tables import print_table
 
     terminal.set_quiet(options.quiet)
@@ -94,7 +93,7 @@ def sweep(options: SweepOptions) -> None:
         for run in planned:
             terminal.result_line_unescaped(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
         return
-    claim_output(folder, FolderKind[None]("a sweep"))
+    output = Output(folder, OutputKind[None]("a sweep", is_folder=True))
     if (folder / "recipe.json").is_file():
         raise XtkError(
             "the output folder is a run of xtk distill, not of a sweep", where=options.output, hint="use another -o"
@@ -102,7 +101,7 @@ def sweep(options: SweepOptions) -> None:
     from xtk.parallel.graceful_stop import exit_resumable_on_signal
 
     exit_resumable_on_signal()
-    with exclusive_write_lock(folder, "sweep"):
+    with output.lock():
         failed = _run_all(
             planned, folder, started + options.max_seconds if options.max_seconds else None, force=options.force
         )
@@ -154,11 +153,11 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
     """
     from xtk.commands.sweep_plan import find_finished_run
     from xtk.commands.sweep_table import LOG, LOG_PREFIX, run_log_path
-    from xtk.files.output_claims import claim_output
+    from xtk.files.output import Output
     from xtk.subprocesses import SignalForwarder
 
     for run in planned:
-        claim_output(run_log_path(run), LOG)
+        Output(run_log_path(run), LOG).find_finished()
     checked = {run.name: find_finished_run(run, force=force) for run in planned}
     left = [run for run in planned if checked[run.name][0] is None]
     terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} already finished")

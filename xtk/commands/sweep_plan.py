@@ -290,6 +290,7 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
         The content of `xtk.json` of the finished run, None if it is not finished; and whether to replace the folder.
     """
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
+    from xtk.files.output import Output
     from xtk.parallel.parallel_config import parse_parallel
     from xtk.runs.resume_point import RUN_FOLDER, check_evaluation
     from xtk.text.tokenizer import Tokenizer
@@ -303,13 +304,13 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
         identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
         check_rerun(run.distill_options.config, recipe_options(run.distill_options), identity)
         try:
-            finished = RUN_FOLDER.find_finished(run.folder, identity)
+            finished = Output(run.folder, RUN_FOLDER).find_finished(identity)
             check_evaluation(run.folder, evaluation_identity(inputs, reporting), is_finished=finished is not None)
             return finished, False
         except XtkError:
             if not force:
                 raise
-            return RUN_FOLDER.find_finished(run.folder, identity, force=True), True
+            return None, True
     except XtkError as error:
         raise name_run_in_error(f"{run.source}{run.name}", error) from None
 

@@ -11,7 +11,7 @@ from typing import Any
 from xtk import terminal
 from xtk.commands.sweep_plan import PlannedRun, name_run_in_error
 from xtk.errors import CorruptError
-from xtk.files.output_claims import FileKind
+from xtk.files.output import OutputKind
 
 SEED_OPTION = "seed"
 LOG_PREFIX = "$ "  # precedes the command of the run in its log
@@ -70,7 +70,7 @@ def _is_log(path: Path) -> bool:
     return not start or start == f"{LOG_PREFIX}xtk ".encode()
 
 
-LOG = FileKind[None]("logs", _is_log)
+LOG = OutputKind[None]("the log of a run", _is_log, has_force=False)
 
 
 def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
