@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -304,7 +305,10 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
         identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
         check_rerun(run.distill_options.config, recipe_options(run.distill_options), identity)
         try:
-            finished = Output(run.folder, RUN_FOLDER).find_finished(identity)
+            output = Output(run.folder, RUN_FOLDER)
+            if (finished := output.find_finished(identity)) is not None:
+                with contextlib.suppress(XtkError), output.lock():  # removes the lock of a killed process
+                    pass
             check_evaluation(run.folder, evaluation_identity(inputs, reporting), is_finished=finished is not None)
             return finished, False
         except XtkError:

@@ -161,7 +161,6 @@ def _wait_for_lock(path: Path) -> Iterator[None]:
 def _convert(path: Path, checksum: str, folder: Path) -> Path:
     """Convert a GGUF file to a temporary folder, and rename it."""
     terminal.note(f"converting {path} to a model folder, once: {folder}")
-    shutil.rmtree(folder, ignore_errors=True)
     with write_output_folder(folder) as temporary:
         scaling = convert_gguf(path, temporary)
         set_default_permissions(*temporary.glob("*.safetensors"))

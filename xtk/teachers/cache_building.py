@@ -110,8 +110,6 @@ def cache_teacher(
     ranks = make_vocabulary_order(request, tokenizer, plan)
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
     job = CacheJob(opening, corpus, location, sharding, plan, make_cache_header(request, tokenizer, plan, ranks), ranks)
-    if not force and (finished := find_finished_cache(folder, job.header)):
-        return cache_figures(finished)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.lock("cache", partition.machine_rank))
         write: WriteShards | None = None

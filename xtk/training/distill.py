@@ -68,8 +68,6 @@ def distill(
     layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
     identity = run_identity(recipe, inputs, layout.num_data_shards, logging_config)
     evaluation = evaluation_identity(inputs, logging_config)
-    if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:
-        return finished
     keeps_best = recipe.early_stopping_patience > 0
     with contextlib.ExitStack() as held:
         accelerator.wait_for_everyone()
@@ -77,7 +75,7 @@ def distill(
             held.enter_context(writer_lock(paths.output, "student"))
         accelerator.wait_for_everyone()
         if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:
-            return finished  # another process finished it before this one had the lock
+            return finished
         resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
         set_seed(recipe.seed)
         origin = StudentSource(paths.student, paths.adapter, resumed.folder)
