@@ -77,7 +77,7 @@ def test_finished_run_keeps_user_files_named_like_files_of_a_student(run, pair, 
     (out / "xtk.json").unlink()  # as after a kill just before the end of the run
     shutil.rmtree(out / "checkpoint-1", ignore_errors=True)
     assert "moved" not in run(*command).stderr
-    assert {path.name for path in out.iterdir() if path.is_file() and "replaced" not in path.name} == remaining
+    assert {path.name for path in out.iterdir() if path.is_file() and "replaced" not in path.name} == set(remaining)
 
 
 @pytest.mark.slow
