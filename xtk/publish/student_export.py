@@ -128,8 +128,8 @@ def export_student(
         "gguf": config.gguf,
         "evaluation": [sha256(path.read_bytes()) for path in config.evaluations],
     }
-    _check_output(output, config.run)
     claimed = Output(output, EXPORT_FOLDER, force=force)
+    _check_output(output, config.run)
     with claimed.lock():
         finished = claimed.find_finished(request)
         if finished is not None:
