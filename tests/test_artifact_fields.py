@@ -316,13 +316,12 @@ def test_columns_and_json_output_of_rollout_are_documented(rollouts):
 
 def test_rollout_batch_files_of_unfinished_runs_are_documented(tmp_path):
     from xtk.rollouts.rollout_record import Rollout
-    from xtk.runs import folder_removal as run_folder_removal
     from xtk.runs import rollout_batch_files
     from xtk.text.document import Document
 
     path = tmp_path / "rollouts-00000-of-00001.jsonl"
     rollout_batch_files.write_rollouts(path, [Rollout(Document.from_text("a"), 0, 0, "stop")], "run")
-    found = all_keys(read_jsonl(path)) | {run_folder_removal.COMPARISON_FILE}
+    found = all_keys(read_jsonl(path)) | {rollout_batch_files.COMPARISON_FILE}
     assert not undocumented(found, "artifacts.md", "Rollout batches")
 
 

@@ -17,8 +17,8 @@ from xtk_processes import run_xtk
 
 from xtk.errors import XtkError
 from xtk.files.atomic_files import atomic_write
+from xtk.files.output import write_output, writer_lock
 from xtk.files.storage_folders import LocalFolder
-from xtk.files.write_locks import only_writer_of_path
 
 TRAINING = ["--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-limit", 1, "--logging-steps", 1,
             "--per-device-train-batch-size", 4]  # fmt: skip
@@ -46,8 +46,8 @@ def test_resumed_run_removes_no_file_of_the_user(run, pair, corpus, tmp_path):
     stderr = run(*command).stderr
     kept = {path.name for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"mine"}
     assert kept == {Path(name).name for name in user_files}
-    assert "kept as checkpoint-1.kept-1" in stderr
-    assert "contains files that xtk did not write (note.txt)" in stderr
+    assert "checkpoint-1 to checkpoint-1.replaced-1" in stderr
+    assert "checkpoint-2 to checkpoint-2.replaced-1" in stderr
 
 
 def test_user_file_named_like_cooccurrence_counts_is_kept(run, pair, corpus, tmp_path):
@@ -60,25 +60,6 @@ def test_user_file_named_like_cooccurrence_counts_is_kept(run, pair, corpus, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["rollouts.jsonl", "trackers/mine.txt", "trackers/xtk/note.md", "rollout_batches/1/mine"]
-)
-def test_force_refuses_user_files_named_like_outputs_of_a_run(run, pair, corpus, tmp_path, name):
-    command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "--report-to", "tensorboard", "-o",
-               tmp_path / "out"]  # fmt: skip
-    run(*command)
-    run(*command, "--force")  # files that the tracker wrote belong to the run
-    (tmp_path / "out" / name).parent.mkdir(exist_ok=True, parents=True)
-    (tmp_path / "out" / name).write_text("mine")
-    assert (
-        f"this folder contains files that xtk did not write ({name.partition('/1/')[0]}"
-        in run(*command, "--force", code=1).stderr
-    )
-    assert (tmp_path / "out" / name).read_text() == "mine"
-    assert (tmp_path / "out" / "xtk.json").exists()
-
-
-@pytest.mark.slow
 def test_finished_run_keeps_user_files_named_like_files_of_a_student(run, pair, corpus, tmp_path):
     out = tmp_path / "out"
     command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 2, "-o", out]
@@ -87,30 +68,16 @@ def test_finished_run_keeps_user_files_named_like_files_of_a_student(run, pair, 
         (out / name).write_text(f"mine: {name}")
     stderr = run(*command).stderr
     for name in ("README.md", "config.json"):
-        assert (out / f"{name}.kept-1").read_text() == f"mine: {name}"
-        assert f"{out / name} was not written by xtk; kept as {name}.kept-1" in stderr
+        assert (out / f"{name}.replaced-1").read_text() == f"mine: {name}"
+        assert f"moved {out / name} to {name}.replaced-1" in stderr
     run("inspect", out, "--verify")
-    remaining = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and "kept" not in path.name}
+    remaining = {
+        path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and "replaced" not in path.name
+    }
     (out / "xtk.json").unlink()  # as after a kill just before the end of the run
     shutil.rmtree(out / "checkpoint-1", ignore_errors=True)
-    assert "renamed" not in run(*command).stderr
-    assert {path.name for path in out.iterdir() if path.is_file() and "kept" not in path.name} == set(remaining)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["checkpoint-9/model.safetensors", "best-9/config.json", "checkpoint-9/trainer/x",
-                                  "adapter/README.md", "adapter/model.safetensors"])  # fmt: skip
-def test_force_refuses_user_files_in_checkpoint_best_and_adapter_folders(run, pair, corpus, tmp_path, name):
-    out = tmp_path / "out"
-    command = ["distill", pair.student, corpus, "--loss", "ce", "--lora-r", 2, "--max-steps", 2, "--save-steps", 1,
-               "-o", out]  # fmt: skip
-    run(*command)
-    (out / name).parent.mkdir(exist_ok=True, parents=True)
-    (out / name).write_text("mine")
-    stderr = run(*command, "--seed", 7, "--force", code=1).stderr
-    assert f"this folder contains files that xtk did not write ({name.rpartition('/x')[0] or name}" in stderr
-    assert (out / name).read_text() == "mine"
-    assert (out / "xtk.json").exists()
+    assert "moved" not in run(*command).stderr
+    assert {path.name for path in out.iterdir() if path.is_file() and "replaced" not in path.name} == set(remaining)
 
 
 @pytest.mark.slow
@@ -128,8 +95,8 @@ def test_user_adapter_in_an_unfinished_run_is_renamed_but_one_left_by_a_kill_is_
     (out / "xtk.json").unlink()
     (out / "adapter" / "README.md").write_text("mine")
     stderr = run(*command).stderr
-    assert f"{out / 'adapter'} was not written by this run; kept as adapter.kept-1" in stderr
-    assert (out / "adapter.kept-1" / "README.md").read_text() == "mine"
+    assert f"moved {out / 'adapter'} to adapter.replaced-1" in stderr
+    assert (out / "adapter.replaced-1" / "README.md").read_text() == "mine"
     assert {path.name: path.read_bytes() for path in (out / "adapter").iterdir()} == adapter
     targets = json.loads(adapter["adapter_config.json"])["target_modules"]
     assert targets == sorted(targets)
@@ -160,49 +127,17 @@ def test_user_files_among_stored_rollouts_are_kept(run, pair, tmp_path):
     run(*command)
     remaining = [path for path in (out / "rollout_batches").rglob("*") if path.is_file()]
     assert sum(path.read_bytes() == b"mine" for path in remaining) == len(user_files)
-    stderr = run(*command, "--force", code=1).stderr
-    assert "this folder contains files that xtk did not write (rollout_batches/" in stderr
-    assert sum(path.is_file() for path in (out / "rollout_batches").rglob("*")) == len(remaining)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shard-00009.arrow", "vocabulary-order-0123456789abcdef.arrow"])
-def test_force_refuses_files_that_the_cache_manifest_does_not_list(run, pair, corpus, tmp_path, name):
-    command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]
-    run(*command)
-    (tmp_path / "cache" / name).write_text("mine")
-    assert f"this folder contains files that xtk did not write ({name})" in run(*command, "--force", code=1).stderr
-    assert (tmp_path / "cache" / name).read_text() == "mine"
-    run("inspect", tmp_path / "cache", "--verify")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rollout", "evaluate", "export"])
-def test_two_commands_do_not_write_the_same_output_at_once(run, pair, corpus, tmp_path, kind):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"text": "Anna has", "answer": "4"}\n')
-    out = tmp_path / ("out" if kind == "export" else "out.jsonl")
-    if kind == "export":
-        run("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "run")
-    command = {
-        "rollout": ["rollout", pair.student, prompts, "--max-completion-length", 4, "-o", out],
-        "evaluate": [
-            "evaluate-answers",
-            pair.student,
-            prompts,
-            "--reward",
-            "exact",
-            "--max-completion-length",
-            4,
-            "-o",
-            out,
-        ],
-        "export": ["export", tmp_path / "run", "-o", out],
-    }[kind]
-    with only_writer_of_path(out, "file"):
+def test_two_evaluations_do_not_write_the_same_output_at_once(run, pair, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Anna has", "answer": "4"}\n')
+    out = tmp_path / "out.jsonl"
+    command = ["evaluate-answers", pair.student, tmp_path / "prompts.jsonl", "--reward", "exact",
+               "--max-completion-length", 4, "-o", out]  # fmt: skip
+    with writer_lock(out, "file"):
         stderr = run(*command, code=1).stderr
     assert "another process is writing this" in stderr
-    assert f"process {os.getpid()} on" in stderr
     assert not out.exists()
     run(*command)
     assert out.exists()
@@ -226,7 +161,7 @@ def test_temporary_files_of_a_killed_process_are_removed_but_not_those_in_use(tm
     killed.kill()
     killed.communicate()
     assert {path.name for path in tmp_path.iterdir()} == {killed_file, live_file}
-    with atomic_write(tmp_path / "equal", keep_others=True) as first:
+    with write_output(tmp_path / "equal") as first:
         first.write_text("result")
         (tmp_path / "equal").write_text("result")  # another process with the same request
     (tmp_path / "equal").unlink()
@@ -238,19 +173,14 @@ def test_temporary_files_of_a_killed_process_are_removed_but_not_those_in_use(tm
     live.communicate()
 
 
-def test_output_file_that_appears_during_writing_and_the_result_are_both_kept(tmp_path):
+def test_output_file_that_appears_during_writing_is_moved_aside(tmp_path, capsys):
     path = tmp_path / "out.jsonl"
-
-    def write() -> None:
-        with atomic_write(path, keep_others=True) as temporary:
-            temporary.write_text("result")
-            path.write_text("mine")
-
-    with pytest.raises(XtkError, match="another program wrote the output file while this command ran") as raised:
-        write()
-    assert path.read_text() == "mine"
-    assert raised.value.hint == f"compare both files and keep one; the result of this command is in {path}.1"
-    assert (tmp_path / "out.jsonl.1").read_text() == "result"
+    with write_output(path) as temporary:
+        temporary.write_text("result")
+        path.write_text("mine")
+    assert path.read_text() == "result"
+    assert (tmp_path / "out.jsonl.replaced-1").read_text() == "mine"
+    assert f"moved {path} to out.jsonl.replaced-1" in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -292,10 +222,10 @@ def test_output_file_that_appears_after_the_check_of_a_command_is_kept(
     code = LATE_FILE_SCRIPT.format(module=module, function=function, out=str(out))
     arguments = [str(names.get(word, word)) for word in command]
     result = subprocess.run([sys.executable, "-c", code, *arguments, option, str(out)], capture_output=True, text=True)
-    assert result.returncode == 1, result.stderr
-    assert "another program wrote the output file while this command ran" in result.stderr
-    assert out.read_text() == "mine"
-    assert (tmp_path / "out.1").stat().st_size > 100
+    assert result.returncode == 0, result.stderr
+    assert f"moved {out} to out.replaced-1" in result.stderr
+    assert (tmp_path / "out.replaced-1").read_text() == "mine"
+    assert out.stat().st_size > 100
 
 
 def test_output_folder_that_cannot_be_created_is_refused_without_waiting(pair, cache):
@@ -407,20 +337,3 @@ def _is_alive(pid: int) -> bool:
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", [(), ("--force",)])
-def test_output_file_that_appears_while_rollouts_are_generated_is_kept(run, pair, tmp_path, force):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text('{"text": "Anna has"}\n')
-    command = ["rollout", str(pair.student), str(prompts), "--max-completion-length", "4", "-o", str(out), *force]
-    with subprocess.Popen(
-        [sys.executable, "-m", "xtk", *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        while not list(tmp_path.glob(".xtk-lock-*")) and process.poll() is None:
-            time.sleep(0.001)
-        out.write_text("mine, precious\n")
-        _, stderr = process.communicate()
-    assert process.returncode == 1, stderr
-    assert out.read_text() == "mine, precious\n"

@@ -1,4 +1,4 @@
-"""Outputs: files that xtk did not write for the same request are kept, also with `--force`."""
+"""Output paths that are refused, with and without `--force`, and outputs that a kill left unfinished."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 from xtk.cache.manifest import FORMAT, VERSION
 
 pytestmark = pytest.mark.slow
-
-FORCE_OPTIONS = ((), ("--force",))
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -67,78 +65,6 @@ def with_output(command: str, arguments: tuple, path: Path, force: tuple = ()) -
     return (*arguments, "-o", path, *(() if command == "quickstart" else force))
 
 
-@pytest.mark.parametrize("force", FORCE_OPTIONS)
-@pytest.mark.parametrize("command", FOLDER_COMMANDS)
-def test_folder_with_a_tokenizer_of_the_user_is_not_overwritten(run, pair, commands, tmp_path, command, force):
-    out = tmp_path / "mine"
-    out.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (out / name).write_bytes((pair.student / name).read_bytes())
-    before = snapshot(tmp_path)
-    result = run(*with_output(command, commands[command], out, force), code=None)
-    assert_refused(
-        result, "this folder contains files that xtk did not write (tokenizer.json, tokenizer_config.json)", "mine"
-    )
-    assert snapshot(tmp_path) == before
-
-
-@pytest.mark.parametrize("command", ["cache-teacher", "merge", "distill", "export"])
-def test_force_names_the_files_of_the_user_and_removes_nothing(run, commands, cache, finished_run, tmp_path, command):
-    out = tmp_path / "out"
-    if command == "export":
-        run("export", finished_run, "--dtype", "bfloat16", "-o", out)
-    else:
-        shutil.copytree(cache if command in ("cache-teacher", "merge") else finished_run, out)
-    (out / "notes.txt").write_text("precious")
-    (out / ".git").mkdir()
-    (out / ".git" / "config").write_text("mine")
-    before = snapshot(out)
-    assert_refused(
-        run(*commands[command], "-o", out, "--force", code=None),
-        "contains files that xtk did not write (.git, notes.txt)",
-    )
-    assert snapshot(out) == before
-    shutil.rmtree(out / ".git")
-    (out / "notes.txt").unlink()
-    run(*commands[command], "-o", out, "--force")
-
-
-def test_force_refuses_files_of_the_user_in_checkpoints(run, commands, finished_run, tmp_path):
-    out = Path(shutil.copytree(finished_run, tmp_path / "out"))
-    note = next(out.glob("checkpoint-*")) / "remarks.md"
-    note.write_text("precious")
-    assert_refused(run(*commands["distill"], "-o", out, "--force", code=None), f"{note.parent.name}/remarks.md")
-    assert note.read_text() == "precious"
-
-
-@pytest.mark.parametrize("force", FORCE_OPTIONS)
-@pytest.mark.parametrize("command", FILE_COMMANDS)
-def test_file_that_is_not_an_artifact_is_not_replaced(run, commands, cache, tmp_path, command, force):
-    out = tmp_path / ("mine.jsonl" if command == "rollout" else "mine")
-    for content in (b"notes\n", (cache / "manifest.json").read_bytes(), b'{"text": "data"}\n'):
-        out.write_bytes(content)
-        assert_refused(
-            run(*with_output(command, commands[command], out, force), code=None), "the output path is an existing file"
-        )
-        assert out.read_bytes() == content
-
-
-@pytest.mark.parametrize("force", FORCE_OPTIONS)
-@pytest.mark.parametrize("name", ["notes", "manifest.json", "tokenizer.json"])
-def test_inspect_page_does_not_replace_other_files(run, cache, tmp_path, name, force):
-    copied_cache = Path(shutil.copytree(cache, tmp_path / "cache"))
-    page = tmp_path / name if name == "notes" else copied_cache / name
-    if name == "notes":
-        page.write_text("mine")
-    before = snapshot(tmp_path)
-    assert_refused(
-        run("inspect", copied_cache, "--html", page, *force, code=None),
-        "the output path is an existing file",
-        str(page),
-    )
-    assert snapshot(tmp_path) == before
-
-
 def test_inspect_page_is_rewritten_only_for_the_same_cache(run, pair, corpus, cache, tmp_path):
     page = tmp_path / "page.html"
     run("inspect", cache, "--html", page)
@@ -181,14 +107,6 @@ def test_root_home_and_input_folders_are_refused_as_outputs(run, commands, pair,
         assert snapshot(input_folder) == before
 
 
-def test_link_to_a_folder_is_followed_as_output(run, commands, tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    run(*commands["merge"], "-o", tmp_path / "link")
-    assert (tmp_path / "disk" / "manifest.json").is_file()
-    assert (tmp_path / "link").is_symlink()
-
-
 def test_device_is_refused_as_output(run, commands):
     for command in ("build-projection", "report"):
         assert_refused(run(*commands[command], "-o", "/dev/full", code=None), "a device or a pipe")
@@ -202,7 +120,7 @@ def test_sweep_does_not_write_into_a_log_file_of_the_user(run, commands, tmp_pat
     assert (tmp_path / "seed=0.log").read_text() == "mine"
 
 
-@pytest.mark.parametrize("leftovers", [(".xtk-unfinished",), (".xtk-unfinished", "tokenizer.json"), (".xtk-lock-0",)])
+@pytest.mark.parametrize("leftovers", [(".xtk-unfinished",), (".xtk-unfinished", "tokenizer.json")])
 def test_cache_killed_before_its_first_shard_resumes(run, pair, corpus, cache, tmp_path, leftovers):
     out = tmp_path / "out"
     out.mkdir()
@@ -212,8 +130,6 @@ def test_cache_killed_before_its_first_shard_resumes(run, pair, corpus, cache, t
         (out / ".xtk-unfinished").write_text(json.dumps(marker))
     if "tokenizer.json" in leftovers:
         (out / "tokenizer.json").write_bytes((cache / "tokenizer.json").read_bytes()[:100])
-    if ".xtk-lock-0" in leftovers:
-        (out / ".xtk-lock-0").write_text("process 999999 on nowhere")
     run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", out)
     assert snapshot(out) == snapshot(cache)
 
@@ -234,7 +150,6 @@ def test_unfinished_cache_without_shards_refuses_other_options(run, pair, corpus
 
 def test_next_run_removes_files_that_a_kill_left_next_to_the_manifest(run, pair, corpus, cache, tmp_path):
     out = Path(shutil.copytree(cache, tmp_path / "out"))
-    (out / ".xtk-lock-0").write_text("process 999999 on nowhere")
     (out / ".xtk-unfinished").write_text("{}")
     run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", out)
     assert snapshot(out) == snapshot(cache)

@@ -15,7 +15,7 @@ from test_teacher_cache import DOCUMENTS, HEADER, TeacherDocument, assert_equal,
 
 from xtk.cache.manifest import cache_totals
 from xtk.cache.merging import merge_caches
-from xtk.cache.output import CACHE
+from xtk.cache.output import find_finished_cache
 from xtk.cache.reader import TeacherCache
 from xtk.cache.writer import ShardedCacheWriter, write_cache_manifest
 from xtk.errors import MismatchError, XtkError
@@ -267,7 +267,7 @@ def test_merge_in_a_store_has_the_same_bytes_as_a_local_one(store, caches, rows,
     assert {file: folders["all"].read(file) for file in folders["all"].file_sizes()} == files_of(tmp_path / "all")
     assert {file: folders["mixed"].read(file) for file in folders["mixed"].file_sizes()} == files_of(tmp_path / "here")
     assert files_of(tmp_path / "back") == files_of(tmp_path / "here")
-    assert CACHE.find_finished(folders["all"], json.loads(folders["all"].read("manifest.json"))["header"])
+    assert find_finished_cache(folders["all"], json.loads(folders["all"].read("manifest.json"))["header"])
 
 
 def test_merged_cache_stays_valid_when_its_inputs_are_deleted(caches, rows, tmp_path):

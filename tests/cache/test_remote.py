@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of, random_row, write
 
-from xtk.cache.output import CACHE, remove_cache
+from xtk.cache.output import find_finished_cache
 from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_document import TeacherDocument
 from xtk.cache.writer import ShardedCacheWriter
@@ -69,12 +69,12 @@ def test_remote_cache_has_the_same_bytes_as_a_local_one(url, rows, tmp_path):
 def test_resumed_writer_writes_only_missing_shards_and_the_same_bytes(url, rows, tmp_path):
     write(tmp_path / "local", rows).finish()
     write_to(RemoteFolder(url), rows, [0, 2])
-    assert CACHE.find_finished(RemoteFolder(url), HEADER) is None
+    assert find_finished_cache(RemoteFolder(url), HEADER) is None
     writer = ShardedCacheWriter(RemoteFolder(url), HEADER, SIZES)
     assert writer.missing_shards() == [1, 3]
     write_to(RemoteFolder(url), rows, [1, 3]).finish()
     assert stored_files(url) == files_of(tmp_path / "local")
-    assert CACHE.find_finished(RemoteFolder(url), HEADER) is not None
+    assert find_finished_cache(RemoteFolder(url), HEADER) is not None
 
 
 def test_failed_write_creates_no_file(url):
@@ -214,15 +214,21 @@ def test_missing_bucket_unknown_protocol_or_missing_package_is_refused(store, mo
     assert raised.value.hint == "run pip install gcsfs"
 
 
-def test_remove_cache_deletes_a_cache_and_refuses_foreign_files(url, rows):
+def test_an_old_cache_and_files_of_the_user_are_moved_aside(url, rows, capsys):
+    RemoteFolder(url).move_aside()  # nothing is there
     write_to(RemoteFolder(url), rows).finish()
-    remove_cache(RemoteFolder(url))
+    whole = stored_files(url)
+    RemoteFolder(url).move_aside()
     assert stored_files(url) == {}
+    assert stored_files(f"{url}.replaced-1") == whole
     with RemoteFolder(url).write("thesis.tex") as temporary:
         temporary.write_text("precious")
     with pytest.raises(XtkError, match="files that xtk did not write"):
-        remove_cache(RemoteFolder(url))
-    assert stored_files(url) == {"thesis.tex": b"precious"}
+        find_finished_cache(RemoteFolder(url), HEADER)
+    RemoteFolder(url).move_aside()
+    assert stored_files(url) == {}
+    assert stored_files(f"{url}.replaced-2") == {"thesis.tex": b"precious"}
+    assert f"moved {url} to {url}.replaced-2" in capsys.readouterr().err
 
 
 WRITER_SCRIPT = """

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from xtk.cache.manifest import cache_totals
-from xtk.cache.output import CACHE, remove_cache
+from xtk.cache.output import find_finished_cache
 from xtk.cache.reader import TeacherCache
 from xtk.cache.shard import CacheShard
 from xtk.cache.teacher_document import TeacherDocument
@@ -232,7 +232,7 @@ def test_unfinished_cache_is_refused(rows, tmp_path):
     failure = failure_of(tmp_path / "cache")
     assert failure.what == "this teacher cache is unfinished"
     assert "again" in failure.hint
-    assert CACHE.find_finished(LocalFolder(tmp_path / "cache"), HEADER) is None
+    assert find_finished_cache(LocalFolder(tmp_path / "cache"), HEADER) is None
 
 
 def test_folder_without_a_cache_is_not_reported_as_unfinished(tmp_path):
@@ -317,11 +317,11 @@ def test_later_version_is_refused_with_its_number(cache):
 )
 def test_cache_of_another_request_is_refused_with_the_difference(cache, rows, tmp_path, section, key, value):
     requested_header = {**HEADER, section: {**HEADER[section], key: value}}
-    assert CACHE.find_finished(LocalFolder(cache), HEADER) == TeacherCache(cache).manifest
+    assert find_finished_cache(LocalFolder(cache), HEADER) == TeacherCache(cache).manifest
     unfinished = tmp_path / "unfinished"
     write(unfinished, rows, numbers=[0])
     for operation in (
-        lambda: CACHE.find_finished(LocalFolder(cache), requested_header),
+        lambda: find_finished_cache(LocalFolder(cache), requested_header),
         lambda: ShardedCacheWriter(LocalFolder(cache), requested_header, SIZES),
         lambda: ShardedCacheWriter(LocalFolder(unfinished), requested_header, SIZES),
     ):
@@ -345,27 +345,17 @@ def test_corrupt_shard_of_an_unfinished_cache_is_reported_and_rewritten(cache, r
     assert files_of(folder) == files_of(cache)
 
 
-def test_folder_with_foreign_files_is_neither_written_nor_removed(cache):
-    (cache / "thesis.tex").write_text("precious")
-    for operation in (
-        lambda: ShardedCacheWriter(LocalFolder(cache), HEADER, SIZES),
-        lambda: remove_cache(LocalFolder(cache)),
-    ):
-        with pytest.raises(XtkError, match=r"this folder contains files that xtk did not write \(thesis.tex\)"):
-            operation()
-    assert len(files_of(cache)) == len(SIZES) + 2
+def test_folder_with_foreign_files_is_not_written(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(XtkError, match=r"this folder contains files that xtk did not write \(thesis.tex\)"):
+        ShardedCacheWriter(LocalFolder(tmp_path), HEADER, SIZES)
+    assert files_of(tmp_path) == {"thesis.tex": b"precious"}
 
 
 def test_file_in_place_of_the_cache_folder_is_refused(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(XtkError, match="a cache must be a folder"):
         ShardedCacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
-
-
-def test_a_removed_cache_leaves_an_empty_folder(cache):
-    remove_cache(LocalFolder(cache))
-    assert files_of(cache) == {}
-    remove_cache(LocalFolder(cache / "missing"))
 
 
 # --- weights and routes of documents

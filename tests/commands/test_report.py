@@ -256,7 +256,7 @@ def test_only_a_page_of_the_same_runs_is_replaced_and_invalid_inputs_are_refused
     (tmp_path / "another.json").write_text(json.dumps([{**RESULTS[0], "bits_per_byte": 1.625}]))
     for message, *arguments in (
         ("page that was made from other inputs", runs[1], "-o", "page.html"),
-        ("the output path is an existing file, which is not one of xtk's pages", runs[1], "--force", "-o", "notes"),
+        ("the output path is an existing file, which is not a page of xtk", runs[1], "-o", "notes"),
         ("metrics.jsonl, line 1", run, "-o", "new"),
         ("not a run of xtk distill", tmp_path, "-o", "new"),
         ("RUN names the same run twice", runs[0], runs[0], "-o", "new"),

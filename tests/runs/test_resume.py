@@ -102,11 +102,12 @@ def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, uni
     assert run_xtk(*other_command, "--force").stdout == f"{output}\n"
     assert json.loads((output / "xtk.json").read_text())["steps"] == 1
     assert not list(output.glob("checkpoint-*"))
+    assert list((tmp_path / "out.replaced-1").glob("checkpoint-*"))
 
 
-def test_a_folder_with_other_files_is_not_touched_even_with_force(arguments, tmp_path):
+def test_a_folder_with_other_files_is_not_touched(arguments, tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
-    refused = run_xtk(*arguments, tmp_path, "--force", code=1)
+    refused = run_xtk(*arguments, tmp_path, code=1)
     assert "this folder contains files that xtk did not write" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

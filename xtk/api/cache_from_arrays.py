@@ -19,7 +19,7 @@ from xtk.api.tokenizer_argument import to_tokenizer
 from xtk.cache.codec.shard_codec_registry import DEFAULT_PRECISION, codec_for_precision
 from xtk.cache.columns import OPTIONAL_COLUMNS
 from xtk.cache.manifest import MANIFEST
-from xtk.cache.output import CACHE, remove_cache
+from xtk.cache.output import find_finished_cache
 from xtk.cache.reader import TeacherCache
 from xtk.cache.shard import CacheShard
 from xtk.cache.shard_writing import ShardPosition, write_shard
@@ -30,7 +30,6 @@ from xtk.cache.writer import ShardedCacheWriter, store_shard
 from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.data.record_to_document import OPT_IN_FIELDS, record_to_document
 from xtk.errors import XtkError
-from xtk.files.output_claims import claim_output
 from xtk.files.storage_folders import open_folder
 from xtk.name_registry import unknown_name_error
 from xtk.teachers.cache_build_config import compose_cache_header, vocabulary_order_for
@@ -125,7 +124,7 @@ class CacheWriter:
         self._remove_spool = weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
 
     def _claim(self) -> None:
-        claim_output(self._folder, CACHE, force=self._force)
+        self._folder.check_as_output("a cache", (), force=self._force)
         if not self._force and not self._exist_ok and MANIFEST in self._folder.file_sizes():
             raise XtkError(
                 "the output folder already contains a teacher cache",
@@ -257,8 +256,8 @@ class CacheWriter:
         with self._folder.lock("cache", 0):
             self._claim()
             if self._force:
-                remove_cache(self._folder)
-            if not CACHE.find_finished(self._folder, header):
+                self._folder.move_aside()
+            if not find_finished_cache(self._folder, header):
                 self._write(header, order)
         self._discard()
         return TeacherCache(self.output)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from xtk.api.tokenizer_argument import to_tokenizer
-from xtk.files.output_claims import claim_output
+from xtk.files.output import Output
 from xtk.projection import build
 from xtk.projection.file import PROJECTION, read_projection, write_projection
 from xtk.projection.projection import SparseProjection
@@ -57,7 +57,7 @@ class Projection(SparseProjection):
         Raises:
             XtkError: the path has another file, or another projection and `force` is false.
         """
-        claim_output(Path(path), PROJECTION, dict(self.header), force=force)
+        Output(Path(path), PROJECTION, force=force).find_finished(dict(self.header))
         write_projection(self, Path(path))
 
     def prune(

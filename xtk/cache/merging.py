@@ -21,13 +21,12 @@ from xtk.cache.manifest import (
     shard_file_name,
     source_headers,
 )
-from xtk.cache.output import CACHE, refuse_foreign_cache_folder, remove_cache
+from xtk.cache.output import find_finished_cache, refuse_foreign_cache_folder
 from xtk.cache.reader import TeacherCache, open_verified_shard
 from xtk.cache.shard import CacheShard
 from xtk.cache.writer import start_cache, write_cache_manifest, write_file
 from xtk.errors import CorruptError, MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json
-from xtk.files.output_claims import claim_output
 from xtk.files.storage_folders import StorageFolder, absolute_location, open_folder
 
 # These options select the text, batches and files; the log-probabilities of a document do not depend on them.
@@ -66,7 +65,7 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
         locations: finished caches, in order.
         output: path or URL of the new cache.
         rows: "START:STOP", document numbers in the concatenation of all inputs; either may be omitted. "": all.
-        force: replace an existing cache at `output`.
+        force: move aside what is at `output`.
 
     Returns:
         The totals `documents`, `positions`, `tokens`, `bytes`, and `teacher_bits_per_byte`.
@@ -76,7 +75,7 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
     """
     _refuse_output_among(locations, output)
     folder = open_folder(output)
-    claim_output(folder, CACHE, inputs=locations)
+    folder.check_as_output("a cache", locations, force=force)
     sources = _open_caches(locations)
     _refuse_incompatible(sources)
     start, stop = _parse_row_range(rows, sum(map(len, sources)))
@@ -85,8 +84,8 @@ def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force
     for source in sources:
         source.verify_files()
     if force:
-        remove_cache(folder)
-    if finished := CACHE.find_finished(folder, header):
+        folder.move_aside()
+    if finished := find_finished_cache(folder, header):
         return cache_figures(finished)
     _refuse_other_unfinished_cache(folder, taken, parts)
     start_cache(folder, header)

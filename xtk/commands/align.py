@@ -76,7 +76,7 @@ def align(options: AlignOptions) -> None:
 
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.files.atomic_files import canonical_json, sha256
-    from xtk.files.output_claims import claim_output
+    from xtk.files.output import Output
     from xtk.models.resolver import resolve_model_folder
     from xtk.name_registry import unknown_name_error
     from xtk.pages.alignment_html import alignment_page
@@ -107,7 +107,7 @@ def align(options: AlignOptions) -> None:
     if options.html:
         _, content = corpus_fingerprint(documents)
         request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, options.limit, options.order]))
-        claim_output(Path(options.output), PAGE, request, force=options.force)
+        Output(Path(options.output), PAGE, force=options.force).find_finished(request)
         statistics, shown = _align_all(documents, one, other, **{options.order: options.limit})
         record = statistics.to_json()
         page = alignment_page(record, shown, one, other, order=options.order, request=request)

@@ -12,6 +12,7 @@ from xtk.options.shared import ConfigOption, CorpusOptions, ForceOption, JsonOpt
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from xtk.files.output import Output
     from xtk.text.tokenizer import Tokenizer
 
 
@@ -87,7 +88,7 @@ def build_projection(options: BuildProjectionOptions) -> None:
     from pathlib import Path
 
     from xtk.errors import XtkError
-    from xtk.files.output_claims import claim_output
+    from xtk.files.output import Output
     from xtk.models.resolver import resolve_model_folder
     from xtk.projection.build import build_projection as build
     from xtk.projection.build import check_method_options, projection_header
@@ -108,7 +109,8 @@ def build_projection(options: BuildProjectionOptions) -> None:
             hint="add --corpus DATA: a file, a quoted glob, a hub dataset, or - for standard input",
         )
     path = Path(options.output)
-    claim_output(path, PROJECTION, inputs=[*options.corpus, options.special_tokens])
+    output = Output(path, PROJECTION, force=options.force, inputs=[*options.corpus, options.special_tokens])
+    output.find_finished()
     folders = [
         resolve_model_folder(side, with_weights=options.method == "embedding")
         for side in (options.student, options.teacher)
@@ -118,12 +120,12 @@ def build_projection(options: BuildProjectionOptions) -> None:
         from xtk.data.corpus_reader import Corpus, parse_columns_option
 
         data = Corpus(options.corpus, parse_columns_option(options.columns), options.max_document_bytes)
-        projection = _counts_projection(one, other, data, chosen, matching, path, force=options.force)
+        projection = _counts_projection(one, other, data, chosen, matching, output)
     else:
         if options.method == "embedding":
             chosen |= _embeddings(*folders)
         header = projection_header(one, other, options.method, matching, **chosen)
-        projection = PROJECTION.find_finished(path, header, force=options.force)
+        projection = output.find_finished(header)
         if projection is None:
             projection = build(one, other, options.method, special_tokens=matching, **chosen)
             write_projection(projection, path)
@@ -177,7 +179,7 @@ def _matching(value: str) -> Any:
 
 
 def _counts_projection(
-    student: Tokenizer, teacher: Tokenizer, data: Any, chosen: dict[str, Any], matching: Any, path: Path, *, force: bool
+    student: Tokenizer, teacher: Tokenizer, data: Any, chosen: dict[str, Any], matching: Any, output: Output[Any]
 ) -> Any:
     """Return the projection from co-occurrence counts: the finished one, or a new one that resumes a killed count."""
     import numpy as np
@@ -189,17 +191,17 @@ def _counts_projection(
         count_corpus_cooccurrences,
         remove_counting_state,
     )
-    from xtk.projection.file import PROJECTION, write_projection
+    from xtk.projection.file import write_projection
     from xtk.projection.methods.cooccurrence import CooccurrenceCounts, CooccurrenceMethod
 
-    nothing = np.zeros(0, np.int32)
+    path, nothing = output.path, np.zeros(0, np.int32)
     CooccurrenceMethod(
         CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64)), **chosen
     )  # checks the options before counting
     if path.exists():
         empty_counts = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
         header = projection_header(student, teacher, "cooccurrence", matching, counts=empty_counts, **chosen)
-        projection = PROJECTION.find_finished(path, header, force=force)
+        projection = output.find_finished(header)
         if projection is not None:
             remove_counting_state(path)
             return projection

@@ -139,7 +139,7 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
 
     from xtk.data.corpus_reader import CorpusFingerprint
     from xtk.files.atomic_files import canonical_json, sha256
-    from xtk.files.output_claims import claim_output
+    from xtk.files.output import Output
     from xtk.pages.html_page import PAGE, write_page
     from xtk.pages.regions_html import SHOWN_DOCUMENTS, regions_page
 
@@ -149,7 +149,7 @@ def _write_page(inputs: DoctorInputs, path: Path, *, force: bool) -> None:
     names = [(side.name, side.tokenizer) for side in inputs.models]
     parts = [(tokenizer.fingerprint, tokenizer.template_fingerprint) for _, tokenizer in names]
     request = sha256(canonical_json([*parts, str(CorpusFingerprint.of(documents))]))
-    claim_output(path, PAGE, request, force=force)
+    Output(path, PAGE, force=force).find_finished(request)
     write_page(path, regions_page(documents, names, request))
 
 

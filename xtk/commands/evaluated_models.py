@@ -104,22 +104,21 @@ def load_model_and_tokenizer(name: str, folders: ModelFolders, options: Evaluate
 @contextlib.contextmanager
 def answers_file(output: str) -> Iterator[Callable[[dict[str, Any]], object]]:
     """Yield a function that writes a line to the file of answers, which exists after the last one; "": no file."""
-    from xtk.files.atomic_files import atomic_write
-    from xtk.files.write_locks import only_writer_of_path
+    from xtk.files.output import write_output, writer_lock
 
     if not output:
         yield lambda line: None
         return
     path = Path(output)
     _check_answers_path(path)
-    with only_writer_of_path(path.resolve(), "file"):
+    with writer_lock(path, "file"):
         _check_answers_path(path)  # another command may have written it since
-        with atomic_write(path, keep_others=True) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        with write_output(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
             yield lambda line: stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def _check_answers_path(path: Path) -> None:
-    from xtk.files.output_claims import check_output_path
+    from xtk.files.output import check_output_path
 
     check_output_path(path)
     if path.exists() or path.is_symlink():

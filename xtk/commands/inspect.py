@@ -170,11 +170,11 @@ def _describe_cache(place: str, options: InspectOptions) -> dict[str, Any]:
     page_request = ""
     if options.html:
         from xtk.files.atomic_files import canonical_json, sha256
-        from xtk.files.output_claims import claim_output
+        from xtk.files.output import Output
         from xtk.pages.html_page import PAGE
 
         page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
-        claim_output(Path(options.html), PAGE, page_request, force=options.force)
+        Output(Path(options.html), PAGE, force=options.force, inputs=[place]).find_finished(page_request)
     positions = cache_statistics.sample_positions(cache)
     documents = len(cache_statistics.evenly_spaced_indices(cache, cache_statistics.SAMPLE_DOCUMENTS))
     statistics = {**cache_statistics.summarize_cache(cache, positions, documents), "verified": options.verify or None}

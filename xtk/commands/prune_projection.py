@@ -38,7 +38,7 @@ def prune_projection(options: PruneProjectionOptions) -> None:
     """
     from pathlib import Path
 
-    from xtk.files.output_claims import claim_output
+    from xtk.files.output import Output
     from xtk.projection.file import PROJECTION, read_projection, write_projection
     from xtk.projection.merge_projections import merge_projections
     from xtk.projection.prune import prune_projection as prune
@@ -46,7 +46,8 @@ def prune_projection(options: PruneProjectionOptions) -> None:
     terminal.set_quiet(options.quiet)
     first, path = terminal.path_argument(options.projection), Path(options.output)
     others = [_parse_merge(value) for value in options.merge or ()]
-    claim_output(path, PROJECTION, inputs=[first, *(name for name, _ in others)])
+    output = Output(path, PROJECTION, force=options.force, inputs=[first, *(name for name, _ in others)])
+    output.find_finished()
     source = read_projection(Path(first))
     if others:
         source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])
@@ -57,7 +58,7 @@ def prune_projection(options: PruneProjectionOptions) -> None:
         mass=options.mass,
         renormalize=options.renormalize,
     )
-    if PROJECTION.find_finished(path, dict(pruned.header), force=options.force) is None:
+    if output.find_finished(dict(pruned.header)) is None:
         write_projection(pruned, path)
     terminal.result_artifact(
         {"path": options.output, "kind": "projection", **pruned.summary()}, as_json=options.as_json

@@ -37,8 +37,7 @@ def query_teacher(options: QueryTeacherOptions) -> None:
 
     from xtk.data.corpus_reader import Corpus, parse_columns_option
     from xtk.data.record_to_document import record_to_prompt
-    from xtk.files.output_claims import claim_output
-    from xtk.files.write_locks import only_writer_of_path
+    from xtk.files.output import Output
     from xtk.importers.service_answers import (
         ANSWERS,
         AnswerFile,
@@ -66,8 +65,9 @@ def query_teacher(options: QueryTeacherOptions) -> None:
                 terminal.result_line(f"{name:24} {value:,}")
         return
     client, path = ServiceClient(options.server, service), Path(options.output)
-    claim_output(path, ANSWERS, inputs=options.data)
-    with only_writer_of_path(path, "file of answers"):
+    output = Output(path, ANSWERS, inputs=options.data)
+    output.find_finished()
+    with output.lock():
         client.request_answers(requests, AnswerFile(path, requests))
     result = {"path": options.output, "kind": "answers", "answers": len(requests), "cost": round(client.cost, 6)}
     terminal.result_artifact(result, as_json=options.as_json)

@@ -76,7 +76,7 @@ def report(options: ReportOptions) -> None:
     from xtk.errors import XtkError
     from xtk.evaluation.evaluation_result_files import read_results, shorten_names
     from xtk.files.atomic_files import read_json_lines, sha256
-    from xtk.files.output_claims import claim_output
+    from xtk.files.output import Output
     from xtk.pages.completions_html import read_samples
     from xtk.pages.html_page import PAGE, write_page
     from xtk.pages.report_html import report_page
@@ -105,7 +105,7 @@ def report(options: ReportOptions) -> None:
         )
     inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
     request = sha256(json.dumps({**inputs, "cache": options.cache, "projection": options.projection}))
-    claim_output(Path(options.output), PAGE, request, force=options.force)
+    Output(Path(options.output), PAGE, force=options.force, inputs=options.runs).find_finished(request)
     named = _started_runs(named, required=set(options.runs))
     places = {path: str(Path(path).resolve()) for path in named}
     resolved = [places[path] for path in named]

@@ -44,6 +44,7 @@ from xtk.rollouts import GENERATORS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from xtk.files.output import Output
     from xtk.rollouts.generator_interface import Generator
     from xtk.rollouts.rollout_jsonl import RolloutStatistics
     from xtk.rollouts.rollout_record import Prompt, Rollout
@@ -131,14 +132,13 @@ def rollout(options: RolloutOptions) -> None:
         xtk rollout ./student prompts.jsonl -o r.jsonl | xtk cache-teacher ./teacher - -o cache
     """
     from xtk.data.corpus_reader import Corpus, parse_columns_option
-    from xtk.files.write_locks import only_writer_of_path
     from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
 
     terminal.set_quiet(options.quiet)
     _check_options(options)
     student = terminal.path_argument(options.student)
-    path = _checked_output(options.output, [student, *options.prompts])
+    output = _checked_output(options.output, [student, *options.prompts], force=options.force)
     corpus = Corpus(
         options.prompts,
         parse_columns_option(options.columns, weight=options.weight_column, route=options.route_column),
@@ -159,7 +159,6 @@ def rollout(options: RolloutOptions) -> None:
         read_template_arguments,
     )
     from xtk.rollouts.rollout_generation import generate_rollouts
-    from xtk.rollouts.rollout_jsonl import ROLLOUTS
     from xtk.text.tokenizer import Tokenizer
 
     own_options = backend_options(
@@ -193,13 +192,13 @@ def rollout(options: RolloutOptions) -> None:
             for prompt in group:
                 yield prompt, [sample for sample in generated if sample.prompt == prompt.number]
 
-    with only_writer_of_path(path.resolve(), "file"):
-        _checked_output(options.output, [student, *options.prompts])  # a file may have appeared since the first check
-        figures = ROLLOUTS.find_finished(path, request, force=options.force)
+    with output.lock():
+        figures = output.find_finished(request)  # a file may have appeared since the first check
         if figures is None:
             model = ModelRef(folder, adapter, options.dtype, options.trust_remote_code, student)
             config = BackendConfig(model, tokenizer, options.batch_tokens, own_options)
-            figures = _write_rollouts(path, generate(backend.open(config)), len(prompts), corpus.columns, request)
+            rollouts = generate(backend.open(config))
+            figures = _write_rollouts(output.path, rollouts, len(prompts), corpus.columns, request)
             for name, count in rewards.unscored.items():
                 terminal.note(f"rollout: {count:,} rollouts have no {name} reward; their data lacks what it needs")
     summary = figures.summary()
@@ -225,29 +224,29 @@ def _describe(summary: dict[str, Any], *, with_environment: bool) -> str:
     return text if summary["mean_reward"] is None else f"{text}, mean reward {summary['mean_reward']:.4f}"
 
 
-def _checked_output(output: str, inputs: list[str]) -> Path:
-    """Return the output path."""
+def _checked_output(path: str, inputs: list[str], *, force: bool) -> Output[RolloutStatistics]:
+    """Return the output, whose request is not compared yet."""
     from xtk.errors import XtkError
-    from xtk.files.output_claims import claim_output
+    from xtk.files.output import Output
     from xtk.rollouts.rollout_jsonl import ROLLOUTS
 
-    path = Path(output)
-    if path.suffix != ".jsonl":
-        raise XtkError("the name of the output file must end in .jsonl", where=output, hint="use -o FILE.jsonl")
-    claim_output(path, ROLLOUTS, inputs=inputs)
-    return path
+    if Path(path).suffix != ".jsonl":
+        raise XtkError("the name of the output file must end in .jsonl", where=path, hint="use -o FILE.jsonl")
+    output = Output(Path(path), ROLLOUTS, force=force, inputs=inputs)
+    output.find_finished()
+    return output
 
 
 def _write_rollouts(
     path: Path, groups: Iterator[tuple[Prompt, list[Rollout]]], count: int, columns: dict[str, str], request: str
 ) -> RolloutStatistics:
     from xtk.errors import XtkError
-    from xtk.files.atomic_files import atomic_write
+    from xtk.files.output import write_output
     from xtk.rollouts.rollout_jsonl import RolloutStatistics, json_line, number_line, rollout_to_json
 
     figures, waiting = RolloutStatistics(), list[dict[str, Any]]()
     with (
-        atomic_write(path, keep_others=True) as temporary,
+        write_output(path) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
         terminal.Progress("rollout", count, "prompts") as progress,
     ):

@@ -93,8 +93,7 @@ def sweep(options: SweepOptions) -> None:
     from xtk.commands.distill import replace_piped_arguments
     from xtk.commands.sweep_plan import plan_runs, varying_options
     from xtk.errors import XtkError
-    from xtk.files.output_claims import FolderKind, claim_output
-    from xtk.files.write_locks import exclusive_write_lock
+    from xtk.files.output import Output, OutputKind
     from xtk.terminal_tables import print_table
 
     terminal.set_quiet(options.quiet)
@@ -111,7 +110,7 @@ def sweep(options: SweepOptions) -> None:
         for run in planned:
             terminal.result_line_unescaped(shlex.join(["xtk", run.command, *run.arguments, *limit, *again]))
         return
-    claim_output(folder, FolderKind[None]("a sweep"))
+    output = Output(folder, OutputKind[None]("a sweep", is_folder=True))
     if (folder / "recipe.json").is_file():
         raise XtkError(
             "the output folder is a run of xtk distill, not of a sweep", where=options.output, hint="use another -o"
@@ -119,7 +118,7 @@ def sweep(options: SweepOptions) -> None:
     from xtk.parallel.graceful_stop import exit_resumable_on_signal
 
     exit_resumable_on_signal()
-    with exclusive_write_lock(folder, "sweep"):
+    with output.lock():
         failed = _run_all(
             planned, folder, started + options.max_seconds if options.max_seconds else None, force=options.force
         )
@@ -167,11 +166,11 @@ def _read_run_list(runs: str) -> list[tuple[str, str]]:
 def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None, *, force: bool) -> dict[str, int]:
     """Check all runs, run the unfinished ones, and return the exit codes of failed runs by name."""
     from xtk.commands.sweep_plan import find_finished_run
-    from xtk.files.output_claims import FileKind, claim_output
+    from xtk.files.output import Output, OutputKind
     from xtk.subprocesses import SignalForwarder
 
     for run in planned:
-        claim_output(run_log_path(run), FileKind[None]("logs", _is_log))
+        Output(run_log_path(run), OutputKind[None]("the log of a run", _is_log, has_force=False)).find_finished()
     checked = {run.name: find_finished_run(run, force=force) for run in planned}
     left = [run for run in planned if checked[run.name][0] is None]
     terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} already finished")

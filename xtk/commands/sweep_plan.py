@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -284,6 +285,7 @@ def _format_option(value: Any) -> str:
 def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bool]:
     """Check the inputs of a run; return its `xtk.json` (None: unfinished), and whether to replace its folder."""
     from xtk.commands.recorded_run_options import check_rerun, recipe_options
+    from xtk.files.output import Output
     from xtk.parallel.parallel_config import parse_parallel
     from xtk.runs.resume_point import RUN_FOLDER, check_evaluation
     from xtk.text.tokenizer import Tokenizer
@@ -297,12 +299,15 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
         identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
         check_rerun(run.distill_options, recipe_options(run.distill_options), identity)
         try:
-            finished = RUN_FOLDER.find_finished(run.folder, identity)
+            output = Output(run.folder, RUN_FOLDER)
+            if (finished := output.find_finished(identity)) is not None:
+                with contextlib.suppress(XtkError), output.lock():  # removes the lock of a killed process
+                    pass
             check_evaluation(run.folder, evaluation_identity(inputs, reporting), is_finished=finished is not None)
             return finished, False
         except XtkError:
             if not force:
                 raise
-            return RUN_FOLDER.find_finished(run.folder, identity, force=True), True
+            return None, True
     except XtkError as error:
         raise name_run_in_error(f"{run.source}{run.name}", error) from None

@@ -36,12 +36,8 @@ def read_single_batch(content: Any, where: str, *, full: bool) -> tuple[pa.Recor
 
     Args:
         content: bytes or pyarrow buffer of the file; the batch refers to this memory.
-        where: the file, for the error.
         full: validate every offset and string, which reads the whole file. If false, only buffer sizes are checked,
             and the caller has to check offsets.
-
-    Raises:
-        CorruptError: not a valid Arrow file with exactly one record batch.
     """
     try:
         file = pa.ipc.open_file(pa.BufferReader(content))
@@ -61,15 +57,7 @@ def read_single_batch(content: Any, where: str, *, full: bool) -> tuple[pa.Recor
 
 
 def check_columns(batch: pa.RecordBatch, schema: pa.Schema, where: str, nullable: frozenset[str] = frozenset()) -> None:
-    """Check that a batch has the columns of a schema.
-
-    Args:
-        schema: the expected columns, in order; metadata is not compared.
-        where: the file, for the error.
-
-    Raises:
-        CorruptError: names or types of columns differ, or a column that is not nullable contains nulls.
-    """
+    """Check that a batch has the columns of a schema, in order, and no nulls where they are not expected."""
     if not batch.schema.remove_metadata().equals(schema.remove_metadata()):
         different = sorted({*map(str, batch.schema.remove_metadata())} ^ {*map(str, schema)})[:4]
         raise CorruptError(

@@ -6,13 +6,13 @@ import contextlib
 import filecmp
 import glob
 import hashlib
-import itertools
 import json
 import os
 import re
 import secrets
+import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,6 @@ def sha256(content: bytes | str) -> str:
     return "sha256:" + hashlib.sha256(raw).hexdigest()
 
 
-FileState = tuple[int, ...] | None
-_checked_states: dict[Path, FileState] = {}  # state of each output path when the command checked it
-
-
 def sha256_of_file(path: Path) -> str:
     """Return "sha256:..." of a file's bytes."""
     with path.open("rb") as stream:
@@ -49,87 +45,57 @@ def sha256_of_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def atomic_write(
-    path: Path, *, keep_others: bool = False, exclusive: bool = False, clean: bool = True
+    path: Path, *, publish: Callable[[Path, Path], object] = Path.replace, clean: bool = True
 ) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; it is synced and renamed if the block succeeds, else removed.
 
     Args:
-        keep_others: if another program wrote `path` since `record_state`, or since now, keep that file and raise.
-        exclusive: if there is a file with other content, keep it and raise.
+        publish: gives the temporary file its final name.
         clean: list the folder and remove temporary files that killed writers of this file left.
     """
     if path.is_dir():
-        raise XtkError(
-            "the output must be a file, but this path is a folder",
-            where=str(path),
-            hint="use another output path, or move the folder away",
-        )
+        what = "the output must be a file, but this path is a folder"
+        raise XtkError(what, where=str(path), hint="use another output path, or move the folder away")
     path.parent.mkdir(parents=True, exist_ok=True)
     if clean:
         remove_stale_temporary_files(path.parent, path.name)
     temporary = path.parent / temporary_name(path.name)
-    before = _checked_states.get(path.absolute(), file_state(path))
     try:
         yield temporary
         fsync(temporary)
-        if exclusive and not _may_replace(temporary, path, None) and not has_same_content(temporary, path):
-            raise XtkError(
-                "this file already exists, and this command did not write it",
-                where=str(path),
-                hint="move it to another folder, and run the same command again; finished parts are kept",
-            )
-        if keep_others and not _may_replace(temporary, path, before) and not has_same_content(temporary, path):
-            kept = next_free_path(path, ".")
-            temporary.replace(kept)
-            raise XtkError(
-                "another program wrote the output file while this command ran",
-                where=str(path),
-                hint=f"compare both files and keep one; the result of this command is in {kept}",
-            )
-        temporary.replace(path)
-        _checked_states.pop(path.absolute(), None)
+        publish(temporary, path)
         fsync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def record_state(path: Path) -> None:
-    """Record the state of an output path at its check: `atomic_write` replaces a file only in this state."""
-    _checked_states[path.absolute()] = file_state(path)
+def publish_exclusively(temporary: Path, path: Path) -> None:
+    """Give a file its final name, for `atomic_write`; keep another file with this name, and raise."""
+    if not link_into_place(temporary, path):
+        raise XtkError(
+            "this file already exists, and this command did not write it",
+            where=str(path),
+            hint="move it to another folder, and run the same command again; finished parts are kept",
+        )
 
 
-def _may_replace(temporary: Path, path: Path, before: FileState) -> bool:
-    """Return whether a path is unchanged since `before`; a free path is claimed with a hard link where possible."""
-    if before is not None:
-        return file_state(path) == before
+def link_into_place(temporary: Path, path: Path) -> bool:
+    """Give a file another name; return False if that is the name of a file with other content, which is kept."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        return False
-    except OSError:
-        return file_state(path) is None
+        return has_same_content(temporary, path)
+    except OSError:  # a file system without hard links
+        if os.path.lexists(path):
+            return has_same_content(temporary, path)
+        temporary.replace(path)
     return True
-
-
-def next_free_path(path: Path, separator: str) -> Path:
-    """Return the first free path of NAME<separator>1, NAME<separator>2, and so on."""
-    names = (path.with_name(f"{path.name}{separator}{number}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
 
 
 def has_same_content(one: Path, other: Path) -> bool:
     """Return whether `other` is a regular file, not a link, with the same bytes as `one`."""
     return other.is_file() and not other.is_symlink() and filecmp.cmp(one, other, shallow=False)
-
-
-def file_state(path: Path) -> FileState:
-    """Return device, inode, size and modification time of a file; None if it does not exist."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def set_default_permissions(*paths: Path) -> None:
@@ -160,9 +126,6 @@ def write_json(path: Path, content: Any) -> None:
 def parse_json_object(content: bytes, where: str, hint: str | None = None) -> dict[str, Any]:
     """Return the JSON object that a file contains.
 
-    Args:
-        where: the file, for errors.
-
     Raises:
         CorruptError: not JSON, not UTF-8, nested too deep, or not an object.
     """
@@ -180,20 +143,12 @@ def parse_json_object(content: bytes, where: str, hint: str | None = None) -> di
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a regular file; links and devices are refused.
-
-    Raises:
-        CorruptError: not a regular file, not a JSON object, or larger than `max_bytes`.
-    """
+    """Return the JSON object in a regular file; links, devices and larger files are a CorruptError."""
     return parse_json_object(read_regular_file(path.parent, path.name, max_bytes), str(path))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a JSON Lines file, [] if it does not exist; an incomplete last line is skipped.
-
-    Raises:
-        CorruptError: a line before the last is not a JSON object, or this is not a regular file.
-    """
+    """Return the JSON objects of a JSON Lines file, [] if it does not exist; an incomplete last line is skipped."""
     try:
         content = read_regular_file(path.parent, path.name, MAX_JSON_LINES_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -215,12 +170,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def remove_stale_temporary_files(folder: Path, name: str | None = None) -> None:
-    """Remove temporary files of killed writers from a folder, for one file name or for all.
+    """Remove temporary files and folders of killed writers from a folder, for one final name or for all.
 
     Temporary files of running processes stay, and those of other machines, whose processes cannot be checked.
     """
     for path in folder.glob(f"{TEMPORARY_PREFIX}*" if name is None else f"{TEMPORARY_PREFIX}*-{glob.escape(name)}"):
         if is_stale_temporary_file(path.name):
+            shutil.rmtree(path, ignore_errors=True)  # a folder
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -77,9 +78,9 @@ def _check_of(expected: Any) -> Check:
             lambda value: type(value) is int and low <= value <= high, f"an integer from {low:,} to {high:,}"
         )
     if kind is float:
-        low, high = limits or (-math.inf, math.inf)
+        low, high = limits or (-sys.float_info.max, sys.float_info.max)
         shown = f"a finite number from {low:g} to {high:g}"
-        return _require(lambda value: type(value) in (int, float) and _is_finite(value) and low <= value <= high, shown)
+        return _require(lambda value: type(value) in (int, float) and low <= value <= high, shown)
     return _check_any_json
 
 
@@ -89,13 +90,6 @@ def _require(is_valid: Callable[[Any], bool], description: str) -> Check:
             raise InvalidValueError(path, value, description)
 
     return check
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer above the largest float
-        return False
 
 
 def _check_of_list(check_item: Check) -> Check:

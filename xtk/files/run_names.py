@@ -16,13 +16,9 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the checkpoints of a run, oldest first.
+    """Return (step, folder) of the checkpoints of a run, or of its weights of kind BEST, oldest first.
 
     Only real folders named `checkpoint-N` count: no links, no files, no other names.
-
-    Args:
-        folder: of the run; it does not have to exist.
-        kind: CHECKPOINT, or BEST for the weights that early stopping keeps.
     """
     checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():

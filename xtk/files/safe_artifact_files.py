@@ -46,9 +46,6 @@ def open_regular_file(folder: Path, name: str) -> int:
 
     Links, devices, pipes and folders are refused before anything is read; nothing blocks.
 
-    Args:
-        name: returned by `check_file_name`.
-
     Raises:
         FileNotFoundError: the file does not exist.
         CorruptError: not a regular file.
@@ -67,11 +64,7 @@ def open_regular_file(folder: Path, name: str) -> int:
 
 
 def read_regular_file(folder: Path, name: str, max_bytes: int) -> bytes:
-    """Return the content of a regular file directly inside a folder.
-
-    Args:
-        name: returned by `check_file_name`.
-        max_bytes: maximum size; a larger file is refused before it is read.
+    """Return the content of a regular file directly inside a folder; a larger file is refused before it is read.
 
     Raises:
         FileNotFoundError: the file does not exist.

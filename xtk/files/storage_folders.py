@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -15,18 +16,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from xtk import terminal
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import (
     atomic_write,
     is_stale_temporary_file,
+    publish_exclusively,
     remove_stale_temporary_files,
     temporary_name,
 )
-from xtk.files.fsspec_access import listed_name, open_file_system, store_errors, version_tag
-from xtk.files.output_claims import check_output_folder
-from xtk.files.remote_file_cache import DownloadCache
+from xtk.files.output import check_output_folder, move_folder_aside, writer_lock
+from xtk.files.remote_storage import DownloadCache, listed_name, open_file_system, store_errors, version_tag
 from xtk.files.safe_artifact_files import open_regular_file, read_regular_file
-from xtk.files.write_locks import exclusive_write_lock, remove_stale_locks
 
 MAX_FILE_BYTES = 1 << 29  # enough for a tokenizer, or a vocabulary order of ten million tokens
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -46,23 +47,23 @@ class LocalFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def name(self) -> str:
-        """The path or URL, for messages."""
-        return str(self.path)
+        self.name = str(path)  # for messages
 
     def path_of(self, file: str) -> str:
         """Return the path or URL of a file in it, for messages."""
         return str(self.path / file)
 
-    def check_as_output(self, what: str, inputs: Iterable[str | Path]) -> None:
+    def check_as_output(self, what: str, inputs: Iterable[str | Path], *, force: bool) -> None:
         """Refuse a path that cannot be created, a home folder, and a folder that is or contains an input."""
-        check_output_folder(self.path, what, inputs)
+        check_output_folder(self.path, what, inputs, force=force)
 
     def lock(self, what: str, writer_index: int = 0) -> AbstractContextManager[None]:
-        """Lock the folder against a second writer of the same output; arguments as for `exclusive_write_lock`."""
-        return exclusive_write_lock(self.path, what, writer_index)
+        """Lock the folder against a second writer of the same output; arguments as for `writer_lock`."""
+        return writer_lock(self.path, what, writer_index)
+
+    def move_aside(self) -> None:
+        """Rename a folder with files to the next free NAME.replaced-1."""
+        move_folder_aside(self.path)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes; {} if there is no folder."""
@@ -89,21 +90,17 @@ class LocalFolder:
         return read_regular_file(self.path, file, max_bytes)
 
     def local_path(self, file: str) -> Path:
-        """Return the path of a file, which can be memory-mapped, after checking that it is a regular file.
+        """Return the path of a file, which can be memory-mapped.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            CorruptError: it is not a regular file.
+            CorruptError: it is not a regular file, or its download is incomplete.
         """
         os.close(open_regular_file(self.path, file))
         return self.path / file
 
     def check_regular(self, files: Iterable[str]) -> None:
-        """Refuse links, devices and folders with these names.
-
-        Raises:
-            CorruptError: names the first one.
-        """
+        """Refuse links, devices and folders with these names."""
         for file in files:
             self.local_path(file)
 
@@ -112,13 +109,10 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def write(self, file: str, *, exclusive: bool = False) -> Iterator[Path]:
-        """Yield a temporary path in the folder; it is synced and renamed when the block succeeds.
-
-        Args:
-            exclusive: refuse to replace a file with other content.
-        """
+        """Yield a temporary path in the folder; it is synced and renamed, with `exclusive` never over another file."""
         # `remove_stale_temporary_files` cleans the whole folder.
-        with atomic_write(self.path / file, exclusive=exclusive, clean=False) as temporary:
+        publish = publish_exclusively if exclusive else Path.replace
+        with atomic_write(self.path / file, publish=publish, clean=False) as temporary:
             yield temporary
 
     def copy_from(self, source: StorageFolder, files: Mapping[str, str]) -> None:
@@ -133,7 +127,7 @@ class LocalFolder:
         source.prefetch(list(files))
         for theirs, ours in files.items():
             source.local_path(theirs)  # refuses symbolic links
-            if isinstance(source, LocalFolder) and _try_hard_link(f"{source.path}/{theirs}", f"{self.path}/{ours}"):
+            if isinstance(source, LocalFolder) and _try_hard_link(source.path / theirs, self.path / ours):
                 continue
             with self.write(ours) as temporary:
                 shutil.copyfile(source.local_path(theirs), temporary)
@@ -147,19 +141,12 @@ class LocalFolder:
         """Remove temporary files of killed writers."""
         remove_stale_temporary_files(self.path)
 
-    def remove_stale_locks(self) -> None:
-        """Remove locks of killed writers."""
-        remove_stale_locks(self.path)
 
-
-def _try_hard_link(path: str, name: str) -> bool:
+def _try_hard_link(path: Path, name: Path) -> bool:
     """Create a hard link, replacing an existing file; return False if the file system does not support it."""
     try:
-        try:
-            os.link(path, name)
-        except FileExistsError:
-            os.unlink(name)  # noqa: PTH108
-            os.link(path, name)
+        name.unlink(missing_ok=True)
+        name.hardlink_to(path)
     except OSError as failure:
         if isinstance(failure, FileNotFoundError) or failure.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -171,27 +158,40 @@ class RemoteFolder:
     """A remote folder, through fsspec. Files are written and read completely; mapped files are local copies."""
 
     def __init__(self, url: str) -> None:
-        self._name = url.rstrip("/")
+        self.name = url.rstrip("/")  # for messages
         self.protocol = url.partition("://")[0]
-        self._download_cache = DownloadCache(self._name)
+        self._download_cache = DownloadCache(self.name)
         self._listing: dict[str, dict[str, Any]] = {}
-        self._fs, self._root = open_file_system(self._name)
-
-    @property
-    def name(self) -> str:
-        """The URL, for messages."""
-        return self._name
+        self._fs, self._root = open_file_system(self.name)
 
     def path_of(self, file: str) -> str:
         """Return the URL of a file in it, for messages."""
-        return f"{self._name}/{file}"
+        return f"{self.name}/{file}"
 
-    def check_as_output(self, what: str, inputs: Iterable[str | Path]) -> None:
+    def check_as_output(self, what: str, inputs: Iterable[str | Path], *, force: bool) -> None:
         """Do nothing: only writing shows what a store allows."""
 
     def lock(self, what: str, writer_index: int = 0) -> AbstractContextManager[None]:
         """Lock nothing: stores have no locks."""
         return contextlib.nullcontext()
+
+    def move_aside(self) -> None:
+        """Move all files to the next free NAME.replaced-1: copied within the storage, then removed."""
+        with self._store_errors("the old output cannot be moved aside"):
+            self._fs.invalidate_cache()
+            if not (files := self._fs.find(self._root)):
+                return
+            numbers = itertools.count(1)
+            aside = next(end for number in numbers if not self._fs.exists(self._root + (end := f".replaced-{number}")))
+            if self.protocol in ATOMIC_PROTOCOLS:
+                names = [f"{self._root}{aside}{file.removeprefix(self._root)}" for file in files]
+                with ThreadPoolExecutor(TRANSFER_THREADS) as threads:
+                    list(threads.map(self._fs.cp_file, files, names))
+                self._fs.rm(files)
+            else:
+                self._fs.mv(self._root, self._root + aside)
+        self._listing = {}
+        terminal.note(f"moved {self.name} to {self.name}{aside}; delete it when it is no longer needed")
 
     def file_sizes(self) -> dict[str, int]:
         """Return the current size of each file in bytes; {} if there is no folder."""
@@ -206,7 +206,7 @@ class RemoteFolder:
         itself = [entry for entry in entries if str(entry["name"]).rstrip("/") == self._root]
         if any(entry["type"] == "file" and entry.get("size") for entry in itself):
             raise XtkError(
-                "a cache must be a folder, but this path is a file", where=self._name, hint="use another path"
+                "a cache must be a folder, but this path is a file", where=self.name, hint="use another path"
             )
         self._listing = {listed_name(entry["name"], self._root): entry for entry in entries if entry not in itself}
         return {file: int(entry.get("size") or 0) for file, entry in self._listing.items()}
@@ -227,17 +227,10 @@ class RemoteFolder:
         return content
 
     def local_path(self, file: str) -> Path:
-        """Return a local copy of a file; download it unless the current version is already cached.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            CorruptError: the download is incomplete.
-        """
-        entry = self._listing.get(file)
-        if entry is None:
+        """Return a local copy of a file; download it unless the current version is already cached."""
+        if file not in self._listing:
             self.file_sizes()
-            entry = self._listing.get(file)
-        if entry is None:
+        if (entry := self._listing.get(file)) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path_of(file))
 
         def fetch(path: Path) -> None:
@@ -250,23 +243,13 @@ class RemoteFolder:
         """Do nothing: stores have only files."""
 
     def prefetch(self, files: Sequence[str]) -> None:
-        """Download files in parallel.
-
-        Raises:
-            FileNotFoundError: a file does not exist.
-            CorruptError: a download is incomplete.
-        """
+        """Download files in parallel."""
         with ThreadPoolExecutor(TRANSFER_THREADS) as threads:
-            for _ in threads.map(self.local_path, files):
-                pass
+            list(threads.map(self.local_path, files))
 
     @contextlib.contextmanager
     def write(self, file: str, *, exclusive: bool = False) -> Iterator[Path]:
-        """Yield a local path; the file is uploaded when the block succeeds.
-
-        Args:
-            exclusive: refuse to replace a file that another writer wrote.
-        """
+        """Yield a local path; the file is uploaded when the block succeeds."""
         with self._download_cache.upload_path(file) as temporary:
             yield temporary
             self._listing.pop(file, None)
@@ -294,16 +277,14 @@ class RemoteFolder:
             with self._store_errors("this folder cannot be created"):
                 self._fs.makedirs(self._root, exist_ok=True)
         with ThreadPoolExecutor(TRANSFER_THREADS) as threads:
-            for _ in threads.map(copy, files.items()):
-                pass
+            list(threads.map(copy, files.items()))
 
     def remove(self, *files: str) -> None:
         """Remove files; missing ones are ignored."""
         for file in files:
             self._listing.pop(file, None)
         with self._store_errors("files in this folder cannot be removed"):
-            if len(files) > 1:
-                # One request for many files, in stores that support it.
+            if len(files) > 1:  # one request, in stores that support it
                 self._fs.rm([self._path(file) for file in files])
             else:
                 for file in files:
@@ -315,9 +296,6 @@ class RemoteFolder:
         if self.protocol in ATOMIC_PROTOCOLS:
             return
         self.remove(*filter(is_stale_temporary_file, self.file_sizes()))
-
-    def remove_stale_locks(self) -> None:
-        """Do nothing: stores have no locks."""
 
     def _path(self, file: str) -> str:
         return f"{self._root}/{file}"
@@ -372,14 +350,14 @@ class RemoteFolder:
         if self.protocol in BUCKET_PROTOCOLS and slash and not self._fs.exists(bucket):
             raise XtkError(
                 f"the bucket {bucket} does not exist, or these credentials cannot access it",
-                where=self._name,
+                where=self.name,
                 hint="create the bucket with the tools of the storage provider, or use other credentials",
             )
 
     def _store_errors(
         self, what: str, file: str | None = None, *, missing: bool = False
     ) -> AbstractContextManager[None]:
-        where = self._name if file is None else self.path_of(file)
+        where = self.name if file is None else self.path_of(file)
         return store_errors(what, where, self.protocol, missing=missing)
 
 

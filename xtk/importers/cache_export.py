@@ -16,8 +16,7 @@ from xtk.cache.reader import TeacherCache
 from xtk.cache.teacher_document import TeacherDocument
 from xtk.data.record_to_document import OPT_IN_FIELDS
 from xtk.errors import XtkError
-from xtk.files.atomic_files import atomic_write
-from xtk.files.output_claims import FileKind, claim_output
+from xtk.files.output import Output, OutputKind, write_output
 from xtk.rollouts.rollout_jsonl import document_fields
 from xtk.text.teacher_tokenization import teacher_views
 
@@ -42,7 +41,7 @@ def _check_export(path: Path, request: str) -> None:
     raise XtkError("the output file exists", where=str(path), hint=hint)
 
 
-EXPORT = FileKind[None]("exported caches", _is_export, _check_export)
+EXPORT = OutputKind[None]("an exported cache", _is_export, _check_export)
 
 
 def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bool = False) -> int:
@@ -56,9 +55,9 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
 
     Args:
         file_format: "parquet" or "jsonl".
-        force: replace a file that this function has written.
+        force: move aside a file at this path.
     """
-    claim_output(path, EXPORT, "", force=force)
+    Output(path, EXPORT, force=force).find_finished("")
     if cache.header["options"].get("support") == "sample":
         raise XtkError(
             "this cache has only sampled tokens, whose probabilities are estimates",
@@ -66,7 +65,7 @@ def export_cache(cache: TeacherCache, path: Path, file_format: str, *, force: bo
             hint="run cache-teacher with --support top-k or top-k+sample",
         )
     has_other_tokens: list[bool] = []  # of `teacher_prompt`, and of given or sampled tokens
-    with atomic_write(path, keep_others=True) as temporary:
+    with write_output(path) as temporary:
         rows = _rows(cache, has_other_tokens)
         if file_format == "jsonl":
             with temporary.open("w", encoding="utf-8") as stream:

@@ -17,7 +17,7 @@ from xtk.engines.server_responses import PermanentError, RetryableError
 from xtk.engines.vllm_servers import gather_responses
 from xtk.errors import ResumableStop, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
-from xtk.files.output_claims import FileKind
+from xtk.files.output import OutputKind
 from xtk.importers.completion_logprobs import read_answer, row_errors
 from xtk.options.service_options import CHAT, ECHO, TEXT, ServiceOptions
 from xtk.text.document import Document
@@ -154,7 +154,7 @@ def _is_answer_file(path: Path) -> bool:
         return _START.startswith(stream.read(len(_START)))  # a killed command may leave a part of it
 
 
-ANSWERS = FileKind[None]("files of answers", _is_answer_file)
+ANSWERS = OutputKind[None]("a file of answers", _is_answer_file, has_force=False)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from xtk.files.atomic_files import (
     sha256_of_file,
     write_json,
 )
-from xtk.files.folder_replacement import fsync_folder, replacing_folder
+from xtk.files.output import fsync_folder, write_output_folder
 from xtk.models.gguf_conversion import convert_gguf
 from xtk.models.gguf_header import is_gguf_file
 from xtk.models.weight_hash import hash_weights
@@ -121,7 +121,8 @@ def _find_converted(cache: Path, key: str, name: str = "") -> Path | None:
 
 def _copy_conversion(source: Path, folder: Path) -> Path:
     """Give a conversion another name, as links to its files: the GGUF file is known under that name too."""
-    with replacing_folder(folder, None) as temporary:
+    shutil.rmtree(folder, ignore_errors=True)
+    with write_output_folder(folder) as temporary:
         for file in sorted(source.iterdir()):
             try:
                 os.link(file, temporary / file.name)
@@ -154,7 +155,7 @@ def _wait_for_lock(path: Path) -> Iterator[None]:
 def _convert(path: Path, checksum: str, folder: Path) -> Path:
     """Convert a GGUF file to a temporary folder, and rename it."""
     terminal.note(f"converting {path} to a model folder, once: {folder}")
-    with replacing_folder(folder, None) as temporary:
+    with write_output_folder(folder) as temporary:
         scaling = convert_gguf(path, temporary)
         set_default_permissions(*temporary.glob("*.safetensors"))
         files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}

@@ -39,8 +39,7 @@ class ForceOption:
 
     force: bool = option(
         False,
-        "Replace an artifact of xtk at the output path that was made with other settings. Other files are never "
-        "removed.",
+        "Write a new output where there is one already; the old one is moved aside, to NAME.replaced-1.",
         is_recorded=False,
     )
 

@@ -11,8 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from xtk.errors import XtkError
-from xtk.files.atomic_files import atomic_write
-from xtk.files.output_claims import FileKind
+from xtk.files.output import OutputKind, write_output
 from xtk.pages.alignment_tables import visible_symbol
 
 HEAD_BYTES = 4096
@@ -108,13 +107,10 @@ def _has(path: Path, text: str) -> bool:
         return text.encode() in stream.read(HEAD_BYTES)
 
 
-PAGE = FileKind[None]("pages", _is_page, _check_request)
+PAGE = OutputKind[None]("a page", _is_page, _check_request)
 
 
 def write_page(path: Path, content: str) -> None:
-    """Write a page, unless the file has the same content."""
-    encoded = content.encode("utf-8", "replace")  # a name may be invalid UTF-8
-    if path.is_file() and path.read_bytes() == encoded:
-        return
-    with atomic_write(path, keep_others=True) as temporary:
-        temporary.write_bytes(encoded)
+    """Write a page; a file with the same content is kept."""
+    with write_output(path) as temporary:
+        temporary.write_bytes(content.encode("utf-8", "replace"))  # a name may be invalid UTF-8

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.files.atomic_files import atomic_write, canonical_json, remove_stale_temporary_files, sha256
-from xtk.files.output_claims import FileKind, claim_output
+from xtk.files.output import Output, OutputKind
 from xtk.projection.build import ALGORITHM_VERSION
 from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
 from xtk.text.document import Document
@@ -48,7 +48,7 @@ def count_corpus_cooccurrences(
         The counts. The file of intermediate counts stays until `remove_counting_state`.
     """
     state = counting_state_path(path)
-    claim_output(state, STATE)
+    Output(state, STATE).find_finished()
     wanted = {
         "format": FORMAT,
         "version": VERSION,
@@ -91,7 +91,7 @@ def _is_state(path: Path) -> bool:
         return FORMAT.encode() in stream.read(4096)
 
 
-STATE = FileKind[None]("saved cooccurrence counts", _is_state)
+STATE = OutputKind[None]("a file of cooccurrence counts", _is_state, has_force=False)
 
 
 def corpus_fingerprint(corpus: Iterable[Document]) -> tuple[int, str]:

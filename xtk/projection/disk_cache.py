@@ -61,7 +61,7 @@ def cached_projection(
             projection = prune_projection(projection, top_k=top_k)
         if path is not None:
             with contextlib.suppress(OSError, XtkError):
-                write_projection(projection, path, keep_others=False)
+                write_projection(projection, path, keep_old=False)
     return projection
 
 

@@ -15,7 +15,7 @@ import safetensors.numpy
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import atomic_write, canonical_json, sha256
 from xtk.files.json_validation import check_json
-from xtk.files.output_claims import FileKind
+from xtk.files.output import OutputKind, write_output
 from xtk.projection.projection import SparseProjection
 
 FORMAT, VERSION = "xtk-projection", 2
@@ -79,14 +79,14 @@ class ProjectionHeader(TypedDict):
     merges: NotRequired[list[Any]]
 
 
-def write_projection(projection: SparseProjection, path: Path, *, keep_others: bool = True) -> None:
-    """Write a projection; equal projections give equal bytes."""
+def write_projection(projection: SparseProjection, path: Path, *, keep_old: bool = True) -> None:
+    """Write a projection; equal projections give equal bytes. Another file there is moved aside, or replaced."""
     projection.validate()
     tensors = {name: np.ascontiguousarray(getattr(projection, name)) for name in TENSOR_DTYPES}
     header = {**projection.header, "format": FORMAT, "version": VERSION}
     header["checksum"] = _checksum(header, tensors)
     raw = safetensors.numpy.save(tensors, metadata={"xtk": canonical_json(header)})
-    with atomic_write(path, keep_others=keep_others) as temporary:
+    with write_output(path) if keep_old else atomic_write(path) as temporary:
         temporary.write_bytes(raw)
 
 
@@ -228,4 +228,4 @@ def _read_requested_projection(path: Path, request: dict[str, Any]) -> SparsePro
 
 
 # A request is a header, without keys that do not matter.
-PROJECTION = FileKind("projections", _looks_like_projection, _read_requested_projection)
+PROJECTION = OutputKind("a projection", _looks_like_projection, _read_requested_projection)

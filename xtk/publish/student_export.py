@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ from xtk.files.atomic_files import (
     set_default_permissions,
     sha256,
 )
-from xtk.files.folder_replacement import replacing_folder
-from xtk.files.output_claims import FolderKind
+from xtk.files.output import Output, OutputKind, write_output_folder
 from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
-from xtk.files.write_locks import only_writer_of_path
 from xtk.models.causal_lm import DTYPES, load_causal_lm
 from xtk.models.resolver import ModelRef, base_model_and_adapter, weights_fingerprint
 from xtk.models.saved_model import save_model, stop_token_ids
@@ -52,7 +49,6 @@ from xtk.runs.folder import (
     verify_files,
     write_run_manifest,
 )
-from xtk.runs.folder_removal import refuse_foreign_files_in_run
 from xtk.runs.metrics_file import read_metrics
 from xtk.runs.model_card import Provenance, model_card
 from xtk.runs.sharded_state import ShardedStateReader
@@ -103,7 +99,7 @@ def export_student(
 
     Args:
         output: the folder to write, atomically.
-        force: replace an export with other options.
+        force: move aside what is at the output path.
         trust_remote_code: run the model's own Python code.
 
     Returns:
@@ -121,12 +117,13 @@ def export_student(
         "gguf": config.gguf,
         "evaluation": [sha256(path.read_bytes()) for path in config.evaluations],
     }
+    claimed = Output(output, EXPORT_FOLDER, force=force)
     _check_output(output, config.run)
-    with only_writer_of_path(output.resolve(), "export"):
-        finished = EXPORT_FOLDER.find_finished(output, request, force=force)
+    with claimed.lock():
+        finished = claimed.find_finished(request)
         if finished is not None:
             return finished
-        with replacing_folder(output, EXPORT_FOLDER) as folder:
+        with write_output_folder(output) as folder:
             tokenizer = Tokenizer(source)
             with _merged_weights(source, config, content["recipe"], tokenizer, folder, trust_remote_code) as merged:
                 model = ModelRef(merged, None, dtype, trust_remote_code)
@@ -190,7 +187,6 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
 
 def _check_output(output: Path, run: Path) -> None:
     """Raise XtkError for an output that is, contains or lies inside of the run, or that cannot be replaced."""
-    EXPORT_FOLDER.check_place(output, ())
     here, there = output.resolve(), run.resolve()
     if here == Path.cwd() or here.is_mount():
         what = "-o is the working directory or a mount point, which an export cannot replace"
@@ -222,9 +218,7 @@ def _finished_export(output: Path, request: Mapping[str, Any]) -> dict[str, Any]
     )
 
 
-EXPORT_FOLDER = FolderKind(
-    "an export", _is_export, partial(refuse_foreign_files_in_run, is_export=True), _finished_export
-)
+EXPORT_FOLDER = OutputKind("an export", _is_export, _finished_export, is_folder=True)
 
 
 @contextmanager

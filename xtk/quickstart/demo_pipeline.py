@@ -19,7 +19,7 @@ from typing import Any
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json, write_json
-from xtk.files.output_claims import FolderKind, claim_output
+from xtk.files.output import Output, OutputKind
 from xtk.models.causal_lm import silence_transformers
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 from xtk.quickstart.tiny_models import make_student, make_teacher
@@ -149,12 +149,14 @@ def markdown_table(figures: dict[str, Any], *, real: bool = False) -> str:
     return "\n" + "\n".join(lines)
 
 
-QUICKSTART = FolderKind[None]("a quickstart", lambda folder: (folder / MARKER_FILE).is_file())
+QUICKSTART = OutputKind[None](
+    "a quickstart", lambda folder: (folder / MARKER_FILE).is_file(), is_folder=True, has_force=False
+)
 
 
 def _prepare(folder: Path, seeds: int, *, real: bool) -> None:
     """Write corpus, tokenizers and untrained models; each file is complete or absent."""
-    claim_output(folder, QUICKSTART)
+    Output(folder, QUICKSTART).find_finished()
     folder.mkdir(parents=True, exist_ok=True)
     marker = {"kind": "quickstart", "real": real}
     if (folder / MARKER_FILE).is_file() and read_json(folder / MARKER_FILE).get("real", False) != real:

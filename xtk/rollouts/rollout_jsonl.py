@@ -17,7 +17,7 @@ from xtk.data.record_to_document import (
     rollout_checksum,
 )
 from xtk.errors import CorruptError, XtkError
-from xtk.files.output_claims import FileKind
+from xtk.files.output import OutputKind
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.text.document import Document
 from xtk.untrusted_json import parse_json
@@ -188,4 +188,4 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics:
     return statistics
 
 
-ROLLOUTS = FileKind("rollouts", lambda path: read_request_fingerprint(path) is not None, _finished_rollouts)
+ROLLOUTS = OutputKind("a file of rollouts", lambda path: read_request_fingerprint(path) is not None, _finished_rollouts)

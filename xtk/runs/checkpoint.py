@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from xtk import terminal
 from xtk.errors import CorruptError, XtkError
-from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, set_default_permissions
+from xtk.files.atomic_files import TEMPORARY_PREFIX, fsync, has_same_content, set_default_permissions
+from xtk.files.output import move_aside
 from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.models.saved_model import add_transformers_4_keys
 from xtk.models.student_model_setup import is_peft_model, save_trainable
@@ -39,12 +41,6 @@ from xtk.runs.folder import (
     verify_files,
     write_run_manifest,
 )
-from xtk.runs.folder_removal import (
-    keep_file_of_user,
-    keep_manifest_of_user,
-    remove_run_subfolder,
-    replace_run_subfolder,
-)
 from xtk.runs.sharded_state import (
     SKIP_HINT,
     ShardedStateReader,
@@ -62,6 +58,7 @@ from xtk.text.tokenizer_files import TOOL_USE_TEMPLATE, combined_template_files
 STUDENT = "student"
 INTERRUPTED = "interrupted"  # manifest key of the extra checkpoint that an interrupted run writes
 EMA, RANDOM_STATE = "ema", "random"
+_CARD_BEGINNING = 96  # bytes: up to the tag xtk
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "added_tokens.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
@@ -105,7 +102,7 @@ def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = 
     regular = [path for path in checkpoints if path not in interrupted]
     newest = () if finished else checkpoints[-1:]
     for path in (*damaged, *regular[: -keep or None], *(path for path in interrupted if path not in newest)):
-        remove_run_subfolder(path)
+        _remove_run_subfolder(path)
     _remove_bests(output, 0)
 
 
@@ -123,7 +120,7 @@ def _remove_bests(output: Path, new: int) -> None:
             known.add(TrainerState.from_manifest(read_run_manifest(path, (CHECKPOINT,))).best_step)
     for step, path in list_checkpoints(output, BEST):
         if step not in known:
-            remove_run_subfolder(path)
+            _remove_run_subfolder(path)
 
 
 class CheckpointSaver:
@@ -283,19 +280,16 @@ class CheckpointSaver:
                 else {}
             )
             for path in sorted(temporary.iterdir()):
-                if path.is_dir():
-                    replace_run_subfolder(path, output / path.name)
-                else:
-                    keep_file_of_user(output / path.name, path)
-                    path.replace(output / path.name)
+                _replace(path, output / path.name)
             for name in run_files:
                 fsync(output / name)
             fsync(output)
             temporary.rmdir()
-            keep_manifest_of_user(output / RUN_MANIFEST)
+            if os.path.lexists(output / RUN_MANIFEST):
+                move_aside(output / RUN_MANIFEST)
             write_run_manifest(output, manifest, files, folders)
             for _, path in list_checkpoints(output, BEST):
-                remove_run_subfolder(path)
+                _remove_run_subfolder(path)
         process_group.barrier()
 
     def write_student(self, folder: Path, best_folder: Path | None = None) -> None:
@@ -473,6 +467,49 @@ def _device_of_scalars(optimizer: torch.optim.Optimizer, parameter: Tensor) -> t
 
 def _replace_folder(temporary: Path, final: Path) -> None:
     """Rename a folder over an older one, and fsync the parent."""
-    remove_run_subfolder(final)
+    if os.path.lexists(final):
+        _remove_run_subfolder(final)
     temporary.replace(final)
     fsync(final.parent)
+
+
+def _remove_run_subfolder(folder: Path) -> None:
+    """Remove a checkpoint or best weights of a run; move aside a folder that is not exactly what its manifest lists."""
+    try:
+        content = read_run_manifest(folder)
+    except (XtkError, OSError):
+        move_aside(folder)
+        return
+    listed = {RUN_MANIFEST, *content["files"]}
+    listed |= {f"{name}/{file}" for name, files in content["folders"].items() for file in files}
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
+    if folder.is_symlink() or there - listed:
+        move_aside(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(new: Path, final: Path) -> None:
+    """Rename a file or folder of the student to its final path; move aside what is there, except for equal content.
+
+    Equal content is of this run, which was killed in between. Of a model card, only the beginning is equal: it contains
+    times.
+    """
+    if os.path.lexists(final):
+        if not _is_same(new, final):
+            move_aside(final)
+        elif final.is_dir():
+            shutil.rmtree(final)
+    new.replace(final)
+
+
+def _is_same(new: Path, old: Path) -> bool:
+    if old.is_symlink() or new.is_dir() != old.is_dir():
+        return False
+    if new.is_dir():
+        names = [sorted(path.name for path in folder.iterdir()) for folder in (new, old)]
+        return names[0] == names[1] and all(_is_same(new / name, old / name) for name in names[0])
+    if new.name == CARD_FILE:
+        with new.open("rb") as stream, old.open("rb") as other:
+            return stream.read(_CARD_BEGINNING) == other.read(_CARD_BEGINNING)
+    return has_same_content(new, old)

@@ -14,7 +14,7 @@ import xxhash
 
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import canonical_json, sha256, write_json
-from xtk.files.folder_replacement import fsync_folder
+from xtk.files.output import fsync_folder
 from xtk.files.run_names import CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.files.safe_artifact_files import check_file_name, open_regular_file, read_regular_file
 

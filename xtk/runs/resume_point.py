@@ -12,7 +12,7 @@ from typing import Any
 from xtk import terminal
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import TEMPORARY_PREFIX, read_json
-from xtk.files.output_claims import FolderKind
+from xtk.files.output import Output, OutputKind, move_folder_aside
 from xtk.files.run_names import BEST, CHECKPOINT, RECIPE_FILE, list_checkpoints
 from xtk.parallel import process_group
 from xtk.runs.checkpoint import STUDENT, rank_files
@@ -30,7 +30,6 @@ from xtk.runs.folder import (
     verify_files,
     write_recipe,
 )
-from xtk.runs.folder_removal import refuse_foreign_files_in_run, remove_run
 from xtk.runs.sharded_state import SKIP_HINT
 from xtk.runs.trainer_state import TrainerState
 
@@ -91,7 +90,7 @@ def _finished(output: Path) -> dict[str, Any]:
 
 
 # A request is the identity of a run.
-RUN_FOLDER = FolderKind("a student", _is_run, refuse_foreign_files_in_run, _find_finished_run)
+RUN_FOLDER = OutputKind("a student", _is_run, _find_finished_run, is_folder=True)
 
 
 def check_evaluation(output: Path, evaluation: Mapping[str, str], *, is_finished: bool) -> None:
@@ -132,7 +131,7 @@ def prepare_run_folder(
     force: bool,
     evaluation: Mapping[str, str] | None = None,
 ) -> None:
-    """Create a run folder, or remove temporary files of a killed run; with `force`, remove a previous run.
+    """Create a run folder, or remove temporary files of a killed run; with `force`, move an old folder aside.
 
     The folder is locked by this process.
 
@@ -140,14 +139,14 @@ def prepare_run_folder(
         options: command-line options, stored in `recipe.json`.
         identity: the run's options and input fingerprints.
         resumed: the checkpoint that the run continues from.
-        force: replace a run with other options or inputs.
+        force: move aside what is in the folder.
         evaluation: fingerprints of what the run is evaluated on, by option.
     """
-    output.mkdir(parents=True, exist_ok=True)
     if force:
-        remove_run(output)
-    else:
-        finished = RUN_FOLDER.find_finished(output, identity)
+        move_folder_aside(output)
+    output.mkdir(parents=True, exist_ok=True)
+    if not force:
+        finished = Output(output, RUN_FOLDER).find_finished(identity)
         known = {resumed.folder, *resumed.damaged, None}
         if finished is not None or any(folder not in known for step, folder in list_checkpoints(output)[-1:]):
             raise XtkError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +16,14 @@ import numpy as np
 import xxhash
 
 from xtk.errors import CorruptError
-from xtk.files.atomic_files import atomic_write
+from xtk.files.atomic_files import TEMPORARY_PREFIX, atomic_write
 from xtk.rollouts.rollout_record import Prompt, Rollout
-from xtk.runs.folder_removal import ROLLOUT_FILE_NAMES
 from xtk.text.document import Segment
 from xtk.text.document_token_ids import SampledTokens
+
+ROLLOUT_BATCHES, COMPARISON_FILE = "rollout_batches", "comparison.json"
+_ROLLOUT_FILE_NAMES = re.compile(r"rollouts-(\d{5})-of-(\d{5})\.jsonl")
+_BATCH_FILE_NAMES = re.compile(rf"{_ROLLOUT_FILE_NAMES.pattern}|scores-\d{{5}}-\d{{5}}\.arrow|{COMPARISON_FILE}")
 
 
 def rollout_file_name(rank: int, ranks: int) -> str:
@@ -30,12 +35,24 @@ def complete_rollout_files(folder: Path) -> list[Path] | None:
     """Return the rollout files of a batch, if those of all processes exist."""
     by_ranks: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("rollouts-*.jsonl")):
-        if match := ROLLOUT_FILE_NAMES.fullmatch(path.name):
+        if match := _ROLLOUT_FILE_NAMES.fullmatch(path.name):
             by_ranks.setdefault(int(match[2]), {})[int(match[1])] = path
     for ranks, parts in sorted(by_ranks.items()):
         if len(parts) == ranks and max(parts) < ranks:
             return [parts[rank] for rank in range(ranks)]
     return None
+
+
+def remove_rollout_batch(folder: Path) -> None:
+    """Remove the stored rollouts of a batch and their scores; other files stay."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    for path in folder.iterdir():
+        if _BATCH_FILE_NAMES.fullmatch(path.name) or path.name.startswith(TEMPORARY_PREFIX):
+            with contextlib.suppress(OSError):  # a folder of the user
+                path.unlink()
+    with contextlib.suppress(OSError):  # files of the user are left in it
+        folder.rmdir()
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], run: str) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 from xtk import terminal
 from xtk.cache.manifest import cache_figures
-from xtk.cache.output import CACHE, remove_cache
+from xtk.cache.output import find_finished_cache
 from xtk.cache.writer import ShardedCacheWriter, mark_cache_unfinished
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
-from xtk.files.output_claims import claim_output
 from xtk.files.storage_folders import open_folder
 from xtk.teachers.cache_build_config import (
     CacheRequest,
@@ -92,13 +91,13 @@ def cache_teacher(
     partition.check()
     if force and partition.num_machines > 1:
         raise XtkError(
-            "--force cannot be combined with --num-machines: it would remove shards of other machines",
+            "--force cannot be combined with --num-machines: it would move shards of other machines",
             hint="move the folder away, then start all machines without --force",
         )
     if partition.num_processes > 1 and request.backend_options.get("engine", {}).get("tp_size", 1) != 1:
         raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of these options")
     folder = open_folder(location)
-    claim_output(folder, CACHE, force=force, inputs=(request.teacher.folder, *corpus.sources))
+    folder.check_as_output("a cache", (request.teacher.folder, *corpus.sources), force=force)
     tokenizer = request.teacher_tokenizer()
     sharding = sharding_options(request)
     # Data without candidate ids is refused before anything is written.
@@ -111,16 +110,14 @@ def cache_teacher(
     ranks = make_vocabulary_order(request, tokenizer, plan)
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
     job = CacheJob(opening, corpus, location, sharding, plan, make_cache_header(request, tokenizer, plan, ranks), ranks)
-    if not force and (finished := CACHE.find_finished(folder, job.header)):
-        return cache_figures(finished)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.lock("cache", partition.machine_rank))
         write: WriteShards | None = None
         if force:
-            # Open the teacher before removing the old cache: it stays if the teacher cannot be loaded.
+            # Open the teacher before moving the old cache: it stays if the teacher cannot be loaded.
             write = stack.enter_context(_open_shard_writer(job, tokenizer, partition, len(plan.shards)))
-            remove_cache(folder)
-        elif finished := CACHE.find_finished(folder, job.header):
+            folder.move_aside()
+        elif finished := find_finished_cache(folder, job.header):
             return cache_figures(finished)
         else:
             mark_cache_unfinished(folder)

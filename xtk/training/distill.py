@@ -17,7 +17,7 @@ from xtk import terminal
 from xtk.batches.batch_prefetch import report_killed_workers
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json, sha256
-from xtk.files.write_locks import exclusive_write_lock
+from xtk.files.output import Output, writer_lock
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import max_context_length, silence_transformers
 from xtk.models.resolver import ModelRef, weights_fingerprint
@@ -48,7 +48,7 @@ def distill(
         recipe: the options that decide the result.
         logging_config: logging, evaluation and checkpoints.
         inputs: from `open_inputs`.
-        force: replace a run with other options or inputs.
+        force: move aside what is in the output folder.
         options: the same as command-line options, stored in `recipe.json`.
 
     Returns:
@@ -61,16 +61,14 @@ def distill(
     layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device, timeout)
     identity = run_identity(recipe, inputs, layout.num_data_shards, logging_config)
     evaluation = evaluation_identity(inputs, logging_config)
-    if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:
-        return finished
     keeps_best = recipe.early_stopping_patience > 0
     with contextlib.ExitStack() as held:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            held.enter_context(exclusive_write_lock(paths.output, "student"))
+            held.enter_context(writer_lock(paths.output, "student"))
         accelerator.wait_for_everyone()
         if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:
-            return finished  # another process finished it before this one had the lock
+            return finished
         resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
         set_seed(recipe.seed)
         student = _load_student(paths.student, resumed.folder, recipe, inputs, accelerator, layout)
@@ -120,7 +118,7 @@ def _find_finished(
     output: Path, identity: dict[str, Any], evaluation: dict[str, str], *, force: bool
 ) -> dict[str, Any] | None:
     """Return the `xtk.json` of the finished run, None if there is none; refuse other runs and other evaluations."""
-    finished = RUN_FOLDER.find_finished(output, identity, force=force)
+    finished = Output(output, RUN_FOLDER, force=force).find_finished(identity)
     if not force:
         check_evaluation(output, evaluation, is_finished=finished is not None)
     return finished

@@ -27,9 +27,16 @@ from xtk.parallel.graceful_stop import StopListener
 from xtk.projection.projection import SparseProjection
 from xtk.rollouts.rollout_record import Prompt, Rollout
 from xtk.runs.folder import ROLLOUTS_FILE
-from xtk.runs.folder_removal import COMPARISON_FILE, ROLLOUT_BATCHES, remove_rollout_batch
 from xtk.runs.metrics_file import MetricsFile
-from xtk.runs.rollout_batch_files import complete_rollout_files, read_rollouts, rollout_file_name, write_rollouts
+from xtk.runs.rollout_batch_files import (
+    COMPARISON_FILE,
+    ROLLOUT_BATCHES,
+    complete_rollout_files,
+    read_rollouts,
+    remove_rollout_batch,
+    rollout_file_name,
+    write_rollouts,
+)
 from xtk.teachers.cache_shard_planning import Chunk
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.teachers.source import NO_ROW, TeacherSource

@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json, read_json, set_default_permissions, sha256
-from xtk.files.folder_replacement import replacing_folder
-from xtk.files.output_claims import FolderKind, claim_output
-from xtk.files.write_locks import only_writer_of_path
+from xtk.files.output import Output, OutputKind, write_output_folder
 from xtk.models.causal_lm import DTYPES, check_loadable, load_causal_lm, load_model_config
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.models.safetensors_headers import read_input_embedding
@@ -38,7 +35,6 @@ from xtk.runs.folder import (
     read_run_manifest,
     write_run_manifest,
 )
-from xtk.runs.folder_removal import refuse_foreign_files_in_run
 from xtk.text.tokenizer import Tokenizer
 from xtk.transplant.new_rows import new_rows
 from xtk.transplant.row_methods import METHODS, MeanRow, RowMethod
@@ -97,14 +93,15 @@ def transplant_model(
     check_loadable(ModelRef(config.model, config.adapter, trust_remote_code=trust_remote_code), config.old)
     sources = TokenSources(config.new, config.old, config.kept)
     request = _request(config)
-    with only_writer_of_path(output.resolve(), "transplant"):
-        finished = claim_output(output, TRANSPLANT_FOLDER, request, force=force, inputs=_inputs(config))
+    claimed = Output(output, TRANSPLANT_FOLDER, force=force, inputs=_inputs(config))
+    with claimed.lock():
+        finished = claimed.find_finished(request)
         if finished is not None:
             return finished
         model = _load_model(config, trust_remote_code)
         method = MeanRow() if config.kept is not None else _make_method(config)
         weights = method.weights(sources)
-        with replacing_folder(output, TRANSPLANT_FOLDER) as folder:
+        with write_output_folder(output) as folder:
             figures = _replace_vocabulary(model, sources, weights, config.seed if method.samples_rows else None)
             eos = _set_token_ids(model, sources)
             save_model(model, folder)
@@ -135,7 +132,7 @@ def check_transplant(config: TransplantConfig, output: Path, *, force: bool = Fa
         _check_projection(config)
     if config.donor is not None:
         _read_donor(config)
-    claim_output(output, TRANSPLANT_FOLDER, _request(config), force=force, inputs=_inputs(config))
+    Output(output, TRANSPLANT_FOLDER, force=force, inputs=_inputs(config)).find_finished(_request(config))
 
 
 def _inputs(config: TransplantConfig) -> list[Path]:
@@ -170,12 +167,7 @@ def _finished_transplant(output: Path, request: Mapping[str, Any]) -> dict[str, 
     )
 
 
-TRANSPLANT_FOLDER = FolderKind(
-    "a transplanted model",
-    _is_transplant,
-    partial(refuse_foreign_files_in_run, is_export=True),
-    _finished_transplant,
-)
+TRANSPLANT_FOLDER = OutputKind("a transplanted model", _is_transplant, _finished_transplant, is_folder=True)
 
 
 def _request(config: TransplantConfig) -> dict[str, Any]:

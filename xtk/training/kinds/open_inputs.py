@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xtk.cache.output import is_cache
 from xtk.files.atomic_files import canonical_json
+from xtk.files.output import Output
 from xtk.losses import AUTO_LOSS
 from xtk.models.resolver import weights_fingerprint
 from xtk.runs.resume_point import RUN_FOLDER
@@ -21,7 +22,7 @@ def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> R
     """Return the opened inputs of a run, checked against each other and the student."""
     models = [paths.student.folder, *(teacher.request.teacher.folder for teacher in paths.online_teachers)]
     models += [paths.student.adapter] if paths.student.adapter else []
-    RUN_FOLDER.check_place(paths.output, (*models, *paths.data, *paths.projections))
+    Output(paths.output, RUN_FOLDER, inputs=(*models, *paths.data, *paths.projections))
     student = {
         "weights": weights_fingerprint(paths.student.folder),
         "tokenizer": tokenizer.fingerprint,
