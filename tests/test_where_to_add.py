@@ -85,11 +85,12 @@ def test_every_file_and_table_is_there():
     assert {
         "loss",
         "teacher backend",
-        "rollout engine",
+        "generation backend (rollouts)",
         "data format",
         "option",
         "command",
-        "metric",
+        "metric of online teachers",
+        "compression of shards",
     } <= table_of.keys()
     for what, (places, table) in table_of.items():
         assert 1 <= len(places) <= 2, what

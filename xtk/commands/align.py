@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SPAN_COLORS = ("black on bright_cyan", "black on bright_yellow")
 ORDERS = ("worst", "first")
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".xz")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +131,18 @@ def _is_data(text: str) -> bool:
     """
     from pathlib import Path
 
+    from xtk.data.data_file_readers import FORMATS
     from xtk.errors import path_exists
 
+    suffixes = (*FORMATS, *COMPRESSED_SUFFIXES)
     if not text:
         return False
     if text == "-" or "://" in text[:12]:
         return True
     if path_exists(text):
         path = Path(text)
-        return not path.is_dir() or text.endswith("/") or any(file.suffix in DATA_SUFFIXES for file in path.iterdir())
-    return not any(map(str.isspace, text)) and Path(text).suffix in DATA_SUFFIXES
+        return not path.is_dir() or text.endswith("/") or any(file.suffix in suffixes for file in path.iterdir())
+    return not any(map(str.isspace, text)) and Path(text).suffix in suffixes
 
 
 def _decode_argument(text: str) -> str:

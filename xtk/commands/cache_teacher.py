@@ -96,8 +96,8 @@ class CacheTeacherOptions(
         metavar="[float32|fine|standard|coarse]",
     )
     dtype: str = option(
-        "float32",
-        "Data type of the teacher's weights and computation; bfloat16 needs half the memory of float32.",
+        "auto",
+        "Data type of the teacher; auto: that of the checkpoint on a GPU with bf16, float32 on a CPU.",
         choices=MODEL_DTYPES,
     )
     backend: str = option(
@@ -195,12 +195,14 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
     from xtk.cache.codec.shard_codec_registry import codec_for_precision
     from xtk.cache.teacher_logprobs import make_support
     from xtk.engines.backend import backend_options
+    from xtk.models.precision import resolve_dtype
     from xtk.models.resolver import ModelRef
     from xtk.name_registry import load_registered
     from xtk.teachers.cache_build_config import CacheRequest
 
     codec_for_precision(options.precision)
     backend = load_registered(BACKENDS, options.backend, "backend")
+    dtype = resolve_dtype(options.dtype, None if backend.uses_servers else folder)
     wanted = make_support(
         options.support,
         top_k=_read_top_k(options.top_k, folder),
@@ -211,7 +213,7 @@ def _cache_request(options: CacheTeacherOptions, folder: Path, adapter: Path | N
         available_kinds=backend.support_kinds,
     )
     return CacheRequest(
-        ModelRef(folder, adapter, options.dtype, options.trust_remote_code, options.teacher),
+        ModelRef(folder, adapter, dtype, options.trust_remote_code, options.teacher),
         support=wanted,
         precision=options.precision,
         backend=options.backend,

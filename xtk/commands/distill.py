@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -73,6 +74,7 @@ def _distill(options: DistillOptions) -> None:
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can be read from standard input (-)")
     piped = terminal.path_argument("-") if "-" in (options.student, *options.cache, *projections) else ""
     places, recipe, reporting = read_configs(options, piped, started)
+    options = with_resolved_precision(options, recipe)
     machines = Machines(options.num_machines, options.machine_rank, options.main_process_ip, options.main_process_port)
     processes = options.num_processes * options.num_machines
     layout = parse_parallel(recipe.parallel, world_size() if is_worker() else processes)
@@ -100,6 +102,14 @@ def _distill(options: DistillOptions) -> None:
         {"path": options.output, "kind": "student", "steps": content["steps"], "metrics": content["metrics"]},
         as_json=options.as_json,
     )
+
+
+def with_resolved_precision(options: DistillOptions, recipe: TrainConfig) -> DistillOptions:
+    """Return options with what `auto` stands for on this machine, for the recipe."""
+    options = replace(options, mixed_precision=recipe.mixed_precision, max_batch_tokens=recipe.max_batch_tokens)
+    if isinstance(options, OnPolicyDistillOptions) and recipe.on_policy is not None:
+        return replace(options, rollout_dtype=recipe.on_policy.dtype)
+    return options
 
 
 def read_configs(
@@ -185,6 +195,7 @@ def _on_policy(
     """Return the on-policy configuration from options."""
     from xtk.engines.backend import parse_engine_options
     from xtk.errors import XtkError
+    from xtk.models.precision import resolve_compute_dtype
     from xtk.rewards.reward_spec import parse_reward
     from xtk.rollouts.generator_interface import SamplingConfig
     from xtk.rollouts.prompts import read_prompt_template, read_template_arguments
@@ -207,7 +218,7 @@ def _on_policy(
         backend=options.rollout_backend,
         engine=parse_engine_options(list(options.rollout_engine)),
         server=options.rollout_server,
-        dtype=options.rollout_dtype,
+        dtype=resolve_compute_dtype(options.rollout_dtype, options.mixed_precision, options.dtype),
         batch_tokens=options.rollout_batch_tokens,
         devices=devices,
     )

@@ -18,6 +18,7 @@ from xtk.options.declaration import (
     redeclared,
 )
 from xtk.options.shared import (
+    MODEL_DTYPES,
     ConfigOption,
     CorpusOptions,
     DocumentColumnOptions,
@@ -212,7 +213,9 @@ class OnPolicyDistillOptions(PromptOptions, SamplingOptions, OnPolicyOptions, Re
         metavar="URL",
     )
     rollout_dtype: str = option(
-        "float32", "Computation data type of --rollout-backend vllm.", choices=("float32", "bfloat16", "float16")
+        "auto",
+        "Computation data type of --rollout-backend vllm; auto: that in which the student trains.",
+        choices=MODEL_DTYPES,
     )
     rollout_batch_tokens: int = option(
         16384, "Tokens of prompts and completions generated at once, padding included.", min=1

@@ -71,7 +71,7 @@ class DoctorOptions(CorpusOptions, ForceOption, JsonOption, QuietOption, ConfigO
     parallel: str = redeclared(DistillOptions, "parallel")
     per_device_train_batch_size: int = redeclared(DistillOptions, "per_device_train_batch_size")
     gradient_accumulation_steps: int = redeclared(DistillOptions, "gradient_accumulation_steps")
-    max_batch_tokens: int = redeclared(DistillOptions, "max_batch_tokens")
+    max_batch_tokens: int | None = redeclared(DistillOptions, "max_batch_tokens")
     dtype: str = redeclared(DistillOptions, "dtype", choices=MODEL_DTYPES)
     mixed_precision: str = redeclared(DistillOptions, "mixed_precision")
     gradient_checkpointing: bool = redeclared(DistillOptions, "gradient_checkpointing")
@@ -100,6 +100,7 @@ def doctor(options: DoctorOptions) -> None:
     from xtk.doctor.all_checks import run_checks
     from xtk.doctor.doctor_inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
     from xtk.models.causal_lm import silence_transformers
+    from xtk.models.precision import resolve_batch_tokens, resolve_dtype, resolve_mixed_precision
     from xtk.models.resolver import resolve_model_folder
     from xtk.parallel.parallel_config import parse_parallel
 
@@ -109,12 +110,16 @@ def doctor(options: DoctorOptions) -> None:
     if len(caches) > 1:
         raise typer.BadParameter("xtk doctor takes one cache; run it once for each cache")
     others = [place for place in options.data if place not in caches]
+    teacher = resolve_model_folder(options.teacher, with_weights=False)
     plan = options_of(
-        RunPlan, options, parallel=parse_parallel(options.parallel, options.num_processes), output=Path(options.output)
-    )
+        RunPlan, options, parallel=parse_parallel(options.parallel, options.num_processes), output=Path(options.output),
+        teacher_dtype=resolve_dtype(options.teacher_dtype, teacher),
+        mixed_precision=resolve_mixed_precision(options.mixed_precision),
+        max_batch_tokens=resolve_batch_tokens(options.max_batch_tokens),
+    )  # fmt: skip
     case = DoctorInputs(
         DoctorModel.read("student", resolve_model_folder(options.student, with_weights=False), options.student),
-        DoctorModel.read("teacher", resolve_model_folder(options.teacher, with_weights=False), options.teacher),
+        DoctorModel.read("teacher", teacher, options.teacher),
         plan,
         TeacherCache(caches[0]) if caches else None,
         Corpus(others, parse_columns_option(options.columns), options.max_document_bytes) if others else None,

@@ -76,6 +76,7 @@ def evaluate_answers(options: EvaluateAnswersOptions) -> None:
     from xtk.engines.backend import BackendConfig, backend_options
     from xtk.errors import XtkError
     from xtk.evaluation.generated_answers import evaluate_answers as evaluate_model
+    from xtk.models.precision import resolve_dtype
     from xtk.models.resolver import ModelRef
     from xtk.name_registry import load_registered
     from xtk.rewards.reward_spec import WeightedRewards, parse_reward
@@ -121,7 +122,8 @@ def evaluate_answers(options: EvaluateAnswersOptions) -> None:
 
             tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
             own = backend_options(GENERATORS, options.backend, engine=options.engine, adapter=adapter)
-            model = ModelRef(folder, adapter, options.dtype, options.trust_remote_code, name)
+            dtype = resolve_dtype(options.dtype, folder)
+            model = ModelRef(folder, adapter, dtype, options.trust_remote_code, name)
             request = BackendConfig(model, tokenizer, options.batch_tokens, own)
             # An engine keeps the memory of a GPU, which the next model needs.
             with contextlib.closing(writers.open(request)) as writer:

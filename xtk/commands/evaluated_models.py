@@ -46,8 +46,8 @@ class EvaluatedModelOptions(
         metavar="OTHER",
     )
     dtype: str = option(
-        "float32",
-        "Data type of the model's weights and computation; losses are summed in float64.",
+        "auto",
+        "Data type of the model; auto: that of the checkpoint on a GPU with bf16, float32 on a CPU.",
         choices=MODEL_DTYPES,
     )
 
@@ -90,12 +90,13 @@ def models_to_evaluate(
 def load_model_and_tokenizer(name: str, folders: ModelFolders, options: EvaluatedModelOptions) -> tuple[Any, Tokenizer]:
     """Return a transformers model and its tokenizer."""
     from xtk.models.causal_lm import check_embedding_rows, default_device, load_causal_lm
+    from xtk.models.precision import resolve_dtype
     from xtk.models.resolver import ModelRef
     from xtk.text.tokenizer import Tokenizer
 
     folder, adapter = folders
     tokenizer = Tokenizer(folder, name=name, start_token=options.start_token)
-    ref = ModelRef(folder, adapter, options.dtype, options.trust_remote_code)
+    ref = ModelRef(folder, adapter, resolve_dtype(options.dtype, folder), options.trust_remote_code)
     model = load_causal_lm(ref, device=default_device())
     check_embedding_rows(model, tokenizer)
     return model, tokenizer

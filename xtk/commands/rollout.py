@@ -114,8 +114,8 @@ class RolloutOptions(
         metavar="NAME=VALUE",
     )
     dtype: str = option(
-        "float32",
-        "Data type of the student's weights and computation; bfloat16 needs half the memory of float32.",
+        "auto",
+        "Data type of the student; auto: that of the checkpoint on a GPU with bf16, float32 on a CPU.",
         choices=MODEL_DTYPES,
     )
     batch_tokens: int = option(8192, "Tokens of prompts and completions generated at once, padding included.", min=1)
@@ -132,6 +132,7 @@ def rollout(options: RolloutOptions) -> None:
         xtk rollout ./student prompts.jsonl -o r.jsonl | xtk cache-teacher ./teacher - -o cache
     """
     from xtk.data.corpus_reader import Corpus, parse_columns_option
+    from xtk.models.precision import resolve_dtype
     from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
     from xtk.name_registry import load_registered
 
@@ -161,6 +162,7 @@ def rollout(options: RolloutOptions) -> None:
     from xtk.rollouts.rollout_generation import generate_rollouts
     from xtk.text.tokenizer import Tokenizer
 
+    options = dataclasses.replace(options, dtype=resolve_dtype(options.dtype, None if backend.uses_servers else folder))
     own_options = backend_options(
         GENERATORS,
         options.backend,

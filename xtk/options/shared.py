@@ -11,7 +11,7 @@ MAX_ROW_BYTES = 1_000_000_000  # of log-probabilities: a token with 20 listed on
 MAX_SEED = 2**32 - 1  # of numpy
 MAX_GENERATIONS = 65_536
 MAX_COUNT = 2**31 - 1
-MODEL_DTYPES = ("float32", "bfloat16", "float16")
+MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)

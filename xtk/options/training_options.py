@@ -102,12 +102,13 @@ class OptimizationOptions:
     num_train_epochs: float = option(1.0, "Number of passes over the training documents.", min=0, max=1e6)
     per_device_train_batch_size: int = option(8, "Documents per forward pass and process.", min=1, effect=SPEED)
     gradient_accumulation_steps: int = option(1, "Forward passes per optimizer step and process.", min=1, effect=SPEED)
-    max_batch_tokens: int = option(
-        0,
-        "Maximum tokens per forward pass and process; a larger batch is split into several passes. 0: split by "
-        "--per-device-train-batch-size only.",
+    max_batch_tokens: int | None = option(
+        None,
+        "Maximum tokens of a forward pass; a larger batch is split into several. Default: 16384 on a GPU, 0 (no "
+        "limit) on a CPU.",
         min=0,
         effect=SPEED,
+        show_default=False,
     )
     learning_rate: float = option(
         5e-05, "AdamW learning rate at the end of the warm-up; 0: weights do not change.", min=0
@@ -147,9 +148,9 @@ class OptimizationOptions:
         identity_if_set=True,
     )
     mixed_precision: str = option(
-        "no",
-        "Mixed precision: no (float32), or bf16 activations with float32 weights and losses.",
-        choices=("no", "bf16"),
+        "auto",
+        "bf16: activations in bf16, weights and losses in float32; no: all in float32. auto: bf16 on a GPU that has it.",
+        choices=("auto", "no", "bf16"),
     )
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass: less memory, about a third slower.", effect=SPEED

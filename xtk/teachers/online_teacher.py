@@ -19,6 +19,7 @@ from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
 from xtk.engines.backend import backend_options, backends_with
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES
+from xtk.models.precision import AUTO, resolve_dtype
 from xtk.models.resolver import ModelRef, base_model_and_adapter, resolve_model_folder
 from xtk.name_registry import load_registered, unknown_name_error
 from xtk.options.spec_parsing import parse_number, parse_pairs
@@ -286,8 +287,8 @@ def parse_online_teacher(
     given, engine, servers = _parse_options(text, "" if match is None else match["options"] or "")
     backend = str(given.get("backend", "transformers"))
     kind: type[TeacherBackend] = load_registered(BACKENDS, backend, "backend")
-    dtype = str(given.get("dtype", "float32"))
-    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    dtype = str(given.get("dtype", AUTO))
+    load_registered(dict.fromkeys((AUTO, *DTYPES), "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     weights = str(given.get("weights", "live" if model == SELF_TEACHER else ""))
     if weights and (
         model != SELF_TEACHER or weights not in STUDENT_WEIGHTS or not kind.runs_loaded_model or student is None
@@ -307,6 +308,7 @@ def parse_online_teacher(
     if student is not None and weights:
         model = str(student)
     folder, adapter = base_model_and_adapter(resolve_model_folder(model, with_weights=not kind.uses_servers))
+    dtype = resolve_dtype(dtype, None if kind.uses_servers or weights else folder)
     start_token = str(given.get("start_token", AUTO_START))
     tokenizer = Tokenizer(folder, name=model, start_token=start_token)
     top_k = tokenizer.embedding_rows if given.get("top_k") == FULL_VOCABULARY else given.get("top_k")

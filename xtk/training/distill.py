@@ -20,6 +20,7 @@ from xtk.files.atomic_files import canonical_json, sha256
 from xtk.files.output import Output, writer_lock
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import max_context_length, silence_transformers
+from xtk.models.precision import describe_device
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.models.student_model_setup import has_mergeable_adapter, is_peft_model, load_student, save_final_student
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
@@ -180,10 +181,19 @@ def _print_plan(run: TrainingRun, inputs: RunInputs, per_step: int, documents: i
             f"distill: each step uses all {per_step:,} {what} once: --per-device-train-batch-size x "
             f"--gradient-accumulation-steps x processes is {configured_documents:,}"
         )
+    device, precision, dtype = run.accelerator.device, run.recipe.mixed_precision, run.recipe.preparation.dtype
     terminal.note(
         f"distill: {run.steps:,} steps of {per_step} documents, {documents:,} documents, "
-        f"{run.parallel.describe()} on {run.accelerator.device.type}"
+        f"{run.parallel.describe()} on {describe_device(device, precision, dtype)}"
     )
+    if device.type == "cuda" and precision == "no" and dtype == "float32":
+        terminal.note(
+            "distill: computes in float32 without TF32, about ten times slower than bf16 on recent GPUs: "
+            "--mixed-precision bf16"
+        )
+    if device.type == "cuda" and run.accelerator.num_processes == 1 and torch.cuda.device_count() > 1:
+        count = torch.cuda.device_count()
+        terminal.note(f"distill: uses one of {count} GPUs; --num-processes {count} uses all")
 
 
 def _add_evaluators(run: TrainingRun, inputs: RunInputs) -> None:
@@ -231,6 +241,7 @@ def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: Log
     check_trackers(logging_config.report_to)
     if paths.online_teachers and logging_config.dataloader_num_workers:
         raise XtkError("--teacher does not support --dataloader-num-workers", hint="use --dataloader-num-workers 0")
+    torch.set_float32_matmul_precision("highest")  # no TF32: a float32 run is float32
     timeout = timedelta(seconds=logging_config.ddp_timeout)
     set_timeout(timeout)
     init_process_group_after_restart(timeout)

@@ -13,6 +13,7 @@ from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import XtkError
 from xtk.losses import AUTO_LOSS
 from xtk.losses.spec import LossSpec
+from xtk.models.precision import resolve_batch_tokens, resolve_mixed_precision
 from xtk.models.resolver import ModelRef
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.name_registry import unknown_name_error
@@ -53,6 +54,10 @@ class TrainConfig(
     on_policy: OnPolicyConfig | None = None
 
     def __post_init__(self) -> None:
+        # Decided here, so that identity and recipe have what the run does, on any device.
+        precision = resolve_mixed_precision(self.mixed_precision)
+        object.__setattr__(self, "mixed_precision", precision)
+        object.__setattr__(self, "max_batch_tokens", resolve_batch_tokens(self.max_batch_tokens))
         if self.lr_scheduler_type not in SCHEDULES:
             raise unknown_name_error("learning-rate schedule", self.lr_scheduler_type, SCHEDULES)
         check_options(self)

@@ -426,7 +426,8 @@ def _step_batches(
 def step_batch_builder(run: TrainingRun) -> StepBatchBuilder:
     """Return the builder of this process's micro-batches."""
     recipe, layout = run.recipe, run.parallel
-    return StepBatchBuilder(run.batch_builder, run.sampler, recipe.per_device_train_batch_size, recipe.max_batch_tokens,
+    max_tokens = recipe.max_batch_tokens or 0
+    return StepBatchBuilder(run.batch_builder, run.sampler, recipe.per_device_train_batch_size, max_tokens,
                        layout.data_shard, layout.num_data_shards, run.accelerator.device.type == "cuda")  # fmt: skip
 
 

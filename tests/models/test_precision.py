@@ -1,0 +1,102 @@
+"""What `auto` stands for: bf16 and the checkpoint's own dtype on a GPU that has bf16, float32 on a CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from xtk_processes import run_xtk
+
+from xtk.commands.cache_teacher import CacheTeacherOptions, _cache_request
+from xtk.commands.distill import read_configs, with_resolved_precision
+from xtk.commands.distill_options import DistillOptions, OnPolicyDistillOptions
+from xtk.commands.recorded_run_options import recipe_options
+from xtk.losses.spec import parse_losses
+from xtk.models.precision import describe_device, resolve_dtype
+from xtk.models.student_model_setup import StudentModelConfig
+from xtk.teachers.online_teacher import parse_online_teacher
+from xtk.training.train_config import TrainConfig
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> None:
+    """A machine that seems to have a GPU with bf16, where decisions are made."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+
+
+def with_dtype(model: Path, folder: Path, dtype: torch.dtype) -> Path:
+    """Return a copy of a model with its weights in another dtype."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: one.to(dtype) for name, one in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16"),
+                                             (torch.float32, "float32")])  # fmt: skip
+def test_a_model_on_a_gpu_has_the_dtype_of_its_checkpoint(pair, tmp_path, gpu, dtype, name):
+    model = with_dtype(pair.teacher, tmp_path / "model", dtype)
+    assert resolve_dtype("auto", model) == name
+    assert resolve_dtype("float16", model) == "float16"
+    assert resolve_dtype("auto", None) == "float32"  # on a server
+    options = CacheTeacherOptions(teacher=str(model), output="cache", data=("corpus.jsonl",))
+    assert _cache_request(options, model, None).teacher.dtype == name
+    online = parse_online_teacher(str(model), long_documents="refuse", trust_remote_code=False)
+    assert online.request.teacher.dtype == name
+    online = parse_online_teacher(f"{model}:dtype=float32", long_documents="refuse", trust_remote_code=False)
+    assert online.request.teacher.dtype == "float32"
+
+
+def test_a_model_on_a_cpu_is_computed_in_float32(pair, tmp_path):
+    model = with_dtype(pair.teacher, tmp_path / "model", torch.bfloat16)
+    assert resolve_dtype("auto", model) == "float32"
+    options = CacheTeacherOptions(teacher=str(model), output="cache", data=("corpus.jsonl",))
+    assert _cache_request(options, model, None).teacher.dtype == "float32"
+
+
+def test_a_student_trains_in_bf16_with_a_token_budget_on_a_gpu(gpu):
+    losses = tuple(parse_losses(["ce"]))
+    config = TrainConfig(losses=losses)
+    assert (config.mixed_precision, config.max_batch_tokens) == ("bf16", 16384)
+    config = TrainConfig(losses=losses, mixed_precision="no", max_batch_tokens=0)
+    assert (config.mixed_precision, config.max_batch_tokens) == ("no", 0)
+    config = TrainConfig(losses=losses, preparation=StudentModelConfig(lora_r=4, dtype="bfloat16"))
+    assert config.mixed_precision == "bf16"
+
+
+def test_a_gpu_without_bf16_trains_in_float32(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    config = TrainConfig(losses=tuple(parse_losses(["ce"])))
+    assert (config.mixed_precision, config.max_batch_tokens) == ("no", 16384)
+
+
+def test_the_recipe_has_what_auto_stood_for(pair, corpus, gpu):
+    common = {"student": str(pair.student), "cache": (str(corpus),), "output": "out", "teacher": (str(pair.teacher),)}
+    options = OnPolicyDistillOptions(**common)
+    _, recipe, _ = read_configs(options)
+    kept = recipe_options(with_resolved_precision(options, recipe))
+    assert (kept["mixed_precision"], kept["max_batch_tokens"], kept["rollout_dtype"]) == ("bf16", 16384, "bfloat16")
+    options = DistillOptions(**common, mixed_precision="no")
+    _, recipe, _ = read_configs(options)
+    assert recipe_options(with_resolved_precision(options, recipe))["mixed_precision"] == "no"
+
+
+def test_a_run_on_a_cpu_states_float32_in_its_recipe(pair, corpus, tmp_path):
+    done = run_xtk("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out")
+    assert "1 process on cpu" in done.stderr
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    assert recipe["mixed_precision"] == recipe["identity"]["mixed_precision"] == "no"
+    assert recipe["max_batch_tokens"] == 0
+
+
+def test_the_first_line_names_the_gpu_and_the_precision(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    device = torch.device("cuda", 0)
+    assert describe_device(device, "bf16", "float32") == "cuda:0 (NVIDIA H100), bf16"
+    assert describe_device(device, "no", "float32") == "cuda:0 (NVIDIA H100), float32"
+    assert describe_device(torch.device("cpu"), "no", "float32") == "cpu"

@@ -1,0 +1,64 @@
+"""The value `auto` of options of precision: what the device computes well, decided before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from xtk.models.safetensors_headers import read_weight_headers
+
+AUTO = "auto"
+GPU_BATCH_TOKENS = 16_384  # tokens of a forward pass that keep a GPU busy
+_DTYPE_NAMES = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def has_bf16_gpu() -> bool:
+    """Return whether this machine has a GPU that computes in bf16 without emulation."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def resolve_dtype(dtype: str, folder: Path | None) -> str:
+    """Return a value of `--dtype`: for "auto", the checkpoint's own dtype on a GPU with bf16, else "float32".
+
+    The checkpoint's own dtype is that of most of its weights; "bfloat16" if they are quantized.
+
+    Args:
+        folder: the model; None: servers run it, in their own dtype.
+    """
+    if dtype != AUTO:
+        return dtype
+    if folder is None or not has_bf16_gpu():
+        return "float32"
+    sizes: dict[str, int] = {}
+    for kind, shape in read_weight_headers(folder).values():
+        sizes[kind] = sizes.get(kind, 0) + int(torch.Size(shape).numel())
+    return _DTYPE_NAMES.get(max(sizes, key=lambda kind: sizes[kind], default="BF16"), "bfloat16")
+
+
+def resolve_mixed_precision(mixed_precision: str) -> str:
+    """Return a value of `--mixed-precision`: for "auto", "bf16" on a GPU with bf16, else "no"."""
+    if mixed_precision != AUTO:
+        return mixed_precision
+    return "bf16" if has_bf16_gpu() else "no"
+
+
+def resolve_compute_dtype(dtype: str, mixed_precision: str, student_dtype: str) -> str:
+    """Return a value of `--rollout-dtype`: for "auto", the dtype that the student computes in during training."""
+    if dtype != AUTO:
+        return dtype
+    is_bf16 = resolve_mixed_precision(mixed_precision) == "bf16" or student_dtype == "bfloat16"
+    return "bfloat16" if is_bf16 else "float32"
+
+
+def resolve_batch_tokens(max_batch_tokens: int | None) -> int:
+    """Return a value of `--max-batch-tokens`: without one, `GPU_BATCH_TOKENS` on a GPU and 0 (no limit) on a CPU."""
+    if max_batch_tokens is not None:
+        return max_batch_tokens
+    return GPU_BATCH_TOKENS if torch.cuda.is_available() else 0
+
+
+def describe_device(device: torch.device, mixed_precision: str, dtype: str) -> str:
+    """Return device and precision in words: "cuda:0 (NVIDIA H100), bf16"."""
+    precision = "bf16" if mixed_precision == "bf16" or dtype == "bfloat16" else dtype
+    return f"{device} ({torch.cuda.get_device_name(device)}), {precision}" if device.type == "cuda" else f"{device}"
