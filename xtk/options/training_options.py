@@ -149,7 +149,8 @@ class OptimizationOptions:
     )
     mixed_precision: str = option(
         "auto",
-        "bf16: activations in bf16, weights and losses in float32; no: all in float32. auto: bf16 on a GPU that has it.",
+        "bf16: activations in bf16, weights and losses in float32; no: all in float32. auto: bf16 on a GPU "
+        "that has it.",
         choices=("auto", "no", "bf16"),
     )
     gradient_checkpointing: bool = option(
