@@ -79,12 +79,12 @@ def test_fvt_composed_rows_are_means_of_the_old_tokens(run, pair, tmp_path):
 def test_composed_rows_get_the_old_norm_in_an_untied_embedding_but_not_in_the_head(run, pair, tmp_path):
     run("transplant", pair.student, pair.teacher, "--method", "fvt", "-o", tmp_path / "new")
     sources = TokenSources(Tokenizer(pair.teacher), Tokenizer(pair.student))
-    composed = sources.spellings.token_ids
+    composed = sources.pair.spellings.token_ids
     before, after = (load_file(folder / "model.safetensors") for folder in (pair.student, tmp_path / "new"))
     typical_norm = np.median(np.linalg.norm(before["model.embed_tokens.weight"], axis=1))
     norms = np.linalg.norm(after["model.embed_tokens.weight"][composed], axis=1)
     assert np.median(norms) == pytest.approx(typical_norm, rel=0.1)
-    spellings = sources.spellings
+    spellings = sources.pair.spellings
     token, ids = spellings.token_ids[0], spellings.spelling_ids[: spellings.offsets[1]]
     np.testing.assert_allclose(after["lm_head.weight"][token], before["lm_head.weight"][ids].mean(0), rtol=1e-5)
 
@@ -133,7 +133,7 @@ def test_every_method_changes_composed_rows_but_not_copied_rows(run, pair, tmp_p
     one, other = (embedding_matrix(tmp_path / name) for name in ("new", "fvt"))
     copied = np.flatnonzero(sources.copied >= 0)
     np.testing.assert_array_equal(one[copied], other[copied])
-    composed = sources.spellings.token_ids
+    composed = sources.pair.spellings.token_ids
     assert len(composed) > 20
     assert not np.allclose(one[composed], other[composed])
     assert np.isfinite(one).all()
@@ -162,7 +162,7 @@ def test_a_projection_file_is_used_and_checked(run, pair, tmp_path):
 
 def test_tokens_with_an_empty_row_of_the_projection_are_counted_as_unknown(run, pair, tmp_path):
     projection = cached_projection(Tokenizer(pair.student), Tokenizer(pair.teacher))
-    emptied = TokenSources(Tokenizer(pair.student), Tokenizer(pair.teacher)).spellings.token_ids[:7]
+    emptied = TokenSources(Tokenizer(pair.student), Tokenizer(pair.teacher)).pair.spellings.token_ids[:7]
     kept = ~np.isin(projection.entry_rows, emptied)
     counts = np.bincount(projection.entry_rows[kept], minlength=projection.student_width)
     changed = replace(projection, row_offsets=np.concatenate([[0], np.cumsum(counts)]),

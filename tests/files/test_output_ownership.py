@@ -56,7 +56,7 @@ def commands(pair, corpus, cache, projection, run_folder) -> dict[str, list[obje
     student, teacher = pair.student, pair.teacher
     return {
         "cache-teacher": ["cache-teacher", teacher, corpus, "--top-k", 4, "--shard-tokens", 400],
-        "merge": ["cache-teacher", "--merge", cache, "--rows", "3:30"],
+        "merge": ["cache", "merge", cache, "--rows", "3:30"],
         "distill": ["distill", student, corpus, "--loss", "ce", "--max-steps", 2, "--save-steps", 1],
         "export": ["export", run_folder / "run"],
         "transplant": ["transplant", student, teacher],
@@ -65,7 +65,7 @@ def commands(pair, corpus, cache, projection, run_folder) -> dict[str, list[obje
         "rollout": ["rollout", student, run_folder / "prompts.jsonl", "--max-completion-length", 4],
         "report": ["report", run_folder / "run"],
         "align": ["align", student, teacher, "text", "--html"],
-        "export-cache": ["export-cache", cache],
+        "export-cache": ["cache", "export", cache],
     }
 
 

@@ -51,7 +51,7 @@ def commands(pair, corpus, cache, projection, metaspace, inputs) -> dict[str, li
     student, teacher, short = pair.student, pair.teacher, ["--max-completion-length", 4]
     return {
         "cache-teacher": ["cache-teacher", teacher, corpus, "--top-k", 4, "--shard-tokens", 400],
-        "merge": ["cache-teacher", "--merge", cache, "--rows", "3:30"],
+        "merge": ["cache", "merge", cache, "--rows", "3:30"],
         "distill": ["distill", student, corpus, "--loss", "ce", "--max-steps", 3, "--save-steps", 1,
                     "--save-total-limit", 1, "--lora-r", 2],
         "export": ["export", inputs / "run", "--dtype", "bfloat16"],
@@ -62,11 +62,11 @@ def commands(pair, corpus, cache, projection, metaspace, inputs) -> dict[str, li
         "counts": ["build-projection", student, teacher, "--method", "cooccurrence", "--corpus", corpus],
         "prune-projection": ["prune-projection", projection, "--top-k", 2],
         "rollout": ["rollout", student, inputs / "prompts.jsonl", *short],
-        "evaluate": ["evaluate", student, inputs / "problems.jsonl", "--reward", "exact", *short],
+        "evaluate": ["evaluate-answers", student, inputs / "problems.jsonl", "--reward", "exact", *short],
         "report": ["report", inputs / "run"],
         "align": ["align", student, teacher, "text", "--html"],
         "inspect": ["inspect", cache],
-        "export-cache": ["export-cache", cache],
+        "export-cache": ["cache", "export", cache],
     }  # fmt: skip
 
 

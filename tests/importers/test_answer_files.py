@@ -24,7 +24,7 @@ def test_foreign_output_file_is_refused_and_unchanged(run, tmp_path, content):
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "notes").write_bytes(content)
     refused = run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "-o", tmp_path / "notes", code=1)
-    assert "not one of xtk's files of answers" in refused.stderr
+    assert "which is not a file of answers of xtk" in refused.stderr
     assert (tmp_path / "notes").read_bytes() == content
     run("query-teacher", f"{URL}#m", tmp_path / "data.jsonl", "-o", tmp_path / "data.jsonl", code=1)
     assert (tmp_path / "data.jsonl").read_text() == '{"text": "a"}\n'

@@ -82,10 +82,11 @@ def test_header_and_weights_are_readable_with_the_standard_library(built, famili
     assert weights == tuple(built.weights.tolist())
 
 
-def test_writing_replaces_an_old_file_and_leaves_no_other_files(small, tmp_path):
+def test_writing_moves_an_old_file_aside_and_leaves_no_other_files(small, tmp_path):
     (tmp_path / "p").write_text("an older file")
     write_projection(small, tmp_path / "p")
-    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "p.replaced-1"]
+    assert (tmp_path / "p.replaced-1").read_text() == "an older file"
     assert read_projection(tmp_path / "p").header == small.header
 
 
