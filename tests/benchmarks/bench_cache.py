@@ -34,8 +34,8 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
+from xtk.teachers.cache_building import CacheJob, write_shards
 from xtk.teachers.cache_shard_planning import make_shard_plan
-from xtk.teachers.cache_shard_writing import CacheJob, write_shards
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
@@ -55,7 +55,7 @@ def make_job(folder: Path, texts: list[str], dtype: str, batch_tokens: int) -> C
     plan = make_shard_plan(sharding, corpus, tokenizer)
     order = make_vocabulary_order(request, tokenizer, plan)
     header = make_cache_header(request, tokenizer, plan, order)
-    return CacheJob(request, corpus, folder / "cache", sharding, plan, header, order)
+    return CacheJob(request, header, corpus, folder / "cache", sharding, plan, order)
 
 
 def main() -> None:

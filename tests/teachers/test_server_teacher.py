@@ -30,8 +30,7 @@ from xtk.errors import MismatchError, XtkError
 from xtk.models.resolver import ModelRef
 from xtk.teachers import vllm_server_client
 from xtk.teachers.backend_interface import TeacherConfig
-from xtk.teachers.sglang_responses import parse_response
-from xtk.teachers.vllm_server_client import ServerTeacher
+from xtk.teachers.vllm_server_client import ServerTeacher, parse_sglang_response
 from xtk.teachers.vllm_top_logprobs import num_tokens_to_read
 from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
@@ -161,12 +160,12 @@ def test_invalid_sglang_responses_are_refused(pair, documents, change, message):
     size = num_tokens_to_read(document)
     token_logprobs = [[None if at == 0 else -3.0, int(document.ids[at]), None] for at in range(size)]
     top_logprobs = [None, *([[-3.5, 400 + one, None] for one in range(8)] for _ in range(size - 1))]
-    parse_response(
+    parse_sglang_response(
         {"meta_info": {"input_token_logprobs": token_logprobs, "input_top_logprobs": top_logprobs}}, document, 8
     )
     change(token_logprobs, top_logprobs)
     with pytest.raises(RetryableError, match=message):
-        parse_response(
+        parse_sglang_response(
             {"meta_info": {"input_token_logprobs": token_logprobs, "input_top_logprobs": top_logprobs}}, document, 8
         )
 

@@ -210,9 +210,5 @@ def compose_cache_header(
             "documents_too_long": plan.num_too_long,
             **({"optional_columns": plan.optional_columns} if plan.optional_columns else {}),
         },
-        "options": {
-            "support": support.kind,
-            **parameters.get(support.kind, {}),
-            **options,
-        },
+        "options": {"support": support.kind, **parameters.get(support.kind, {}), **options},
     }

@@ -23,8 +23,8 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
+from xtk.teachers.cache_building import candidate_ids_of
 from xtk.teachers.cache_shard_planning import make_shard_plan
-from xtk.teachers.cache_shard_writing import candidate_ids_of
 from xtk.text.chat.conversation_tokens import MARKUP
 from xtk.text.chat.regions import RegionStatistics
 from xtk.text.document import Document

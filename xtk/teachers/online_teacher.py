@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
+from xtk.teachers.cache_building import check_scored_documents, score_chunks
 from xtk.teachers.cache_shard_planning import Chunk, ShardPlan, chunk_documents, make_shard_plan
-from xtk.teachers.cache_shard_writing import check_scored_documents, score_chunks
-from xtk.teachers.worker_pool import WorkerPool
+from xtk.teachers.worker_pool import TeacherJob, WorkerPool
 from xtk.text.document import Document
 from xtk.text.start_tokens import AUTO_START
 from xtk.text.token_sequence import TokenSequence
@@ -63,27 +63,14 @@ FULL_VOCABULARY = "all"  # value of top_k: the whole vocabulary
 _TEACHER_SPEC = re.compile(r"(?P<model>.*?)(:(?P<options>[a-z][a-z_.-]*=.*))?", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class ScoringJob:
-    """Scoring of documents, in this process or another one.
-
-    Attributes:
-        request: teacher and options.
-        header: of the teacher; it states its weights.
-    """
-
-    request: CacheRequest
-    header: dict[str, Any]
-
-    def inherited_descriptors(self) -> list[int]:
-        """Return no files: documents are sent."""
-        return []
+class ScoringJob(TeacherJob):
+    """Scoring of documents."""
 
     def run(
-        self, teacher: TeacherBackend, tokenizer: Tokenizer, parts: Iterable[Sequence[Chunk]]
+        self, teacher: TeacherBackend, tokenizer: Tokenizer, tasks: Iterable[Sequence[Chunk]]
     ) -> Iterator[list[StoredLogprobs]]:
         """Yield the log-probabilities of the documents of each part."""
-        for number, part in enumerate(parts):
+        for number, part in enumerate(tasks):
             where = f"the documents of this block, part {number}"
             scored = score_chunks(self.request, teacher, part, where)
             check_scored_documents(self.request, scored, teacher.vocab_size, where)

@@ -123,12 +123,7 @@ class VllmTeacher(TeacherBackend):
         """Return vLLM's parameters for a prompt; a token `forced` is generated after it."""
         last = {} if forced is None else {"logprobs": self._top_k, "allowed_token_ids": [forced]}
         return import_vllm().SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=self._top_k,
-            flat_logprobs=True,
-            detokenize=False,
-            **last,
+            max_tokens=1, temperature=0.0, prompt_logprobs=self._top_k, flat_logprobs=True, detokenize=False, **last
         )
 
     def _parse_output(self, document: TokenSequence, parts: list[Any]) -> TopLogprobs:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,26 +32,24 @@ TEACHER_WORKER = WorkerKind(
 )
 
 
-class TeacherJob(Protocol):
-    """Work for a teacher in worker processes.
+@dataclass(frozen=True)
+class TeacherJob(ABC):
+    """Work for a teacher, in this process or in worker processes.
 
     Attributes:
         request: teacher and options.
         header: of the cache; it states the teacher's weights.
     """
 
-    @property
-    def request(self) -> CacheRequest:  # noqa: D102
-        ...
-
-    @property
-    def header(self) -> dict[str, Any]:  # noqa: D102
-        ...
+    request: CacheRequest
+    header: dict[str, Any]
 
     def inherited_descriptors(self) -> list[int]:
         """Return the open files that a worker process needs."""
+        return []
 
-    def run(self, teacher: TeacherBackend, tokenizer: Tokenizer, tasks: list[Any]) -> Iterator[Any]:
+    @abstractmethod
+    def run(self, teacher: TeacherBackend, tokenizer: Tokenizer, tasks: Iterable[Any]) -> Iterator[Any]:
         """Yield the result of each task."""
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,31 +45,9 @@ from xtk.text.document import Document
 from xtk.text.document_token_ids import SampledTokens
 from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.engine_logprob_check import LogprobCheck
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
 from xtk.training.online_teacher_scoring import OnlineDocuments, TeacherBlocks
-
-
-class RolloutGenerator(Protocol):
-    """Generator of the student's rollouts; implemented by `xtk.training.student_generator.StudentGenerator`.
-
-    Attributes:
-        main_process_only: whether the main process generates for all processes.
-    """
-
-    main_process_only: bool
-
-    def sync_weights(self, step: int) -> None:
-        """Load the student's current weights into the generator (collective)."""
-
-    def generate(self, prompts: Sequence[Prompt], times_taken: int) -> list[Rollout]:
-        """Return rollouts of prompts that have been used `times_taken` times before, which selects the random seeds."""
-
-    def sleep(self) -> None:
-        """Free the device for training and teachers."""
-
-    def close(self) -> None:
-        """End the generator."""
+from xtk.training.student_generator import LogprobCheck, StudentGenerator
 
 
 class OnPolicyDocuments(OnlineDocuments):
@@ -225,7 +203,7 @@ class OnPolicyLoop(TeacherBlocks):
         on_policy: OnPolicyConfig,
         output: Path,
         accelerator: Any,
-        generator: RolloutGenerator,
+        generator: StudentGenerator,
         run_fingerprint: str,
         check: LogprobCheck | None = None,
         documents_of_step: Callable[[int], Iterable[int]] | None = None,

@@ -13,12 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xtk import terminal
 from xtk.batches.data_sources import TextDocuments
 from xtk.batches.losses_per_teacher import number_duplicate_names
 from xtk.batches.micro_batches import BatchSampler
+from xtk.cache.reader import open_verified_shard
+from xtk.cache.shard import CacheShard
+from xtk.cache.shard_writing import ShardPosition, write_shard
 from xtk.cache.teacher_document import TeacherDocument, without_bytes
-from xtk.data.corpus_reader import Corpus, InMemoryCorpus
-from xtk.errors import XtkError
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
+from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import atomic_write
 from xtk.parallel import process_group
 from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.prompts import PromptFormat, read_prompts
@@ -27,7 +32,51 @@ from xtk.teachers.cache_shard_planning import Chunk
 from xtk.teachers.online_teacher import PART_TOKENS, OnlineTeacher, read_corpus_for_all
 from xtk.teachers.source import NO_ROW, TeacherSource
 from xtk.text.document import Document
-from xtk.training.stored_scores import StoredScores
+
+
+class StoredScores:
+    """The shards of one teacher in the folder of a rollout batch, one for each part that is scored at once.
+
+    Args:
+        folder: of the rollout batch; None: nothing is stored or read.
+        number: index of the teacher.
+        parts: the documents of each part.
+    """
+
+    def __init__(
+        self, folder: Path | None, number: int, teacher: OnlineTeacher, parts: Sequence[Sequence[Document]]
+    ) -> None:
+        self._folder = None if teacher.scores_repeat else folder
+        self._teacher, self._number, self._parts = teacher, number, parts
+        self._shards: dict[int, CacheShard] = {}
+
+    def read(self) -> dict[int, list[TeacherDocument]]:
+        """Return the documents of the parts that are stored; parts that are damaged or of other documents are not."""
+        for part in range(len(self._parts)) if self._folder is not None else ():
+            path = self._path(part)
+            try:
+                if path.is_file() and (shard := open_verified_shard(path, str(path))).header == self._header(part):
+                    shard.load_bytes_of = lambda: self._teacher.teacher_tokenizer.vocabulary.bytes_of
+                    self._shards[part] = shard
+            except CorruptError as failure:
+                terminal.note(f"distill: {failure.where}: {failure.what}; scoring these documents again")
+        return {part: [shard.read_document(row) for row in range(len(shard))] for part, shard in self._shards.items()}
+
+    def write(self, part: int, documents: Sequence[TeacherDocument]) -> None:
+        """Store what the teacher said about the documents of a part."""
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._path(part)) as temporary:
+                write_shard(temporary, self._header(part), ShardPosition(part, 0, len(documents)), documents)
+
+    def _path(self, part: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"scores-{self._number:05d}-{part:05d}.arrow"
+
+    def _header(self, part: int) -> dict[str, Any]:
+        data = {"fingerprint": str(CorpusFingerprint.of(self._parts[part]))}
+        return {**self._teacher.header, "data": data}
+
 
 COMMAND_NAME = "distill"
 DEFAULT_BLOCK_STEPS, DEFAULT_BLOCK_BYTES = 64, 4 << 30  # limits of a block without --teacher-block-steps

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from xtk.batches.micro_batches import MicroBatch
 from xtk.errors import XtkError
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.context_parallel_hidden_states import StateExchange
@@ -22,12 +24,18 @@ from xtk.parallel.fsdp_and_tensor_parallel import apply_fsdp
 from xtk.parallel.host_to_device import to_device
 from xtk.parallel.parallel_config import ParallelConfig
 
+# Gets the states [n, H] of this process in a forward pass, while weights are gathered; their indices [n] in
+# `loss_positions`; and the output head.
+HiddenStateHook = Callable[[Tensor, NDArray[np.int64], OutputHead], None]
 
-class HiddenStateHook(Protocol):
-    """Callback that gets the hidden states of a forward pass, while weights are gathered."""
 
-    def __call__(self, states: Tensor, here: NDArray[np.int64], head: OutputHead) -> None:
-        """Get states [n, H] of this process; `here` [n] are their indices in `loss_positions`."""
+@dataclass(frozen=True)
+class TokenBatch:
+    """Inputs of a forward pass, as a `MicroBatch` has them."""
+
+    input_ids: NDArray[np.int64]  # [B, T] padded, or [1, T] packed
+    document_lengths: tuple[int, ...] | None  # of packed documents; None: not packed
+    loss_positions: NDArray[np.int64]  # [N], indices into the flattened hidden states at which losses are computed
 
 
 class StudentWithLoss(nn.Module):
@@ -84,7 +92,7 @@ class StudentWithLoss(nn.Module):
 
 def forward_student(
     model: nn.Module,
-    batch: TokenBatch,
+    batch: MicroBatch | TokenBatch,
     terms: Sequence[LossCells],
     parallel: ParallelConfig,
     device: torch.device,
@@ -110,23 +118,7 @@ def forward_student(
     return outputs
 
 
-class TokenBatch(Protocol):
-    """Inputs of a forward pass; see `MicroBatch`."""
-
-    @property
-    def input_ids(self) -> NDArray[np.int64]:
-        """[B, T] padded, or [1, T] packed."""
-
-    @property
-    def document_lengths(self) -> tuple[int, ...] | None:
-        """Lengths of packed documents; None: not packed."""
-
-    @property
-    def loss_positions(self) -> NDArray[np.int64]:
-        """[N], indices into the flattened hidden states at which losses are computed."""
-
-
-def predicted_tokens(batch: TokenBatch) -> NDArray[np.int64]:
+def predicted_tokens(batch: MicroBatch | TokenBatch) -> NDArray[np.int64]:
     """Return the token that each loss position predicts, int64 [N]."""
     following: NDArray[np.int64] = batch.input_ids.reshape(-1)[batch.loss_positions + 1]
     return following

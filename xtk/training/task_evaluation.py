@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,19 +38,6 @@ from xtk.text.tokenizer import Tokenizer
 from xtk.training.student_generator import autocast
 
 LOGGED_METRICS = ("avg@", "pass@", "truncated_fraction", "mean_length")
-
-
-class EvalTask(Protocol):
-    """A task to evaluate the student on; `names` are the prefixes of its metrics."""
-
-    names: tuple[str, ...]
-
-    @property
-    def identity(self) -> list[Any]:
-        """Everything that decides its results, in values of JSON."""
-
-    def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
-        """Return all metrics by name, the same in every process (collective)."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +185,9 @@ class HarnessEvalTasks:
             for metric, (value, error) in scores.metrics[task].items():
                 metrics |= {f"{task}/{metric}": value, f"{task}/{metric}_error": error}
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+EvalTask = RewardProblems | HarnessEvalTasks  # `names` are the prefixes of its metrics
 
 
 def parse_eval_task(text: str) -> EvalTask:
