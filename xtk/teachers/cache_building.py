@@ -25,7 +25,7 @@ from xtk.cache.token_ids_by_frequency import VocabularyOrder
 from xtk.cache.writer import ShardedCacheWriter, mark_cache_unfinished, store_shard
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
-from xtk.files.storage_folders import StorageFolder, open_folder
+from xtk.files.storage_folders import open_folder
 from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import (
     CacheRequest,
@@ -47,18 +47,13 @@ WRITING_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 @dataclass(frozen=True)
 class CacheJob(TeacherJob):
-    """Everything that a process needs to write shards of a cache.
-
-    Attributes:
-        location: path or URL of the cache.
-        vocabulary_order: of the cache, if the codec needs it.
-    """
+    """Everything that a process needs to write shards of a cache."""
 
     corpus: Corpus
-    location: str | Path
+    location: str | Path  # path or URL of the cache
     sharding: ShardingOptions
     plan: ShardPlan
-    vocabulary_order: VocabularyOrder | None
+    vocabulary_order: VocabularyOrder | None  # of the cache, if the codec needs it
 
     def inherited_descriptors(self) -> list[int]:
         """Return the open files that a worker process needs: of data from a pipe."""
@@ -67,53 +62,38 @@ class CacheJob(TeacherJob):
     def run(
         self, teacher: TeacherBackend, tokenizer: Tokenizer, tasks: Iterable[int]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Write the shards of these numbers, as `write_shards`."""
-        return write_shards(self, teacher, tokenizer, list(tasks))
+        """Score and write shards of these numbers: while one is scored, the next is read and the last ones are written.
 
+        Yields:
+            The number and the manifest entry of each written shard.
+        """
+        folder = open_folder(self.location)
 
-def write_shards(
-    job: CacheJob, teacher: TeacherBackend, tokenizer: Tokenizer, shard_numbers: list[int]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Score and write shards: while one is scored, the next is read and the previous ones are packed and written.
+        def store(place: ShardPosition, documents: list[TeacherDocument], where: str) -> dict[str, Any]:
+            check_scored_documents(self.request, documents, teacher.vocab_size, where)
+            return store_shard(folder, self.header, place, documents, self.vocabulary_order)
 
-    Yields:
-        The number and the manifest entry of each written shard.
-    """
-    folder = open_folder(job.location)
-    rows_of = job.plan.chunks_per_shard()
-    firsts = [0, *itertools.accumulate(rows_of)]
-    written: deque[tuple[int, Future[dict[str, Any]]]] = deque()
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
-        ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="xtk-write") as writing,
-    ):
-        shards = read_shards(job.sharding, job.corpus, tokenizer, job.plan, set(shard_numbers))
-        coming = reading.submit(next, shards, None)
-        while (read := coming.result()) is not None:
+        rows_of = self.plan.chunks_per_shard()
+        firsts = [0, *itertools.accumulate(rows_of)]
+        written: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
+            ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="xtk-write") as writing,
+        ):
+            shards = read_shards(self.sharding, self.corpus, tokenizer, self.plan, set(tasks))
             coming = reading.submit(next, shards, None)
-            number, pieces = read
-            where = f"{job.corpus.name}, shard {number}"
-            documents = score_chunks(job.request, teacher, pieces, where)
-            place = ShardPosition(number, firsts[number], rows_of[number])
-            while len(written) >= WRITING_THREADS or (written and written[0][1].done()):
-                last, entry = written.popleft()
+            while (read := coming.result()) is not None:
+                coming = reading.submit(next, shards, None)
+                number, pieces = read
+                where = f"{self.corpus.name}, shard {number}"
+                documents = score_chunks(self.request, teacher, pieces, where)
+                place = ShardPosition(number, firsts[number], rows_of[number])
+                while len(written) >= WRITING_THREADS or (written and written[0][1].done()):
+                    last, entry = written.popleft()
+                    yield last, entry.result()
+                written.append((number, writing.submit(store, place, documents, where)))
+            for last, entry in written:
                 yield last, entry.result()
-            written.append((number, writing.submit(_store, job, folder, place, documents, teacher.vocab_size, where)))
-        for last, entry in written:
-            yield last, entry.result()
-
-
-def _store(
-    job: CacheJob,
-    folder: StorageFolder,
-    place: ShardPosition,
-    documents: list[TeacherDocument],
-    vocab_size: int,
-    where: str,
-) -> dict[str, Any]:
-    """Check and write one shard, and return its manifest entry."""
-    check_scored_documents(job.request, documents, vocab_size, where)
-    return store_shard(folder, job.header, place, documents, job.vocabulary_order)
 
 
 def check_scored_documents(
@@ -170,17 +150,11 @@ def candidate_ids_of(pieces: Sequence[Chunk], support: Support, where: str) -> l
 
 @dataclass(frozen=True)
 class CachePartition:
-    """The part of a cache that this run writes, and the number of processes.
+    """The part of a cache that this run writes, and the number of processes."""
 
-    Attributes:
-        num_processes: processes on this machine, each with a teacher.
-        machine_rank: index of this machine, from 0.
-        num_machines: machines that share the folder; shard i belongs to machine i modulo num_machines.
-    """
-
-    num_processes: int = 1
-    machine_rank: int = 0
-    num_machines: int = 1
+    num_processes: int = 1  # processes on this machine, each with a teacher
+    machine_rank: int = 0  # index of this machine, from 0
+    num_machines: int = 1  # machines that share the folder; shard i belongs to machine i modulo num_machines
 
     def check(self) -> None:
         """Check the options."""
@@ -246,7 +220,7 @@ def cache_teacher(
         tokenizer,
         lambda document, piece: candidate_ids_of([(document, piece)], request.support, corpus.name),
     )
-    ranks = make_vocabulary_order(request, tokenizer, plan)
+    ranks = make_vocabulary_order(request.precision, tokenizer, plan)
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
     header = make_cache_header(request, tokenizer, plan, ranks)
     job = CacheJob(opening, header, corpus, location, sharding, plan, ranks)
@@ -298,7 +272,7 @@ def _open_shard_writer(
 
         def write(numbers: list[int], report_tokens: Callable[[int], None]) -> Iterator[tuple[int, dict[str, Any]]]:
             teacher.report_tokens = report_tokens
-            return write_shards(job, teacher, tokenizer, numbers)
+            return job.run(teacher, tokenizer, numbers)
 
         yield write
 

@@ -83,7 +83,7 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
     rows = [TeacherDocument(*pair, logprobs) for pair, logprobs in zip(trained, scores, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard"
-        ranks = make_vocabulary_order(request, tokenizer, plan)
+        ranks = make_vocabulary_order(request.precision, tokenizer, plan)
         write_shard(
             path, make_cache_header(request, tokenizer, plan, ranks), ShardPosition(0, 0, len(rows)), rows, ranks
         )

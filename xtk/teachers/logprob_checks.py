@@ -42,8 +42,11 @@ def check_scored_document(
     """
     scores = scored.stored_logprobs
     if not _arrays_fit_together(scores, scored):
-        failure = "the teacher's backend returned arrays that do not fit together or not the trained tokens"
-        raise XtkError(failure, where=where, hint=hints["arrays"])
+        raise XtkError(
+            "the teacher's backend returned arrays that do not fit together or not the trained tokens",
+            where=where,
+            hint=hints["arrays"],
+        )
     if failure := _wrong_numbers(scores):
         raise XtkError(failure, where=where, hint=hints["values"])
     finite = scores.observed_logprobs[np.isfinite(scores.observed_logprobs)]

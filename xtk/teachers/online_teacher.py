@@ -137,8 +137,8 @@ class OnlineTeacher:
     @property
     def estimated_bytes_per_document(self) -> float:
         """Approximate mean size of the log-probabilities of a document, in bytes."""
-        plan = self._read_plan()
-        support = self.request.support
+        plan, support = self._plan, self.request.support
+        assert plan is not None, "read_corpus is called first"
         return plan.num_positions / max(plan.num_chunks, 1) * 8 * (3 + (support.top_k or 64) + support.num_samples)
 
     def read_corpus(self, corpus: Corpus, log_prefix: str) -> tuple[list[Document], NDArray[np.int32]]:
@@ -162,20 +162,8 @@ class OnlineTeacher:
         self._plan, self.header = plan, make_cache_header(self.request, self.teacher_tokenizer, plan, None)
         return documents, np.array(sizes, np.int32)
 
-    def read_chunks(self, corpus: Corpus) -> list[Chunk]:
-        """Return generated documents with the teacher's tokens, after checking their lengths."""
-        chunks: list[Chunk] = []
-        make_shard_plan(
-            self._sharding,
-            corpus,
-            self.teacher_tokenizer,
-            lambda document, tokens: chunks.append((document, tokens)),
-            "",
-        )
-        return chunks
-
     def tokenize(self, documents: Sequence[Document]) -> list[Chunk]:
-        """Return documents of `read_corpus` with the teacher's tokens."""
+        """Return documents of `read_corpus`, or generated ones, with the teacher's tokens."""
         corpus = InMemoryCorpus(documents, ["the documents of a block"], {})
         chunks = chunk_documents(self._sharding, corpus, self.teacher_tokenizer, list(documents))
         return [chunk for (chunk,) in chunks]
@@ -249,11 +237,6 @@ class OnlineTeacher:
             gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def _read_plan(self) -> ShardPlan:
-        if self._plan is None:
-            raise RuntimeError("OnlineTeacher.read_corpus must be called before this method")
-        return self._plan
 
 
 def parse_online_teacher(

@@ -83,12 +83,7 @@ class VllmTeacher(TeacherBackend):
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return the log-probabilities at the trained tokens of each document.
-
-        Args:
-            documents: at most `max_document_tokens` tokens each.
-            candidate_ids: not supported, always None.
-        """
+        """Return log-probabilities, see `TeacherBackend.score`; no candidate ids."""
         check_document_lengths(documents, self.max_document_tokens, self._name)
         heads = [empty_top_logprobs(self._top_k)] * len(documents)
         self.report_tokens(sum(len(document) for document in documents if not num_tokens_to_read(document)))
@@ -150,6 +145,12 @@ class VllmTeacher(TeacherBackend):
 
 
 def _engine_settings(request: TeacherConfig, top_k: int) -> dict[str, Any]:
+    length = {}
+    if longest := request.options.get(
+        "longest"
+    ):  # so that vLLM reserves no memory for longer prompts; one is generated
+        context = max_context_length(load_model_config(request.model))
+        length = {"max_model_len": min(longest + 1, context or longest)}
     tokens = max(1, min(request.batch_tokens, TRANSIENT_BYTES // (request.tokenizer.embedding_rows * BYTES_PER_LOGIT)))
     return {
         "skip_tokenizer_init": True,  # inputs and outputs are token ids
@@ -158,17 +159,8 @@ def _engine_settings(request: TeacherConfig, top_k: int) -> dict[str, Any]:
         "max_num_seqs": min(MAX_PROMPTS, tokens),
         # Each document is scored once.
         "enable_prefix_caching": False,
-        **_model_length(request),
+        **length,
     }
-
-
-def _model_length(request: TeacherConfig) -> dict[str, int]:
-    """Return the maximum length, so that vLLM reserves no memory for longer prompts; with one generated token."""
-    longest = request.options.get("longest")
-    if longest is None:
-        return {}
-    configuration = load_model_config(request.model)
-    return {"max_model_len": min(longest + 1, max_context_length(configuration) or longest)}
 
 
 def _batch_documents(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

@@ -128,12 +128,7 @@ class ServerTeacher(TeacherBackend):
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return the log-probabilities at the trained tokens of each document.
-
-        Args:
-            documents: at most `max_document_tokens` tokens each.
-            candidate_ids: not supported, always None.
-        """
+        """Return log-probabilities, see `TeacherBackend.score`; no candidate ids."""
         check_document_lengths(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
         longest = max((num_tokens_to_read(document) for document in documents), default=0)
         largest_response = max(1, longest) * (self._top_k + 1) * BYTES_PER_ENTRY

@@ -34,15 +34,10 @@ TEACHER_WORKER = WorkerKind(
 
 @dataclass(frozen=True)
 class TeacherJob(ABC):
-    """Work for a teacher, in this process or in worker processes.
+    """Work for a teacher, in this process or in worker processes."""
 
-    Attributes:
-        request: teacher and options.
-        header: of the cache; it states the teacher's weights.
-    """
-
-    request: CacheRequest
-    header: dict[str, Any]
+    request: CacheRequest  # teacher and options
+    header: dict[str, Any]  # of the cache; it states the teacher's weights
 
     def inherited_descriptors(self) -> list[int]:
         """Return the open files that a worker process needs."""
@@ -136,7 +131,7 @@ def serve_teacher(pipe: Connection) -> None:
 
     In between, the number of tokens of each batch is sent. At the end, None.
     """
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         job: TeacherJob = pipe.recv()
         tokenizer = job.request.teacher_tokenizer()
@@ -148,7 +143,3 @@ def serve_teacher(pipe: Connection) -> None:
         pipe.send(None)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not interrupt cleanup of libraries
-
-
-def _stop(number: int, frame: object) -> None:
-    sys.exit(128 + number)

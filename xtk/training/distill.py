@@ -69,7 +69,10 @@ def distill(
         if accelerator.is_main_process:
             held.enter_context(writer_lock(paths.output, "student"))
         accelerator.wait_for_everyone()
-        if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:
+        finished = Output(paths.output, RUN_FOLDER, force=force).find_finished(identity)
+        if not force:
+            check_evaluation(paths.output, evaluation, is_finished=finished is not None)
+        if finished is not None:
             return finished
         resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
         set_seed(recipe.seed)
@@ -114,16 +117,6 @@ def distill(
         _print_plan(run, inputs, per_step, len(documents))
         with report_killed_workers(), report_lost_processes():
             return train(run)
-
-
-def _find_finished(
-    output: Path, identity: dict[str, Any], evaluation: dict[str, str], *, force: bool
-) -> dict[str, Any] | None:
-    """Return the `xtk.json` of the finished run, None if there is none; refuse other runs and other evaluations."""
-    finished = Output(output, RUN_FOLDER, force=force).find_finished(identity)
-    if not force:
-        check_evaluation(output, evaluation, is_finished=finished is not None)
-    return finished
 
 
 def run_identity(

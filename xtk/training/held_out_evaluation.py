@@ -38,21 +38,14 @@ DOCUMENTS_PER_READ = 256
 
 @dataclass(frozen=True)
 class HeldOutData:
-    """Held-out documents and the losses to compute on them.
+    """Held-out documents and the losses to compute on them."""
 
-    Attributes:
-        source: the documents, with teacher outputs if they come from caches.
-        objectives: the losses of the run; none for plain text.
-        teachers: the teachers' names in metrics.
-        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
-        token_matchings: for each teacher, how its tokens match those of the student; None if its cache does not store
-            exact top-1 tokens.
-    """
-
-    source: DocumentSource
-    objectives: tuple[LossTerm, ...]
-    teachers: tuple[str, ...] = ()
+    source: DocumentSource  # the documents, with teacher outputs if they come from caches
+    objectives: tuple[LossTerm, ...]  # the losses of the run; none for plain text
+    teachers: tuple[str, ...] = ()  # the teachers' names in metrics
+    # How teacher weights follow from their log-probabilities; None: the weights are fixed
     score_weighting: ScoreWeighting | None = None
+    # For each teacher, how its tokens match those of the student; None if its cache does not store exact top-1 tokens
     token_matchings: tuple[TokenMatching | None, ...] = ()
 
     @cached_property

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.data.corpus_reader import CorpusFingerprint, InMemoryCorpus
+from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import read_json, sha256, write_json
 from xtk.files.run_names import CHECKPOINT, list_checkpoints
@@ -120,8 +120,7 @@ class OnPolicyDocuments(OnlineDocuments):
         self._chunks = []
         for at, teacher in enumerate(self.online_teachers):
             own = [int(n) for n in numbers if not self._names or self.document(n).teacher_name == self._names[at]]
-            scored = InMemoryCorpus([self.document(number) for number in own], ["rollouts"], {})
-            chunks = dict(zip(own, teacher.read_chunks(scored) if own else [], strict=True))
+            chunks = dict(zip(own, teacher.tokenize([self.document(number) for number in own]), strict=True))
             if teacher.request.support.kind == "candidates":
                 ours = self.student_tokens(self._student, own)
                 chunks = {

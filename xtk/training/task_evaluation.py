@@ -20,7 +20,7 @@ from xtk.evaluation.local_task_data import parse_tasks
 from xtk.files.atomic_files import canonical_json, sha256, sha256_of_file
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.name_registry import unknown_name_error
-from xtk.options.declaration import options_of
+from xtk.options.declaration import option, options_of
 from xtk.options.spec_parsing import from_pairs, option_names, parse_pairs
 from xtk.parallel import process_group
 from xtk.parallel.parallel_config import ParallelConfig
@@ -50,8 +50,8 @@ class ProblemOptions:
     prompt_template: str = ""
     apply_chat_template: bool = False
     chat_template_kwargs: str = ""
-    max_prompts: int = 0
-    num_generations: int = 1
+    max_prompts: int = option(0, "Maximum number of prompts; 0: all.", min=0)
+    num_generations: int = option(1, "Answers per prompt.", min=1)
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -83,18 +83,6 @@ class RewardProblems:
     """
 
     def __init__(self, data: str, options: ProblemOptions) -> None:
-        if options.num_generations < 1:
-            raise XtkError(
-                f"num_generations of --eval-tasks is {options.num_generations}, but must be at least 1",
-                where=data,
-                hint="use num_generations=1",
-            )
-        if options.max_prompts < 0:
-            raise XtkError(
-                f"max_prompts of --eval-tasks is {options.max_prompts}, but must be at least 0",
-                where=data,
-                hint="use max_prompts=0 for all prompts",
-            )
         if options.num_generations > 1 and options.temperature == 0:
             raise XtkError(
                 f"num_generations={options.num_generations} of --eval-tasks generates equal answers at temperature 0",

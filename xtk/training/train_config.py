@@ -74,17 +74,12 @@ def _cosine(done: float) -> float:
 class TrainConfig(
     StartTokenOption, SequenceOptions, RegionOptions, TeacherUseOptions, OptimizationOptions, ParallelismOptions
 ):
-    """Training options of `xtk distill`. Lengths are in optimizer steps, batch sizes in documents.
+    """Training options of `xtk distill`. Lengths are in optimizer steps, batch sizes in documents."""
 
-    Attributes:
-        losses: the losses to add, each averaged over its tokens or spans in the step.
-        preparation: how the model is loaded, and which weights are trained.
-        on_policy: options of on-policy training; None: train on the data.
-    """
-
-    losses: tuple[LossSpec, ...]
+    losses: tuple[LossSpec, ...]  # the losses to add, each averaged over its tokens or spans in the step
+    # How the model is loaded, and which weights are trained
     preparation: StudentModelConfig = field(default_factory=StudentModelConfig)
-    on_policy: OnPolicyConfig | None = None
+    on_policy: OnPolicyConfig | None = None  # options of on-policy training; None: train on the data
 
     def __post_init__(self) -> None:
         # Decided here, so that identity and recipe have what the run does, on any device.
@@ -173,19 +168,13 @@ class TrainConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(LoggingOptions):
-    """Options of logging, evaluation and checkpoints; they do not change the student.
+    """Options of logging, evaluation and checkpoints; they do not change the student."""
 
-    Attributes:
-        report_to: names of experiment trackers, as in Accelerate.
-        eval_documents: held-out documents of plain data, read before the start. Held-out caches are in `RunPaths`.
-        eval_tasks: tasks of each evaluation, read before the start.
-        deadline: value of `time.monotonic()` after which the run saves a checkpoint and ends.
-    """
-
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = ()  # names of experiment trackers, as in Accelerate
+    # Held-out documents of plain data, read before the start. Held-out caches are in `RunPaths`.
     eval_documents: tuple[Document, ...] = ()
-    eval_tasks: tuple[EvalTask, ...] = ()
-    deadline: float = math.inf
+    eval_tasks: tuple[EvalTask, ...] = ()  # tasks of each evaluation, read before the start
+    deadline: float = math.inf  # value of `time.monotonic()` after which the run saves a checkpoint and ends
 
     @cached_property
     def eval_documents_fingerprint(self) -> str:
@@ -195,27 +184,17 @@ class LoggingConfig(LoggingOptions):
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Inputs and output folder of a run.
+    """Inputs and output folder of a run."""
 
-    Attributes:
-        student: the model; an adapter is trained further.
-        data: teacher caches (folders or URLs); or plain data, for losses without a teacher or for online teachers.
-        projections: projection files; other projections that losses need are built.
-        output: the run folder.
-        columns: column names of plain data.
-        eval_caches: caches of the same teachers on held-out documents (folders or URLs).
-        online_teachers: teachers that score the data during training, instead of caches.
-        max_document_bytes: maximum size of a document of plain data.
-    """
-
-    student: ModelRef
+    student: ModelRef  # the model; an adapter is trained further
+    # Teacher caches (folders or URLs); or plain data, for losses without a teacher or for online teachers
     data: tuple[str, ...]
-    projections: tuple[Path, ...]
-    output: Path
-    columns: Mapping[str, str] = field(default_factory=dict)
-    eval_caches: tuple[str, ...] = ()
-    online_teachers: tuple[OnlineTeacher, ...] = ()
-    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    projections: tuple[Path, ...]  # projection files; other projections that losses need are built
+    output: Path  # the run folder
+    columns: Mapping[str, str] = field(default_factory=dict)  # column names of plain data
+    eval_caches: tuple[str, ...] = ()  # caches of the same teachers on held-out documents (folders or URLs)
+    online_teachers: tuple[OnlineTeacher, ...] = ()  # teachers that score the data during training, instead of caches
+    max_document_bytes: int = MAX_DOCUMENT_BYTES  # maximum size of a document of plain data
 
 
 _WEIGHT, _BOUND = Option("", above=0, max=1e6), Option("", min=0)

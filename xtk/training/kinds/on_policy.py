@@ -32,14 +32,10 @@ from xtk.training.training_loop import TrainingRun, step_batch_builder
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyInputs(RunInputs):
-    """Inputs of an on-policy run.
-
-    Attributes:
-        config: options of on-policy training.
-    """
+    """Inputs of an on-policy run."""
 
     source: OnPolicyDocuments
-    config: OnPolicyConfig
+    config: OnPolicyConfig  # options of on-policy training
 
     def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the indices of the prompts with a weight above 0, and the bytes of all prompts.

@@ -33,31 +33,20 @@ MAX_NORMALIZED_GROWTH = 11  # of the bytes of a text: NFKC writes the 3 bytes of
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The opened inputs of a run, checked against each other.
+    """The opened inputs of a run, checked against each other."""
 
-    Attributes:
-        source: documents, with teacher outputs.
-        tokenizer: the student's tokenizer.
-        objectives: the terms of the loss.
-        identity: losses and input fingerprints, which decide with the options whether two runs are the same.
-        teachers: the teachers' names in metrics.
-        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
-        auto_loss_note: the losses that `--loss auto` chose and why; "": it was not used.
-        held_out: held-out caches for evaluation; None: there are none.
-        provenance: base model, teachers and data, for the model card.
-        ce_on_data_only: whether losses without a teacher ignore documents that the student generated.
-    """
-
-    source: DocumentSource
-    tokenizer: Tokenizer
-    objectives: tuple[LossTerm, ...]
+    source: DocumentSource  # documents, with teacher outputs
+    tokenizer: Tokenizer  # the student's tokenizer
+    objectives: tuple[LossTerm, ...]  # the terms of the loss
+    # Losses and input fingerprints, which decide with the options whether two runs are the same
     identity: dict[str, Any]
-    teachers: tuple[str, ...] = ()
+    teachers: tuple[str, ...] = ()  # the teachers' names in metrics
+    # How teacher weights follow from their log-probabilities; None: the weights are fixed
     score_weighting: ScoreWeighting | None = None
-    auto_loss_note: str = ""
-    held_out: HeldOutData | None = None
-    provenance: Provenance = field(default_factory=Provenance)
-    ce_on_data_only: bool = False
+    auto_loss_note: str = ""  # the losses that `--loss auto` chose and why; "": it was not used
+    held_out: HeldOutData | None = None  # held-out caches for evaluation; None: there are none
+    provenance: Provenance = field(default_factory=Provenance)  # base model, teachers and data, for the model card
+    ce_on_data_only: bool = False  # whether losses without a teacher ignore documents that the student generated
 
     def batch_builder(
         self, max_length: int | None, packing_multiple: int = 0, region_weights: RegionWeights | None = None

@@ -24,15 +24,10 @@ from xtk.training.train_config import RunPaths, TrainConfig
 
 @dataclass(frozen=True)
 class TeacherSetup(TeacherLosses):
-    """The teachers of a run, how they are combined, and their losses.
+    """The teachers of a run, how they are combined, and their losses."""
 
-    Attributes:
-        paths: the run's inputs.
-        auto_loss_note: the losses that `--loss auto` chose and why; "": it was not used.
-    """
-
-    paths: RunPaths
-    auto_loss_note: str
+    paths: RunPaths  # the run's inputs
+    auto_loss_note: str  # the losses that `--loss auto` chose and why; "": it was not used
 
     def input_fields(self, student: dict[str, str], **fingerprints: Any) -> dict[str, Any]:
         """Return the fields of `RunInputs` that follow from teachers and losses."""
