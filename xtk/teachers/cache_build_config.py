@@ -147,8 +147,6 @@ def compose_cache_header(
     """Return the header of a cache, from a request or of log-probabilities from elsewhere.
 
     Args:
-        vocabulary_order: of the cache, if the codec needs it.
-        support: which entries of each distribution are stored.
         options: further options that affect the content.
     """
     sampling = {"num_samples": support.num_samples, "num_sample_sets": support.num_sample_sets, "seed": support.seed}

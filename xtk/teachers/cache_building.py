@@ -62,11 +62,7 @@ class CacheJob(TeacherJob):
     def run(
         self, teacher: TeacherBackend, tokenizer: Tokenizer, tasks: Iterable[int]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Score and write shards of these numbers: while one is scored, the next is read and the last ones are written.
-
-        Yields:
-            The number and the manifest entry of each written shard.
-        """
+        """Score and write these shards: while one is scored, the next is read and the last ones are written."""
         folder = open_folder(self.location)
 
         def store(place: ShardPosition, documents: list[TeacherDocument], where: str) -> dict[str, Any]:
@@ -108,11 +104,7 @@ def check_scored_documents(
 def score_chunks(
     request: CacheRequest, teacher: TeacherBackend, pieces: Sequence[Chunk], where: str
 ) -> list[TeacherDocument]:
-    """Return what the teacher says about some documents; `check_scored_documents` checks it.
-
-    Args:
-        where: the documents, for errors.
-    """
+    """Return what the teacher says about some documents; `check_scored_documents` checks it."""
     candidate_ids = candidate_ids_of(pieces, request.support, where)
     scores = teacher.score([tokens for _, tokens in pieces], candidate_ids)
     if len(scores) != len(pieces):
@@ -121,17 +113,11 @@ def score_chunks(
             where=where,
             hint="this is an error of the backend; use another --backend",
         )
-    return [
-        TeacherDocument(document, tokens, logprobs) for (document, tokens), logprobs in zip(pieces, scores, strict=True)
-    ]
+    return [TeacherDocument(*piece, logprobs) for piece, logprobs in zip(pieces, scores, strict=True)]
 
 
 def candidate_ids_of(pieces: Sequence[Chunk], support: Support, where: str) -> list[NDArray[np.int32]] | None:
-    """Return the candidate ids of the data at each trained token, for `--support candidates`; None for others.
-
-    Args:
-        where: the data, for errors.
-    """
+    """Return the candidate ids of the data at each trained token, for `--support candidates`; None for others."""
     if support.kind != "candidates":
         return None
     lacking = next((document for document, _ in pieces if document.candidate_ids is None), None)
@@ -157,12 +143,7 @@ class CachePartition:
     num_machines: int = 1  # machines that share the folder; shard i belongs to machine i modulo num_machines
 
     def check(self) -> None:
-        """Check the options."""
-        if self.num_processes < 1:
-            raise XtkError(
-                f"--num-processes is {self.num_processes}, but must be at least 1",
-                hint="use, for example, --num-processes 1",
-            )
+        """Check that the machines are numbered from 0."""
         if not 0 <= self.machine_rank < self.num_machines:
             raise XtkError(
                 f"--machine-rank is {self.machine_rank}, but must be at least 0 and below --num-machines "
@@ -192,7 +173,6 @@ def cache_teacher(
 
     Args:
         corpus: the documents, read twice: once to plan, once to score.
-        location: path or URL of the cache.
         partition: the part that this run writes, and the number of processes; None: everything, in this process.
 
     Returns:

@@ -111,11 +111,10 @@ def _regions(documents: list[tuple[Document, TokenSequence]]) -> dict[str, Any]:
     for document, tokens in documents:
         if document.conversation is not None:
             statistics.add(document, tokens)
-    without_alignment = statistics.to_json()
+    regions = {name: figures for name, figures in statistics.to_json().items() if name != MARKUP}
     return {
-        name: {"size": one["size"], "scored_fraction": one["trained_fraction"]}
-        for name, one in without_alignment.items()
-        if name != MARKUP
+        name: {"size": figures["size"], "scored_fraction": figures["trained_fraction"]}
+        for name, figures in regions.items()
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,27 +67,18 @@ class ShardPlan:
         return [shard.num_chunks for shard in self.shards]
 
     def add_chunk(self, document: int, chunk: int, sequence: TokenSequence) -> None:
-        """Assign the next chunk to a shard and count its tokens."""
-        self.assign_chunk(document, chunk, len(sequence))
+        """Assign the next chunk to the last shard if it fits, else to a new shard, and count its tokens."""
+        size, last = len(sequence), self.shards[-1] if self.shards else None
+        if last is not None and last.num_tokens + size <= self.shard_tokens:
+            chunks, tokens = last.num_chunks + 1, last.num_tokens + size
+            self.shards[-1] = replace(last, last_document=document, num_chunks=chunks, num_tokens=tokens)
+        else:
+            self.shards.append(PlannedShard(document, document, chunk, 1, size))
         np.add.at(self.token_counts, sequence.ids, 1)
         self.num_positions += int(sequence.train_mask.sum())
-
-    def assign_chunk(self, document: int, chunk: int, num_tokens: int) -> None:
-        """Assign the next chunk to the last shard if it fits, else to a new shard."""
-        if self.shards and self.shards[-1].num_tokens + num_tokens <= self.shard_tokens:
-            shard = self.shards[-1]
-            self.shards[-1] = PlannedShard(
-                shard.first_document,
-                document,
-                shard.skipped_chunks,
-                shard.num_chunks + 1,
-                shard.num_tokens + num_tokens,
-            )
-        else:
-            self.shards.append(PlannedShard(document, document, chunk, 1, num_tokens))
         self.num_chunks += 1
-        self.num_tokens += num_tokens
-        self.max_chunk_tokens = max(self.max_chunk_tokens, num_tokens)
+        self.num_tokens += size
+        self.max_chunk_tokens = max(self.max_chunk_tokens, size)
 
 
 def make_shard_plan(
@@ -112,14 +103,12 @@ def make_shard_plan(
     lost = NormalizationLoss(tokenizer.name)
     notes: list[str] = []
     for document, tokens in _tokenized_documents(corpus, tokenizer, fingerprint):
-        if not log_prefix:
-            pass
-        elif document.conversation is not None and len(rewritten) < MAX_CHECKED_DOCUMENTS:
+        if log_prefix and document.conversation is not None and len(rewritten) < MAX_CHECKED_DOCUMENTS:
             rewritten.append(count_lost_bytes(document, tokens))
         elif (
-            document.unsplittable_reason is None
+            log_prefix
             and plan.num_documents < MAX_CHECKED_DOCUMENTS
-            and len(tokens.text_runs)
+            and (document.unsplittable_reason is None and len(tokens.text_runs))
         ):
             lost += count_normalization_loss(tokenizer, [document.text], [tokens.encoded_run(0)])
         if sharding.max_document_tokens is not None and len(tokens) > sharding.max_document_tokens:

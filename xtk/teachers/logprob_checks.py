@@ -34,8 +34,6 @@ def check_scored_document(
     """Refuse log-probabilities that are not valid distributions.
 
     Args:
-        scored: a document with the teacher's log-probabilities.
-        where: name of the document in messages.
         vocab_size: U, all ids are below it; None: any.
         support: the requested support; None: samples are not counted.
         hints: what to do about invalid shapes or ids ("arrays"), values ("values") and logits ("logits").

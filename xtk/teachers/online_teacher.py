@@ -85,9 +85,6 @@ class OnlineTeacher:
         num_candidates: for the support `candidates`, approximate number of candidate ids per generated token.
         student_weights: if the student is its own teacher, a key of `STUDENT_WEIGHTS`; "": a separate model.
         devices: separate devices on this machine; (): it alternates with the student on the student's devices.
-
-    Attributes:
-        header: header of a cache of the whole corpus; set by `read_corpus`.
     """
 
     kind = "teacher"
@@ -144,9 +141,6 @@ class OnlineTeacher:
     def read_corpus(self, corpus: Corpus, log_prefix: str) -> tuple[list[Document], NDArray[np.int32]]:
         """Read all data once, and return the documents as they will be scored.
 
-        Args:
-            log_prefix: prefix of notes on the data; "": no notes.
-
         Returns:
             The documents, where too long ones are truncated, split or skipped, and int32 [documents], the number of
             the teacher's tokens of each.
@@ -176,7 +170,6 @@ class OnlineTeacher:
         Args:
             parts: documents with the teacher's tokens; read while the teacher scores.
             epoch: number of completed epochs, added to the seed of the samples.
-            longest: tokens of the longest document.
             student_model: if the student is its own teacher, its `BackboneWithHead` with the weights to use.
         """
         support = self.request.support
@@ -344,9 +337,6 @@ def read_corpus_for_all(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, log_prefix: str
 ) -> tuple[list[Document], NDArray[np.int32]]:
     """Read the same documents for several teachers; each document is limited to what all teachers can read.
-
-    Args:
-        log_prefix: prefix of notes on the data; "": no notes.
 
     Returns:
         The documents, and int32 [teachers, documents], the number of tokens of each teacher.

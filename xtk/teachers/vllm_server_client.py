@@ -43,7 +43,6 @@ from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
     TopLogprobs,
     check_document_lengths,
-    check_support_kind,
     empty_top_logprobs,
     num_tokens_to_read,
     num_top_ids,
@@ -68,16 +67,12 @@ class ServerTeacher(TeacherBackend):
         request: model and options; its folder needs only tokenizer and configuration. In `options`, `servers`
             are addresses (`http://host:8000/v1`, followed by `#model` if a server has several), `concurrency` is the
             number of requests in flight on all servers together, and `patience` is the `RetryPolicy`.
-
-    Attributes:
-        model: name of the model on the servers.
     """
 
     support_kinds: ClassVar[frozenset[str]] = SUPPORTED_KINDS
     uses_servers: ClassVar[bool] = True
 
     def __init__(self, request: TeacherConfig) -> None:
-        check_support_kind(request)
         servers = [Endpoint.parse(text) for text in request.options.get("servers") or ()]
         if not servers:
             raise XtkError(
@@ -258,11 +253,7 @@ def _response_choice(answer: Any) -> dict[str, Any]:
 
 
 def _parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogprobs:
-    """Return the top log-probabilities at the trained tokens of a document.
-
-    Raises:
-        RetryableError: the response has fewer or other tokens, or values that are not numbers.
-    """
+    """Return the top log-probabilities at the trained tokens of a document."""
     choice = _response_choice(answer)
     returned = choice["prompt_logprobs"]
     length = num_tokens_to_read(document)
@@ -333,11 +324,7 @@ def _check_same_model(endpoints: Sequence[Endpoint], probes: Sequence[NDArray[np
 
 
 def _sglang_request_body(prompt: str | list[int], top_k: int) -> dict[str, Any]:
-    """Return the body of a request that scores a prompt and generates nothing.
-
-    Args:
-        prompt: text, or token ids.
-    """
+    """Return the body of a request that scores a prompt and generates nothing."""
     given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
     sampling = {"max_new_tokens": 0, "temperature": 0}
     logprobs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
@@ -345,11 +332,7 @@ def _sglang_request_body(prompt: str | list[int], top_k: int) -> dict[str, Any]:
 
 
 def _sglang_prompt_entries(answer: Any) -> tuple[list[Any], list[Any]]:
-    """Return (log-probability, id, text) of each token of the prompt, and the lists of the most likely ones.
-
-    Raises:
-        RetryableError: the response has none.
-    """
+    """Return (log-probability, id, text) of each token of the prompt, and the lists of the most likely ones."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     own = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     top = meta.get("input_top_logprobs") if isinstance(meta, dict) else None
@@ -361,11 +344,7 @@ def _sglang_prompt_entries(answer: Any) -> tuple[list[Any], list[Any]]:
 
 
 def parse_sglang_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogprobs:
-    """Return the top log-probabilities at the trained tokens of a document.
-
-    Raises:
-        RetryableError: the response has fewer or other tokens, or values that are not numbers.
-    """
+    """Return the top log-probabilities at the trained tokens of a document."""
     own, top = _sglang_prompt_entries(answer)
     length = num_tokens_to_read(document)
     if not len(own) == len(top) == length:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.engines.server_responses import VLLM_SERVER_HINT, RetryableError
 from xtk.errors import XtkError
-from xtk.teachers.backend_interface import TeacherConfig
 from xtk.teachers.logprob_checks import BACKEND_HINTS
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, trained_positions
 from xtk.text.token_sequence import TokenSequence
@@ -29,23 +28,6 @@ class TopLogprobs:
     ids: NDArray[np.int32]  # int32 [P, K], most likely first
     logprobs: NDArray[np.float32]  # float32 [P, K]
     observed_logprobs: NDArray[np.float32]  # float32 [P], of the observed token, whether it is among `ids` or not
-
-
-def check_support_kind(request: TeacherConfig) -> None:
-    """Refuse a support that needs more than the top tokens of a distribution."""
-    kind = request.support.kind
-    if kind in SUPPORTED_KINDS:
-        return
-    needs = {
-        "candidates": "the log-probabilities of the candidate ids in the data",
-        "sample": "the whole distribution for sampling",
-        "top-k+sample": "the whole distribution for sampling",
-    }.get(kind, "log-probabilities of other tokens too")
-    raise XtkError(
-        f"vLLM returns only the most likely tokens; --support {kind} needs {needs}",
-        where=request.model.name,
-        hint=f"use --support top-k, top-p or none, or use --backend transformers, which supports {kind}",
-    )
 
 
 def check_document_lengths(documents: Sequence[TokenSequence], max_tokens: int | None, name: str) -> None:
@@ -82,8 +64,6 @@ def top_logprobs_to_stored(
 
     Args:
         top_logprobs: of each trained token; may contain more ids than the support keeps.
-        vocab_size: U, ids are below it.
-        where: the source, for errors.
     """
     observed_ids = document.ids[trained_positions(document)]
     _check_top_logprobs(top_logprobs, observed_ids, vocab_size, where)
@@ -160,10 +140,6 @@ def separate_observed(
     Args:
         ids: of all positions, concatenated.
         lengths: [P], K, or K + 1 if the observed token is not among the top K.
-        observed_ids: [P], the observed tokens.
-
-    Raises:
-        RetryableError: an observed token is missing.
     """
     filled = np.arange(top_k + 1) < lengths[:, None]
     table = np.full(filled.shape, -1, np.int32)

@@ -47,14 +47,8 @@ def distill(
     """Train a student and return the content of its manifest; runs in this process, which may be one of several.
 
     Args:
-        recipe: the options that decide the result.
-        logging_config: logging, evaluation and checkpoints.
-        inputs: from `open_inputs`.
         force: move aside what is in the output folder.
         options: the same as command-line options, stored in `recipe.json`.
-
-    Returns:
-        The content of the run's `xtk.json`: steps, recipe, last metrics.
     """
     silence_transformers()
     accelerator = _start_accelerator(paths, recipe, logging_config)
@@ -330,7 +324,6 @@ def start_trackers(accelerator: Any, folder: Path, step: int, identity: dict[str
     """Start the trackers of a run in its main process, or resume those of an earlier start.
 
     Args:
-        accelerator: Accelerate's accelerator, created with `log_with`.
         step: the step from which the run resumes; TensorBoard drops later ones.
         identity: options and fingerprints of the run, logged as its configuration.
     """

@@ -91,7 +91,6 @@ class HeldOutEvaluator:
 
     Args:
         model: the student, wrapped for its parallel layout.
-        context_length: maximum number of tokens of the student; None: no limit.
         packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
     """
 

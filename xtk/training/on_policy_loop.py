@@ -95,11 +95,7 @@ class OnPolicyDocuments(OnlineDocuments):
         return self._current[number]
 
     def set_rollouts(self, rollouts: Mapping[int, Rollout], weights: Mapping[int, float]) -> None:
-        """Replace the current rollout batch.
-
-        Args:
-            weights: weight of each rollout in the loss.
-        """
+        """Replace the current rollout batch."""
         for number in self._taken:
             self._current[number] = self._documents[number]
         self._top_ids, self._taken, self._student_tokens = {}, list(rollouts), {}
@@ -155,9 +151,6 @@ def teacher_candidate_ids(
     Args:
         top_ids: int32 [sampled tokens, G], the student's top tokens at each position; None: unknown, and the teacher
             scores the observed tokens only.
-        ours: the student's tokens.
-        theirs: the teacher's tokens.
-        projection: projection to the teacher's vocabulary; None: both vocabularies are the same.
 
     Returns:
         One array of teacher ids per trained token; empty where no sampled student token begins.
@@ -184,14 +177,8 @@ class OnPolicyLoop(TeacherBlocks):
     """Iterates over the steps of an on-policy run, in rollout batches.
 
     Args:
-        sampler: chooses the prompts and documents of each step.
-        output: the run folder, shared by all processes.
         generator: generates rollouts; each process calls it with its part of the prompts.
         check: checks the log-probabilities of an engine; None: the training process generates.
-
-    Attributes:
-        rollout_metrics: metrics of the last rollout batch.
-        generation_seconds: time of generation so far.
     """
 
     def __init__(

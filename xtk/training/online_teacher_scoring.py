@@ -35,13 +35,7 @@ from xtk.text.document import Document
 
 
 class StoredScores:
-    """The shards of one teacher in the folder of a rollout batch, one for each part that is scored at once.
-
-    Args:
-        folder: of the rollout batch; None: nothing is stored or read.
-        number: index of the teacher.
-        parts: the documents of each part.
-    """
+    """The shards of one teacher in the folder of a rollout batch, one for each part that is scored at once."""
 
     def __init__(
         self, folder: Path | None, number: int, teacher: OnlineTeacher, parts: Sequence[Sequence[Document]]
@@ -86,7 +80,6 @@ class OnlineDocuments(TextDocuments):
     """Documents in memory that online teachers score block by block.
 
     Args:
-        online_teachers: the teachers.
         token_counts: int32 [teachers, documents], tokens of each teacher; -1: the teacher does not score the document.
         teachers: the teachers as the losses see them: a mixture is one.
     """
@@ -105,11 +98,7 @@ class OnlineDocuments(TextDocuments):
         """Make the documents of a block ready to be scored; nothing to do here."""
 
     def parts(self, teacher: int, numbers: NDArray[np.int64]) -> list[list[int]]:
-        """Return the documents of a block that a teacher scores, in parts of at most `PART_TOKENS` tokens.
-
-        Args:
-            numbers: int64 [n], indices of the block's documents, ascending.
-        """
+        """Return the documents of a block that a teacher scores, in parts of at most `PART_TOKENS` tokens."""
         parts: list[list[int]] = []
         size = 0
         for number in numbers[self._sizes[teacher, numbers] >= 0].tolist():
@@ -138,13 +127,11 @@ class TeacherBlocks:
     """Iterates over the steps of a run in blocks; teachers score each block before it, in all processes.
 
     Args:
-        sampler: chooses the documents of each step.
         block_steps: steps per block; 0: up to `DEFAULT_BLOCK_STEPS`, within `DEFAULT_BLOCK_BYTES`.
         documents_of_step: the documents of a step that this process trains on, of which it keeps what teachers say;
             None: all.
 
     Attributes:
-        teacher_seconds: time of scoring so far.
         lend_student: context manager with the student's `BackboneWithHead`, for `--teacher self`; its argument selects
             the weights. Set by the training loop.
         offload: context manager that moves the student off its device, for --offload-student. Set by the training loop.
@@ -196,11 +183,7 @@ class TeacherBlocks:
         return any(teacher.student_weights for teacher in self._source.online_teachers)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of scoring so far.
-
-        Args:
-            step: the completed step, counted from 0.
-        """
+        """Return the metrics of scoring so far."""
         return {"teacher_seconds": round(self.teacher_seconds, 3)}
 
     def finish(self) -> None:
@@ -291,11 +274,7 @@ class TeacherBlocks:
 def parts_of_process(
     parts: Iterable[int], complete: Container[int], rank: int, num_processes: int, one_process: bool
 ) -> list[int]:
-    """Return the parts that a process scores; with `one_process`, the first one scores all.
-
-    Args:
-        complete: parts that need not be scored.
-    """
+    """Return the parts that a process scores; with `one_process`, the first one scores all."""
     missing = [part for part in parts if part not in complete]
     if one_process:
         return missing if rank == 0 else []
@@ -306,10 +285,6 @@ def read_training_documents(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, *, is_routed: bool
 ) -> tuple[list[Document], NDArray[np.int32]]:
     """Return the documents of a run with their token counts, checked against the teachers' limits.
-
-    Args:
-        teachers: one or more; with routing, their names are distinct.
-        is_routed: whether each document names its teacher.
 
     Returns:
         The documents, and int32 [teachers, documents], tokens of each teacher; -1: not scored by it.
@@ -358,13 +333,7 @@ def _with_known_routes(documents: Iterable[Document], names: Sequence[str], wher
 def read_training_prompts(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, prompt_format: PromptFormat, *, is_routed: bool
 ) -> list[Prompt]:
-    """Return the prompts of a run.
-
-    Args:
-        teachers: the teachers, which read the prompts to check them.
-        prompt_format: how prompts are built from records.
-        is_routed: whether each prompt names its teacher.
-    """
+    """Return the prompts of a run."""
     prompts = read_prompts(corpus, prompt_format=prompt_format)
     documents = [prompt.document for prompt in prompts]
     if is_routed:

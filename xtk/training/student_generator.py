@@ -128,7 +128,6 @@ class StudentGenerator:
 
         Args:
             max_length: tokens of a document in training; 0: the context length.
-            may_truncate: whether longer rollouts may be truncated.
         """
         limit = None if self._generator is None else self._generator.context_length
         if self._generator is None or self._environment is not None:  # an environment may send the first message
@@ -228,11 +227,7 @@ class StudentGenerator:
             self._generator.close()
 
     def describe(self, num_processes: int) -> str:
-        """Return the backend and where it runs.
-
-        Args:
-            num_processes: number of processes of the run.
-        """
+        """Return the backend and where it runs."""
         devices = "+".join(map(str, self._on_policy.devices))
         where = f"in {num_processes} training process(es)"
         if self._backend.uses_servers:
@@ -262,23 +257,14 @@ FLOAT32_DIFFERENCE = 1e-4  # an engine this close computes in float32: from then
 
 
 class LogprobCheck:
-    """Checks the engine's log-probabilities on a few rollouts of each batch, before the first step (collective).
-
-    Args:
-        model: the student, wrapped for its parallel layout.
-        packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
-    """
+    """Checks the engine's log-probabilities on a few rollouts of each batch, before the first step (collective)."""
 
     def __init__(self, model: nn.Module, parallel: ParallelConfig, packing_multiple: int, device: torch.device) -> None:
         self._model, self._layout, self._packing, self._device = model, parallel, packing_multiple, device
         self.max_difference = MAX_DIFFERENCE
 
     def __call__(self, rollouts: Sequence[Rollout]) -> float | None:
-        """Return the mean absolute difference in nats over the sampled tokens of a few rollouts; None: no tokens.
-
-        Args:
-            rollouts: a rollout batch, the same in every process.
-        """
+        """Return the mean absolute difference in nats over the sampled tokens of a few rollouts; None: no tokens."""
         usable = [rollout for rollout in rollouts if rollout.unusable_reason != "not finite"]
         step = max(1, (len(usable) - 1) // (ROLLOUTS_TO_COMPARE - 1))
         some = usable[::step][:ROLLOUTS_TO_COMPARE]

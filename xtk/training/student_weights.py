@@ -18,7 +18,6 @@ class ExponentialMovingAverage:
     Polyak, B. and Juditsky, A., Acceleration of Stochastic Approximation by Averaging, 1992, with forgetting.
 
     Args:
-        model: the model; its trainable weights are averaged.
         decay: at least 0 (no average) and below 1; about the last 1 / (1 - decay) steps count.
     """
 
@@ -70,9 +69,6 @@ def offload_student(model: nn.Module, optimizer: torch.optim.Optimizer, storage_
     """Move the student's weights, buffers and optimizer state to another device within a `with` block.
 
     Parameters and buffers stay the same objects; only their data moves. There are no gradients between steps.
-
-    Args:
-        model: the student, unsharded.
     """
     holders: list[Tensor] = [*model.parameters(), *model.buffers()]
     devices = [holder.device for holder in holders]

@@ -59,7 +59,6 @@ class StudentWithLoss(nn.Module):
             input_ids: [B, T], the same in every process of a context parallel group.
             loss_positions: [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
             packed_sequence: lengths and context parallel split of packed documents; None: not packed.
-            hook: gets the hidden states of this process's loss positions.
         """
         states, compared, here = self._states(input_ids, loss_positions, packed_sequence)
         head = self.split_model.head
@@ -98,16 +97,7 @@ def forward_student(
     device: torch.device,
     hook: HiddenStateHook | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the wrapped student on a batch (collective).
-
-    Args:
-        model: the module from `parallelize`.
-        terms: the losses' cells, on the device.
-        hook: as in `StudentWithLoss.forward`.
-
-    Returns:
-        As `StudentWithLoss.forward`.
-    """
+    """Run the wrapped student on a batch (collective)."""
     packed = None
     if batch.document_lengths is not None:
         packed = PackedSequence(
@@ -131,12 +121,8 @@ def parallelize(
 
     Args:
         student_model: the student, unsharded, the same in every process.
-        parallel: the parallel layout, with its mesh.
         packing: whether documents are packed; required for context parallel.
         offload: keep sharded weights and optimizer state in CPU memory (FSDP offload).
-
-    Returns:
-        The wrapped module, and the trainable parameters.
     """
     if parallel.cp > 1 and not (packing and student_model.enable_packing() and student_model.supports_context_parallel):
         raise XtkError(
@@ -179,9 +165,6 @@ def reshard_weights(model: nn.Module) -> None:
 class GradientClipping:
     """Norms of the gradients over all shards, and clipping by them.
 
-    Args:
-        parameters: the trainable parameters; their placements may differ.
-
     Attributes:
         norms: the norm of the gradients of each placement, on their devices.
     """
@@ -201,7 +184,6 @@ class GradientClipping:
         """Clip the gradients to a total norm; return the norm before clipping.
 
         Args:
-            norms: the values of `norms`.
             max_norm: maximum norm; 0: no clipping.
         """
         norm: float = sum((norm**2 for norm in norms), 0.0) ** 0.5

@@ -75,12 +75,7 @@ class HarnessOptions:
 
 
 class RewardProblems:
-    """Problems whose answers a reward scores.
-
-    Args:
-        data: file or dataset, as for `xtk evaluate`.
-        options: prompt format, sampling and reward.
-    """
+    """Problems whose answers a reward scores."""
 
     def __init__(self, data: str, options: ProblemOptions) -> None:
         if options.num_generations > 1 and options.temperature == 0:
@@ -132,7 +127,6 @@ class HarnessEvalTasks:
 
     Args:
         tasks: `gsm8k,mmlu=FOLDER`.
-        options: few-shot examples, prompt format and limits.
     """
 
     def __init__(self, tasks: str, options: HarnessOptions) -> None:
