@@ -310,7 +310,7 @@ def test_server_url_without_a_path_is_completed(pair, server):
 )
 def test_support_that_needs_more_than_the_top_tokens_is_refused(pair, support, backend):
     request = CacheRequest(ModelRef(pair.teacher, name="teacher"), support, backend=backend)
-    with pytest.raises(XtkError, match=rf"--backend {backend} does not support --support {support.kind}") as raised:
+    with pytest.raises(XtkError, match=f"--backend {backend} does not support") as raised:
         check_cache_request(request)
     assert "--backend transformers" in str(raised.value)
 
