@@ -39,7 +39,7 @@ class ShardingOptions:
 class PlannedShard:
     """The chunks of documents in a shard. A document has one chunk, or several if it is too long and is split."""
 
-    first_document: int  # range of documents, both included
+    first_document: int  # first and last document, both included
     last_document: int
     skipped_chunks: int  # chunks of the first document that are in the previous shard
     num_chunks: int  # chunks in the shard

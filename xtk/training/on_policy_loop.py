@@ -1,7 +1,7 @@
 """On-policy training loop: the student generates a rollout batch, the teachers score it, the student trains on it.
 
 A rollout batch stays in the run folder until a later checkpoint exists, with the log-probabilities of teachers that
-would not repeat them (`stored_scores`). A run that is killed within a batch resumes with the same rollouts, although
+would not repeat them (`StoredScores`). A run that is killed within a batch resumes with the same rollouts, although
 the weights that generated them are gone.
 """
 
