@@ -34,8 +34,8 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
+from xtk.teachers.cache_building import CacheJob
 from xtk.teachers.cache_shard_planning import make_shard_plan
-from xtk.teachers.cache_shard_writing import CacheJob, write_shards
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
@@ -53,9 +53,9 @@ def make_job(folder: Path, texts: list[str], dtype: str, batch_tokens: int) -> C
     request = CacheRequest(ModelRef(teacher, dtype=dtype, name="teacher"), make_support(""), batch_tokens=batch_tokens)
     tokenizer, sharding = Tokenizer(teacher), sharding_options(request)
     plan = make_shard_plan(sharding, corpus, tokenizer)
-    order = make_vocabulary_order(request, tokenizer, plan)
+    order = make_vocabulary_order(request.precision, tokenizer, plan)
     header = make_cache_header(request, tokenizer, plan, order)
-    return CacheJob(request, corpus, folder / "cache", sharding, plan, header, order)
+    return CacheJob(request, header, corpus, folder / "cache", sharding, plan, order)
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
             output = Path(name) / f"cache-{next(numbers)}"
             mark_cache_unfinished(open_folder(output))
             shards = list(range(len(job.plan.shards)))
-            assert len(list(write_shards(dataclasses.replace(job, location=output), teacher, tokenizer, shards))) > 0
+            assert len(list(dataclasses.replace(job, location=output).run(teacher, tokenizer, shards))) > 0
 
         seconds: dict[str, list[float]] = {"bare": [], "cache": []}
         for _ in range(REPEATS + 1):

@@ -118,12 +118,12 @@ INVALID = {
     "an id below 0": (with_value("ids", -1, 0), "outside of its vocabulary"),
     "an id past the vocabulary": (with_value("ids", VOCAB_SIZE, 0), "outside of its vocabulary"),
     "a sampled id past the vocabulary": (
-        with_value("sample_ids", VOCAB_SIZE, 0), "sampled token ids outside of its vocabulary"
+        with_value("sample_ids", VOCAB_SIZE, 0), "token ids outside of its vocabulary"
     ),
     "ids that fall": (swapped("ids", "offsets"), "not strictly increasing"),
     "an id twice": (with_duplicate_id, "not strictly increasing"),
     "sampled ids that decrease": (
-        swapped("sample_ids", "sample_offsets"), "sampled token ids that are not strictly increasing"
+        swapped("sample_ids", "sample_offsets"), "not strictly increasing"
     ),
     "no observed id": (without_observed_id, "no log-probability of the observed token"),
     "two values for the observed id": (
@@ -133,20 +133,20 @@ INVALID = {
     "one sample too many": (
         lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "not return 5 samples"
     ),
-    "a count of none": (with_value("sample_counts", 0, 0), "a count below 1"),
+    "a count of none": (with_value("sample_counts", 0, 0), "not return 5 samples"),
     "a sample of an exact id": (with_exact_id_among_samples, "whose exact log-probabilities it also returned"),
-    "an offset that falls": (with_value("offsets", 0, 2), "offsets that do not match"),
+    "an offset that falls": (with_value("offsets", 0, 2), "do not fit together"),
     "offsets that end too early": (
-        lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets that do not match"
+        lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "do not fit together"
     ),
     "offsets of fewer sets": (
-        lambda scores: changed(scores, sample_offsets=scores.sample_offsets[:-1]), "offsets that do not match"
+        lambda scores: changed(scores, sample_offsets=scores.sample_offsets[:-1]), "do not fit together"
     ),
     "a position too few": (
-        lambda scores: changed(scores, positions=scores.positions[:-1]), "did not score exactly the trained tokens"
+        lambda scores: changed(scores, positions=scores.positions[:-1]), "do not fit together"
     ),
     "an entropy too few": (
-        lambda scores: changed(scores, entropy=scores.entropy[:-1]), "whose length is not the number"
+        lambda scores: changed(scores, entropy=scores.entropy[:-1]), "do not fit together"
     ),
 }  # fmt: skip
 

@@ -30,8 +30,8 @@ from xtk.errors import MismatchError, XtkError
 from xtk.models.resolver import ModelRef
 from xtk.teachers import vllm_server_client
 from xtk.teachers.backend_interface import TeacherConfig
-from xtk.teachers.sglang_responses import parse_response
-from xtk.teachers.vllm_server_client import ServerTeacher
+from xtk.teachers.cache_build_config import CacheRequest, check_cache_request
+from xtk.teachers.vllm_server_client import ServerTeacher, parse_sglang_response
 from xtk.teachers.vllm_top_logprobs import num_tokens_to_read
 from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
@@ -161,12 +161,12 @@ def test_invalid_sglang_responses_are_refused(pair, documents, change, message):
     size = num_tokens_to_read(document)
     token_logprobs = [[None if at == 0 else -3.0, int(document.ids[at]), None] for at in range(size)]
     top_logprobs = [None, *([[-3.5, 400 + one, None] for one in range(8)] for _ in range(size - 1))]
-    parse_response(
+    parse_sglang_response(
         {"meta_info": {"input_token_logprobs": token_logprobs, "input_top_logprobs": top_logprobs}}, document, 8
     )
     change(token_logprobs, top_logprobs)
     with pytest.raises(RetryableError, match=message):
-        parse_response(
+        parse_sglang_response(
             {"meta_info": {"input_token_logprobs": token_logprobs, "input_top_logprobs": top_logprobs}}, document, 8
         )
 
@@ -299,17 +299,19 @@ def test_server_url_without_a_path_is_completed(pair, server):
     assert ServerTeacher(teacher_config(pair.teacher, [server.host + "/"])).model == "teacher"
 
 
+@pytest.mark.parametrize("backend", ["server", "vllm"])
 @pytest.mark.parametrize(
-    ("support", "message"),
+    "support",
     [
-        (Support("sample", num_samples=4, num_sample_sets=1), "whole distribution"),
-        (Support("top-k+sample", top_k=4, num_samples=4, num_sample_sets=1), "whole distribution"),
-        (Support("candidates"), "the candidate ids in the data"),
+        Support("sample", num_samples=4, num_sample_sets=1),
+        Support("top-k+sample", top_k=4, num_samples=4, num_sample_sets=1),
+        Support("candidates"),
     ],
 )
-def test_support_that_needs_more_than_the_top_tokens_is_refused(pair, server, support, message):
-    with pytest.raises(XtkError, match=message) as raised:
-        ServerTeacher(teacher_config(pair.teacher, [server.url], support))
+def test_support_that_needs_more_than_the_top_tokens_is_refused(pair, support, backend):
+    request = CacheRequest(ModelRef(pair.teacher, name="teacher"), support, backend=backend)
+    with pytest.raises(XtkError, match=f"--backend {backend} does not support") as raised:
+        check_cache_request(request)
     assert "--backend transformers" in str(raised.value)
 
 

@@ -12,8 +12,7 @@ from transformers import get_scheduler
 
 from xtk.errors import XtkError
 from xtk.losses.spec import LossSpec
-from xtk.training.lr_schedules import SCHEDULES
-from xtk.training.train_config import TrainConfig
+from xtk.training.train_config import SCHEDULES, TrainConfig
 
 
 def train_config(**options: object) -> TrainConfig:

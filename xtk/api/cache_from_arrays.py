@@ -32,7 +32,7 @@ from xtk.data.record_to_document import OPT_IN_FIELDS, record_to_document
 from xtk.errors import XtkError
 from xtk.files.storage_folders import open_folder
 from xtk.name_registry import unknown_name_error
-from xtk.teachers.cache_build_config import compose_cache_header, vocabulary_order_for
+from xtk.teachers.cache_build_config import compose_cache_header, make_vocabulary_order
 from xtk.teachers.cache_shard_planning import ShardPlan
 from xtk.teachers.logprob_checks import TOLERANCE, check_scored_document
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored
@@ -229,7 +229,7 @@ class CacheWriter:
             self._spool_shard(len(self._plan.shards) - 1)
         plan, self._plan.fingerprint = self._plan, str(self._fingerprint)
         plan.optional_columns = [name for name in OPTIONAL_COLUMNS if name in self._used_columns]
-        order = vocabulary_order_for(self._precision, self.tokenizer, plan)
+        order = make_vocabulary_order(self._precision, self.tokenizer, plan)
         top_k = 0
         if self._support == "top-k":
             known = self._top_k

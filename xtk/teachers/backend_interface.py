@@ -18,13 +18,9 @@ from xtk.text.token_sequence import TokenSequence
 
 @dataclass(frozen=True)
 class TeacherConfig(BackendConfig):
-    """Configuration for opening a teacher.
+    """Configuration for opening a teacher."""
 
-    Attributes:
-        support: which entries of each distribution are returned.
-    """
-
-    support: Support = field(kw_only=True)
+    support: Support = field(kw_only=True)  # which entries of each distribution are returned
 
 
 class TeacherBackend(Backend, ABC):

@@ -23,31 +23,19 @@ from xtk.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """Teacher and options of a cache.
-
-    Attributes:
-        support: which entries of each distribution are stored.
-        start_token: what precedes a text; see `Tokenizer`.
-        backend: a key of `BACKENDS`.
-        precision: of the stored log-probabilities: a key of `PRECISION_CODECS`.
-        long_documents: treatment of documents longer than the teacher's context (or `max_length`): see
-            `LONG_DOCUMENTS`.
-        max_length: a smaller limit than the context, in tokens; None: the context.
-        batch_tokens: maximum padded tokens per forward pass.
-        shard_tokens: teacher tokens per shard; a kill loses the work of at most one shard per process.
-        backend_options: options of one backend.
-    """
+    """Teacher and options of a cache."""
 
     teacher: ModelRef
-    support: Support
-    start_token: str = AUTO_START
-    backend: str = "transformers"
-    precision: str = DEFAULT_PRECISION
+    support: Support  # which entries of each distribution are stored
+    start_token: str = AUTO_START  # what precedes a text; see `Tokenizer`
+    backend: str = "transformers"  # a key of `BACKENDS`
+    precision: str = DEFAULT_PRECISION  # of the stored log-probabilities: a key of `PRECISION_CODECS`
+    # Treatment of documents longer than the teacher's context (or `max_length`): see `LONG_DOCUMENTS`
     long_documents: str = "refuse"
-    max_length: int | None = None
-    batch_tokens: int = 8192
-    shard_tokens: int = 65536
-    backend_options: dict[str, Any] = field(default_factory=dict)
+    max_length: int | None = None  # a smaller limit than the context, in tokens; None: the context
+    batch_tokens: int = 8192  # maximum padded tokens per forward pass
+    shard_tokens: int = 65536  # teacher tokens per shard; a kill loses the work of at most one shard per process
+    backend_options: dict[str, Any] = field(default_factory=dict)  # options of one backend
 
     def teacher_tokenizer(self) -> Tokenizer:
         """Return the teacher's tokenizer, loaded from its folder."""
@@ -112,19 +100,12 @@ def sharding_options(request: CacheRequest) -> ShardingOptions:
     return ShardingOptions(min(limits, default=None), request.max_length, request.long_documents, request.shard_tokens)
 
 
-def make_vocabulary_order(request: CacheRequest, tokenizer: Tokenizer, plan: ShardPlan) -> VocabularyOrder | None:
-    """Return the vocabulary sorted by frequency in the data; None if the codec of the request does not need it."""
-    return vocabulary_order_for(request.precision, tokenizer, plan)
-
-
-def vocabulary_order_for(precision: str, tokenizer: Tokenizer, plan: ShardPlan) -> VocabularyOrder | None:
+def make_vocabulary_order(precision: str, tokenizer: Tokenizer, plan: ShardPlan) -> VocabularyOrder | None:
     """Return the vocabulary sorted by frequency in the data; None if the codec of a precision does not need it."""
     codec: type[Codec] = load_registered(CODECS, codec_for_precision(precision), "codec")
-    return (
-        VocabularyOrder.from_counts(plan.token_counts, tokenizer.vocabulary.byte_lengths)
-        if codec.needs_vocabulary_order
-        else None
-    )
+    if not codec.needs_vocabulary_order:
+        return None
+    return VocabularyOrder.from_counts(plan.token_counts, tokenizer.vocabulary.byte_lengths)
 
 
 def make_cache_header(
@@ -166,8 +147,6 @@ def compose_cache_header(
     """Return the header of a cache, from a request or of log-probabilities from elsewhere.
 
     Args:
-        vocabulary_order: of the cache, if the codec needs it.
-        support: which entries of each distribution are stored.
         options: further options that affect the content.
     """
     sampling = {"num_samples": support.num_samples, "num_sample_sets": support.num_sample_sets, "seed": support.seed}
@@ -210,9 +189,5 @@ def compose_cache_header(
             "documents_too_long": plan.num_too_long,
             **({"optional_columns": plan.optional_columns} if plan.optional_columns else {}),
         },
-        "options": {
-            "support": support.kind,
-            **parameters.get(support.kind, {}),
-            **options,
-        },
+        "options": {"support": support.kind, **parameters.get(support.kind, {}), **options},
     }

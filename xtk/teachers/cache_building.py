@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xtk import terminal
 from xtk.cache.manifest import cache_figures
 from xtk.cache.output import find_finished_cache
-from xtk.cache.writer import ShardedCacheWriter, mark_cache_unfinished
+from xtk.cache.shard_writing import ShardPosition
+from xtk.cache.teacher_document import TeacherDocument
+from xtk.cache.teacher_logprobs import Support
+from xtk.cache.token_ids_by_frequency import VocabularyOrder
+from xtk.cache.writer import ShardedCacheWriter, mark_cache_unfinished, store_shard
 from xtk.data.corpus_reader import Corpus
 from xtk.errors import XtkError
 from xtk.files.storage_folders import open_folder
+from xtk.teachers.backend_interface import TeacherBackend
 from xtk.teachers.cache_build_config import (
     CacheRequest,
     check_cache_request,
@@ -23,33 +35,115 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
-from xtk.teachers.cache_shard_planning import ShardPlan, make_shard_plan
-from xtk.teachers.cache_shard_writing import CacheJob, candidate_ids_of, write_shards
-from xtk.teachers.worker_pool import WorkerPool
+from xtk.teachers.cache_shard_planning import Chunk, ShardingOptions, ShardPlan, make_shard_plan, read_shards
+from xtk.teachers.logprob_checks import check_scored_document
+from xtk.teachers.worker_pool import TeacherJob, WorkerPool
 from xtk.text.tokenizer import Tokenizer
+
+# Threads that check, pack and write shards while the teacher scores; compiled kernels run side by side in them. Half of
+# the cores, since a teacher on a CPU needs them too.
+WRITING_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+
+
+@dataclass(frozen=True)
+class CacheJob(TeacherJob):
+    """Everything that a process needs to write shards of a cache."""
+
+    corpus: Corpus
+    location: str | Path  # path or URL of the cache
+    sharding: ShardingOptions
+    plan: ShardPlan
+    vocabulary_order: VocabularyOrder | None  # of the cache, if the codec needs it
+
+    def inherited_descriptors(self) -> list[int]:
+        """Return the open files that a worker process needs: of data from a pipe."""
+        return self.corpus.inherited_descriptors()
+
+    def run(
+        self, teacher: TeacherBackend, tokenizer: Tokenizer, tasks: Iterable[int]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Score and write these shards: while one is scored, the next is read and the last ones are written."""
+        folder = open_folder(self.location)
+
+        def store(place: ShardPosition, documents: list[TeacherDocument], where: str) -> dict[str, Any]:
+            check_scored_documents(self.request, documents, teacher.vocab_size, where)
+            return store_shard(folder, self.header, place, documents, self.vocabulary_order)
+
+        rows_of = self.plan.chunks_per_shard()
+        firsts = [0, *itertools.accumulate(rows_of)]
+        written: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
+            ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="xtk-write") as writing,
+        ):
+            shards = read_shards(self.sharding, self.corpus, tokenizer, self.plan, set(tasks))
+            coming = reading.submit(next, shards, None)
+            while (read := coming.result()) is not None:
+                coming = reading.submit(next, shards, None)
+                number, pieces = read
+                where = f"{self.corpus.name}, shard {number}"
+                documents = score_chunks(self.request, teacher, pieces, where)
+                place = ShardPosition(number, firsts[number], rows_of[number])
+                while len(written) >= WRITING_THREADS or (written and written[0][1].done()):
+                    last, entry = written.popleft()
+                    yield last, entry.result()
+                written.append((number, writing.submit(store, place, documents, where)))
+            for last, entry in written:
+                yield last, entry.result()
+
+
+def check_scored_documents(
+    request: CacheRequest, documents: Sequence[TeacherDocument], vocab_size: int, where: str
+) -> None:
+    """Refuse log-probabilities that are not valid distributions in the requested support."""
+    options: dict[str, Any] = {"vocab_size": vocab_size, "support": request.support, "precision": request.precision}
+    for at, row in enumerate(documents):
+        check_scored_document(row, f"{where}, row {at}", **options)
+
+
+def score_chunks(
+    request: CacheRequest, teacher: TeacherBackend, pieces: Sequence[Chunk], where: str
+) -> list[TeacherDocument]:
+    """Return what the teacher says about some documents; `check_scored_documents` checks it."""
+    candidate_ids = candidate_ids_of(pieces, request.support, where)
+    scores = teacher.score([tokens for _, tokens in pieces], candidate_ids)
+    if len(scores) != len(pieces):
+        raise XtkError(
+            f"the teacher's backend returned log-probabilities of {len(scores)} documents instead of {len(pieces)}",
+            where=where,
+            hint="this is an error of the backend; use another --backend",
+        )
+    return [TeacherDocument(*piece, logprobs) for piece, logprobs in zip(pieces, scores, strict=True)]
+
+
+def candidate_ids_of(pieces: Sequence[Chunk], support: Support, where: str) -> list[NDArray[np.int32]] | None:
+    """Return the candidate ids of the data at each trained token, for `--support candidates`; None for others."""
+    if support.kind != "candidates":
+        return None
+    lacking = next((document for document, _ in pieces if document.candidate_ids is None), None)
+    if lacking is not None:
+        raise XtkError(
+            "--support candidates needs the column candidate_ids, which a document of the data lacks",
+            where=f"{where}, the document that begins {''.join(segment.text for segment in lacking.segments)[:40]!r}",
+            hint="add one list of token ids for each trained teacher token but the first of the text, in order",
+        )
+    return [
+        document.candidate_ids.to_padded(int(tokens.train_mask.sum()))
+        for document, tokens in pieces
+        if document.candidate_ids is not None
+    ]
 
 
 @dataclass(frozen=True)
 class CachePartition:
-    """The part of a cache that this run writes, and the number of processes.
+    """The part of a cache that this run writes, and the number of processes."""
 
-    Attributes:
-        num_processes: processes on this machine, each with a teacher.
-        machine_rank: index of this machine, from 0.
-        num_machines: machines that share the folder; shard i belongs to machine i modulo num_machines.
-    """
-
-    num_processes: int = 1
-    machine_rank: int = 0
-    num_machines: int = 1
+    num_processes: int = 1  # processes on this machine, each with a teacher
+    machine_rank: int = 0  # index of this machine, from 0
+    num_machines: int = 1  # machines that share the folder; shard i belongs to machine i modulo num_machines
 
     def check(self) -> None:
-        """Check the options."""
-        if self.num_processes < 1:
-            raise XtkError(
-                f"--num-processes is {self.num_processes}, but must be at least 1",
-                hint="use, for example, --num-processes 1",
-            )
+        """Check that the machines are numbered from 0."""
         if not 0 <= self.machine_rank < self.num_machines:
             raise XtkError(
                 f"--machine-rank is {self.machine_rank}, but must be at least 0 and below --num-machines "
@@ -79,7 +173,6 @@ def cache_teacher(
 
     Args:
         corpus: the documents, read twice: once to plan, once to score.
-        location: path or URL of the cache.
         partition: the part that this run writes, and the number of processes; None: everything, in this process.
 
     Returns:
@@ -107,9 +200,10 @@ def cache_teacher(
         tokenizer,
         lambda document, piece: candidate_ids_of([(document, piece)], request.support, corpus.name),
     )
-    ranks = make_vocabulary_order(request, tokenizer, plan)
+    ranks = make_vocabulary_order(request.precision, tokenizer, plan)
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
-    job = CacheJob(opening, corpus, location, sharding, plan, make_cache_header(request, tokenizer, plan, ranks), ranks)
+    header = make_cache_header(request, tokenizer, plan, ranks)
+    job = CacheJob(opening, header, corpus, location, sharding, plan, ranks)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.lock("cache", partition.machine_rank))
         write: WriteShards | None = None
@@ -158,7 +252,7 @@ def _open_shard_writer(
 
         def write(numbers: list[int], report_tokens: Callable[[int], None]) -> Iterator[tuple[int, dict[str, Any]]]:
             teacher.report_tokens = report_tokens
-            return write_shards(job, teacher, tokenizer, numbers)
+            return job.run(teacher, tokenizer, numbers)
 
         yield write
 

@@ -18,6 +18,7 @@ from xtk.models.resolver import ModelRef
 from xtk.name_registry import load_registered
 from xtk.teachers import BACKENDS
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
+from xtk.text.document_token_ids import CandidateIdLists
 from xtk.text.tokenizer import Tokenizer
 
 # Allowed difference of log-probabilities, in nats, between different batches and machines. In bfloat16, logits from 16
@@ -82,7 +83,7 @@ def _compare_documents(
         held = row.stored_logprobs
         if not len(held):
             continue
-        (scored,) = teacher.score([row.tokens], [_padded_ids(held)])
+        (scored,) = teacher.score([row.tokens], [CandidateIdLists(held.offsets, held.ids).to_padded()])
         if num_top_ids:
             num_missing += _count_missing_ids(held, teacher.score([row.tokens])[0], num_top_ids, allowed)
         difference = max(
@@ -141,14 +142,6 @@ def _count_missing_ids(held: StoredLogprobs, scored: StoredLogprobs, num_top_ids
         others = ~np.isin(scored.ids[theirs], held.ids[ours])
         num_missing += int((scored.logprobs[theirs][others] > last + allowed).sum())
     return num_missing
-
-
-def _padded_ids(scores: StoredLogprobs) -> NDArray[np.int32]:
-    """Return int32 [P, G], the exact ids of each position, padded with -1."""
-    sizes = np.diff(scores.offsets)
-    ids = np.full((len(scores), int(sizes.max())), -1, np.int32)
-    ids[np.arange(ids.shape[1])[None] < sizes[:, None]] = scores.ids
-    return ids
 
 
 def _max_difference(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:

@@ -23,8 +23,8 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
+from xtk.teachers.cache_building import candidate_ids_of
 from xtk.teachers.cache_shard_planning import make_shard_plan
-from xtk.teachers.cache_shard_writing import candidate_ids_of
 from xtk.text.chat.conversation_tokens import MARKUP
 from xtk.text.chat.regions import RegionStatistics
 from xtk.text.document import Document
@@ -83,7 +83,7 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
     rows = [TeacherDocument(*pair, logprobs) for pair, logprobs in zip(trained, scores, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard"
-        ranks = make_vocabulary_order(request, tokenizer, plan)
+        ranks = make_vocabulary_order(request.precision, tokenizer, plan)
         write_shard(
             path, make_cache_header(request, tokenizer, plan, ranks), ShardPosition(0, 0, len(rows)), rows, ranks
         )
@@ -111,11 +111,10 @@ def _regions(documents: list[tuple[Document, TokenSequence]]) -> dict[str, Any]:
     for document, tokens in documents:
         if document.conversation is not None:
             statistics.add(document, tokens)
-    without_alignment = statistics.to_json()
+    regions = {name: figures for name, figures in statistics.to_json().items() if name != MARKUP}
     return {
-        name: {"size": one["size"], "scored_fraction": one["trained_fraction"]}
-        for name, one in without_alignment.items()
-        if name != MARKUP
+        name: {"size": figures["size"], "scored_fraction": figures["trained_fraction"]}
+        for name, figures in regions.items()
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,95 +26,59 @@ MAX_CHECKED_DOCUMENTS = 1000  # documents checked for text that the tokenizer ca
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How documents are limited in length and assigned to shards.
+    """How documents are limited in length and assigned to shards."""
 
-    Attributes:
-        max_document_tokens: maximum tokens of a document: of the teacher's context and `max_length`; None: no limit.
-        max_length: the value of --max-length, if given.
-        long_documents: treatment of longer documents, one of `LONG_DOCUMENTS`.
-        shard_tokens: teacher tokens per shard.
-    """
-
+    # Maximum tokens of a document: of the teacher's context and `max_length`; None: no limit
     max_document_tokens: int | None
-    max_length: int | None
-    long_documents: str
-    shard_tokens: int
+    max_length: int | None  # the value of --max-length, if given
+    long_documents: str  # treatment of longer documents, one of `LONG_DOCUMENTS`
+    shard_tokens: int  # teacher tokens per shard
 
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """The chunks of documents in a shard. A document has one chunk, or several if it is too long and is split.
+    """The chunks of documents in a shard. A document has one chunk, or several if it is too long and is split."""
 
-    Attributes:
-        first_document, last_document: range of documents, both included.
-        skipped_chunks: chunks of the first document that are in the previous shard.
-        num_chunks: chunks in the shard.
-        num_tokens: teacher tokens in the shard.
-    """
-
-    first_document: int
+    first_document: int  # first and last document, both included
     last_document: int
-    skipped_chunks: int
-    num_chunks: int
-    num_tokens: int
+    skipped_chunks: int  # chunks of the first document that are in the previous shard
+    num_chunks: int  # chunks in the shard
+    num_tokens: int  # teacher tokens in the shard
 
 
 @dataclass
 class ShardPlan:
-    """The shards of a cache and statistics of its data. Its size depends on the number of shards, not of documents.
+    """The shards of a cache and statistics of its data. Its size depends on the number of shards, not of documents."""
 
-    Attributes:
-        shard_tokens: maximum teacher tokens per shard, unless a single document has more.
-        token_counts: int64 [U], occurrences of each teacher token.
-        shards: content of each shard.
-        num_documents: documents read.
-        num_chunks: rows of the cache.
-        num_tokens: teacher tokens in these rows.
-        num_positions: trained tokens among them.
-        fingerprint: of the documents.
-        num_too_long: documents longer than the maximum length.
-        max_chunk_tokens: tokens of the longest row.
-        optional_columns: optional columns of the cache, in order.
-    """
-
-    shard_tokens: int
-    token_counts: NDArray[np.int64]
-    shards: list[PlannedShard] = field(default_factory=list)
-    num_documents: int = 0
-    num_chunks: int = 0
-    num_tokens: int = 0
-    num_positions: int = 0
-    fingerprint: str = ""
-    num_too_long: int = 0
-    max_chunk_tokens: int = 0
-    optional_columns: list[str] = field(default_factory=list)
+    shard_tokens: int  # maximum teacher tokens per shard, unless a single document has more
+    token_counts: NDArray[np.int64]  # int64 [U], occurrences of each teacher token
+    shards: list[PlannedShard] = field(default_factory=list)  # content of each shard
+    num_documents: int = 0  # documents read
+    num_chunks: int = 0  # rows of the cache
+    num_tokens: int = 0  # teacher tokens in these rows
+    num_positions: int = 0  # trained tokens among them
+    fingerprint: str = ""  # of the documents
+    num_too_long: int = 0  # documents longer than the maximum length
+    max_chunk_tokens: int = 0  # tokens of the longest row
+    optional_columns: list[str] = field(default_factory=list)  # optional columns of the cache, in order
 
     def chunks_per_shard(self) -> list[int]:
         """Return the number of rows of each shard."""
         return [shard.num_chunks for shard in self.shards]
 
     def add_chunk(self, document: int, chunk: int, sequence: TokenSequence) -> None:
-        """Assign the next chunk to a shard and count its tokens."""
-        self.assign_chunk(document, chunk, len(sequence))
+        """Assign the next chunk to the last shard if it fits, else to a new shard, and count its tokens."""
+        size, last = len(sequence), self.shards[-1] if self.shards else None
+        if last is not None and last.num_tokens + size <= self.shard_tokens:
+            chunks, tokens = last.num_chunks + 1, last.num_tokens + size
+            self.shards[-1] = replace(last, last_document=document, num_chunks=chunks, num_tokens=tokens)
+        else:
+            self.shards.append(PlannedShard(document, document, chunk, 1, size))
         np.add.at(self.token_counts, sequence.ids, 1)
         self.num_positions += int(sequence.train_mask.sum())
-
-    def assign_chunk(self, document: int, chunk: int, num_tokens: int) -> None:
-        """Assign the next chunk to the last shard if it fits, else to a new shard."""
-        if self.shards and self.shards[-1].num_tokens + num_tokens <= self.shard_tokens:
-            shard = self.shards[-1]
-            self.shards[-1] = PlannedShard(
-                shard.first_document,
-                document,
-                shard.skipped_chunks,
-                shard.num_chunks + 1,
-                shard.num_tokens + num_tokens,
-            )
-        else:
-            self.shards.append(PlannedShard(document, document, chunk, 1, num_tokens))
         self.num_chunks += 1
-        self.num_tokens += num_tokens
-        self.max_chunk_tokens = max(self.max_chunk_tokens, num_tokens)
+        self.num_tokens += size
+        self.max_chunk_tokens = max(self.max_chunk_tokens, size)
 
 
 def make_shard_plan(
@@ -137,15 +101,14 @@ def make_shard_plan(
     rewritten: list[int] = []
     empty = with_sampled_tokens = untrained = 0
     lost = NormalizationLoss(tokenizer.name)
+    notes: list[str] = []
     for document, tokens in _tokenized_documents(corpus, tokenizer, fingerprint):
-        if not log_prefix:
-            pass
-        elif document.conversation is not None and len(rewritten) < MAX_CHECKED_DOCUMENTS:
+        if log_prefix and document.conversation is not None and len(rewritten) < MAX_CHECKED_DOCUMENTS:
             rewritten.append(count_lost_bytes(document, tokens))
         elif (
-            document.unsplittable_reason is None
+            log_prefix
             and plan.num_documents < MAX_CHECKED_DOCUMENTS
-            and len(tokens.text_runs)
+            and (document.unsplittable_reason is None and len(tokens.text_runs))
         ):
             lost += count_normalization_loss(tokenizer, [document.text], [tokens.encoded_run(0)])
         if sharding.max_document_tokens is not None and len(tokens) > sharding.max_document_tokens:
@@ -163,20 +126,17 @@ def make_shard_plan(
     plan.fingerprint = str(fingerprint)
     plan.optional_columns += ["sampled_tokens"] if with_sampled_tokens else []
     if plan.num_too_long:
-        _report_too_long(sharding, corpus, plan, *longest, log_prefix)
-    if empty and log_prefix:
-        terminal.note(
-            f"{log_prefix}: {empty:,} of {plan.num_documents:,} documents are empty and have no trained tokens"
-        )
-    if untrained and plan.num_positions and log_prefix:
-        terminal.note(
-            f"{log_prefix}: {untrained:,} of {plan.num_documents:,} documents have no trained tokens (only assistant "
-            "messages and completions are trained)"
-        )
-    if warning := lost.warning():
-        terminal.note(f"{log_prefix}: {warning}")
-    if sum(rewritten):
-        terminal.note(f"{log_prefix}: {format_lost_bytes(rewritten)}")
+        notes.append(_describe_too_long(sharding, corpus, plan, *longest))
+    total = f"of {plan.num_documents:,} documents"
+    if empty:
+        notes.append(f"{empty:,} {total} are empty and have no trained tokens")
+    if untrained and plan.num_positions:
+        assistant = "only assistant messages and completions are trained"
+        notes.append(f"{untrained:,} {total} have no trained tokens ({assistant})")
+    notes += [warning] if (warning := lost.warning()) else []
+    notes += [format_lost_bytes(rewritten)] if sum(rewritten) else []
+    for note in notes if log_prefix else ():
+        terminal.note(f"{log_prefix}: {note}")
     if empty == plan.num_documents:
         raise XtkError(
             "all documents of the data are empty",
@@ -198,22 +158,19 @@ def make_shard_plan(
     return plan
 
 
-def _report_too_long(
-    dealing: ShardingOptions, corpus: Corpus, plan: ShardPlan, length: int, number: int, log_prefix: str
-) -> None:
-    counted = f"{plan.num_too_long:,} of {plan.num_documents:,} documents are longer than " + (
-        f"the {dealing.max_document_tokens:,} tokens of the teacher's context"
-        if dealing.max_length is None
-        else f"--max-length {dealing.max_document_tokens:,}"
-    )
+def _describe_too_long(dealing: ShardingOptions, corpus: Corpus, plan: ShardPlan, length: int, number: int) -> str:
+    """Return a note on documents that are too long; raise XtkError for --long-documents refuse."""
+    limit = f"--max-length {dealing.max_document_tokens:,}"
+    if dealing.max_length is None:
+        limit = f"the {dealing.max_document_tokens:,} tokens of the teacher's context"
+    counted = f"{plan.num_too_long:,} of {plan.num_documents:,} documents are longer than {limit}"
     if dealing.long_documents == "refuse":
         raise XtkError(
             counted,
             where=f"{corpus.name}; the longest is document {number} with {length:,} tokens",
             hint="use --long-documents split, truncate or skip, or a larger --max-length if the teacher supports it",
         )
-    if log_prefix:
-        terminal.note(f"{log_prefix}: {counted}; using --long-documents {dealing.long_documents}")
+    return f"{counted}; using --long-documents {dealing.long_documents}"
 
 
 def read_shards(

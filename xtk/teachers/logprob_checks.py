@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +34,17 @@ def check_scored_document(
     """Refuse log-probabilities that are not valid distributions.
 
     Args:
-        scored: a document with the teacher's log-probabilities.
-        where: name of the document in messages.
         vocab_size: U, all ids are below it; None: any.
         support: the requested support; None: samples are not counted.
         hints: what to do about invalid shapes or ids ("arrays"), values ("values") and logits ("logits").
     """
     scores = scored.stored_logprobs
-    if failure := _wrong_shapes(scores, scored, support):
-        raise XtkError(failure, where=where, hint=hints["arrays"])
+    if not _arrays_fit_together(scores, scored):
+        raise XtkError(
+            "the teacher's backend returned arrays that do not fit together or not the trained tokens",
+            where=where,
+            hint=hints["arrays"],
+        )
     if failure := _wrong_numbers(scores):
         raise XtkError(failure, where=where, hint=hints["values"])
     finite = scores.observed_logprobs[np.isfinite(scores.observed_logprobs)]
@@ -52,35 +55,25 @@ def check_scored_document(
             where=where,
             hint=hints["logits"],
         )
-    if failure := _wrong_ids(scores, scored, vocab_size) or _wrong_samples(scores, vocab_size, support):
+    if failure := _wrong_ids(scores, scored, vocab_size) or _wrong_samples(scores, support):
         raise XtkError(failure, where=where, hint=hints["arrays"])
 
 
-def _wrong_shapes(scores: StoredLogprobs, row: TeacherDocument, support: Support | None) -> str | None:
-    """Return what is wrong with the lengths of the arrays; None if they are consistent."""
-    if not np.array_equal(scores.positions, np.flatnonzero(row.tokens.train_mask)):
-        return "the teacher did not score exactly the trained tokens"
+def _arrays_fit_together(scores: StoredLogprobs, row: TeacherDocument) -> bool:
+    """Return whether positions are the trained tokens, and lengths and offsets belong to each other."""
     size = len(scores.positions)
-    sets = len(scores.sample_offsets) - 1
-    wanted = size * support.num_sample_sets if support else sets
-    if any(len(values) != size for values in (scores.remainder_mass, scores.observed_logprobs, scores.entropy)):
-        return "the teacher's backend returned arrays whose length is not the number of trained tokens"
-    if (
-        not _are_offsets(scores.offsets, size, len(scores.ids), len(scores.logprobs))
-        or sets != wanted
-        or not _are_offsets(scores.sample_offsets, wanted, len(scores.sample_ids), len(scores.sample_counts))
-    ):
-        return "the teacher's backend returned offsets that do not match the number of its log-probabilities"
-    return None
-
-
-def _are_offsets(offsets: NDArray[np.int64], size: int, *lengths: int) -> bool:
     return (
-        len(offsets) == size + 1
-        and offsets[0] == 0
-        and bool((np.diff(offsets) >= 0).all())
-        and all(offsets[-1] == length for length in lengths)
+        np.array_equal(scores.positions, np.flatnonzero(row.tokens.train_mask))
+        and {len(scores.remainder_mass), len(scores.observed_logprobs), len(scores.entropy)} == {size}
+        and len(scores.offsets) == size + 1
+        and _are_offsets(scores.offsets, scores.ids, scores.logprobs)
+        and _are_offsets(scores.sample_offsets, scores.sample_ids, scores.sample_counts)
     )
+
+
+def _are_offsets(offsets: NDArray[np.int64], *values: NDArray[Any]) -> bool:
+    rises = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
+    return rises and all(offsets[-1] == len(array) for array in values)
 
 
 def _wrong_numbers(scores: StoredLogprobs) -> str | None:
@@ -99,54 +92,47 @@ def _wrong_numbers(scores: StoredLogprobs) -> str | None:
 
 
 def _wrong_ids(scores: StoredLogprobs, row: TeacherDocument, width: int | None) -> str | None:
-    observed_ids = row.tokens.ids[scores.positions]
-    owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
-    if _out_of_range(scores.ids, width):
-        return "the teacher returned token ids outside of its vocabulary"
-    if not _are_ascending(scores.ids, scores.offsets):
-        return "the teacher's backend returned token ids of a position that are not strictly increasing"
-    at = np.flatnonzero(scores.ids == observed_ids[owner])
-    if not np.array_equal(owner[at], np.arange(len(scores))):
+    for ids, offsets in ((scores.ids, scores.offsets), (scores.sample_ids, scores.sample_offsets)):
+        if (ids < 0).any() or (width is not None and (ids >= width).any()):
+            return "the teacher returned token ids outside of its vocabulary"
+        if (np.diff(_keys(offsets, ids)) <= 0).any():
+            return "the teacher's backend returned token ids of a position that are not strictly increasing"
+    keys = _keys(scores.offsets, scores.ids)
+    observed_keys = np.arange(len(scores)) << 32 | row.tokens.ids[scores.positions]
+    at = np.flatnonzero(np.isin(keys, observed_keys))
+    if len(at) != len(scores):
         return "the teacher's backend returned no log-probability of the observed token"
-    with np.errstate(invalid="ignore"):  # two infinities are the same
-        differs = np.abs(scores.logprobs[at] - scores.observed_logprobs) > TOLERANCE
-    if (differs | (np.isinf(scores.logprobs[at]) != np.isinf(scores.observed_logprobs))).any():
+    if not np.allclose(scores.logprobs[at], scores.observed_logprobs, rtol=0, atol=TOLERANCE):
         return "the teacher returned two different log-probabilities of the observed token"
     return None
 
 
-def _wrong_samples(scores: StoredLogprobs, width: int | None, support: Support | None) -> str | None:
-    if _out_of_range(scores.sample_ids, width):
-        return "the teacher sampled token ids outside of its vocabulary"
-    if not _are_ascending(scores.sample_ids, scores.sample_offsets):
-        return "the teacher's backend returned sampled token ids that are not strictly increasing"
-    if (scores.sample_counts < 1).any():
-        return "the teacher's backend returned a sampled token id with a count below 1"
-    if support is None or not support.num_sample_sets:
+def _wrong_samples(scores: StoredLogprobs, support: Support | None) -> str | None:
+    """Return what is wrong with the samples: their number in each set, or ids whose exact values are known too."""
+    if support is None:
         return None
-    sampled = np.diff(scores.sample_offsets)
-    counts = np.bincount(np.repeat(np.arange(len(sampled)), sampled), scores.sample_counts, minlength=len(sampled))
+    sets = len(scores) * support.num_sample_sets
+    owner = np.repeat(np.arange(len(scores.sample_offsets) - 1), np.diff(scores.sample_offsets))
+    counts = np.bincount(owner, scores.sample_counts, minlength=sets)
     # Without remainder mass there is nothing to sample from.
-    nothing = np.repeat(scores.remainder_mass <= TOLERANCE, support.num_sample_sets) & (counts == 0)
-    if not (nothing | (counts == support.num_samples)).all():
+    nothing = np.repeat(scores.remainder_mass <= TOLERANCE, support.num_sample_sets)
+    if (
+        (scores.sample_counts < 1).any()
+        or len(scores.sample_offsets) != sets + 1
+        or not ((nothing & (counts == 0)) | (counts == support.num_samples)).all()
+    ):
         return f"the teacher's backend did not return {support.num_samples} samples in each sample set (--num-samples)"
-    owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
-    sampled_owner = np.repeat(np.arange(len(sampled)) // support.num_sample_sets, sampled)
-    exact, others = (
-        by.astype(np.int64) << 32 | ids for by, ids in ((owner, scores.ids), (sampled_owner, scores.sample_ids))
-    )
-    if np.isin(others, exact).any():
+    if (
+        sets
+        and np.isin(
+            (owner // support.num_sample_sets) << 32 | scores.sample_ids, _keys(scores.offsets, scores.ids)
+        ).any()
+    ):
         return "the teacher's backend sampled token ids whose exact log-probabilities it also returned"
     return None
 
 
-def _out_of_range(ids: NDArray[np.int32], width: int | None) -> bool:
-    return bool((ids < 0).any() or (width is not None and (ids >= width).any()))
-
-
-def _are_ascending(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> bool:
-    """Return whether ids strictly increase within each range of the offsets."""
-    rises = np.diff(ids) > 0
-    edges = offsets[1:-1]
-    rises[edges[(edges > 0) & (edges < len(ids))] - 1] = True
-    return bool(rises.all())
+def _keys(offsets: NDArray[np.int64], ids: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return int64 [entries], unique for each range of the offsets and id."""
+    keys: NDArray[np.int64] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)) << 32 | ids
+    return keys

@@ -17,23 +17,15 @@ from xtk.text.token_sequence import TokenSequence as TokenSequence
 
 @dataclass(frozen=True)
 class LogprobArrays:
-    """Log-probabilities of a model at N positions.
+    """Log-probabilities of a model at N positions."""
 
-    Attributes:
-        ids: int32 [N, K]; -1: padding.
-        logprobs: float32 [N, K].
-        observed_logprobs: float32 [N], of the observed token.
-        entropy: float32 [N], nats.
-        sampled_ids: int32 [N, R, n], ids sampled from the remainder, with repetitions; -1: padding.
-        remainder_mass: float32 [N], the probability outside of `ids` and the observed token, from which ids are
-            sampled. None without samples: it is computed from the others.
-    """
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    observed_logprobs: NDArray[np.float32]
-    entropy: NDArray[np.float32]
-    sampled_ids: NDArray[np.int32]
+    ids: NDArray[np.int32]  # int32 [N, K]; -1: padding
+    logprobs: NDArray[np.float32]  # float32 [N, K]
+    observed_logprobs: NDArray[np.float32]  # float32 [N], of the observed token
+    entropy: NDArray[np.float32]  # float32 [N], nats
+    sampled_ids: NDArray[np.int32]  # int32 [N, R, n], ids sampled from the remainder, with repetitions; -1: padding
+    # float32 [N], the probability outside of `ids` and the observed token, from which ids are sampled. None without
+    # samples: it is computed from the others.
     remainder_mass: NDArray[np.float32] | None = None
 
 

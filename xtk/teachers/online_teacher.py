@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ from xtk.teachers.cache_build_config import (
     open_teacher,
     sharding_options,
 )
+from xtk.teachers.cache_building import check_scored_documents, score_chunks
 from xtk.teachers.cache_shard_planning import Chunk, ShardPlan, chunk_documents, make_shard_plan
-from xtk.teachers.cache_shard_writing import check_scored_documents, score_chunks
-from xtk.teachers.worker_pool import WorkerPool
+from xtk.teachers.worker_pool import TeacherJob, WorkerPool
 from xtk.text.document import Document
 from xtk.text.start_tokens import AUTO_START
 from xtk.text.token_sequence import TokenSequence
@@ -63,27 +63,14 @@ FULL_VOCABULARY = "all"  # value of top_k: the whole vocabulary
 _TEACHER_SPEC = re.compile(r"(?P<model>.*?)(:(?P<options>[a-z][a-z_.-]*=.*))?", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class ScoringJob:
-    """Scoring of documents, in this process or another one.
-
-    Attributes:
-        request: teacher and options.
-        header: of the teacher; it states its weights.
-    """
-
-    request: CacheRequest
-    header: dict[str, Any]
-
-    def inherited_descriptors(self) -> list[int]:
-        """Return no files: documents are sent."""
-        return []
+class ScoringJob(TeacherJob):
+    """Scoring of documents."""
 
     def run(
-        self, teacher: TeacherBackend, tokenizer: Tokenizer, parts: Iterable[Sequence[Chunk]]
+        self, teacher: TeacherBackend, tokenizer: Tokenizer, tasks: Iterable[Sequence[Chunk]]
     ) -> Iterator[list[StoredLogprobs]]:
         """Yield the log-probabilities of the documents of each part."""
-        for number, part in enumerate(parts):
+        for number, part in enumerate(tasks):
             where = f"the documents of this block, part {number}"
             scored = score_chunks(self.request, teacher, part, where)
             check_scored_documents(self.request, scored, teacher.vocab_size, where)
@@ -98,9 +85,6 @@ class OnlineTeacher:
         num_candidates: for the support `candidates`, approximate number of candidate ids per generated token.
         student_weights: if the student is its own teacher, a key of `STUDENT_WEIGHTS`; "": a separate model.
         devices: separate devices on this machine; (): it alternates with the student on the student's devices.
-
-    Attributes:
-        header: header of a cache of the whole corpus; set by `read_corpus`.
     """
 
     kind = "teacher"
@@ -150,15 +134,12 @@ class OnlineTeacher:
     @property
     def estimated_bytes_per_document(self) -> float:
         """Approximate mean size of the log-probabilities of a document, in bytes."""
-        plan = self._read_plan()
-        support = self.request.support
+        plan, support = self._plan, self.request.support
+        assert plan is not None, "read_corpus is called first"
         return plan.num_positions / max(plan.num_chunks, 1) * 8 * (3 + (support.top_k or 64) + support.num_samples)
 
     def read_corpus(self, corpus: Corpus, log_prefix: str) -> tuple[list[Document], NDArray[np.int32]]:
         """Read all data once, and return the documents as they will be scored.
-
-        Args:
-            log_prefix: prefix of notes on the data; "": no notes.
 
         Returns:
             The documents, where too long ones are truncated, split or skipped, and int32 [documents], the number of
@@ -175,20 +156,8 @@ class OnlineTeacher:
         self._plan, self.header = plan, make_cache_header(self.request, self.teacher_tokenizer, plan, None)
         return documents, np.array(sizes, np.int32)
 
-    def read_chunks(self, corpus: Corpus) -> list[Chunk]:
-        """Return generated documents with the teacher's tokens, after checking their lengths."""
-        chunks: list[Chunk] = []
-        make_shard_plan(
-            self._sharding,
-            corpus,
-            self.teacher_tokenizer,
-            lambda document, tokens: chunks.append((document, tokens)),
-            "",
-        )
-        return chunks
-
     def tokenize(self, documents: Sequence[Document]) -> list[Chunk]:
-        """Return documents of `read_corpus` with the teacher's tokens."""
+        """Return documents of `read_corpus`, or generated ones, with the teacher's tokens."""
         corpus = InMemoryCorpus(documents, ["the documents of a block"], {})
         chunks = chunk_documents(self._sharding, corpus, self.teacher_tokenizer, list(documents))
         return [chunk for (chunk,) in chunks]
@@ -201,7 +170,6 @@ class OnlineTeacher:
         Args:
             parts: documents with the teacher's tokens; read while the teacher scores.
             epoch: number of completed epochs, added to the seed of the samples.
-            longest: tokens of the longest document.
             student_model: if the student is its own teacher, its `BackboneWithHead` with the weights to use.
         """
         support = self.request.support
@@ -262,11 +230,6 @@ class OnlineTeacher:
             gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def _read_plan(self) -> ShardPlan:
-        if self._plan is None:
-            raise RuntimeError("OnlineTeacher.read_corpus must be called before this method")
-        return self._plan
 
 
 def parse_online_teacher(
@@ -374,9 +337,6 @@ def read_corpus_for_all(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, log_prefix: str
 ) -> tuple[list[Document], NDArray[np.int32]]:
     """Read the same documents for several teachers; each document is limited to what all teachers can read.
-
-    Args:
-        log_prefix: prefix of notes on the data; "": no notes.
 
     Returns:
         The documents, and int32 [teachers, documents], the number of tokens of each teacher.

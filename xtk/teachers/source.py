@@ -25,7 +25,6 @@ class TeacherSource(Protocol):
         """Return what the teacher says about some documents; None where it says nothing.
 
         Args:
-            documents: indices of documents of the run.
             sample_set: index of the set of sampled tokens, modulo the number of sets. None: only exact values.
         """
 

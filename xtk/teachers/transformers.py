@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +22,8 @@ from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.parallel.host_to_device import start_copy_to_host, to_device
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
-from xtk.teachers.logprobs_to_cache_arrays import (
-    LogprobArrays,
-    arrays_to_stored,
-    sampling_uniforms,
-    trained_positions,
-)
-from xtk.teachers.tensor_parallel import TensorParallelModel
+from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, sampling_uniforms, trained_positions
+from xtk.teachers.worker_pool import TensorParallelModel
 from xtk.text.token_sequence import TokenSequence
 
 # Engine options that xtk sets, and the options of the command line for them.
@@ -119,11 +114,7 @@ class TransformersTeacher(TeacherBackend):
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def sleep(self) -> bool:
-        """Move the model to CPU memory.
-
-        Returns:
-            Whether this is possible: not for placed, tensor-parallel or quantized models.
-        """
+        """Move the model to CPU memory; not possible if it is placed, tensor-parallel or quantized."""
         if self._run is not self._cut or self._placed:
             return False
         self.model.to("cpu")
@@ -137,14 +128,7 @@ class TransformersTeacher(TeacherBackend):
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return the log-probabilities at the trained tokens of each document.
-
-        On a GPU the next batch is queued before the results of the last one are read.
-
-        Args:
-            documents: at most the context length of the model each.
-            candidate_ids: for `--support candidates`, ids [P, G] at the trained tokens of each document; -1: padding.
-        """
+        """Return log-probabilities, as `TeacherBackend.score`; a GPU gets the next batch before the last is read."""
         scored: list[StoredLogprobs | None] = [None] * len(documents)
         started: deque[tuple[list[int], Callable[[], Tensor]]] = deque()
         num_started = 2 if self.device.type == "cuda" else 1
@@ -180,30 +164,27 @@ class TransformersTeacher(TeacherBackend):
         observed_ids = np.concatenate([document.ids[at] for document, at in zip(documents, positions, strict=True)])
         states = self._run(to_device(ids, self.device)).flatten(0, 1)
         uniforms = np.concatenate([sampling_uniforms(document, self.support) for document in documents])
-        wanted = _PositionInputs(
-            to_device(torch.from_numpy(observed_ids.astype(np.int64)), states.device),
-            None
-            if given is None
-            else to_device(torch.from_numpy(_padded_candidates(given).astype(np.int64)), states.device),
-            to_device(torch.from_numpy(uniforms), states.device),
-        )
-        rows = states[to_device(torch.from_numpy(places), states.device)]
+
+        def on_device(array: NDArray[Any]) -> Tensor:
+            return to_device(torch.from_numpy(array), states.device)
+
+        candidates = None if given is None else on_device(_padded_candidates(given).astype(np.int64))
+        wanted = _PositionInputs(on_device(observed_ids.astype(np.int64)), candidates, on_device(uniforms))
+        rows = states[on_device(places)]
         parts = list(_columns_of_states(rows, wanted, self._cut.head, self.support))
         return start_copy_to_host(torch.cat(parts) if parts else _no_columns(self.support))
 
 
-class _PositionInputs:
-    """Inputs at each of N positions: the observed token, candidate ids, and uniform numbers for sampling."""
+class _PositionInputs(NamedTuple):
+    """Inputs at each of N positions."""
 
-    def __init__(self, observed_ids: Tensor, given: Tensor | None, uniforms: Tensor) -> None:
-        self.observed_ids, self.candidate_ids, self.uniforms = observed_ids, given, uniforms
+    observed_ids: Tensor
+    candidate_ids: Tensor | None
+    uniforms: Tensor  # for sampling
 
-    def __getitem__(self, rows: slice) -> _PositionInputs:
-        return _PositionInputs(
-            self.observed_ids[rows],
-            None if self.candidate_ids is None else self.candidate_ids[rows],
-            self.uniforms[rows],
-        )
+    def at(self, rows: slice) -> _PositionInputs:
+        candidate_ids = None if self.candidate_ids is None else self.candidate_ids[rows]
+        return _PositionInputs(self.observed_ids[rows], candidate_ids, self.uniforms[rows])
 
 
 def _padded_candidates(given: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -271,7 +252,7 @@ def _columns_of_states(states: Tensor, wanted: _PositionInputs, head: OutputHead
         logits = logits_of(states[start : start + chunk])
         for first in range(0, len(logits), few):
             rows = slice(start + first, start + min(first + few, len(logits)))
-            yield _join_columns(_arrays_of_logits(logits[first : first + few], wanted[rows], support, work))
+            yield _join_columns(_arrays_of_logits(logits[first : first + few], wanted.at(rows), support, work))
 
 
 def _arrays_of_logits(

@@ -15,11 +15,11 @@ from xtk.errors import XtkError
 from xtk.models.causal_lm import load_model_config, max_context_length
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
+from xtk.teachers.transformers import batches_by_length
 from xtk.teachers.vllm_top_logprobs import (
     SUPPORTED_KINDS,
     TopLogprobs,
     check_document_lengths,
-    check_support_kind,
     empty_top_logprobs,
     num_tokens_to_read,
     num_top_ids,
@@ -52,7 +52,6 @@ class VllmTeacher(TeacherBackend):
     has_engine_options: ClassVar[bool] = True
 
     def __init__(self, request: TeacherConfig) -> None:
-        check_support_kind(request)
         self._name, self._support = request.model.name, request.support
         self._top_k = num_top_ids(request.support, request.tokenizer.embedding_rows)
         self._engine = VllmEngine(request, "cache-teacher", RESERVED_OPTIONS, _engine_settings(request, self._top_k))
@@ -83,19 +82,19 @@ class VllmTeacher(TeacherBackend):
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return the log-probabilities at the trained tokens of each document.
-
-        Args:
-            documents: at most `max_document_tokens` tokens each.
-            candidate_ids: not supported, always None.
-        """
+        """Return log-probabilities, see `TeacherBackend.score`; no candidate ids."""
         check_document_lengths(documents, self.max_document_tokens, self._name)
         heads = [empty_top_logprobs(self._top_k)] * len(documents)
-        self.report_tokens(sum(len(document) for document in documents if not num_tokens_to_read(document)))
-        for batch in _batch_documents([num_tokens_to_read(document) for document in documents], self._tokens_in_a_call):
-            for number, logprobs in zip(batch, self._top_logprobs([documents[at] for at in batch]), strict=True):
+        lengths = [num_tokens_to_read(document) for document in documents]
+        trained = [number for number, length in enumerate(lengths) if length]
+        self.report_tokens(
+            sum(len(document) for document, length in zip(documents, lengths, strict=True) if not length)
+        )
+        for batch in batches_by_length([lengths[number] for number in trained], self._tokens_in_a_call):
+            own = [trained[at] for at in batch]
+            for number, logprobs in zip(own, self._top_logprobs([documents[at] for at in own]), strict=True):
                 heads[number] = logprobs
-            self.report_tokens(sum(len(documents[at]) for at in batch))
+            self.report_tokens(sum(len(documents[at]) for at in own))
         where = f"{self._name}, run by vLLM"
         return [
             top_logprobs_to_stored(document, logprobs, self._support, self.vocab_size, where)
@@ -123,12 +122,7 @@ class VllmTeacher(TeacherBackend):
         """Return vLLM's parameters for a prompt; a token `forced` is generated after it."""
         last = {} if forced is None else {"logprobs": self._top_k, "allowed_token_ids": [forced]}
         return import_vllm().SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=self._top_k,
-            flat_logprobs=True,
-            detokenize=False,
-            **last,
+            max_tokens=1, temperature=0.0, prompt_logprobs=self._top_k, flat_logprobs=True, detokenize=False, **last
         )
 
     def _parse_output(self, document: TokenSequence, parts: list[Any]) -> TopLogprobs:
@@ -138,23 +132,25 @@ class VllmTeacher(TeacherBackend):
         logprobs = np.concatenate([np.array(part.logprobs, np.float32) for part in parts])
         rows = num_tokens_to_read(document) - 1
         at = np.flatnonzero(document.train_mask) - 1
-        if ids.shape != (rows * columns,) or logprobs.shape != ids.shape:
+        has_all = ids.shape == (rows * columns,) == logprobs.shape
+        if not has_all or not np.array_equal(ids.reshape(rows, columns)[at, 0], document.ids[at + 1]):
             raise XtkError(
-                f"vLLM returned {len(ids):,} log-probabilities instead of {columns:,} for each of {rows:,} positions",
+                f"the {len(ids):,} log-probabilities from vLLM are not {columns:,} for each of the {rows:,} tokens of "
+                "the document",
                 where=self._name,
                 hint="use --backend transformers",
             )
         ids, logprobs = ids.reshape(rows, columns)[at], logprobs.reshape(rows, columns)[at]
-        if not np.array_equal(ids[:, 0], document.ids[at + 1]):
-            raise XtkError(
-                "vLLM returned log-probabilities of other tokens than those of the document",
-                where=self._name,
-                hint="use --backend transformers",
-            )
         return TopLogprobs(ids[:, 1:], logprobs[:, 1:], logprobs[:, 0])
 
 
 def _engine_settings(request: TeacherConfig, top_k: int) -> dict[str, Any]:
+    length = {}
+    if longest := request.options.get(
+        "longest"
+    ):  # so that vLLM reserves no memory for longer prompts; one is generated
+        context = max_context_length(load_model_config(request.model))
+        length = {"max_model_len": min(longest + 1, context or longest)}
     tokens = max(1, min(request.batch_tokens, TRANSIENT_BYTES // (request.tokenizer.embedding_rows * BYTES_PER_LOGIT)))
     return {
         "skip_tokenizer_init": True,  # inputs and outputs are token ids
@@ -163,30 +159,5 @@ def _engine_settings(request: TeacherConfig, top_k: int) -> dict[str, Any]:
         "max_num_seqs": min(MAX_PROMPTS, tokens),
         # Each document is scored once.
         "enable_prefix_caching": False,
-        **_model_length(request),
+        **length,
     }
-
-
-def _model_length(request: TeacherConfig) -> dict[str, int]:
-    """Return the maximum length, so that vLLM reserves no memory for longer prompts; with one generated token."""
-    longest = request.options.get("longest")
-    if longest is None:
-        return {}
-    configuration = load_model_config(request.model)
-    return {"max_model_len": min(longest + 1, max_context_length(configuration) or longest)}
-
-
-def _batch_documents(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield groups of consecutive documents of at most `tokens` tokens, at least one each; empty ones are skipped."""
-    batch: list[int] = []
-    held = 0
-    for number, length in enumerate(lengths):
-        if not length:
-            continue
-        if batch and held + length > tokens:
-            yield batch
-            batch, held = [], 0
-        batch.append(number)
-        held += length
-    if batch:
-        yield batch

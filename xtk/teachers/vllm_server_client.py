@@ -22,6 +22,7 @@ from xtk.engines.server_responses import (
     PermanentError,
     RetryableError,
     checked_logprobs,
+    checked_token_ids,
     parse_token_ids,
 )
 from xtk.engines.vllm_servers import (
@@ -36,14 +37,12 @@ from xtk.engines.vllm_servers import (
 )
 from xtk.errors import MismatchError, XtkError
 from xtk.models.resolver import ModelRef
-from xtk.teachers import sglang_responses
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
 from xtk.teachers.vllm_top_logprobs import (
     CLAMPED_LOGPROB,
     SUPPORTED_KINDS,
     TopLogprobs,
     check_document_lengths,
-    check_support_kind,
     empty_top_logprobs,
     num_tokens_to_read,
     num_top_ids,
@@ -55,6 +54,9 @@ from xtk.text.token_sequence import TokenSequence
 
 DEFAULT_CONCURRENCY = 32
 MAX_BYTES_IN_FLIGHT = 1 << 29
+SGLANG_PATH = "/generate"  # after the address without /v1
+SGLANG_OWNER = "sglang"  # that SGLang's list of models states
+SGLANG_HINT = "check that this is a server of SGLang (python -m sglang.launch_server), or use --backend transformers"
 SAME_MODEL_TOLERANCE = 0.1  # mean difference in nats: five times that of bfloat16 on other GPUs or in other batches
 
 
@@ -65,16 +67,12 @@ class ServerTeacher(TeacherBackend):
         request: model and options; its folder needs only tokenizer and configuration. In `options`, `servers`
             are addresses (`http://host:8000/v1`, followed by `#model` if a server has several), `concurrency` is the
             number of requests in flight on all servers together, and `patience` is the `RetryPolicy`.
-
-    Attributes:
-        model: name of the model on the servers.
     """
 
     support_kinds: ClassVar[frozenset[str]] = SUPPORTED_KINDS
     uses_servers: ClassVar[bool] = True
 
     def __init__(self, request: TeacherConfig) -> None:
-        check_support_kind(request)
         servers = [Endpoint.parse(text) for text in request.options.get("servers") or ()]
         if not servers:
             raise XtkError(
@@ -89,7 +87,7 @@ class ServerTeacher(TeacherBackend):
         )
         self._limit, logprobs = connect_servers(self._endpoints, self._name, self._probe_logprobs, self._refusal_error)
         _check_same_model(self._endpoints.endpoints, logprobs)
-        if len(kinds := {endpoint.owner == sglang_responses.OWNER for endpoint in servers}) > 1:
+        if len(kinds := {endpoint.owner == SGLANG_OWNER for endpoint in servers}) > 1:
             raise XtkError(
                 "some servers are of SGLang, and others are not",
                 where=", ".join(map(str, servers)),
@@ -125,12 +123,7 @@ class ServerTeacher(TeacherBackend):
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return the log-probabilities at the trained tokens of each document.
-
-        Args:
-            documents: at most `max_document_tokens` tokens each.
-            candidate_ids: not supported, always None.
-        """
+        """Return log-probabilities, see `TeacherBackend.score`; no candidate ids."""
         check_document_lengths(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
         longest = max((num_tokens_to_read(document) for document in documents), default=0)
         largest_response = max(1, longest) * (self._top_k + 1) * BYTES_PER_ENTRY
@@ -148,13 +141,11 @@ class ServerTeacher(TeacherBackend):
             return self._to_stored_logprobs(document, empty_top_logprobs(self._top_k))
         ids = document.ids[:length].tolist()
         sglang = self._is_sglang
-        body = (
-            sglang_responses.request_body(ids, self._top_k) if sglang else _request_body(ids, self._top_k, self._limit)
-        )
-        parse = sglang_responses.parse_response if sglang else _parse_response
+        body = _sglang_request_body(ids, self._top_k) if sglang else _request_body(ids, self._top_k, self._limit)
+        parse = parse_sglang_response if sglang else _parse_response
         try:
             return await self._endpoints.request(
-                sglang_responses.GENERATE_PATH if sglang else COMPLETIONS_PATH,
+                SGLANG_PATH if sglang else COMPLETIONS_PATH,
                 lambda endpoint: body if sglang else {"model": endpoint.model, **body},
                 lambda response: self._to_stored_logprobs(document, parse(response, document, self._top_k)),
                 at_root=sglang,
@@ -190,7 +181,7 @@ class ServerTeacher(TeacherBackend):
         probe = tokenizer_probe(self._tokenizer, context_length)
         (ours,) = self._tokenizer.encode([probe])
         ids = ours.ids.tolist()
-        if endpoint.owner == sglang_responses.OWNER:
+        if endpoint.owner == SGLANG_OWNER:
             return await self._probe_sglang(endpoint, probe, ids)
         body = {"model": endpoint.model, "prompt": probe, "add_special_tokens": False, "return_token_ids": True}
         choice = await self._endpoints.request_one(
@@ -215,9 +206,9 @@ class ServerTeacher(TeacherBackend):
         """Do the same with a server of SGLang, which may put a start token before the text."""
         own, _ = await self._endpoints.request_one(
             endpoint,
-            sglang_responses.GENERATE_PATH,
-            sglang_responses.request_body(probe, self._top_k),
-            sglang_responses.prompt_entries,
+            SGLANG_PATH,
+            _sglang_request_body(probe, self._top_k),
+            _sglang_prompt_entries,
             at_root=True,
             max_attempts=STARTUP_ATTEMPTS,
         )
@@ -262,11 +253,7 @@ def _response_choice(answer: Any) -> dict[str, Any]:
 
 
 def _parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogprobs:
-    """Return the top log-probabilities at the trained tokens of a document.
-
-    Raises:
-        RetryableError: the response has fewer or other tokens, or values that are not numbers.
-    """
+    """Return the top log-probabilities at the trained tokens of a document."""
     choice = _response_choice(answer)
     returned = choice["prompt_logprobs"]
     length = num_tokens_to_read(document)
@@ -334,3 +321,52 @@ def _check_same_model(endpoints: Sequence[Endpoint], probes: Sequence[NDArray[np
                 where=f"{endpoints[0]} ({endpoints[0].model}) and {endpoint} ({endpoint.model})",
                 hint="use servers with the same model; with several models per server, name it: --server URL#MODEL",
             )
+
+
+def _sglang_request_body(prompt: str | list[int], top_k: int) -> dict[str, Any]:
+    """Return the body of a request that scores a prompt and generates nothing."""
+    given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+    sampling = {"max_new_tokens": 0, "temperature": 0}
+    logprobs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
+    return {**given, "sampling_params": sampling, **logprobs}
+
+
+def _sglang_prompt_entries(answer: Any) -> tuple[list[Any], list[Any]]:
+    """Return (log-probability, id, text) of each token of the prompt, and the lists of the most likely ones."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    own = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
+    top = meta.get("input_top_logprobs") if isinstance(meta, dict) else None
+    if not isinstance(own, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in own):
+        raise RetryableError("the server's response has no input_token_logprobs", SGLANG_HINT)
+    if top is not None and not isinstance(top, list):
+        raise RetryableError("the server's response has no valid input_top_logprobs", SGLANG_HINT)
+    return own, top or [None] * len(own)
+
+
+def parse_sglang_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogprobs:
+    """Return the top log-probabilities at the trained tokens of a document."""
+    own, top = _sglang_prompt_entries(answer)
+    length = num_tokens_to_read(document)
+    if not len(own) == len(top) == length:
+        raise RetryableError(
+            f"the server's response has log-probabilities of {len(own):,} tokens instead of {length:,}"
+        )
+    at = np.flatnonzero(document.train_mask)
+    ids: list[Any] = []
+    values: list[Any] = []
+    lengths = []
+    for position in at.tolist():
+        listed = (top[position] or []) if top_k else []
+        if not isinstance(listed, list) or len(listed) != top_k or not all(isinstance(entry, list) for entry in listed):
+            raise RetryableError(
+                f"the server's response does not have {top_k:,} log-probabilities for each token", SGLANG_HINT
+            )
+        entries = [entry[:2] for entry in listed]
+        value, token = own[position][:2]
+        if all(other != token for _, other in entries):
+            entries.append([value, token])
+        values += [logprob for logprob, _ in entries]
+        ids += [token for _, token in entries]
+        lengths.append(len(entries))
+    table = (checked_token_ids(ids), checked_logprobs(values), np.array(lengths, np.int64))
+    return separate_observed(*table, document.ids[at], top_k)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from xtk.cache.teacher_logprobs import StoredLogprobs, Support
 from xtk.engines.server_responses import VLLM_SERVER_HINT, RetryableError
 from xtk.errors import XtkError
-from xtk.teachers.backend_interface import TeacherConfig
+from xtk.teachers.logprob_checks import BACKEND_HINTS
 from xtk.teachers.logprobs_to_cache_arrays import LogprobArrays, arrays_to_stored, trained_positions
 from xtk.text.token_sequence import TokenSequence
 
@@ -23,34 +23,11 @@ MAX_EXCESS_MASS = 1e-3
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """The most likely tokens of P distributions.
+    """The most likely tokens of P distributions."""
 
-    Attributes:
-        ids: int32 [P, K], most likely first.
-        logprobs: float32 [P, K].
-        observed_logprobs: float32 [P], of the observed token, whether it is among `ids` or not.
-    """
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    observed_logprobs: NDArray[np.float32]
-
-
-def check_support_kind(request: TeacherConfig) -> None:
-    """Refuse a support that needs more than the top tokens of a distribution."""
-    kind = request.support.kind
-    if kind in SUPPORTED_KINDS:
-        return
-    needs = {
-        "candidates": "the log-probabilities of the candidate ids in the data",
-        "sample": "the whole distribution for sampling",
-        "top-k+sample": "the whole distribution for sampling",
-    }.get(kind, "log-probabilities of other tokens too")
-    raise XtkError(
-        f"vLLM returns only the most likely tokens; --support {kind} needs {needs}",
-        where=request.model.name,
-        hint=f"use --support top-k, top-p or none, or use --backend transformers, which supports {kind}",
-    )
+    ids: NDArray[np.int32]  # int32 [P, K], most likely first
+    logprobs: NDArray[np.float32]  # float32 [P, K]
+    observed_logprobs: NDArray[np.float32]  # float32 [P], of the observed token, whether it is among `ids` or not
 
 
 def check_document_lengths(documents: Sequence[TokenSequence], max_tokens: int | None, name: str) -> None:
@@ -87,8 +64,6 @@ def top_logprobs_to_stored(
 
     Args:
         top_logprobs: of each trained token; may contain more ids than the support keeps.
-        vocab_size: U, ids are below it.
-        where: the source, for errors.
     """
     observed_ids = document.ids[trained_positions(document)]
     _check_top_logprobs(top_logprobs, observed_ids, vocab_size, where)
@@ -132,40 +107,25 @@ def _known_and_remainder(
 
 
 def _check_top_logprobs(heads: TopLogprobs, observed_ids: NDArray[np.int32], width: int, where: str) -> None:
-    if len(heads.observed_logprobs) != len(observed_ids) or len(heads.ids) != len(observed_ids):
-        raise XtkError(
-            f"the teacher's backend returned log-probabilities for {len(heads.ids):,} tokens instead of "
-            f"{len(observed_ids):,}",
-            where=where,
-            hint="this is an error of the backend; use another --backend",
-        )
-    if not np.isfinite(heads.observed_logprobs).all() or np.isnan(heads.logprobs).any():
-        raise XtkError(
-            "the teacher returned log-probabilities that are NaN or infinite",
-            where=where,
-            hint="use another --dtype: float16 overflows in models trained in bfloat16",
-        )
-    if heads.ids.size and not (heads.ids.min() >= 0 and heads.ids.max() < width):
-        raise XtkError(
-            f"the teacher returned the token id {heads.ids.max():,}, but its vocabulary has {width:,} ids",
-            where=where,
-            hint="check that tokenizer and config.json of TEACHER belong to the model that the backend or server runs",
-        )
-    in_order = np.sort(heads.ids, 1)
-    if (in_order[:, 1:] == in_order[:, :-1]).any():
-        raise XtkError(
-            "the teacher's backend returned two log-probabilities of the same token at one position",
-            where=where,
-            hint="this is an error of the backend; use another --backend",
-        )
-    known, _ = _known_and_remainder(heads, observed_ids)
-    most = np.exp(known).sum(1).max(initial=0.0)
-    if not most <= 1 + MAX_EXCESS_MASS:
-        raise XtkError(
-            f"the values from vLLM are not log-probabilities: the probabilities of a position sum to {most:.4g}",
-            where=where,
-            hint="start vLLM's server with --logprobs-mode raw_logprobs",
-        )
+    count, in_order = len(observed_ids), np.sort(heads.ids, 1)
+    if len(heads.observed_logprobs) != count or len(heads.ids) != count:
+        failure = f"the teacher's backend returned log-probabilities for {len(heads.ids):,} tokens instead of {count:,}"
+        hint = BACKEND_HINTS["arrays"]
+    elif not np.isfinite(heads.observed_logprobs).all() or np.isnan(heads.logprobs).any():
+        failure, hint = "the teacher returned log-probabilities that are NaN or infinite", BACKEND_HINTS["values"]
+    elif heads.ids.size and not (heads.ids.min() >= 0 and heads.ids.max() < width):
+        failure = f"the teacher returned the token id {heads.ids.max():,}, but its vocabulary has {width:,} ids"
+        hint = "check that tokenizer and config.json of TEACHER belong to the model that the backend or server runs"
+    elif (in_order[:, 1:] == in_order[:, :-1]).any():
+        failure = "the teacher's backend returned two log-probabilities of the same token at one position"
+        hint = BACKEND_HINTS["arrays"]
+    else:
+        most = np.exp(_known_and_remainder(heads, observed_ids)[0]).sum(1).max(initial=0.0)
+        if most <= 1 + MAX_EXCESS_MASS:
+            return
+        failure = f"the values from vLLM are not log-probabilities: the probabilities of a position sum to {most:.4g}"
+        hint = "start vLLM's server with --logprobs-mode raw_logprobs"
+    raise XtkError(failure, where=where, hint=hint)
 
 
 def separate_observed(
@@ -180,10 +140,6 @@ def separate_observed(
     Args:
         ids: of all positions, concatenated.
         lengths: [P], K, or K + 1 if the observed token is not among the top K.
-        observed_ids: [P], the observed tokens.
-
-    Raises:
-        RetryableError: an observed token is missing.
     """
     filled = np.arange(top_k + 1) < lengths[:, None]
     table = np.full(filled.shape, -1, np.int32)

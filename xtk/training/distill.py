@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,11 +24,11 @@ from xtk.models.causal_lm import max_context_length, silence_transformers
 from xtk.models.precision import describe_device
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.models.student_model_setup import has_mergeable_adapter, is_peft_model, load_student, save_final_student
+from xtk.name_registry import unknown_name_error
 from xtk.parallel.parallel_config import ParallelConfig, parse_parallel
 from xtk.parallel.process_group import init_process_group_after_restart, report_lost_processes, set_timeout
 from xtk.runs.resume_point import RUN_FOLDER, ResumePoint, check_evaluation, find_checkpoint, prepare_run_folder
 from xtk.teachers.online_teacher import OnlineTeacher
-from xtk.training.experiment_trackers import check_trackers, start_trackers
 from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
 from xtk.training.kinds.run_inputs import RunInputs
 from xtk.training.student_generator import check_engine_can_load, check_generation_backend
@@ -46,14 +47,8 @@ def distill(
     """Train a student and return the content of its manifest; runs in this process, which may be one of several.
 
     Args:
-        recipe: the options that decide the result.
-        logging_config: logging, evaluation and checkpoints.
-        inputs: from `open_inputs`.
         force: move aside what is in the output folder.
         options: the same as command-line options, stored in `recipe.json`.
-
-    Returns:
-        The content of the run's `xtk.json`: steps, recipe, last metrics.
     """
     silence_transformers()
     accelerator = _start_accelerator(paths, recipe, logging_config)
@@ -68,7 +63,10 @@ def distill(
         if accelerator.is_main_process:
             held.enter_context(writer_lock(paths.output, "student"))
         accelerator.wait_for_everyone()
-        if (finished := _find_finished(paths.output, identity, evaluation, force=force)) is not None:
+        finished = Output(paths.output, RUN_FOLDER, force=force).find_finished(identity)
+        if not force:
+            check_evaluation(paths.output, evaluation, is_finished=finished is not None)
+        if finished is not None:
             return finished
         resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
         set_seed(recipe.seed)
@@ -113,16 +111,6 @@ def distill(
         _print_plan(run, inputs, per_step, len(documents))
         with report_killed_workers(), report_lost_processes():
             return train(run)
-
-
-def _find_finished(
-    output: Path, identity: dict[str, Any], evaluation: dict[str, str], *, force: bool
-) -> dict[str, Any] | None:
-    """Return the `xtk.json` of the finished run, None if there is none; refuse other runs and other evaluations."""
-    finished = Output(output, RUN_FOLDER, force=force).find_finished(identity)
-    if not force:
-        check_evaluation(output, evaluation, is_finished=finished is not None)
-    return finished
 
 
 def run_identity(
@@ -313,3 +301,45 @@ def _adapter_merger(paths: RunPaths, recipe: TrainConfig, inputs: RunInputs) -> 
         save_final_student(model, folder)
 
     return merge
+
+
+TRACKER_PROJECT, RUN_NAME_FILE = "xtk", "name"
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise XtkError for trackers that are unknown or not installed."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    installed = {str(tracker.value) for tracker in get_available_trackers()}
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise unknown_name_error("tracker", name, list(LOGGER_TYPE_TO_CLASS))
+        if name not in installed:
+            raise XtkError(
+                f"the tracker {name} is not installed", hint=f"run pip install {name}, or change --report-to"
+            )
+
+
+def start_trackers(accelerator: Any, folder: Path, step: int, identity: dict[str, Any]) -> None:
+    """Start the trackers of a run in its main process, or resume those of an earlier start.
+
+    Args:
+        step: the step from which the run resumes; TensorBoard drops later ones.
+        identity: options and fingerprints of the run, logged as its configuration.
+    """
+    name = ""
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / RUN_NAME_FILE
+        if not kept.is_file():
+            kept.write_text(f"{folder.parent.resolve().name}-{secrets.token_hex(4)}", encoding="utf-8")
+        name = kept.read_text(encoding="utf-8")
+    accelerator.init_trackers(
+        TRACKER_PROJECT,
+        config={"recipe": canonical_json(identity)},
+        init_kwargs={
+            "tensorboard": {"purge_step": step + 1} if step else {},
+            "wandb": {"id": name, "name": name, "resume": "allow", "dir": str(folder)},
+            "trackio": {"name": name, "resume": "allow"},
+        },
+    )

@@ -30,7 +30,7 @@ from xtk.runs.metrics_file import metric_name
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.student_with_losses import forward_student, predicted_tokens, reshard_weights
+from xtk.training.student_with_losses import TokenBatch, forward_student, predicted_tokens, reshard_weights
 
 CE_METRIC = "ce"
 DOCUMENTS_PER_READ = 256
@@ -38,21 +38,14 @@ DOCUMENTS_PER_READ = 256
 
 @dataclass(frozen=True)
 class HeldOutData:
-    """Held-out documents and the losses to compute on them.
+    """Held-out documents and the losses to compute on them."""
 
-    Attributes:
-        source: the documents, with teacher outputs if they come from caches.
-        objectives: the losses of the run; none for plain text.
-        teachers: the teachers' names in metrics.
-        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
-        token_matchings: for each teacher, how its tokens match those of the student; None if its cache does not store
-            exact top-1 tokens.
-    """
-
-    source: DocumentSource
-    objectives: tuple[LossTerm, ...]
-    teachers: tuple[str, ...] = ()
+    source: DocumentSource  # the documents, with teacher outputs if they come from caches
+    objectives: tuple[LossTerm, ...]  # the losses of the run; none for plain text
+    teachers: tuple[str, ...] = ()  # the teachers' names in metrics
+    # How teacher weights follow from their log-probabilities; None: the weights are fixed
     score_weighting: ScoreWeighting | None = None
+    # For each teacher, how its tokens match those of the student; None if its cache does not store exact top-1 tokens
     token_matchings: tuple[TokenMatching | None, ...] = ()
 
     @cached_property
@@ -64,15 +57,6 @@ class HeldOutData:
     def of_documents(cls, documents: Sequence[Document]) -> HeldOutData:
         """Return data that evaluates cross-entropy on plain text."""
         return cls(TextDocuments(documents), ())
-
-
-@dataclass(frozen=True)
-class _OverflowBatch:
-    """Later windows of documents that are longer than the context: tokens, and the positions that count."""
-
-    input_ids: NDArray[np.int64]
-    document_lengths: tuple[int, ...] | None
-    loss_positions: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -107,7 +91,6 @@ class HeldOutEvaluator:
 
     Args:
         model: the student, wrapped for its parallel layout.
-        context_length: maximum number of tokens of the student; None: no limit.
         packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
     """
 
@@ -160,10 +143,11 @@ class HeldOutEvaluator:
                 hint="use --eval-data with at least one document that has text",
             )
 
-    def _overflow_batch(self, windows: Sequence[ScoringWindow]) -> _OverflowBatch:
+    def _overflow_batch(self, windows: Sequence[ScoringWindow]) -> TokenBatch:
+        """Return later windows of documents that are longer than the context, and the positions that count."""
         ids, starts, lengths = pad_or_pack([window.ids for window in windows], self._packing)
         positions = [np.flatnonzero(window.is_scored) - 1 + at for window, at in zip(windows, starts, strict=True)]
-        return _OverflowBatch(ids, lengths, np.concatenate([np.zeros(0, np.int64), *positions]))
+        return TokenBatch(ids, lengths, np.concatenate([np.zeros(0, np.int64), *positions]))
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:

@@ -41,17 +41,11 @@ _SIGNS = {"<": operator.lt, ">": operator.gt}
 
 @dataclass(frozen=True)
 class StopCondition:
-    """A condition on a rollout metric that ends the run: `repeated_4gram_fraction>0.5`.
+    """A condition on a rollout metric that ends the run: `repeated_4gram_fraction>0.5`."""
 
-    Attributes:
-        name: a key of `ROLLOUT_METRICS`.
-        comparison: "<" or ">".
-        limit: the number to compare with.
-    """
-
-    name: str
-    comparison: str
-    limit: float
+    name: str  # a key of `ROLLOUT_METRICS`
+    comparison: str  # "<" or ">"
+    limit: float  # the number to compare with
 
     def __str__(self) -> str:
         return f"{self.name}{self.comparison}{self.limit:g}"
@@ -81,41 +75,26 @@ def parse_stop_condition(text: str) -> StopCondition:
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyConfig(OnPolicyOptions):
-    """Options of on-policy training: how the student generates completions, and how they are used.
+    """Options of on-policy training: how the student generates completions, and how they are used."""
 
-    Attributes:
-        sampling: temperature and other sampling options.
-        rewards: the rewards of completions.
-        scale_rewards: whether advantages are divided by the standard deviation of a prompt's rewards.
-        prompt_template: Jinja template that builds prompts from the fields of a record; "": records have prompts.
-        apply_chat_template: wrap plain-text prompts as a user message in the student's chat template.
-        chat_template_kwargs: additional arguments of the student's chat template.
-        environment: class of a multi-turn environment, `FILE.py:CLASS`; "": none.
-        max_turns: maximum number of student turns.
-        backend: generation backend: a key of `GENERATORS`.
-        engine: options of the vllm backend.
-        server: URLs for the server backend.
-        dtype: dtype of a generation engine; the transformers backend uses the dtype of training.
-        batch_tokens: maximum number of tokens to generate with at a time, padding included (transformers backend).
-        devices: GPUs of a vllm engine; none: it alternates with training on the student's GPUs.
-        stop_if: conditions that end the run.
-    """
-
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    rewards: tuple[RewardSpec, ...] = ()
-    scale_rewards: bool = True
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # temperature and other sampling options
+    rewards: tuple[RewardSpec, ...] = ()  # the rewards of completions
+    scale_rewards: bool = True  # whether advantages are divided by the standard deviation of a prompt's rewards
+    # Jinja template that builds prompts from the fields of a record; "": records have prompts
     prompt_template: str = ""
-    apply_chat_template: bool = False
+    apply_chat_template: bool = False  # wrap plain-text prompts as a user message in the student's chat template
+    # Additional arguments of the student's chat template
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    environment: str = ""
-    max_turns: int = 1
-    backend: str = "transformers"
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    server: tuple[str, ...] = ()
-    dtype: str = "float32"
+    environment: str = ""  # class of a multi-turn environment, `FILE.py:CLASS`; "": none
+    max_turns: int = 1  # maximum number of student turns
+    backend: str = "transformers"  # generation backend: a key of `GENERATORS`
+    engine: Mapping[str, Any] = field(default_factory=dict)  # options of the vllm backend
+    server: tuple[str, ...] = ()  # URLs for the server backend
+    dtype: str = "float32"  # dtype of a generation engine; the transformers backend uses the dtype of training
+    # Maximum number of tokens to generate with at a time, padding included (transformers backend)
     batch_tokens: int = 16384
-    devices: tuple[int, ...] = ()
-    stop_if: tuple[StopCondition, ...] = ()
+    devices: tuple[int, ...] = ()  # GPUs of a vllm engine; none: it alternates with training on the student's GPUs
+    stop_if: tuple[StopCondition, ...] = ()  # conditions that end the run
 
     def __post_init__(self) -> None:
         check_options(self)

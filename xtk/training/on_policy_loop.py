@@ -1,7 +1,7 @@
 """On-policy training loop: the student generates a rollout batch, the teachers score it, the student trains on it.
 
 A rollout batch stays in the run folder until a later checkpoint exists, with the log-probabilities of teachers that
-would not repeat them (`stored_scores`). A run that is killed within a batch resumes with the same rollouts, although
+would not repeat them (`StoredScores`). A run that is killed within a batch resumes with the same rollouts, although
 the weights that generated them are gone.
 """
 
@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.data.corpus_reader import CorpusFingerprint, InMemoryCorpus
+from xtk.data.corpus_reader import CorpusFingerprint
 from xtk.errors import CorruptError, XtkError
 from xtk.files.atomic_files import read_json, sha256, write_json
 from xtk.files.run_names import CHECKPOINT, list_checkpoints
@@ -45,31 +45,9 @@ from xtk.text.document import Document
 from xtk.text.document_token_ids import SampledTokens
 from xtk.text.token_sequence import TokenSequence
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.engine_logprob_check import LogprobCheck
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
 from xtk.training.online_teacher_scoring import OnlineDocuments, TeacherBlocks
-
-
-class RolloutGenerator(Protocol):
-    """Generator of the student's rollouts; implemented by `xtk.training.student_generator.StudentGenerator`.
-
-    Attributes:
-        main_process_only: whether the main process generates for all processes.
-    """
-
-    main_process_only: bool
-
-    def sync_weights(self, step: int) -> None:
-        """Load the student's current weights into the generator (collective)."""
-
-    def generate(self, prompts: Sequence[Prompt], times_taken: int) -> list[Rollout]:
-        """Return rollouts of prompts that have been used `times_taken` times before, which selects the random seeds."""
-
-    def sleep(self) -> None:
-        """Free the device for training and teachers."""
-
-    def close(self) -> None:
-        """End the generator."""
+from xtk.training.student_generator import LogprobCheck, StudentGenerator
 
 
 class OnPolicyDocuments(OnlineDocuments):
@@ -117,11 +95,7 @@ class OnPolicyDocuments(OnlineDocuments):
         return self._current[number]
 
     def set_rollouts(self, rollouts: Mapping[int, Rollout], weights: Mapping[int, float]) -> None:
-        """Replace the current rollout batch.
-
-        Args:
-            weights: weight of each rollout in the loss.
-        """
+        """Replace the current rollout batch."""
         for number in self._taken:
             self._current[number] = self._documents[number]
         self._top_ids, self._taken, self._student_tokens = {}, list(rollouts), {}
@@ -142,8 +116,7 @@ class OnPolicyDocuments(OnlineDocuments):
         self._chunks = []
         for at, teacher in enumerate(self.online_teachers):
             own = [int(n) for n in numbers if not self._names or self.document(n).teacher_name == self._names[at]]
-            scored = InMemoryCorpus([self.document(number) for number in own], ["rollouts"], {})
-            chunks = dict(zip(own, teacher.read_chunks(scored) if own else [], strict=True))
+            chunks = dict(zip(own, teacher.tokenize([self.document(number) for number in own]), strict=True))
             if teacher.request.support.kind == "candidates":
                 ours = self.student_tokens(self._student, own)
                 chunks = {
@@ -178,9 +151,6 @@ def teacher_candidate_ids(
     Args:
         top_ids: int32 [sampled tokens, G], the student's top tokens at each position; None: unknown, and the teacher
             scores the observed tokens only.
-        ours: the student's tokens.
-        theirs: the teacher's tokens.
-        projection: projection to the teacher's vocabulary; None: both vocabularies are the same.
 
     Returns:
         One array of teacher ids per trained token; empty where no sampled student token begins.
@@ -207,14 +177,8 @@ class OnPolicyLoop(TeacherBlocks):
     """Iterates over the steps of an on-policy run, in rollout batches.
 
     Args:
-        sampler: chooses the prompts and documents of each step.
-        output: the run folder, shared by all processes.
         generator: generates rollouts; each process calls it with its part of the prompts.
         check: checks the log-probabilities of an engine; None: the training process generates.
-
-    Attributes:
-        rollout_metrics: metrics of the last rollout batch.
-        generation_seconds: time of generation so far.
     """
 
     def __init__(
@@ -225,7 +189,7 @@ class OnPolicyLoop(TeacherBlocks):
         on_policy: OnPolicyConfig,
         output: Path,
         accelerator: Any,
-        generator: RolloutGenerator,
+        generator: StudentGenerator,
         run_fingerprint: str,
         check: LogprobCheck | None = None,
         documents_of_step: Callable[[int], Iterable[int]] | None = None,

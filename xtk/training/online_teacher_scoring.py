@@ -13,12 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xtk import terminal
 from xtk.batches.data_sources import TextDocuments
 from xtk.batches.losses_per_teacher import number_duplicate_names
 from xtk.batches.micro_batches import BatchSampler
+from xtk.cache.reader import open_verified_shard
+from xtk.cache.shard import CacheShard
+from xtk.cache.shard_writing import ShardPosition, write_shard
 from xtk.cache.teacher_document import TeacherDocument, without_bytes
-from xtk.data.corpus_reader import Corpus, InMemoryCorpus
-from xtk.errors import XtkError
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint, InMemoryCorpus
+from xtk.errors import CorruptError, XtkError
+from xtk.files.atomic_files import atomic_write
 from xtk.parallel import process_group
 from xtk.parallel.graceful_stop import StopListener
 from xtk.rollouts.prompts import PromptFormat, read_prompts
@@ -27,7 +32,45 @@ from xtk.teachers.cache_shard_planning import Chunk
 from xtk.teachers.online_teacher import PART_TOKENS, OnlineTeacher, read_corpus_for_all
 from xtk.teachers.source import NO_ROW, TeacherSource
 from xtk.text.document import Document
-from xtk.training.stored_scores import StoredScores
+
+
+class StoredScores:
+    """The shards of one teacher in the folder of a rollout batch, one for each part that is scored at once."""
+
+    def __init__(
+        self, folder: Path | None, number: int, teacher: OnlineTeacher, parts: Sequence[Sequence[Document]]
+    ) -> None:
+        self._folder = None if teacher.scores_repeat else folder
+        self._teacher, self._number, self._parts = teacher, number, parts
+        self._shards: dict[int, CacheShard] = {}
+
+    def read(self) -> dict[int, list[TeacherDocument]]:
+        """Return the documents of the parts that are stored; parts that are damaged or of other documents are not."""
+        for part in range(len(self._parts)) if self._folder is not None else ():
+            path = self._path(part)
+            try:
+                if path.is_file() and (shard := open_verified_shard(path, str(path))).header == self._header(part):
+                    shard.load_bytes_of = lambda: self._teacher.teacher_tokenizer.vocabulary.bytes_of
+                    self._shards[part] = shard
+            except CorruptError as failure:
+                terminal.note(f"distill: {failure.where}: {failure.what}; scoring these documents again")
+        return {part: [shard.read_document(row) for row in range(len(shard))] for part, shard in self._shards.items()}
+
+    def write(self, part: int, documents: Sequence[TeacherDocument]) -> None:
+        """Store what the teacher said about the documents of a part."""
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._path(part)) as temporary:
+                write_shard(temporary, self._header(part), ShardPosition(part, 0, len(documents)), documents)
+
+    def _path(self, part: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"scores-{self._number:05d}-{part:05d}.arrow"
+
+    def _header(self, part: int) -> dict[str, Any]:
+        data = {"fingerprint": str(CorpusFingerprint.of(self._parts[part]))}
+        return {**self._teacher.header, "data": data}
+
 
 COMMAND_NAME = "distill"
 DEFAULT_BLOCK_STEPS, DEFAULT_BLOCK_BYTES = 64, 4 << 30  # limits of a block without --teacher-block-steps
@@ -37,7 +80,6 @@ class OnlineDocuments(TextDocuments):
     """Documents in memory that online teachers score block by block.
 
     Args:
-        online_teachers: the teachers.
         token_counts: int32 [teachers, documents], tokens of each teacher; -1: the teacher does not score the document.
         teachers: the teachers as the losses see them: a mixture is one.
     """
@@ -56,11 +98,7 @@ class OnlineDocuments(TextDocuments):
         """Make the documents of a block ready to be scored; nothing to do here."""
 
     def parts(self, teacher: int, numbers: NDArray[np.int64]) -> list[list[int]]:
-        """Return the documents of a block that a teacher scores, in parts of at most `PART_TOKENS` tokens.
-
-        Args:
-            numbers: int64 [n], indices of the block's documents, ascending.
-        """
+        """Return the documents of a block that a teacher scores, in parts of at most `PART_TOKENS` tokens."""
         parts: list[list[int]] = []
         size = 0
         for number in numbers[self._sizes[teacher, numbers] >= 0].tolist():
@@ -89,13 +127,11 @@ class TeacherBlocks:
     """Iterates over the steps of a run in blocks; teachers score each block before it, in all processes.
 
     Args:
-        sampler: chooses the documents of each step.
         block_steps: steps per block; 0: up to `DEFAULT_BLOCK_STEPS`, within `DEFAULT_BLOCK_BYTES`.
         documents_of_step: the documents of a step that this process trains on, of which it keeps what teachers say;
             None: all.
 
     Attributes:
-        teacher_seconds: time of scoring so far.
         lend_student: context manager with the student's `BackboneWithHead`, for `--teacher self`; its argument selects
             the weights. Set by the training loop.
         offload: context manager that moves the student off its device, for --offload-student. Set by the training loop.
@@ -147,11 +183,7 @@ class TeacherBlocks:
         return any(teacher.student_weights for teacher in self._source.online_teachers)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of scoring so far.
-
-        Args:
-            step: the completed step, counted from 0.
-        """
+        """Return the metrics of scoring so far."""
         return {"teacher_seconds": round(self.teacher_seconds, 3)}
 
     def finish(self) -> None:
@@ -242,11 +274,7 @@ class TeacherBlocks:
 def parts_of_process(
     parts: Iterable[int], complete: Container[int], rank: int, num_processes: int, one_process: bool
 ) -> list[int]:
-    """Return the parts that a process scores; with `one_process`, the first one scores all.
-
-    Args:
-        complete: parts that need not be scored.
-    """
+    """Return the parts that a process scores; with `one_process`, the first one scores all."""
     missing = [part for part in parts if part not in complete]
     if one_process:
         return missing if rank == 0 else []
@@ -257,10 +285,6 @@ def read_training_documents(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, *, is_routed: bool
 ) -> tuple[list[Document], NDArray[np.int32]]:
     """Return the documents of a run with their token counts, checked against the teachers' limits.
-
-    Args:
-        teachers: one or more; with routing, their names are distinct.
-        is_routed: whether each document names its teacher.
 
     Returns:
         The documents, and int32 [teachers, documents], tokens of each teacher; -1: not scored by it.
@@ -309,13 +333,7 @@ def _with_known_routes(documents: Iterable[Document], names: Sequence[str], wher
 def read_training_prompts(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, prompt_format: PromptFormat, *, is_routed: bool
 ) -> list[Prompt]:
-    """Return the prompts of a run.
-
-    Args:
-        teachers: the teachers, which read the prompts to check them.
-        prompt_format: how prompts are built from records.
-        is_routed: whether each prompt names its teacher.
-    """
+    """Return the prompts of a run."""
     prompts = read_prompts(corpus, prompt_format=prompt_format)
     documents = [prompt.document for prompt in prompts]
     if is_routed:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from xtk.batches.micro_batches import MicroBatch
 from xtk.errors import XtkError
 from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.context_parallel_hidden_states import StateExchange
@@ -22,12 +24,18 @@ from xtk.parallel.fsdp_and_tensor_parallel import apply_fsdp
 from xtk.parallel.host_to_device import to_device
 from xtk.parallel.parallel_config import ParallelConfig
 
+# Gets the states [n, H] of this process in a forward pass, while weights are gathered; their indices [n] in
+# `loss_positions`; and the output head.
+HiddenStateHook = Callable[[Tensor, NDArray[np.int64], OutputHead], None]
 
-class HiddenStateHook(Protocol):
-    """Callback that gets the hidden states of a forward pass, while weights are gathered."""
 
-    def __call__(self, states: Tensor, here: NDArray[np.int64], head: OutputHead) -> None:
-        """Get states [n, H] of this process; `here` [n] are their indices in `loss_positions`."""
+@dataclass(frozen=True)
+class TokenBatch:
+    """Inputs of a forward pass, as a `MicroBatch` has them."""
+
+    input_ids: NDArray[np.int64]  # [B, T] padded, or [1, T] packed
+    document_lengths: tuple[int, ...] | None  # of packed documents; None: not packed
+    loss_positions: NDArray[np.int64]  # [N], indices into the flattened hidden states at which losses are computed
 
 
 class StudentWithLoss(nn.Module):
@@ -51,7 +59,6 @@ class StudentWithLoss(nn.Module):
             input_ids: [B, T], the same in every process of a context parallel group.
             loss_positions: [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
             packed_sequence: lengths and context parallel split of packed documents; None: not packed.
-            hook: gets the hidden states of this process's loss positions.
         """
         states, compared, here = self._states(input_ids, loss_positions, packed_sequence)
         head = self.split_model.head
@@ -84,22 +91,13 @@ class StudentWithLoss(nn.Module):
 
 def forward_student(
     model: nn.Module,
-    batch: TokenBatch,
+    batch: MicroBatch | TokenBatch,
     terms: Sequence[LossCells],
     parallel: ParallelConfig,
     device: torch.device,
     hook: HiddenStateHook | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the wrapped student on a batch (collective).
-
-    Args:
-        model: the module from `parallelize`.
-        terms: the losses' cells, on the device.
-        hook: as in `StudentWithLoss.forward`.
-
-    Returns:
-        As `StudentWithLoss.forward`.
-    """
+    """Run the wrapped student on a batch (collective)."""
     packed = None
     if batch.document_lengths is not None:
         packed = PackedSequence(
@@ -110,23 +108,7 @@ def forward_student(
     return outputs
 
 
-class TokenBatch(Protocol):
-    """Inputs of a forward pass; see `MicroBatch`."""
-
-    @property
-    def input_ids(self) -> NDArray[np.int64]:
-        """[B, T] padded, or [1, T] packed."""
-
-    @property
-    def document_lengths(self) -> tuple[int, ...] | None:
-        """Lengths of packed documents; None: not packed."""
-
-    @property
-    def loss_positions(self) -> NDArray[np.int64]:
-        """[N], indices into the flattened hidden states at which losses are computed."""
-
-
-def predicted_tokens(batch: TokenBatch) -> NDArray[np.int64]:
+def predicted_tokens(batch: MicroBatch | TokenBatch) -> NDArray[np.int64]:
     """Return the token that each loss position predicts, int64 [N]."""
     following: NDArray[np.int64] = batch.input_ids.reshape(-1)[batch.loss_positions + 1]
     return following
@@ -139,12 +121,8 @@ def parallelize(
 
     Args:
         student_model: the student, unsharded, the same in every process.
-        parallel: the parallel layout, with its mesh.
         packing: whether documents are packed; required for context parallel.
         offload: keep sharded weights and optimizer state in CPU memory (FSDP offload).
-
-    Returns:
-        The wrapped module, and the trainable parameters.
     """
     if parallel.cp > 1 and not (packing and student_model.enable_packing() and student_model.supports_context_parallel):
         raise XtkError(
@@ -187,9 +165,6 @@ def reshard_weights(model: nn.Module) -> None:
 class GradientClipping:
     """Norms of the gradients over all shards, and clipping by them.
 
-    Args:
-        parameters: the trainable parameters; their placements may differ.
-
     Attributes:
         norms: the norm of the gradients of each placement, on their devices.
     """
@@ -209,7 +184,6 @@ class GradientClipping:
         """Clip the gradients to a total norm; return the norm before clipping.
 
         Args:
-            norms: the values of `norms`.
             max_norm: maximum norm; 0: no clipping.
         """
         norm: float = sum((norm**2 for norm in norms), 0.0) ** 0.5

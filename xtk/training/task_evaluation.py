@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from xtk.evaluation.local_task_data import parse_tasks
 from xtk.files.atomic_files import canonical_json, sha256, sha256_of_file
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.name_registry import unknown_name_error
-from xtk.options.declaration import options_of
+from xtk.options.declaration import option, options_of
 from xtk.options.spec_parsing import from_pairs, option_names, parse_pairs
 from xtk.parallel import process_group
 from xtk.parallel.parallel_config import ParallelConfig
@@ -40,19 +40,6 @@ from xtk.training.student_generator import autocast
 LOGGED_METRICS = ("avg@", "pass@", "truncated_fraction", "mean_length")
 
 
-class EvalTask(Protocol):
-    """A task to evaluate the student on; `names` are the prefixes of its metrics."""
-
-    names: tuple[str, ...]
-
-    @property
-    def identity(self) -> list[Any]:
-        """Everything that decides its results, in values of JSON."""
-
-    def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
-        """Return all metrics by name, the same in every process (collective)."""
-
-
 @dataclass(frozen=True)
 class ProblemOptions:
     """Options of problems scored by a reward: as `xtk evaluate`, plus `prompt` (a column) and `name` (for metrics)."""
@@ -63,8 +50,8 @@ class ProblemOptions:
     prompt_template: str = ""
     apply_chat_template: bool = False
     chat_template_kwargs: str = ""
-    max_prompts: int = 0
-    num_generations: int = 1
+    max_prompts: int = option(0, "Maximum number of prompts; 0: all.", min=0)
+    num_generations: int = option(1, "Answers per prompt.", min=1)
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -88,26 +75,9 @@ class HarnessOptions:
 
 
 class RewardProblems:
-    """Problems whose answers a reward scores.
-
-    Args:
-        data: file or dataset, as for `xtk evaluate`.
-        options: prompt format, sampling and reward.
-    """
+    """Problems whose answers a reward scores."""
 
     def __init__(self, data: str, options: ProblemOptions) -> None:
-        if options.num_generations < 1:
-            raise XtkError(
-                f"num_generations of --eval-tasks is {options.num_generations}, but must be at least 1",
-                where=data,
-                hint="use num_generations=1",
-            )
-        if options.max_prompts < 0:
-            raise XtkError(
-                f"max_prompts of --eval-tasks is {options.max_prompts}, but must be at least 0",
-                where=data,
-                hint="use max_prompts=0 for all prompts",
-            )
         if options.num_generations > 1 and options.temperature == 0:
             raise XtkError(
                 f"num_generations={options.num_generations} of --eval-tasks generates equal answers at temperature 0",
@@ -157,7 +127,6 @@ class HarnessEvalTasks:
 
     Args:
         tasks: `gsm8k,mmlu=FOLDER`.
-        options: few-shot examples, prompt format and limits.
     """
 
     def __init__(self, tasks: str, options: HarnessOptions) -> None:
@@ -198,6 +167,9 @@ class HarnessEvalTasks:
             for metric, (value, error) in scores.metrics[task].items():
                 metrics |= {f"{task}/{metric}": value, f"{task}/{metric}_error": error}
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+EvalTask = RewardProblems | HarnessEvalTasks  # `names` are the prefixes of its metrics
 
 
 def parse_eval_task(text: str) -> EvalTask:

@@ -17,8 +17,9 @@ from xtk.models.precision import resolve_batch_tokens, resolve_mixed_precision
 from xtk.models.resolver import ModelRef
 from xtk.models.student_model_setup import StudentModelConfig
 from xtk.name_registry import unknown_name_error
-from xtk.options.declaration import SPEED, check_options, declared_options
+from xtk.options.declaration import SPEED, Option, check_options, declared_options
 from xtk.options.shared import MAX_DOCUMENT_BYTES, StartTokenOption
+from xtk.options.spec_parsing import parse_number, parse_pairs
 from xtk.options.training_options import (
     LoggingOptions,
     OptimizationOptions,
@@ -31,27 +32,54 @@ from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.text.chat.conversation_tokens import MARKUP, REGIONS
 from xtk.text.chat.regions import RegionWeights
 from xtk.text.document import Document
-from xtk.training.lr_schedules import SCHEDULES, lr_factor
 from xtk.training.on_policy_config import OnPolicyConfig
-from xtk.training.region_options import parse_region_options
 from xtk.training.task_evaluation import EvalTask
+
+SCHEDULES = ("cosine", "linear", "constant", "cosine_with_min_lr", "inverse_sqrt", "warmup_stable_decay")
+# The default of transformers for inverse_sqrt without warm-up.
+INVERSE_SQRT_TIMESCALE = 10_000
+
+
+def lr_factor(
+    schedule: str, step: int, num_steps: int, warmup_steps: int, *, min_lr_rate: float = 0.0, decay_ratio: float = 0.0
+) -> float:
+    """Return the factor of the learning rate at a step.
+
+    The factor is above 0 at the first step and the last one (at least `min_lr_rate`), so that no step is wasted.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        step: counted from 0.
+        decay_ratio: fraction of the steps in which warmup_stable_decay decays, as a cosine.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "inverse_sqrt":
+        scale = warmup_steps or INVERSE_SQRT_TIMESCALE
+        return math.sqrt(scale / (step - warmup_steps + scale))
+    if schedule == "warmup_stable_decay":
+        decay = max(1, min(num_steps - warmup_steps, round(decay_ratio * num_steps)))
+        return _cosine(max(0, step - (num_steps - decay)) / decay)
+    done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    if schedule == "cosine_with_min_lr":
+        return min_lr_rate + (1 - min_lr_rate) * _cosine(done)
+    return {"cosine": _cosine(done), "linear": 1 - done, "constant": 1.0}[schedule]
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     StartTokenOption, SequenceOptions, RegionOptions, TeacherUseOptions, OptimizationOptions, ParallelismOptions
 ):
-    """Training options of `xtk distill`. Lengths are in optimizer steps, batch sizes in documents.
+    """Training options of `xtk distill`. Lengths are in optimizer steps, batch sizes in documents."""
 
-    Attributes:
-        losses: the losses to add, each averaged over its tokens or spans in the step.
-        preparation: how the model is loaded, and which weights are trained.
-        on_policy: options of on-policy training; None: train on the data.
-    """
-
-    losses: tuple[LossSpec, ...]
+    losses: tuple[LossSpec, ...]  # the losses to add, each averaged over its tokens or spans in the step
+    # How the model is loaded, and which weights are trained
     preparation: StudentModelConfig = field(default_factory=StudentModelConfig)
-    on_policy: OnPolicyConfig | None = None
+    on_policy: OnPolicyConfig | None = None  # options of on-policy training; None: train on the data
 
     def __post_init__(self) -> None:
         # Decided here, so that identity and recipe have what the run does, on any device.
@@ -117,12 +145,7 @@ class TrainConfig(
         """Return the learning rate of a step (counted from 0): warm-up, then the schedule."""
         warmup = self.warmup_steps or round(self.warmup_ratio * num_steps)
         return self.learning_rate * lr_factor(
-            self.lr_scheduler_type,
-            step,
-            num_steps,
-            warmup,
-            min_lr_rate=self.min_lr_rate,
-            decay_ratio=self.decay_ratio,
+            self.lr_scheduler_type, step, num_steps, warmup, min_lr_rate=self.min_lr_rate, decay_ratio=self.decay_ratio
         )
 
     def identity(self, num_data_shards: int) -> dict[str, Any]:
@@ -145,19 +168,13 @@ class TrainConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(LoggingOptions):
-    """Options of logging, evaluation and checkpoints; they do not change the student.
+    """Options of logging, evaluation and checkpoints; they do not change the student."""
 
-    Attributes:
-        report_to: names of experiment trackers, as in Accelerate.
-        eval_documents: held-out documents of plain data, read before the start. Held-out caches are in `RunPaths`.
-        eval_tasks: tasks of each evaluation, read before the start.
-        deadline: value of `time.monotonic()` after which the run saves a checkpoint and ends.
-    """
-
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = ()  # names of experiment trackers, as in Accelerate
+    # Held-out documents of plain data, read before the start. Held-out caches are in `RunPaths`.
     eval_documents: tuple[Document, ...] = ()
-    eval_tasks: tuple[EvalTask, ...] = ()
-    deadline: float = math.inf
+    eval_tasks: tuple[EvalTask, ...] = ()  # tasks of each evaluation, read before the start
+    deadline: float = math.inf  # value of `time.monotonic()` after which the run saves a checkpoint and ends
 
     @cached_property
     def eval_documents_fingerprint(self) -> str:
@@ -167,24 +184,37 @@ class LoggingConfig(LoggingOptions):
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Inputs and output folder of a run.
+    """Inputs and output folder of a run."""
 
-    Attributes:
-        student: the model; an adapter is trained further.
-        data: teacher caches (folders or URLs); or plain data, for losses without a teacher or for online teachers.
-        projections: projection files; other projections that losses need are built.
-        output: the run folder.
-        columns: column names of plain data.
-        eval_caches: caches of the same teachers on held-out documents (folders or URLs).
-        online_teachers: teachers that score the data during training, instead of caches.
-        max_document_bytes: maximum size of a document of plain data.
-    """
-
-    student: ModelRef
+    student: ModelRef  # the model; an adapter is trained further
+    # Teacher caches (folders or URLs); or plain data, for losses without a teacher or for online teachers
     data: tuple[str, ...]
-    projections: tuple[Path, ...]
-    output: Path
-    columns: Mapping[str, str] = field(default_factory=dict)
-    eval_caches: tuple[str, ...] = ()
-    online_teachers: tuple[OnlineTeacher, ...] = ()
-    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    projections: tuple[Path, ...]  # projection files; other projections that losses need are built
+    output: Path  # the run folder
+    columns: Mapping[str, str] = field(default_factory=dict)  # column names of plain data
+    eval_caches: tuple[str, ...] = ()  # caches of the same teachers on held-out documents (folders or URLs)
+    online_teachers: tuple[OnlineTeacher, ...] = ()  # teachers that score the data during training, instead of caches
+    max_document_bytes: int = MAX_DOCUMENT_BYTES  # maximum size of a document of plain data
+
+
+_WEIGHT, _BOUND = Option("", above=0, max=1e6), Option("", min=0)
+
+
+def parse_region_options(options: RegionOptions) -> RegionWeights:
+    """Return the weights of regions."""
+    if not options.train_on:
+        raise XtkError("--train-on has no region", hint=f"use one or more of {', '.join(REGIONS)}")
+    weights = _parse_numbers(options.region_weights, "--region-weights", "weight", _WEIGHT)
+    bounds = _parse_numbers(options.advantage_clip, "--advantage-clip", "bound", _BOUND)
+    return RegionWeights(options.train_on, weights, bounds)
+
+
+def _parse_numbers(text: str, flag: str, what: str, limits: Option) -> dict[str, float]:
+    if not text:
+        return {}
+    known = [name.replace("-", "_") for name in REGIONS]
+    pairs = parse_pairs(text, f"{flag} {text}", known, noun="region")
+    return {
+        name: float(parse_number(value, float, f"the {what} of {name} in {flag}", "for example answer=0.5", limits))
+        for name, value in pairs
+    }

@@ -45,65 +45,40 @@ from xtk.text.chat.conversation_tokens import REGIONS
 from xtk.text.tokenizer import Tokenizer
 from xtk.training.held_out_evaluation import HeldOutEvaluator
 from xtk.training.online_teacher_scoring import TeacherBlocks
-from xtk.training.student_offload import offload_student
+from xtk.training.student_weights import ExponentialMovingAverage, offload_student
 from xtk.training.student_with_losses import GradientClipping, forward_student, predicted_tokens, reshard_weights
 from xtk.training.task_evaluation import TaskEvaluator
 from xtk.training.throughput_meter import ThroughputMeter
 from xtk.training.train_config import LoggingConfig, TrainConfig
-from xtk.training.weight_ema import ExponentialMovingAverage
 
 
 @dataclass
 class TrainingRun:
-    """Everything that the training loop uses.
+    """Everything that the training loop uses."""
 
-    Attributes:
-        accelerator: Accelerate's accelerator: processes, devices and trackers.
-        parallel: the parallel layout.
-        student: the student, split into backbone and output head.
-        wrapped_student: the student with its losses, wrapped for the layout.
-        parameters: the trainable parameters.
-        tokenizer: the student's tokenizer.
-        batch_builder: builds micro-batches.
-        sampler: chooses the documents of each step.
-        recipe: the options that decide the result.
-        logging_config: logging, evaluation and checkpoints.
-        identity: the options and fingerprints that decide whether two runs are the same.
-        steps: total number of optimizer steps.
-        output: the run folder.
-        initial_student: the student before training, with its tokenizer files.
-        packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
-        held_out_evaluator: evaluates held-out documents; None: there are none.
-        task_evaluator: evaluates --eval-tasks; None: there are none.
-        provenance: base model, teachers and data, for the model card.
-        merge_adapter: as in `CheckpointSaver`.
-        teacher_blocks: blocks of steps, each scored by online teachers before it; None: no online teachers.
-        saver: writes checkpoints; set when training begins.
-        resume_point: the checkpoint from which the run resumes.
-    """
-
-    accelerator: Any
-    parallel: ParallelConfig
-    student: BackboneWithHead
-    wrapped_student: nn.Module
-    parameters: Sequence[nn.Parameter]
-    tokenizer: Tokenizer
-    batch_builder: BatchBuilder
-    sampler: BatchSampler
-    recipe: TrainConfig
-    logging_config: LoggingConfig
-    identity: dict[str, Any]
-    steps: int
-    output: Path
-    initial_student: ModelRef
-    packing_multiple: int = 0
-    held_out_evaluator: HeldOutEvaluator | None = None
-    task_evaluator: TaskEvaluator | None = None
-    provenance: Provenance = field(default_factory=Provenance)
-    merge_adapter: Callable[[Path, Path], None] | None = None
+    accelerator: Any  # Accelerate's accelerator: processes, devices and trackers
+    parallel: ParallelConfig  # the parallel layout
+    student: BackboneWithHead  # the student, split into backbone and output head
+    wrapped_student: nn.Module  # the student with its losses, wrapped for the layout
+    parameters: Sequence[nn.Parameter]  # the trainable parameters
+    tokenizer: Tokenizer  # the student's tokenizer
+    batch_builder: BatchBuilder  # builds micro-batches
+    sampler: BatchSampler  # chooses the documents of each step
+    recipe: TrainConfig  # the options that decide the result
+    logging_config: LoggingConfig  # logging, evaluation and checkpoints
+    identity: dict[str, Any]  # the options and fingerprints that decide whether two runs are the same
+    steps: int  # total number of optimizer steps
+    output: Path  # the run folder
+    initial_student: ModelRef  # the student before training, with its tokenizer files
+    packing_multiple: int = 0  # with packing, the length of a packed sequence is a multiple of this; 0: no packing
+    held_out_evaluator: HeldOutEvaluator | None = None  # evaluates held-out documents; None: there are none
+    task_evaluator: TaskEvaluator | None = None  # evaluates --eval-tasks; None: there are none
+    provenance: Provenance = field(default_factory=Provenance)  # base model, teachers and data, for the model card
+    merge_adapter: Callable[[Path, Path], None] | None = None  # as in `CheckpointSaver`
+    # Blocks of steps, each scored by online teachers before it; None: no online teachers
     teacher_blocks: TeacherBlocks | None = None
-    saver: CheckpointSaver | None = None
-    resume_point: ResumePoint = field(default_factory=ResumePoint)
+    saver: CheckpointSaver | None = None  # writes checkpoints; set when training begins
+    resume_point: ResumePoint = field(default_factory=ResumePoint)  # the checkpoint from which the run resumes
 
     @property
     def has_evaluation(self) -> bool:
@@ -139,7 +114,11 @@ class _TrainingLoop:
             averages=self.average.averages,
             parallel=str(run.parallel), merge_adapter=run.merge_adapter, run_fingerprint=run_fingerprint(run.identity),
         )  # fmt: skip
-        _connect_online_teachers(run, self.average, self.optimizer)
+        if run.teacher_blocks is not None:  # teachers may be the student (--teacher self) or use its device
+            run.teacher_blocks.lend_student = partial(_self_teacher, run, self.average)
+            if run.recipe.offload_student:
+                move = partial(offload_student, run.student.model, self.optimizer, torch.device("cpu"))
+                run.teacher_blocks.offload = move
         self.first_step, self.state = _resume(run, self.saver)
         self.saved_step = self.first_step
         is_main = run.accelerator.is_main_process
@@ -206,7 +185,8 @@ class _TrainingLoop:
             record |= self.meter.metrics() | {"skipped_steps": state.skipped_steps}
             if run.teacher_blocks is not None:
                 record |= run.teacher_blocks.metrics(step)
-        is_evaluated = run.has_evaluation and _due(step + 1, run.logging_config.eval_steps, is_last)
+        every = run.logging_config.eval_steps
+        is_evaluated = run.has_evaluation and (is_last or (every > 0 and (step + 1) % every == 0))
         if is_evaluated:
             with self.meter.exclude_from_rate(), self.average.swapped_in(run.wrapped_student):
                 record |= self._evaluate(step + 1)
@@ -292,16 +272,6 @@ def _check_finite_weights(run: TrainingRun, where: str) -> None:
             where=f"{where}, {run.output}",
             hint="use a smaller --learning-rate; resume from an earlier checkpoint if there is one",
         )
-
-
-def _connect_online_teachers(
-    run: TrainingRun, average: ExponentialMovingAverage, optimizer: torch.optim.Optimizer
-) -> None:
-    """Give online teachers access to the student (--teacher self) or its device (--offload-student)."""
-    if run.teacher_blocks is not None:
-        run.teacher_blocks.lend_student = partial(_self_teacher, run, average)
-        if run.recipe.offload_student:
-            run.teacher_blocks.offload = partial(offload_student, run.student.model, optimizer, torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -456,7 +426,3 @@ def _resume(run: TrainingRun, saver: CheckpointSaver) -> tuple[int, TrainerState
 def _saves_at(run: TrainingRun, step: int) -> bool:
     """Return whether a checkpoint is due after a step, by --save-steps."""
     return bool(run.logging_config.save_steps) and step % run.logging_config.save_steps == 0
-
-
-def _due(step: int, every: int, last: bool) -> bool:
-    return last or (every > 0 and step % every == 0)

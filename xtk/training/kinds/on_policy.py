@@ -20,28 +20,22 @@ from xtk.runs.folder import run_fingerprint
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.text.document import Document
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.engine_logprob_check import LogprobCheck
-from xtk.training.kinds.online_teachers import plain_corpus
 from xtk.training.kinds.run_inputs import RunInputs
-from xtk.training.kinds.teacher_setup import TeacherSetup, set_up_teachers
+from xtk.training.kinds.teacher_setup import TeacherSetup, plain_corpus, set_up_teachers
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
 from xtk.training.on_policy_loop import OnPolicyDocuments, OnPolicyLoop
 from xtk.training.online_teacher_scoring import read_training_prompts
-from xtk.training.student_generator import StudentGenerator
+from xtk.training.student_generator import LogprobCheck, StudentGenerator
 from xtk.training.train_config import RunPaths, TrainConfig
 from xtk.training.training_loop import TrainingRun, step_batch_builder
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyInputs(RunInputs):
-    """Inputs of an on-policy run.
-
-    Attributes:
-        config: options of on-policy training.
-    """
+    """Inputs of an on-policy run."""
 
     source: OnPolicyDocuments
-    config: OnPolicyConfig
+    config: OnPolicyConfig  # options of on-policy training
 
     def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the indices of the prompts with a weight above 0, and the bytes of all prompts.
@@ -53,8 +47,7 @@ class OnPolicyInputs(RunInputs):
         counting = np.flatnonzero([document.weight > 0 for document in documents])
         if not len(counting):
             raise XtkError(
-                "the data has no prompt with a weight above 0",
-                hint="use data with prompts, or another --weight-column",
+                "the data has no prompt with a weight above 0", hint="use data with prompts, or another --weight-column"
             )
         if limit is not None and self.config.lmbda < 1:
             numbers = len(documents) * self.config.num_generations + np.arange(len(documents))

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from xtk import terminal
+from xtk.batches.combine_teachers import parse_ensemble
+from xtk.batches.data_sources import TextDocuments
+from xtk.batches.losses_per_teacher import assign_losses
 from xtk.cache.output import is_cache
+from xtk.data.corpus_reader import Corpus, CorpusFingerprint, is_data_path
+from xtk.errors import XtkError
 from xtk.files.atomic_files import canonical_json
 from xtk.files.output import Output
 from xtk.losses import AUTO_LOSS
+from xtk.losses.term import LossTerm
 from xtk.models.resolver import weights_fingerprint
+from xtk.runs.model_card import Provenance, public_model_name
 from xtk.runs.resume_point import RUN_FOLDER
 from xtk.text.tokenizer import Tokenizer
-from xtk.training.kinds.cached_teachers import open_cache_inputs
 from xtk.training.kinds.on_policy import open_on_policy_inputs
-from xtk.training.kinds.online_teachers import open_online_inputs
 from xtk.training.kinds.run_inputs import RunInputs
-from xtk.training.kinds.teacher_setup import needs_no_teacher
-from xtk.training.kinds.text_only import open_text_inputs
+from xtk.training.kinds.teacher_setup import check_loss_scaling, needs_no_teacher, plain_corpus, set_up_teachers
+from xtk.training.online_teacher_scoring import OnlineDocuments, TeacherBlocks, read_training_documents, teacher_names
 from xtk.training.train_config import RunPaths, TrainConfig
+from xtk.training.training_loop import TrainingRun, step_batch_builder
 
 
 def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> RunInputs:
@@ -40,3 +49,100 @@ def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> R
     if is_without_teacher and not any(map(is_cache, paths.data)):
         return open_text_inputs(paths, recipe, tokenizer, student)
     return open_cache_inputs(paths, recipe, tokenizer, student)
+
+
+def open_text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]) -> RunInputs:
+    """Return the inputs of a run without a teacher."""
+    parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, 1)
+    if paths.eval_caches:
+        raise XtkError(
+            "--eval-data is a cache, but no loss uses a teacher", where=paths.eval_caches[0],
+            hint="give --eval-data the documents as text or JSONL",
+        )  # fmt: skip
+    assigned, _ = assign_losses(recipe.losses, [])
+    check_loss_scaling(recipe, assigned)
+    documents = list(Corpus(list(paths.data), paths.columns, paths.max_document_bytes))
+    fingerprint = str(CorpusFingerprint.of(documents))
+    return RunInputs(
+        TextDocuments(documents),
+        tokenizer,
+        tuple(
+            LossTerm(
+                assignment.rule, assignment.loss.make_divergence(), None, assignment.loss.name, assignment.loss.weight
+            )
+            for assignment in assigned
+        ),
+        {
+            "losses": [str(assignment.loss) for assignment in assigned],
+            "inputs": {"student": student, "documents": fingerprint},
+        },
+        provenance=Provenance(public_model_name(paths.student.folder), data=[fingerprint]),
+    )
+
+
+def open_cache_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]) -> RunInputs:
+    """Return the inputs of a run that learns from teacher caches."""
+    combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(paths.data))
+    _check_caches(paths, recipe)
+    setup = set_up_teachers(paths, recipe, tokenizer, combination)
+    return RunInputs(setup.cached_documents(setup.teachers), **setup.input_fields(student))
+
+
+def _check_caches(paths: RunPaths, recipe: TrainConfig) -> None:
+    """Raise XtkError for plain data with a loss that needs a teacher, and for column options that caches ignore."""
+    for place in paths.data:
+        if is_data_path(place):
+            names = [loss.name for loss in recipe.losses if loss.name == AUTO_LOSS or not needs_no_teacher(loss.name)]
+            raise XtkError(
+                f"--loss {names[0]} needs teacher log-probabilities, but CACHE is plain data",
+                where=place,
+                hint=f"run xtk cache-teacher TEACHER {place} -o CACHE and pass CACHE; or use --teacher TEACHER",
+            )
+    for name in ("weight", "route"):
+        if name in paths.columns:
+            raise XtkError(
+                f"--{name}-column applies only to plain data; a teacher cache stores the {name} of each document",
+                where=paths.data[0],
+                hint=f"set it when the cache is written: xtk cache-teacher ... --{name}-column {paths.columns[name]}",
+            )
+
+
+@dataclass(frozen=True)
+class OnlineInputs(RunInputs):
+    """Inputs of a run whose teachers score the data during training."""
+
+    source: OnlineDocuments
+
+    def teacher_blocks(self, run: TrainingRun) -> TeacherBlocks:
+        """Return the blocks of steps that the teachers score, and print their size."""
+        blocks = TeacherBlocks(
+            self.source,
+            run.sampler,
+            run.steps,
+            run.recipe.teacher_block_steps,
+            run.accelerator,
+            step_batch_builder(run).documents,
+        )
+        teachers = self.source.online_teachers
+        processes = "a separate process" if any(teacher.needs_subprocess for teacher in teachers) else "each process"
+        terminal.note(
+            f"distill: {', '.join(teacher_names(teachers))} scores the documents of {blocks.size} steps at a time, "
+            f"in {processes}"
+        )
+        return blocks
+
+
+def open_online_inputs(
+    paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]
+) -> OnlineInputs:
+    """Return the inputs of a run whose teachers score the data during training."""
+    teachers = paths.online_teachers
+    combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, len(teachers))
+    corpus = plain_corpus(paths, recipe)
+    documents, sizes = read_training_documents(teachers, corpus, is_routed=combination.method == "route")
+    setup = set_up_teachers(paths, recipe, tokenizer, combination)
+    source = OnlineDocuments(documents, teachers, sizes, setup.combined(teachers))
+    # A block of steps is scored with the student's weights at its beginning.
+    follows_student = any(teacher.student_weights in ("live", "ema") for teacher in teachers)
+    block = {"teacher_block_steps": recipe.teacher_block_steps} if recipe.teacher_block_steps else {}
+    return OnlineInputs(source, **setup.input_fields(student, **(block if follows_student else {})))

@@ -33,42 +33,25 @@ MAX_NORMALIZED_GROWTH = 11  # of the bytes of a text: NFKC writes the 3 bytes of
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The opened inputs of a run, checked against each other.
+    """The opened inputs of a run, checked against each other."""
 
-    Attributes:
-        source: documents, with teacher outputs.
-        tokenizer: the student's tokenizer.
-        objectives: the terms of the loss.
-        identity: losses and input fingerprints, which decide with the options whether two runs are the same.
-        teachers: the teachers' names in metrics.
-        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
-        auto_loss_note: the losses that `--loss auto` chose and why; "": it was not used.
-        held_out: held-out caches for evaluation; None: there are none.
-        provenance: base model, teachers and data, for the model card.
-        ce_on_data_only: whether losses without a teacher ignore documents that the student generated.
-    """
-
-    source: DocumentSource
-    tokenizer: Tokenizer
-    objectives: tuple[LossTerm, ...]
+    source: DocumentSource  # documents, with teacher outputs
+    tokenizer: Tokenizer  # the student's tokenizer
+    objectives: tuple[LossTerm, ...]  # the terms of the loss
+    # Losses and input fingerprints, which decide with the options whether two runs are the same
     identity: dict[str, Any]
-    teachers: tuple[str, ...] = ()
+    teachers: tuple[str, ...] = ()  # the teachers' names in metrics
+    # How teacher weights follow from their log-probabilities; None: the weights are fixed
     score_weighting: ScoreWeighting | None = None
-    auto_loss_note: str = ""
-    held_out: HeldOutData | None = None
-    provenance: Provenance = field(default_factory=Provenance)
-    ce_on_data_only: bool = False
+    auto_loss_note: str = ""  # the losses that `--loss auto` chose and why; "": it was not used
+    held_out: HeldOutData | None = None  # held-out caches for evaluation; None: there are none
+    provenance: Provenance = field(default_factory=Provenance)  # base model, teachers and data, for the model card
+    ce_on_data_only: bool = False  # whether losses without a teacher ignore documents that the student generated
 
     def batch_builder(
         self, max_length: int | None, packing_multiple: int = 0, region_weights: RegionWeights | None = None
     ) -> BatchBuilder:
-        """Return the builder of micro-batches.
-
-        Args:
-            max_length: maximum number of tokens of a document.
-            packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
-            region_weights: which regions of conversations are trained; None: the default.
-        """
+        """Return the builder of micro-batches."""
         return BatchBuilder(
             self.source, self.tokenizer, self.objectives, max_length, self.score_weighting, self.teachers,
                 packing_multiple,
@@ -77,10 +60,6 @@ class RunInputs:
 
     def training_documents(self, recipe: TrainConfig, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which documents to train on, and print notes on those that are skipped or changed.
-
-        Args:
-            recipe: the training options.
-            limit: maximum number of tokens of a document; None: unlimited.
 
         Returns:
             int64 [n], the indices of the documents to train on, and int64 [documents], the length of all in bytes.
@@ -109,14 +88,7 @@ class RunInputs:
     def sampler(
         self, recipe: TrainConfig, documents: NDArray[np.int64], sizes: NDArray[np.int64], documents_per_step: int
     ) -> BatchSampler:
-        """Return the sampler of the documents of each step.
-
-        Args:
-            recipe: the training options.
-            documents: indices of the documents to train on, as from `training_documents`.
-            sizes: length of all documents, as from `training_documents`.
-            documents_per_step: number of documents in a step.
-        """
+        """Return the sampler of the documents of each step."""
         return BatchSampler(documents, sizes, documents_per_step, recipe.seed)
 
     def teacher_blocks(self, run: TrainingRun) -> TeacherBlocks | None:
@@ -179,10 +151,7 @@ class RunInputs:
         """Return which of some documents to skip for their length, and print how many are too long.
 
         Args:
-            recipe: the training options.
-            limit: maximum number of tokens of a document.
             numbers: indices of the documents in the source.
-            sizes: their lengths in bytes.
 
         Returns:
             Indices into `numbers`, with --long-documents skip.

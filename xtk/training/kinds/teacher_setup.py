@@ -9,9 +9,11 @@ from typing import Any
 from xtk.batches.combine_teachers import TeacherEnsemble
 from xtk.batches.losses_per_teacher import AssignedLoss, assign_losses, open_teachers
 from xtk.batches.teacher_losses import TeacherLosses, combined_losses
+from xtk.cache.output import is_cache
+from xtk.data.corpus_reader import Corpus
 from xtk.errors import MismatchError, XtkError
 from xtk.files.atomic_files import canonical_json, sha256
-from xtk.losses import LOSSES
+from xtk.losses import AUTO_LOSS, LOSSES
 from xtk.name_registry import load_registered
 from xtk.projection.projection import SparseProjection
 from xtk.runs.model_card import Provenance, public_model_name
@@ -22,15 +24,10 @@ from xtk.training.train_config import RunPaths, TrainConfig
 
 @dataclass(frozen=True)
 class TeacherSetup(TeacherLosses):
-    """The teachers of a run, how they are combined, and their losses.
+    """The teachers of a run, how they are combined, and their losses."""
 
-    Attributes:
-        paths: the run's inputs.
-        auto_loss_note: the losses that `--loss auto` chose and why; "": it was not used.
-    """
-
-    paths: RunPaths
-    auto_loss_note: str
+    paths: RunPaths  # the run's inputs
+    auto_loss_note: str  # the losses that `--loss auto` chose and why; "": it was not used
 
     def input_fields(self, student: dict[str, str], **fingerprints: Any) -> dict[str, Any]:
         """Return the fields of `RunInputs` that follow from teachers and losses."""
@@ -127,6 +124,20 @@ def set_up_teachers(
 def needs_no_teacher(name: str) -> bool:
     """Return whether a loss needs no teacher."""
     return bool(load_registered(LOSSES, name, "loss").comparison_space == "text")
+
+
+def plain_corpus(paths: RunPaths, recipe: TrainConfig) -> Corpus:
+    """Return the data that online teachers score."""
+    if all(loss.name != AUTO_LOSS and needs_no_teacher(loss.name) for loss in recipe.losses):
+        raise XtkError("--teacher is given, but no --loss uses a teacher", hint="remove --teacher, or use --loss auto")
+    for place in paths.data:
+        if is_cache(place):
+            raise XtkError(
+                "--teacher needs plain data, but CACHE is a teacher cache",
+                where=place,
+                hint="give the data that the cache was made from, or remove --teacher to train from the cache",
+            )
+    return Corpus(list(paths.data), paths.columns, paths.max_document_bytes)
 
 
 def check_loss_scaling(recipe: TrainConfig, assigned: Sequence[AssignedLoss]) -> None:

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, in fp32, sharded like the weights."""
+"""EMA of the weights in fp32, sharded like them; offloading of the student to CPU memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class ExponentialMovingAverage:
     Polyak, B. and Juditsky, A., Acceleration of Stochastic Approximation by Averaging, 1992, with forgetting.
 
     Args:
-        model: the model; its trainable weights are averaged.
         decay: at least 0 (no average) and below 1; about the last 1 / (1 - decay) steps count.
     """
 
@@ -63,3 +62,32 @@ class ExponentialMovingAverage:
                 part.reshard()
         for name, value in values.items():
             local_tensor(self._weights[name]).copy_(value)
+
+
+@contextlib.contextmanager
+def offload_student(model: nn.Module, optimizer: torch.optim.Optimizer, storage_device: torch.device) -> Iterator[None]:
+    """Move the student's weights, buffers and optimizer state to another device within a `with` block.
+
+    Parameters and buffers stay the same objects; only their data moves. There are no gradients between steps.
+    """
+    holders: list[Tensor] = [*model.parameters(), *model.buffers()]
+    devices = [holder.device for holder in holders]
+    states = [
+        (state, key, value.device)
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    ]
+    for holder in holders:
+        holder.data = holder.data.to(storage_device)
+    for state, key, _ in states:
+        state[key] = state[key].to(storage_device)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        for holder, device in zip(holders, devices, strict=True):
+            holder.data = holder.data.to(device)
+        for state, key, device in states:
+            state[key] = state[key].to(device)
