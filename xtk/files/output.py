@@ -154,7 +154,7 @@ def move_aside(path: Path) -> Path:
             hint="move it to another folder, or use another output path (-o)",
         ) from None
     fsync(path.parent)
-    terminal.note(f"moved {path} to {aside.name}; delete it when it is no longer needed")
+    terminal.note(f"moved {path} to {aside.name}; xtk does not need it any more")
     return aside
 
 

@@ -191,7 +191,7 @@ class RemoteFolder:
             else:
                 self._fs.mv(self._root, self._root + aside)
         self._listing = {}
-        terminal.note(f"moved {self.name} to {self.name}{aside}; delete it when it is no longer needed")
+        terminal.note(f"moved {self.name} to {self.name}{aside}; xtk does not need it any more")
 
     def file_sizes(self) -> dict[str, int]:
         """Return the current size of each file in bytes; {} if there is no folder."""
