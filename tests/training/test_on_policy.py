@@ -275,7 +275,7 @@ def test_a_resumed_batch_has_the_log_probabilities_of_a_self_teacher_that_has_ch
     data = tmp_path / "privileged.jsonl"
     prompts = [f"Anna has {at} apples and" for at in range(4)]
     write_rows(data, [{"prompt": prompt, "teacher_prompt": f"She has 12. {prompt}"} for prompt in prompts])
-    arguments = ["distill", pair.student, data, "--teacher", "self:top_k=16", *OPTIONS, "--max-steps", 8,
+    arguments = ["distill-on-policy", pair.student, data, "--teacher", "self:top_k=16", *OPTIONS, "--max-steps", 8,
                  "--steps-per-generation", 4, "--loss", "forward-kl", "--learning-rate", 1e-2, "-o"]  # fmt: skip
     run_xtk(*arguments, tmp_path / "whole", "--save-steps", 0)
     output = tmp_path / "out"
