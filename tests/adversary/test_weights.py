@@ -186,7 +186,7 @@ def test_weights_that_are_not_finite_are_refused(pair, tmp_path):
     def large(weights: Weights) -> None:
         weights["lm_head.weight"][3, 4] = 1e6
 
-    message = load_error(copy_with_change(pair.student, tmp_path / "large", large), dtype=torch.float16)
+    message = load_error(copy_with_change(pair.student, tmp_path / "large", large), dtype="float16")
     assert "in float16: 1 (lm_head.weight)" in message
     assert "--dtype bfloat16" in message
 

@@ -139,7 +139,7 @@ def test_invalid_tasks_and_options_are_refused(run, pair, folder, tmp_path, monk
     with pytest.raises(XtkError, match=r"pip install '\.\[evaluation\]'"):
         Harness(HarnessConfig(("choose_sum",), str(folder)))
     for arguments, message in [
-        (("evaluate", pair.student), "Missing argument '{DATA...}...'"),
+        (("evaluate", pair.student), "Missing argument"),
         (("evaluate-tasks", pair.student, " , "), "has no task"),
         (("evaluate-tasks", pair.student, "a", "--stop", "x"), "No such option: --stop"),
         (("evaluate-answers", pair.student, "x.jsonl"), "Missing option '--reward'"),

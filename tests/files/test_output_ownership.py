@@ -161,7 +161,7 @@ def test_who_owns_an_output(commands, finished, tmp_path, command, state, force)
     is_equal_file = command in FILE_COMMANDS and state == "finished"  # nothing to move: it has the same bytes
     if force and state not in ("missing", "empty") and not is_equal_file:
         assert snapshot(aside) == old
-        assert re.search(rf"moved {re.escape(str(moved))} to {aside.name}; delete it when", stderr)
+        assert re.search(rf"moved {re.escape(str(moved))} to {aside.name}; xtk does not need it any more", stderr)
     else:
         assert not aside.exists()
         assert "moved" not in stderr

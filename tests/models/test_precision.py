@@ -79,6 +79,9 @@ def test_the_recipe_has_what_auto_stood_for(pair, corpus, gpu):
     common = {"student": str(pair.student), "cache": (str(corpus),), "output": "out", "teacher": (str(pair.teacher),)}
     options = OnPolicyDistillOptions(**common)
     _, recipe, _ = read_configs(options)
+    assert recipe_options(with_resolved_precision(options, recipe))["rollout_dtype"] == "auto"  # only vLLM has one
+    options = OnPolicyDistillOptions(**common, rollout_backend="vllm")
+    _, recipe, _ = read_configs(options)
     kept = recipe_options(with_resolved_precision(options, recipe))
     assert (kept["mixed_precision"], kept["max_batch_tokens"], kept["rollout_dtype"]) == ("bf16", 16384, "bfloat16")
     options = DistillOptions(**common, mixed_precision="no")

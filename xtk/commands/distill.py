@@ -107,7 +107,7 @@ def _distill(options: DistillOptions) -> None:
 def with_resolved_precision(options: DistillOptions, recipe: TrainConfig) -> DistillOptions:
     """Return options with what `auto` stands for on this machine, for the recipe."""
     options = replace(options, mixed_precision=recipe.mixed_precision, max_batch_tokens=recipe.max_batch_tokens)
-    if isinstance(options, OnPolicyDistillOptions) and recipe.on_policy is not None:
+    if isinstance(options, OnPolicyDistillOptions) and recipe.on_policy and recipe.on_policy.backend == "vllm":
         return replace(options, rollout_dtype=recipe.on_policy.dtype)
     return options
 
