@@ -44,6 +44,8 @@ def test_a_model_on_a_gpu_has_the_dtype_of_its_checkpoint(pair, tmp_path, gpu, d
     assert resolve_dtype("auto", model) == name
     assert resolve_dtype("float16", model) == "float16"
     assert resolve_dtype("auto", None) == "float32"  # on a server
+    (tmp_path / "without weights").mkdir()
+    assert resolve_dtype("auto", tmp_path / "without weights") == "bfloat16"
     options = CacheTeacherOptions(teacher=str(model), output="cache", data=("corpus.jsonl",))
     assert _cache_request(options, model, None).teacher.dtype == name
     online = parse_online_teacher(str(model), long_documents="refuse", trust_remote_code=False)

@@ -40,7 +40,7 @@ ANSWERS = ["201", "It is 201.", "日本", "(a)", "\nhello", " 201"]
 CONVERSATIONS = [[{"role": "user", "content": "12+5?"}, {"role": "assistant", "content": answer}] for answer in ANSWERS]
 
 
-def said(document: Document, tokens: TokenSequence, logprobs: TeacherLogprobs) -> TeacherDocument:
+def with_logprobs(document: Document, tokens: TokenSequence, logprobs: TeacherLogprobs) -> TeacherDocument:
     """Return a document with a teacher's tokens and log-probabilities."""
     return TeacherDocument(document, tokens).with_teacher_logprobs(logprobs)
 
@@ -130,7 +130,7 @@ def test_prepended_space_token_is_trained_with_the_token_after_it(tokenizer, mod
         assert trained_bytes(tokenizer_without_bos, document) == expected
         (sequence,) = tokenize_documents(tokenizer_without_bos, [document])
         logprobs = cache.read_document(0).teacher_logprobs
-        inputs = make_loss_inputs(sequence, document, said(document, sequence, logprobs))
+        inputs = make_loss_inputs(sequence, document, with_logprobs(document, sequence, logprobs))
         assert _unaligned([inputs], [sequence]) == (0, 2)
 
 
@@ -201,7 +201,7 @@ def test_cache_without_the_space_position_omits_only_the_space(cache, tokenizer,
     observed = np.where(logprobs.positions == space, np.nan, logprobs.observed_logprobs)
     logprobs = replace(logprobs, observed_logprobs=observed)
     without_space = make_loss_inputs(
-        student, row.document, said(row.document, tokens_without_space, logprobs.drop_nan_positions())
+        student, row.document, with_logprobs(row.document, tokens_without_space, logprobs.drop_nan_positions())
     )
     assert len(without_space.teacher_logprobs) == len(with_space.teacher_logprobs) - 1
     ranges, ranges_without_space = span_ranges(with_space), span_ranges(without_space)
@@ -229,7 +229,7 @@ def test_normalized_first_character_is_not_an_added_space_in_a_cache(run, models
         assert row.tokens.byte_ends.tolist() == teacher_sequence.byte_ends.tolist()
         assert not teacher_sequence.exact
         cached, online = (
-            make_loss_inputs(student_sequence, document, said(document, tokens, row.teacher_logprobs)).spans
+            make_loss_inputs(student_sequence, document, with_logprobs(document, tokens, row.teacher_logprobs)).spans
             for tokens in (row.tokens, teacher_sequence)
         )
         assert cached.tolist() == online.tolist()
@@ -244,7 +244,7 @@ def test_other_tokenizer_is_aligned_from_the_first_byte(tokenizer, pair, cache, 
         (metaspace_sequence, other_sequence) if metaspace_student else (other_sequence, metaspace_sequence)
     )
     logprobs = cache.read_document(0).teacher_logprobs
-    inputs = make_loss_inputs(student, document, said(document, teacher, logprobs))
+    inputs = make_loss_inputs(student, document, with_logprobs(document, teacher, logprobs))
     spans, aligned = inputs.spans, align_sequences(student, teacher)
     space = int(metaspace_sequence.byte_ends[1] == 0)
     assert (

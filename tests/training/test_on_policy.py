@@ -191,6 +191,13 @@ def run(pair, prompts: Path, output: Path, *options: object, code: int = 0):
     )
 
 
+def command_of_reference_run(pair, prompts: Path) -> list[object]:
+    """Return the command line of `reference_run`, without its output."""
+    return ["distill-on-policy", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS,
+            "--max-steps", 8, "--save-steps", 3, "--steps-per-generation", 2, "--loss", "byte-kl",
+            "--reward", "regex:pattern=apples", "-o"]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def reference_run(pair, prompts, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "out"
@@ -222,25 +229,7 @@ def test_a_run_writes_metrics_rollouts_and_its_recipe(reference_run):
 def test_a_killed_run_resumes_within_its_rollout_batch(pair, prompts, reference_run, tmp_path):
     """Rollout batch 2 is steps 5 and 6; the checkpoint of step 6 is at its end, that of step 3 is within batch 1."""
     output = tmp_path / "out"
-    arguments = [
-        "distill-on-policy",
-        pair.student,
-        prompts,
-        "--teacher",
-        f"{pair.teacher}:top_k=16",
-        *OPTIONS,
-        "--max-steps",
-        8,
-        "--save-steps",
-        3,
-        "--steps-per-generation",
-        2,
-        "--loss",
-        "byte-kl",
-        "--reward",
-        "regex:pattern=apples",
-        "-o",
-    ]
+    arguments = command_of_reference_run(pair, prompts)
     process = start_run([*arguments, output])
     wait_for_path(output / "checkpoint-3", process)
     process.send_signal(signal.SIGKILL)
@@ -271,7 +260,7 @@ def test_a_killed_run_resumes_within_its_rollout_batch(pair, prompts, reference_
 
 @pytest.mark.slow
 def test_a_resumed_batch_has_the_log_probabilities_of_a_self_teacher_that_has_changed(pair, tmp_path):
-    """A teacher with the student's current weights would say something else after some steps of the batch."""
+    """A teacher with the student's current weights would compute others after some steps of the batch."""
     data = tmp_path / "privileged.jsonl"
     prompts = [f"Anna has {at} apples and" for at in range(4)]
     write_rows(data, [{"prompt": prompt, "teacher_prompt": f"She has 12. {prompt}"} for prompt in prompts])
@@ -436,25 +425,7 @@ def test_a_teacher_on_separate_devices_gives_the_same_losses(pair, prompts, tmp_
 
 @pytest.mark.long
 def test_a_run_killed_at_random_times_ends_bitwise_equal(pair, prompts, reference_run, tmp_path):
-    arguments = [
-        "distill-on-policy",
-        pair.student,
-        prompts,
-        "--teacher",
-        f"{pair.teacher}:top_k=16",
-        *OPTIONS,
-        "--max-steps",
-        8,
-        "--save-steps",
-        3,
-        "--steps-per-generation",
-        2,
-        "--loss",
-        "byte-kl",
-        "--reward",
-        "regex:pattern=apples",
-        "-o",
-    ]
+    arguments = command_of_reference_run(pair, prompts)
     rng = random.Random(5)
     for number in range(20):
         output = tmp_path / str(number)

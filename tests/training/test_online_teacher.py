@@ -72,7 +72,7 @@ def blocks_of(inputs: RunInputs, *, steps: int, size: int = 0, per_step: int = 8
 
 
 def outputs_of(source: DocumentSource, number: int) -> tuple[TeacherDocument | None, ...]:
-    """Return what each teacher says about a document."""
+    """Return each teacher's output for a document."""
     return tuple(output for teacher in source.teachers for output in teacher.outputs([number]))
 
 

@@ -97,7 +97,7 @@ class DistillationCollator:
                 tokenizer, or with another support.
         """
         stored = [self._stored(feature) for feature in features]
-        documents = TextDocuments([one.document for one in stored], [_Teacher(stored)])
+        documents = TextDocuments([row.document for row in stored], [_Teacher(stored)])
         builder = BatchBuilder(
             documents,
             self._student,
@@ -156,11 +156,11 @@ class DistillationCollator:
 
 
 class _Teacher:
-    """What the teacher says about the documents of one batch."""
+    """The teacher's outputs for the documents of one batch."""
 
     def __init__(self, documents: Sequence[CachedDocument]) -> None:
         self._documents = documents
 
     def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
-        """Return what the teacher says about some documents."""
+        """Return the teacher's outputs for some documents."""
         return [self._documents[number].with_sample_set(sample_set) for number in documents]

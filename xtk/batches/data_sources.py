@@ -1,4 +1,4 @@
-"""Documents to train on, from caches (matched by document) or in memory, and what each teacher says about them."""
+"""Documents to train on, from caches (matched by document) or in memory, and the teachers' outputs for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xtk.text.tokenizer import Tokenizer
 class DocumentSource(Protocol):
     """Documents to train on."""
 
-    teachers: Sequence[TeacherSource]  # what each teacher says about them; a mixture is one teacher
+    teachers: Sequence[TeacherSource]  # their outputs for these documents; a mixture is one teacher
 
     def __len__(self) -> int: ...
 
@@ -93,7 +93,7 @@ class TextDocuments:
     """Documents in memory.
 
     Args:
-        teachers: what each teacher says about them; none for losses on the text alone.
+        teachers: their outputs for these documents; none for losses on the text alone.
     """
 
     def __init__(self, documents: Sequence[Document], teachers: Sequence[TeacherSource] = ()) -> None:
@@ -135,7 +135,7 @@ class TeacherMixture:
         self._teachers, self._weights = teachers, weights
 
     def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
-        """Return the mixture of what the teachers say about some documents."""
+        """Return the mixture of the teachers' outputs for some documents."""
         of_teachers = [teacher.outputs(documents, sample_set) for teacher in self._teachers]
         return [
             self._mix(number, [output for output in outputs if output is not None])

@@ -312,7 +312,7 @@ class BatchBuilder:
 
 
 def _without_nan(output: TeacherDocument | None) -> tuple[TeacherDocument | None, int]:
-    """Return what a teacher says without positions that have a NaN log-probability, and the number of these."""
+    """Return a teacher's output without positions that have a NaN log-probability, and the number of these."""
     if output is None:
         return None, 0
     logprobs = output.teacher_logprobs.drop_nan_positions()

@@ -49,7 +49,7 @@ class TeacherLosses:
         if len(caches) == 1:
             return DocumentsFromCaches(*caches)
         is_routed = self.combination.method == "route"
-        rows = route_documents(caches, [one.name for one in teachers]) if is_routed else match_documents(caches)
+        rows = route_documents(caches, [teacher.name for teacher in teachers]) if is_routed else match_documents(caches)
         documents = DocumentsFromCaches(*caches, rows=rows)
         documents.teachers = self.combined(documents.teachers)
         return documents

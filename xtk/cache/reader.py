@@ -184,7 +184,7 @@ class TeacherCache:
         return stored
 
     def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
-        """Return what the teacher says about some documents, as a `TeacherSource`."""
+        """Return the teacher's outputs for some documents, as a `TeacherSource`."""
         return [self.read_document(number, sample_set) for number in documents]
 
     @property

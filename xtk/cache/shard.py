@@ -295,7 +295,7 @@ class CachedDocument(TeacherDocument):
         return self._shard.header
 
     @cached_property
-    def document(self) -> Document:
+    def document(self) -> Document:  # type: ignore[override]
         """The text, and which parts are trained."""
         with self._shard._corruption_as_error("its document cannot be read", self._number):
             segments = self.columns.segments(self._number)
@@ -335,7 +335,7 @@ class CachedDocument(TeacherDocument):
         return runs[0] if len(runs) == 1 else np.concatenate([np.zeros(0, np.int32), *runs])
 
     @cached_property
-    def tokens(self) -> TokenSequence:
+    def tokens(self) -> TokenSequence:  # type: ignore[override]
         """The teacher's tokens; `exact` is False if a run starts with a token that has no bytes and is not a space."""
         length, number = self.num_tokens, self._number
         with self._shard._corruption_as_error("its tokens cannot be decoded", number):
@@ -368,7 +368,7 @@ class CachedDocument(TeacherDocument):
         return signal
 
     @cached_property
-    def stored_logprobs(self) -> StoredLogprobs:
+    def stored_logprobs(self) -> StoredLogprobs:  # type: ignore[override]
         """All stored log-probabilities of the teacher."""
         ids, positions = self.tokens.ids, self.trained_positions
         with self._shard._corruption_as_error("its log-probabilities cannot be decoded", self._number):

@@ -1,4 +1,4 @@
-"""What one teacher says about one document: its tokens and log-probabilities."""
+"""A teacher's tokens and log-probabilities of one document."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class TeacherDocument:
         teacher_logprobs: those that a student trains on: the exact entries, and one set of samples or none.
     """
 
+    document: Document
+    tokens: TokenSequence
+    stored_logprobs: StoredLogprobs
+
     def __init__(
         self,
         document: Document,
@@ -34,21 +38,6 @@ class TeacherDocument:
         self.document, self.tokens, self._sample_set = document, tokens, sample_set
         if stored_logprobs is not None:
             self.stored_logprobs = stored_logprobs
-
-    @cached_property
-    def document(self) -> Document:
-        """The text, and which parts are trained."""
-        raise NotImplementedError
-
-    @cached_property
-    def tokens(self) -> TokenSequence:
-        """The teacher's tokens."""
-        raise NotImplementedError
-
-    @cached_property
-    def stored_logprobs(self) -> StoredLogprobs:
-        """All stored log-probabilities of the teacher."""
-        raise ValueError("this document has the log-probabilities for training only")
 
     @cached_property
     def teacher_logprobs(self) -> TeacherLogprobs:

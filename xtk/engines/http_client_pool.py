@@ -150,7 +150,9 @@ class EndpointPool:
             max_concurrency: a smaller limit of requests in flight, for large responses.
         """
         key = _read_key(self._key_variables)
-        self._secrets = _forms_of_secrets([key, *(one for endpoint in self.endpoints for one in endpoint.secrets)])
+        self._secrets = _forms_of_secrets(
+            [key, *(secret for endpoint in self.endpoints for secret in endpoint.secrets)]
+        )
         concurrency = min(self._concurrency, max_concurrency or self._concurrency)
         self._inflight_limit = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
@@ -379,7 +381,9 @@ def _read_key(variables: Sequence[str]) -> str:
 def _forms_of_secrets(secrets: Sequence[str]) -> list[str]:
     """Return keys and passwords as they are, and escaped as in JSON, JSON in JSON, and URLs; the longest first."""
     texts = [secret for secret in secrets if len(secret) >= MIN_SECRET_LENGTH]
-    texts += [f"{scheme} {one}" for one in secrets if 0 < len(one) < MIN_SECRET_LENGTH for scheme in AUTH_SCHEMES]
+    texts += [
+        f"{scheme} {secret}" for secret in secrets if 0 < len(secret) < MIN_SECRET_LENGTH for scheme in AUTH_SCHEMES
+    ]
     forms = {text.replace("/", slash) for text in texts for slash in ("/", r"\/", r"\\/")}
     forms |= {form for text in texts for form in (json.dumps(text)[1:-1], quote(text, ""))}
     return sorted(forms, key=len, reverse=True)

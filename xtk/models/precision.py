@@ -21,7 +21,7 @@ def has_bf16_gpu() -> bool:
 def resolve_dtype(dtype: str, folder: Path | None) -> str:
     """Return a value of `--dtype`: for "auto", the checkpoint's own dtype on a GPU with bf16, else "float32".
 
-    The checkpoint's own dtype is that of most of its weights; "bfloat16" if they are quantized.
+    The checkpoint's own dtype is that of most of its weights; "bfloat16" if they are quantized or not on this machine.
 
     Args:
         folder: the model; None: servers run it, in their own dtype.
@@ -31,7 +31,7 @@ def resolve_dtype(dtype: str, folder: Path | None) -> str:
     if folder is None or not has_bf16_gpu():
         return "float32"
     sizes: dict[str, int] = {}
-    for kind, shape in read_weight_headers(folder).values():
+    for kind, shape in read_weight_headers(folder, allow_missing=True).values():
         sizes[kind] = sizes.get(kind, 0) + int(torch.Size(shape).numel())
     return _DTYPE_NAMES.get(max(sizes, key=lambda kind: sizes[kind], default="BF16"), "bfloat16")
 

@@ -104,7 +104,7 @@ def check_scored_documents(
 def score_chunks(
     request: CacheRequest, teacher: TeacherBackend, pieces: Sequence[Chunk], where: str
 ) -> list[TeacherDocument]:
-    """Return what the teacher says about some documents; `check_scored_documents` checks it."""
+    """Return the teacher's outputs for some documents, not yet checked by `check_scored_documents`."""
     candidate_ids = candidate_ids_of(pieces, request.support, where)
     scores = teacher.score([tokens for _, tokens in pieces], candidate_ids)
     if len(scores) != len(pieces):

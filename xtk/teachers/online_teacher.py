@@ -110,7 +110,7 @@ class OnlineTeacher:
 
     @property
     def scores_repeat(self) -> bool:
-        """Whether it says the same again when a run resumes: not servers, vLLM, or weights that training changes."""
+        """Whether a resumed run gets the same scores: not from servers, vLLM, or weights that training changes."""
         return self._backend.runs_loaded_model and self.student_weights in ("", "base")
 
     @property
@@ -203,7 +203,7 @@ class OnlineTeacher:
         )
 
     def keep(self, scored: Iterable[tuple[int, TeacherDocument]]) -> None:
-        """Keep what the teacher said about documents, by their indices, for `outputs`."""
+        """Keep outputs for documents, by their indices, for `outputs`."""
         self._scored.update(scored)
 
     def forget(self) -> None:
@@ -211,17 +211,13 @@ class OnlineTeacher:
         self._scored = {}
 
     def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
-        """Return what the teacher said about some documents of the current block; None for those it did not score.
+        """Return the outputs for some documents of the current block; None for those that it did not score.
 
         Args:
             sample_set: None: only exact values. The samples of each epoch are other ones; a block has one set.
         """
         kept = [self._scored.get(number) for number in documents]
         return [None if output is None else output.with_sample_set(sample_set) for output in kept]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the loaded model, for the processes that build batches."""
-        return self.__dict__ | {"_opened": None}
 
     def release_device(self) -> None:
         """Release the device: move the model to CPU memory, or unload it if that is not possible."""

@@ -1,4 +1,4 @@
-"""What a teacher says about the documents of a run: one interface for a cache, a model, a server and rollouts."""
+"""A teacher's outputs for the documents of a run: one interface for a cache, a model, a server and rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TeacherSource(Protocol):
     """
 
     def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
-        """Return what the teacher says about some documents; None where it says nothing.
+        """Return the outputs for some documents; None for a document that the teacher does not have.
 
         Args:
             sample_set: index of the set of sampled tokens, modulo the number of sets. None: only exact values.
@@ -40,6 +40,6 @@ class CacheRows:
         self.cache, self.rows = cache, rows
 
     def outputs(self, documents: Sequence[int], sample_set: int | None = 0) -> list[TeacherDocument | None]:
-        """Return what the teacher says about some documents; None where it says nothing."""
+        """Return the outputs for some documents; None for a document that the teacher does not have."""
         rows = self.rows[list(documents)].tolist()
         return [None if row == NO_ROW else self.cache.read_document(row, sample_set) for row in rows]

@@ -33,9 +33,16 @@ from xtk.teachers.online_teacher import PART_TOKENS, OnlineTeacher, read_corpus_
 from xtk.teachers.source import NO_ROW, TeacherSource
 from xtk.text.document import Document
 
+COMMAND_NAME = "distill"
+DEFAULT_BLOCK_STEPS, DEFAULT_BLOCK_BYTES = 64, 4 << 30  # limits of a block without --teacher-block-steps
+
 
 class StoredScores:
-    """The shards of one teacher in the folder of a rollout batch, one for each part that is scored at once."""
+    """The scores of one teacher in the folder of a rollout batch: a shard for each part that is scored at once.
+
+    Only of a teacher that a resumed run would score with other results: servers and vLLM round differently each time,
+    and the weights of a teacher that is the student change with each step.
+    """
 
     def __init__(
         self, folder: Path | None, number: int, teacher: OnlineTeacher, parts: Sequence[Sequence[Document]]
@@ -57,7 +64,7 @@ class StoredScores:
         return {part: [shard.read_document(row) for row in range(len(shard))] for part, shard in self._shards.items()}
 
     def write(self, part: int, documents: Sequence[TeacherDocument]) -> None:
-        """Store what the teacher said about the documents of a part."""
+        """Store the scores of a part."""
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(self._path(part)) as temporary:
@@ -70,10 +77,6 @@ class StoredScores:
     def _header(self, part: int) -> dict[str, Any]:
         data = {"fingerprint": str(CorpusFingerprint.of(self._parts[part]))}
         return {**self._teacher.header, "data": data}
-
-
-COMMAND_NAME = "distill"
-DEFAULT_BLOCK_STEPS, DEFAULT_BLOCK_BYTES = 64, 4 << 30  # limits of a block without --teacher-block-steps
 
 
 class OnlineDocuments(TextDocuments):
@@ -128,8 +131,7 @@ class TeacherBlocks:
 
     Args:
         block_steps: steps per block; 0: up to `DEFAULT_BLOCK_STEPS`, within `DEFAULT_BLOCK_BYTES`.
-        documents_of_step: the documents of a step that this process trains on, of which it keeps what teachers say;
-            None: all.
+        documents_of_step: the documents of a step that this process trains on, whose scores it keeps; None: all.
 
     Attributes:
         lend_student: context manager with the student's `BackboneWithHead`, for `--teacher self`; its argument selects
@@ -190,10 +192,10 @@ class TeacherBlocks:
         """Clean up at the end of the run; nothing to do here."""
 
     def score_block(self, block: range, stop: StopListener, folder: Path | None = None) -> bool:
-        """Score the documents of a block, each process a part, and keep what the teachers say about its own documents.
+        """Score the documents of a block, each process a part, and keep the scores of this process's documents.
 
         Args:
-            folder: keeps what teachers say that would say something else in a resumed run; None: nothing is kept.
+            folder: for `StoredScores`; None: no scores are stored.
 
         Returns:
             False if a signal stopped it.
