@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xtk.runs.folder import read_recipe
@@ -33,17 +33,24 @@ def start_run(
 
 def wait_for_path(path: Path, process: subprocess.Popen[str], timeout: float = 120) -> None:
     """Wait until a file or folder exists, the process has ended, or the timeout has passed."""
+    wait_until(path.exists, process, timeout)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 120) -> None:
+    """Wait until a condition holds, the process has ended, or the timeout has passed."""
     deadline = time.monotonic() + timeout
-    while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+    while not condition() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def signal_at_checkpoint(
     arguments: Sequence[object], output: Path, signal_number: int, *extra: object, step: int = 4
 ) -> tuple[int, str]:
-    """Start a run and send it a signal when `checkpoint-STEP` appears; return its exit code and its stderr."""
+    """Start a run and send it a signal at `checkpoint-STEP` or a later one; return its exit code and its stderr."""
     process = start_run([*arguments, output, *extra])
-    wait_for_path(output / f"checkpoint-{step}", process)
+    # `--save-total-limit` may remove `checkpoint-STEP` before this process sees it.
+    names = [f"checkpoint-{later}" for later in range(step, step + 100)]
+    wait_until(lambda: any((output / name).exists() for name in names), process)
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal_number)
     return exit_of_unfinished_run(process, output)

@@ -307,7 +307,7 @@ def test_early_stopping_returns_the_best_student_also_after_an_interruption(argu
     # The more the student learns of the corpus, the less likely it finds letters that are not in the corpus.
     held_out = write_jsonl(tmp_path / "held-out.jsonl", ["ЖЩЪЫ ЭЮЯ ЖЖЩ ЪЫЭ", "ЯЮЭ ЫЪЩЖ"])
     command = [*arguments[:-1], "--learning-rate", 0.01, "--eval-data", held_out, "--eval-steps", 1,
-               "--early-stopping-patience", 8, "--save-total-limit", 1, "--max-steps", 40, "--ema-decay", 0.1,
+               "--early-stopping-patience", 16, "--save-total-limit", 1, "--max-steps", 60, "--ema-decay", 0.1,
                "-o"]  # fmt: skip
     uninterrupted = tmp_path / "whole"
     run_xtk(*command, uninterrupted)
@@ -318,7 +318,7 @@ def test_early_stopping_returns_the_best_student_also_after_an_interruption(argu
     assert (content["metrics"]["step"], content["metrics"]["eval_bits_per_byte"]) == (bits.index(best) + 1, best)
     (reported,) = json.loads(run_xtk("report", uninterrupted, "-o", tmp_path / "page.html", "--json").stdout)["runs"]
     assert reported["metrics"]["eval_bits_per_byte"] == pytest.approx(best)
-    assert len(bits) == content["steps"] == bits.index(best) + 1 + 8 < 40
+    assert len(bits) == content["steps"] == bits.index(best) + 1 + 16 < 60
     evaluation = json.loads(run_xtk("evaluate", uninterrupted, held_out, "--json").stdout)
     assert evaluation["bits_per_byte"] == pytest.approx(best, rel=1e-6)
     assert not list(uninterrupted.glob("best-*"))
