@@ -38,7 +38,7 @@ from xtk.losses.kernels.chunked_softmax import (
     read_window,
 )
 from xtk.losses.kernels.chunked_softmax_numba import group_logsumexp_
-from xtk.models.output_head import ChunkedLogits, OutputHead
+from xtk.models.output_head import ChunkedLogits, OutputHead, add_product_, chunk_rows_of
 from xtk.parallel.host_to_device import to_device
 
 
@@ -80,6 +80,7 @@ class FusedLossFunction(torch.autograd.Function):
         terms: Sequence[LossCells],
         chunk: int,
         with_gradient: bool,
+        has_unit_gradient: bool,
         bias: Tensor | None,
         *pairs: Tensor,
     ) -> Tensor:
@@ -88,9 +89,9 @@ class FusedLossFunction(torch.autograd.Function):
         `pairs` are the inputs of the head's matrices, followed by the matrices. Whether gradients are enabled is an
         argument, since they are never enabled here, and `requires_grad` of the inputs does not depend on it.
         """
-        ctx.head, ctx.terms, ctx.chunk = head, terms, chunk
+        ctx.head, ctx.terms, ctx.chunk, ctx.has_unit_gradient = head, terms, chunk, has_unit_gradient
         ctx.save_for_backward(bias, *pairs)
-        ctx.needed = tuple(with_gradient and one for one in ctx.needs_input_grad[4:])
+        ctx.needed = tuple(with_gradient and one for one in ctx.needs_input_grad[5:])
         sums, ctx.gradients = _forward_backward(head, terms, chunk, bias, pairs, ctx.needed)
         return sums
 
@@ -104,14 +105,21 @@ class FusedLossFunction(torch.autograd.Function):
             bias, *pairs = ctx.saved_tensors
             _, gradients = _forward_backward(ctx.head, ctx.terms, ctx.chunk, bias, pairs, ctx.needed)
         # Multiplying a head's gradient takes time; on a CPU a factor of 1 is seen without synchronization.
-        if factor.device.type != "cpu" or factor[0] != 1:
+        if factor[0] != 1 if factor.device.type == "cpu" else not ctx.has_unit_gradient:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(factor[0])
-        return (None, None, None, None, *gradients)
+        return (None, None, None, None, None, *gradients)
 
 
-def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chunk_rows: int) -> tuple[Tensor, Tensor]:
+def fused_loss(
+    states: Tensor,
+    head: OutputHead,
+    terms: Sequence[LossCells],
+    chunk_rows: int | None = None,
+    *,
+    has_unit_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return the scaled total loss, and each term's sum over items.
 
     With a sharded head all processes of the group pass the same states, terms and chunk size. All get the same total
@@ -119,15 +127,17 @@ def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chu
 
     Args:
         states: [N, H], rows of hidden states (or of logits [N, V], if the head has no weight).
-        chunk_rows: number of rows whose logits are in memory at one time.
+        chunk_rows: number of rows whose logits are in memory at one time; None: chosen by vocabulary and device.
+        has_unit_gradient: the caller calls `total.backward()` on the total as it is. On a GPU the gradients are then
+            not multiplied by a factor of 1, which the host cannot see there.
 
     Returns:
         total: a scalar, `sum over terms of scale * sum over items`, with a gradient.
         sums: [terms], detached, each term's unscaled sum over its items.
     """
     tensors = [*(head.matrix_inputs(states) if head.matrices else [states]), *head.matrices]
-    with_gradient = torch.is_grad_enabled()
-    sums = FusedLossFunction.apply(head, terms, chunk_rows, with_gradient, head.bias, *tensors)  # type: ignore[no-untyped-call]
+    options = chunk_rows or chunk_rows_of(head, states), torch.is_grad_enabled(), has_unit_gradient
+    sums = FusedLossFunction.apply(head, terms, *options, head.bias, *tensors)  # type: ignore[no-untyped-call]
     scales = to_device(torch.tensor([term.scale for term in terms], dtype=sums.dtype), states.device)
     detached = sums.detach()
     values = detached.clone()
@@ -157,8 +167,6 @@ def _forward_backward(
     # A soft cap, and remainders of several terms, each need another buffer as large as the logits.
     several = sum(bool(term.has_remainder.any()) for term in terms) > 1
     size = max(1, chunk // (1 + several + (head.softcap is not None)))
-    if shard is not None:
-        size = shard.all_reduce_min(size, states.device)
     # A row that a loss needs from the previous chunk is computed twice, and both gradients add up.
     overlap = max((term.ROWS_BEFORE for term in terms), default=0)
     starts = chunk_starts(len(states), max(1, size - overlap), terms)
@@ -261,9 +269,9 @@ class _GradientAccumulator:
         parts = zip(self._inputs, self._matrices, inputs, logits_of.matrices, strict=True)
         for d_input, d_matrix, some, matrix in parts:
             if d_input is not None:
-                _add_product(d_input[rows], small, matrix, self._scale)
+                add_product_(d_input[rows], small, matrix, self._scale)
             if d_matrix is not None:
-                _add_product(d_matrix, small.T, some[among].to(self.compute), self._scale)
+                add_product_(d_matrix, small.T, some[among].to(self.compute), self._scale)
         if self._bias is not None:
             self._bias.add_(d_logits.sum(0), alpha=self._scale)
 
@@ -275,19 +283,6 @@ class _GradientAccumulator:
         if self._bias is not None and self._all[0] is not None:
             self._all[0].copy_(self._bias)
         return self._all
-
-
-# Rows at a time of a product that is added to a tensor of another dtype.
-PRODUCT_ROWS = 8192
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, alpha=scale)
-        return
-    for start in range(0, len(total), PRODUCT_ROWS):
-        some = slice(start, start + PRODUCT_ROWS)
-        total[some].add_(left[some] @ right, alpha=scale)
 
 
 def _loss_and_gradients(
