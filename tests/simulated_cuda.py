@@ -265,7 +265,9 @@ def to_host(tensor: Tensor) -> Tensor:
 def _mixed_product(*matrices: Any, out: Tensor, alpha: float = 1.0) -> Tensor:
     """Compute `mm` or `addmm` of some matrices and a dtype into `out`."""
     *total, left, right, dtype = matrices
-    assert out.dtype == dtype and left.dtype == right.dtype != dtype and all(one is out for one in total)
+    assert out.dtype == dtype
+    assert left.dtype == right.dtype != dtype
+    assert all(one is out for one in total)
     product = alpha * (left.to(dtype) @ right.to(dtype))
     return out.add_(product) if total else out.copy_(product)
 
