@@ -37,6 +37,8 @@ SHAPE_FROM_VALUES = {
     aten.unique_consecutive.default,
     aten.unique_dim.default,
 }  # fmt: skip
+# Products of bf16 matrices in float32, which a CPU does not have.
+MIXED_PRODUCTS = {aten.mm.dtype_out, aten.addmm.dtype_out}
 COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 
@@ -176,7 +178,7 @@ class SimulatedCuda(TorchDispatchMode):
                                             (args, kwargs))  # fmt: skip
         if "device" in plain_kwargs and plain_kwargs["device"] in (META, CUDA):
             plain_kwargs["device"] = CPU
-        output = func(*plain_args, **plain_kwargs)
+        output = (_mixed_product if func in MIXED_PRODUCTS else func)(*plain_args, **plain_kwargs)
         if func is aten._to_copy.default and device_tensors and target == CPU:
             return output.clone() if output is plain_args[0] else output
         if func is aten.copy_.default and not isinstance(args[0], SimulatedTensor):
@@ -258,6 +260,16 @@ def move_to_device(model: nn.Module) -> nn.Module:
 def to_host(tensor: Tensor) -> Tensor:
     """Return the CPU tensor inside of a tensor on the simulated device."""
     return tensor.inner if isinstance(tensor, SimulatedTensor) else tensor
+
+
+def _mixed_product(*matrices: Any, out: Tensor, alpha: float = 1.0) -> Tensor:
+    """Compute `mm` or `addmm` of some matrices and a dtype into `out`."""
+    *total, left, right, dtype = matrices
+    assert out.dtype == dtype
+    assert left.dtype == right.dtype != dtype
+    assert all(one is out for one in total)
+    product = alpha * (left.to(dtype) @ right.to(dtype))
+    return out.add_(product) if total else out.copy_(product)
 
 
 def _wrapped(tensor: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_no_tensor_of_the_loss_has_all_logits(pair, cache, monkeypatch):
     chunk, width = 16, 656
-    monkeypatch.setattr("xtk.api.distillation_loss.chunk_rows", lambda _: chunk)
+    monkeypatch.setattr("xtk.losses.head.chunk_rows_of", lambda head, states: chunk)
     loss = xtk.DistillationLoss("ce:weight=0.3", "byte-kl")
     collator = xtk.DistillationCollator(pair.student, cache, loss)
     head = torch.nn.Linear(8, width, bias=False)

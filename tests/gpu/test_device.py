@@ -25,7 +25,6 @@ from xtk.cache.reader import TeacherCache
 from xtk.losses import LOSSES
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.resolver import ModelRef
-from xtk.training import student_with_losses
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "losses"))
 
@@ -62,7 +61,7 @@ def test_gradients_do_not_depend_on_passes_chunks_or_device(pair, cache, project
     options: dict[str, Any] = {"packed": {}, "padded": {"packing": False}}.get(mode, {"gradient_checkpointing": True})
 
     def steps(batch: int, rows: int, accelerator: Accelerator) -> dict[str, torch.Tensor]:
-        monkeypatch.setattr(student_with_losses, "chunk_rows", lambda vocab_size: rows)
+        monkeypatch.setattr("xtk.losses.head.chunk_rows_of", lambda head, states: rows)
         config = make_train_config(CROSS_TOKENIZER_LOSSES, batch, **options)
         inputs = open_run_inputs(pair.student, [cache], config, (projection,))
         found, _ = record_steps(accelerator, pair.student, inputs, config, 6)

@@ -49,6 +49,30 @@ def test_losses_on_a_device_match_the_cpu_and_never_wait(name, chunk):
         torch.testing.assert_close(found_tensor, expected_tensor, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["ce", "byte-kl"])
+def test_products_of_bf16_matrices_are_not_rounded_on_a_gpu(name, monkeypatch):
+    case = random_case(3, K=6)
+    states, weight = (tensor.bfloat16().float() for tensor in (case.states, case.weight))
+
+    def value_and_gradients(device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> list[Tensor]:
+        monkeypatch.setattr("xtk.losses.head._compute_dtype", lambda states, weight: compute)
+        leaves = [to_device(tensor.to(dtype), device).detach().requires_grad_() for tensor in (states, weight)]
+        total, _ = fused_loss(leaves[0], OutputHead(leaves[1]), [cells_of(name, case).to(device, 0.5)], 7,
+                              has_unit_gradient=True)  # fmt: skip
+        total.backward()
+        return [to_host(tensor.detach()).double() for tensor in (total, *(leaf.grad for leaf in leaves))]
+
+    exact, *exact_gradients = value_and_gradients(CPU, torch.float64, torch.float64)
+    rounded, *_ = value_and_gradients(CPU, torch.float32, torch.bfloat16)
+    with SimulatedCuda() as cuda:
+        value, *gradients = value_and_gradients(CUDA, torch.float32, torch.bfloat16)
+    assert abs(value - exact) < 1e-5 * exact < abs(rounded - exact)
+    for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
+        assert (gradient - exact_gradient).norm() < 0.01 * exact_gradient.norm()
+    assert cuda.operations["aten.addmm.dtype_out"] == 2 * cuda.operations["aten.mm.dtype_out"] > 0
+    assert not cuda.operations["aten.mm.default"]
+
+
 def test_all_classes_of_cells_are_tested():
     assert {type(cells_of(name, random_case(3, K=6,
                                             one_tokenizer=LOSS_INSTANCES[name].comparison_space == "tokens"))).__name__

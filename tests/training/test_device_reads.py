@@ -20,7 +20,6 @@ from xtk.losses.cells.clipped_surrogate import ClippedSurrogateCells
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.resolver import ModelRef
 from xtk.parallel.parallel_config import ParallelConfig
-from xtk.training import student_with_losses
 from xtk.training.student_with_losses import StudentWithLoss
 from xtk.training.train_config import LoggingConfig
 from xtk.training.training_loop import TrainingRun, _step, step_batch_builder
@@ -108,7 +107,7 @@ CASES = {
 )
 def test_step_reads_the_device_once_for_any_number_of_passes(pair, cache, projection, monkeypatch, case):
     losses, options, rows, reads = CASES[case]
-    monkeypatch.setattr(student_with_losses, "chunk_rows", lambda vocab_size: rows)
+    monkeypatch.setattr("xtk.losses.head.chunk_rows_of", lambda head, states: rows)
     expected_metrics, expected_gradients, _ = take_steps(pair, cache, projection, losses, simulated=False, **options)
     metrics, gradients, waits = take_steps(pair, cache, projection, losses, simulated=True, **options)
     for counter in waits:

@@ -18,7 +18,7 @@ from xtk.losses.head import fused_loss
 from xtk.losses.spec import parse_losses
 from xtk.losses.term import LossTerm
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.output_head import OutputHead, chunk_rows
+from xtk.models.output_head import OutputHead
 from xtk.models.packed_attention import GENERAL_ATTENTION_NAME
 from xtk.parallel.host_to_device import to_device
 
@@ -128,7 +128,7 @@ class DistillationLoss(nn.Module):
         if not cells or not len(rows):
             return states.sum() * 0.0
         selected = states.flatten(0, 1).index_select(0, rows)
-        total, sums = fused_loss(selected, head, cells, chunk_rows(head.num_logits(selected)))
+        total, sums = fused_loss(selected, head, cells)
         self.record(teacher, sums)
         return total
 

@@ -263,7 +263,8 @@ def _other_dtype_bytes(side: DoctorModel, dtype: str) -> int:
 
 def logits_bytes(num_tokens: int, vocab_size: int, *, half_precision: bool = False) -> int:
     """Return the bytes of the logits of a chunk in fp32; with `half_precision`, plus their 16-bit original."""
-    return (6 if half_precision else 4) * vocab_size * min(num_tokens, chunk_rows(vocab_size))
+    rows = chunk_rows(vocab_size, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return (6 if half_precision else 4) * vocab_size * min(num_tokens, rows)
 
 
 def max_pass_tokens(inputs: DoctorInputs, *, entire_step: bool = False) -> int:

@@ -19,7 +19,7 @@ from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.head import fused_loss
 from xtk.losses.term import LossTerm, make_loss_inputs, masks_whitespace
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.output_head import chunk_rows, compute_token_logprobs
+from xtk.models.output_head import compute_token_logprobs
 from xtk.text.chat.regions import RegionWeights, token_regions
 from xtk.text.document import Document
 from xtk.text.token_sequence import tokenize_documents
@@ -173,7 +173,7 @@ def _document_losses(
     document_losses = []
     for prepared, own in zip(batch, states, strict=True):
         terms = [term.to(own.device, 1.0) for term in prepared.terms]
-        parts = fused_loss(own, model.head, terms, chunk_rows(model.head.num_logits(own)))[1]
+        parts = fused_loss(own, model.head, terms)[1]
         document_losses.append(parts.double().cpu().numpy())
     return document_losses
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from xtk.losses.kernels.chunked_softmax import (
     read_window,
 )
 from xtk.losses.kernels.chunked_softmax_numba import group_logsumexp_
-from xtk.models.output_head import ChunkedLogits, OutputHead
+from xtk.models.output_head import ChunkedLogits, OutputHead, add_product_, chunk_rows_of
 from xtk.parallel.host_to_device import to_device
 
 
@@ -80,6 +80,7 @@ class FusedLossFunction(torch.autograd.Function):
         terms: Sequence[LossCells],
         chunk: int,
         with_gradient: bool,
+        has_unit_gradient: bool,
         bias: Tensor | None,
         *pairs: Tensor,
     ) -> Tensor:
@@ -88,9 +89,9 @@ class FusedLossFunction(torch.autograd.Function):
         `pairs` are the inputs of the head's matrices, followed by the matrices. Whether gradients are enabled is an
         argument, since they are never enabled here, and `requires_grad` of the inputs does not depend on it.
         """
-        ctx.head, ctx.terms, ctx.chunk = head, terms, chunk
+        ctx.head, ctx.terms, ctx.chunk, ctx.has_unit_gradient = head, terms, chunk, has_unit_gradient
         ctx.save_for_backward(bias, *pairs)
-        ctx.needed = tuple(with_gradient and one for one in ctx.needs_input_grad[4:])
+        ctx.needed = tuple(with_gradient and one for one in ctx.needs_input_grad[5:])
         sums, ctx.gradients = _forward_backward(head, terms, chunk, bias, pairs, ctx.needed)
         return sums
 
@@ -104,14 +105,21 @@ class FusedLossFunction(torch.autograd.Function):
             bias, *pairs = ctx.saved_tensors
             _, gradients = _forward_backward(ctx.head, ctx.terms, ctx.chunk, bias, pairs, ctx.needed)
         # Multiplying a head's gradient takes time; on a CPU a factor of 1 is seen without synchronization.
-        if factor.device.type != "cpu" or factor[0] != 1:
+        if factor[0] != 1 if factor.device.type == "cpu" else not ctx.has_unit_gradient:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(factor[0])
-        return (None, None, None, None, *gradients)
+        return (None, None, None, None, None, *gradients)
 
 
-def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chunk_rows: int) -> tuple[Tensor, Tensor]:
+def fused_loss(
+    states: Tensor,
+    head: OutputHead,
+    terms: Sequence[LossCells],
+    chunk_rows: int | None = None,
+    *,
+    has_unit_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return the scaled total loss, and each term's sum over items.
 
     With a sharded head all processes of the group pass the same states, terms and chunk size. All get the same total
@@ -119,15 +127,17 @@ def fused_loss(states: Tensor, head: OutputHead, terms: Sequence[LossCells], chu
 
     Args:
         states: [N, H], rows of hidden states (or of logits [N, V], if the head has no weight).
-        chunk_rows: number of rows whose logits are in memory at one time.
+        chunk_rows: number of rows whose logits are in memory at one time; None: chosen by vocabulary and device.
+        has_unit_gradient: the caller calls `total.backward()` on the total as it is. On a GPU the gradients are then
+            not multiplied by a factor of 1, which the host cannot see there.
 
     Returns:
         total: a scalar, `sum over terms of scale * sum over items`, with a gradient.
         sums: [terms], detached, each term's unscaled sum over its items.
     """
     tensors = [*(head.matrix_inputs(states) if head.matrices else [states]), *head.matrices]
-    with_gradient = torch.is_grad_enabled()
-    sums = FusedLossFunction.apply(head, terms, chunk_rows, with_gradient, head.bias, *tensors)  # type: ignore[no-untyped-call]
+    options = chunk_rows or chunk_rows_of(head, states), torch.is_grad_enabled(), has_unit_gradient
+    sums = FusedLossFunction.apply(head, terms, *options, head.bias, *tensors)  # type: ignore[no-untyped-call]
     scales = to_device(torch.tensor([term.scale for term in terms], dtype=sums.dtype), states.device)
     detached = sums.detach()
     values = detached.clone()
@@ -157,8 +167,6 @@ def _forward_backward(
     # A soft cap, and remainders of several terms, each need another buffer as large as the logits.
     several = sum(bool(term.has_remainder.any()) for term in terms) > 1
     size = max(1, chunk // (1 + several + (head.softcap is not None)))
-    if shard is not None:
-        size = shard.all_reduce_min(size, states.device)
     # A row that a loss needs from the previous chunk is computed twice, and both gradients add up.
     overlap = max((term.ROWS_BEFORE for term in terms), default=0)
     starts = chunk_starts(len(states), max(1, size - overlap), terms)
@@ -261,9 +269,9 @@ class _GradientAccumulator:
         parts = zip(self._inputs, self._matrices, inputs, logits_of.matrices, strict=True)
         for d_input, d_matrix, some, matrix in parts:
             if d_input is not None:
-                _add_product(d_input[rows], small, matrix, self._scale)
+                add_product_(d_input[rows], small, matrix, self._scale)
             if d_matrix is not None:
-                _add_product(d_matrix, small.T, some[among].to(self.compute), self._scale)
+                add_product_(d_matrix, small.T, some[among].to(self.compute), self._scale)
         if self._bias is not None:
             self._bias.add_(d_logits.sum(0), alpha=self._scale)
 
@@ -277,37 +285,18 @@ class _GradientAccumulator:
         return self._all
 
 
-# Rows at a time of a product that is added to a tensor of another dtype.
-PRODUCT_ROWS = 8192
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, alpha=scale)
-        return
-    for start in range(0, len(total), PRODUCT_ROWS):
-        some = slice(start, start + PRODUCT_ROWS)
-        total[some].add_(left[some] @ right, alpha=scale)
-
-
 def _loss_and_gradients(
     cells_of_terms: list[LossCells], parts: list[SoftmaxReads], statistics: ChunkStatistics, with_gradient: bool
 ) -> tuple[Tensor, ChunkGradients | None]:
     """Return each term's sum [terms], and the gradients of the scaled total; None without gradients."""
     log_totals, log_normalizer = statistics.row_logsumexp, statistics.exp_sums.log()
-    alternatives = iter(statistics.alternative_logits)
+    sums = _GroupLogSumExp(parts, statistics, log_totals, log_normalizer)
     by_rank = iter(zip(statistics.largest, statistics.included_sums, strict=True))
-    values, gradients = [], ChunkGradients([], [], [], [])
-    of_terms = zip(cells_of_terms, parts, statistics.entry_logits, statistics.remainder_sums, strict=True)
-    for cells, part, logits, left in of_terms:
-        log_remainders = left.log() - log_normalizer[part.remainder_rows] + part.remainder_log_weights
-        sums = [
-            _group_sums(part.cells, logits, log_totals),
-            _GroupLogSumExp(log_remainders, part.remainder_groups, part.num_remainders),
-        ]
-        if part.alternatives is not None:
-            sums.append(_group_sums(part.alternatives, next(alternatives), log_totals))
-        leaves = [tensor.log_sums for tensor in sums]
+    values, gradients, of_sums = [], ChunkGradients([], [], [], []), list[Tensor]()
+    for cells, part, logits, log_sums in zip(
+        cells_of_terms, parts, statistics.entry_logits, sums.of_parts, strict=True
+    ):
+        leaves = [*log_sums]
         if part.largest is not None:
             largest, included = next(by_rank)
             item_rows = to_device(part.largest.rows, included.device)
@@ -331,43 +320,78 @@ def _loss_and_gradients(
         if weights is not None:
             of_leaves, of_weights = of_leaves[:-1], of_leaves[-1]
             cells.add_to_region_sums(of_weights * weights.detach() / (cells.scale or 1.0))
-        one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, of_leaves, strict=False))
-        gradients.entries.append(one)
-        gradients.remainders.append(other)
-        gradients.alternatives.extend(more)
+        of_sums += of_leaves[: len(log_sums)]
         if part.largest is not None:
             # Where an item has no more tokens, -0.0 is added to any entry of its row, which changes nothing.
             tokens, of_logprobs = largest.tokens.clamp_min(0), of_leaves[-2].masked_fill(largest.tokens < 0, -0.0)
             masses = leaves[-1].detach()
             of_ranks = RankGradients(rank_rows, tokens, of_logprobs, of_leaves[-1], masses, part.largest)
             gradients.ranks.append(of_ranks)
-    return torch.stack(values), gradients if with_gradient else None
-
-
-def _group_sums(entries: EntryGroups, logits: Tensor, log_totals: Tensor) -> _GroupLogSumExp:
-    """Return the log-sum-exp of the log-probabilities of entries in each group."""
-    log_probs = logits - log_totals[entries.rows]
-    if entries.log_weights is not None:
-        log_probs = log_probs + entries.log_weights
-    return _GroupLogSumExp(log_probs, entries.groups, entries.num_groups)
+    if not with_gradient:
+        return torch.stack(values), None
+    for one, other, *more in sums.gradients(of_sums):
+        gradients.entries.append(one)
+        gradients.remainders.append(other)
+        gradients.alternatives.extend(more)
+    return torch.stack(values), gradients
 
 
 class _GroupLogSumExp:
-    """Log-sum-exp of values in groups, `log_sums` [groups] (-inf for an empty one), and its gradient."""
+    """Log-sum-exp in groups of the log-probabilities of all entries, remainders and alternatives; and its gradient.
 
-    def __init__(self, values: Tensor, groups: Tensor, count: int) -> None:
-        self._groups = groups
+    They are computed together: on a GPU each operation is a launch.
+
+    Attributes:
+        of_parts: for each part the sums [groups] of its cells, of its remainders, and of its alternatives if it has
+            some; -inf for an empty group.
+    """
+
+    def __init__(
+        self, parts: list[SoftmaxReads], statistics: ChunkStatistics, log_totals: Tensor, log_normalizer: Tensor
+    ) -> None:
+        alternatives = iter(statistics.alternative_logits)
+        values, groups, self._sizes, self._counts = list[Tensor](), list[Tensor](), list[int](), list[list[int]]()
+        of_statistics = zip(parts, statistics.entry_logits, statistics.remainder_sums, strict=True)
+        for part, logits, left in of_statistics:
+            log_remainders = left
+            if len(left):
+                log_remainders = left.log() - log_normalizer[part.remainder_rows] + part.remainder_log_weights
+            values += [_log_probs(part.cells, logits, log_totals), log_remainders]
+            groups += [part.cells.groups, part.remainder_groups]
+            self._counts.append([part.cells.num_groups, part.num_remainders])
+            if part.alternatives is not None:
+                values.append(_log_probs(part.alternatives, next(alternatives), log_totals))
+                groups.append(part.alternatives.groups)
+                self._counts[-1].append(part.alternatives.num_groups)
+        self._sizes = [len(some) for some in values]
+        counts = list(itertools.chain.from_iterable(self._counts))
+        firsts = [0, *itertools.accumulate(counts)]
+        self._groups = torch.cat([
+            some + first if first and len(some) else some for some, first in zip(groups, firsts, strict=False)
+        ])  # fmt: skip
+        log_sums = self._log_sums(torch.cat(values), firsts[-1])
+        split = iter(torch.split(log_sums, counts))
+        self.of_parts = [[next(split) for _ in some] for some in self._counts]
+
+    def _log_sums(self, values: Tensor, count: int) -> Tensor:
         if values.device.type == "cpu":
-            self.log_sums = torch.from_numpy(group_logsumexp_(values.numpy(), groups.numpy(), count))
             self._softmax = values
-            return
-        groups = groups.long()
+            return torch.from_numpy(group_logsumexp_(values.numpy(), self._groups.numpy(), count))
+        groups = self._groups = self._groups.long()
         highest = values.new_full((count,), -torch.inf).scatter_reduce_(0, groups, values, "amax")
         exponentials = values.sub_(highest[groups]).exp_()
         sums = values.new_zeros(count).scatter_add_(0, groups, exponentials)
-        self.log_sums = sums.log() + highest
         self._softmax = exponentials.div_(sums[groups])
+        return sums.log() + highest
 
-    def gradient(self, of_log_sums: Tensor) -> Tensor:
-        """Return the gradient of the values [n], given that of the log-sums [groups]."""
-        return self._softmax.mul_(of_log_sums[self._groups])
+    def gradients(self, of_log_sums: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield for each part the gradients of its log-probabilities, given those of all sums in `of_parts`."""
+        together = self._softmax.mul_(torch.cat(of_log_sums)[self._groups])
+        split = iter(torch.split(together, self._sizes))
+        for counts in self._counts:
+            yield [next(split) for _ in counts]
+
+
+def _log_probs(entries: EntryGroups, logits: Tensor, log_totals: Tensor) -> Tensor:
+    log_probs = logits - log_totals[entries.rows]
+    return log_probs if entries.log_weights is None else log_probs + entries.log_weights

@@ -36,6 +36,7 @@ class HeadShard:
     first_token: int  # token id of the shard's first row
     vocab_size: int  # V of the full head
     group: Any  # a torch.distributed process group; its ranks have the rows in order
+    largest: int  # rows of the largest shard of the group
 
     @classmethod
     def from_group(cls, num_rows: int, group: Any) -> HeadShard:
@@ -48,7 +49,7 @@ class HeadShard:
                 where=f"rank {counts.index(0)} of {len(counts)}; the head has {sum(counts):,} rows",
                 hint="use a smaller N in --parallel tp=N",
             )
-        return cls(sum(counts[: torch.distributed.get_rank(group)]), sum(counts), group)
+        return cls(sum(counts[: torch.distributed.get_rank(group)]), sum(counts), group, max(counts))
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum values over the group, in place and without autograd, and return them."""
@@ -65,12 +66,6 @@ class HeadShard:
         several = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size(self.group))]
         torch.distributed.all_gather(several, values.contiguous(), group=self.group)
         return several
-
-    def all_reduce_min(self, number: int, device: torch.device) -> int:
-        """Return the minimum of a number over the group."""
-        values = torch.tensor(number, device=device)
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=self.group)
-        return int(values)
 
 
 @dataclass(frozen=True)
@@ -152,11 +147,15 @@ class ChunkedLogits:
         if not self.matrices:
             return logits.copy_(inputs[0])
         product = self.scratch = logits if self._product_buffer is None else self._product_buffer[: len(logits)]
+        if logits.is_cuda and product.dtype != logits.dtype:  # summed in fp32, and not rounded
+            product = logits
         for number, (rows, matrix) in enumerate(zip(inputs, self.matrices, strict=True)):
             if number:
-                product.addmm_(rows.to(self._compute), matrix.T)
-            else:
+                add_product_(product, rows.to(self._compute), matrix.T)
+            elif product.dtype == self._compute:
                 torch.mm(rows.to(self._compute), matrix.T, out=product)
+            else:
+                torch.ops.aten.mm.dtype_out(rows.to(self._compute), matrix.T, product.dtype, out=product)
         if product.dtype != logits.dtype:
             logits.copy_(product)
         if self._bias is not None:
@@ -174,13 +173,37 @@ class ChunkedLogits:
         return logits.mul_(cap)
 
 
-# Each chunk reads the full head again: with 64 MiB of logits that is half of the time, with 256 MiB a tenth.
-MAX_CHUNK_BYTES = 256 << 20
+# Rows at a time of a product that is added to a tensor of another dtype.
+PRODUCT_ROWS = 8192
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Return the number of rows of fp32 logits [n, V] that fit into `MAX_CHUNK_BYTES`, at least 16."""
-    return max(16, MAX_CHUNK_BYTES // (4 * vocab_size))
+def add_product_(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Add `scale * left @ right` to a sum [n, m] in place; the sum may be fp32 where the matrices are bf16."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scale)
+    elif total.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, alpha=scale, out=total)
+    else:  # a CPU has no such operator
+        for start in range(0, len(total), PRODUCT_ROWS):
+            some = slice(start, start + PRODUCT_ROWS)
+            total[some].add_(left[some] @ right, alpha=scale)
+
+
+# Each chunk reads the full head again: with 64 MiB of logits that is half of the time, with 256 MiB a tenth. On a GPU
+# each also reads and writes the fp32 gradient of the head, and launches all operations of the losses.
+MAX_CHUNK_BYTES, MAX_GPU_CHUNK_BYTES = 256 << 20, 1 << 30
+
+
+def chunk_rows(vocab_size: int, device: torch.device | None = None) -> int:
+    """Return the number of rows of fp32 logits [n, V] of a chunk, at least 16; None: on the CPU."""
+    max_bytes = MAX_CHUNK_BYTES if device is None or device.type == "cpu" else MAX_GPU_CHUNK_BYTES
+    return max(16, max_bytes // (4 * vocab_size))
+
+
+def chunk_rows_of(head: OutputHead, states: Tensor) -> int:
+    """Return the rows of a chunk of logits of these states; with a shard, the same in all processes of its group."""
+    width = head.num_logits(states) if head.shard is None else head.shard.largest
+    return chunk_rows(width, states.device)
 
 
 def compute_token_logprobs(
@@ -207,9 +230,7 @@ def compute_token_logprobs(
         tokens: int64 [N], the most likely token of each row, the lowest id on ties; [0] without `return_top1`.
     """
     shard, width = head.shard, head.num_logits(states)
-    chunk = chunk_rows(width)
-    if shard is not None:
-        chunk = shard.all_reduce_min(chunk, states.device)
+    chunk = chunk_rows_of(head, states)
     logits_of = ChunkedLogits(head, states, chunk)
     logprobs = torch.zeros(len(states), dtype=torch.float64, device=states.device)
     tokens = torch.zeros(len(states) if return_top1 else 0, dtype=torch.int64, device=states.device)

@@ -18,7 +18,7 @@ from xtk.engines.backend import check_not_reserved
 from xtk.errors import XtkError
 from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import PLACEMENT_OPTIONS, default_device, load_causal_lm
-from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
+from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows_of
 from xtk.models.resolver import ModelRef, weights_fingerprint
 from xtk.parallel.host_to_device import start_copy_to_host, to_device
 from xtk.teachers.backend_interface import TeacherBackend, TeacherConfig
@@ -244,7 +244,7 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]
 def _columns_of_states(states: Tensor, wanted: _PositionInputs, head: OutputHead, support: Support) -> Iterator[Tensor]:
     """Yield the log-probabilities of some rows at a time, as `_join_columns` of `_arrays_of_logits`."""
     width = head.num_logits(states)
-    chunk = chunk_rows(width)
+    chunk = chunk_rows_of(head, states)
     logits_of = ChunkedLogits(head, states, chunk)
     few = max(1, chunk // CHUNK_PASSES) if states.device.type == "cpu" else chunk
     work = states.new_empty((min(few, len(states)), width), dtype=torch.float32)

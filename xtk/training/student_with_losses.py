@@ -18,7 +18,7 @@ from xtk.losses.cells.loss_cells import LossCells
 from xtk.losses.context_parallel_hidden_states import StateExchange
 from xtk.losses.head import fused_loss
 from xtk.models.backbone_with_head import BackboneWithHead
-from xtk.models.output_head import OutputHead, chunk_rows
+from xtk.models.output_head import OutputHead
 from xtk.models.packed_attention import PackedSequence
 from xtk.parallel.fsdp_and_tensor_parallel import apply_fsdp
 from xtk.parallel.host_to_device import to_device
@@ -69,7 +69,7 @@ class StudentWithLoss(nn.Module):
         if packed_sequence is not None and packed_sequence.num_ranks > 1:
             plan = StateExchange.make_plan(compared, terms, packed_sequence.group)
             states, terms = plan.exchange(states), plan.local_terms(terms)
-        return fused_loss(states, head, terms, chunk_rows(head.num_logits(states)))
+        return fused_loss(states, head, terms, has_unit_gradient=True)
 
     def _states(
         self, input_ids: Tensor, positions: NDArray[np.int64], packed: PackedSequence | None

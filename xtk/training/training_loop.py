@@ -310,7 +310,9 @@ def _step(
     if recipe.scale_kd_to == "ce":
         totals, _ = _pass(run, micro_batches, reduction.term_scales(), backward=False)
         kd_scale = reduction.kd_scale(totals[:, 0].tolist())
-    totals, text_sums = _pass(run, micro_batches, reduction.term_scales(kd_scale), backward=True)
+    # Gradients are averaged over replicas, but the scales are those of the whole step.
+    scales = [scale * run.parallel.num_gradient_replicas for scale in reduction.term_scales(kd_scale)]
+    totals, text_sums = _pass(run, micro_batches, scales, backward=True)
     clipping = GradientClipping(run.parameters)
     # All that the host needs of a step is read at once: on a GPU it waits here until the step is computed.
     flat_totals, text_sums_read, *norms = read_together([totals, text_sums, *clipping.norms])
@@ -351,8 +353,7 @@ def _pass(
             with contextlib.nullcontext() if last or layout.is_sharded else accelerator.no_sync(run.wrapped_student):
                 total, parts = forward_student(run.wrapped_student, batch, terms, layout, device, hook)
                 if backward:
-                    # Gradients are averaged over replicas, but the scales are already those of the whole step.
-                    torch.autograd.backward(total * layout.num_gradient_replicas)
+                    torch.autograd.backward(total)
             if hook is not None:
                 text_sums += hook.sums
             totals[:, 0] += parts.double()

@@ -446,5 +446,5 @@ def scatter_add_(values: Tensor, indices: Tensor, increments: Tensor) -> None:
     """Add increments to values [n], in place, at indices that may repeat."""
     if values.device.type == "cpu":  # three times as fast as torch's general scatter
         chunked_softmax_numba.scatter_add_(values.numpy(), indices.numpy(), increments.numpy())
-    else:
+    elif len(indices):
         values.scatter_add_(0, indices, increments)
