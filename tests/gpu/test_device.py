@@ -194,7 +194,8 @@ def test_one_process_under_torchrun_has_the_gradients_of_a_plain_process(pair, c
 
 
 def test_resume_after_a_stop_matches_an_uninterrupted_run(pair, cache, tmp_path):
-    uninterrupted, repeated = (distill(pair, cache, tmp_path / name) for name in ("whole", "again"))
+    uninterrupted = distill(pair, cache, tmp_path / "whole")
+    repeated = distill(pair, cache, tmp_path / "again") if ON_GPU else uninterrupted
     stopped = distill(pair, cache, tmp_path / "stopped", "--max-seconds", 0.001, code=75)
     assert not (stopped / "model.safetensors").exists()
     distill(pair, cache, stopped)
