@@ -117,8 +117,9 @@ def cells_of(pair: Pair, folder: Path) -> list[str]:
 
 def main() -> None:
     """Print the table of docs/how-to/real-models.md."""
-    head = ["student, teacher", "tokens", "cache", "`cache-teacher`: memory", "time", "options of `distill`",
-            "`distill`: memory", "time"]  # fmt: skip
+    head = ["student, teacher", "tokens", f"cache: tokens x {BYTES_PER_POSITION} bytes, measured on a CPU",
+            "`cache-teacher`: memory, estimated", "time, estimated", "options of `distill`",
+            "`distill`: memory, estimated", "time, estimated"]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         rows = [cells_of(pair, Path(folder)) for pair in PAIRS]
     for row in (head, ["---"] * len(head), *rows):
