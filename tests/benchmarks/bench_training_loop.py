@@ -68,7 +68,7 @@ def take_plainly(number: int, step: Callable[[], Any]) -> Any:
 
 
 def train_and_record(
-    folder: Path, loss: str, steps: int, batch: int, name: str, precision: str,
+    folder: Path, loss: str, steps: int, batch: int, name: str, precision: str = "auto",
     take_step: Callable[[int, Callable[[], Any]], Any] = take_plainly,
 ) -> tuple[list[Any], list[float]]:  # fmt: skip
     """Train with `distill`; return the micro-batches of each step, and the end time of each step."""
