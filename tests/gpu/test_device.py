@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,6 +44,13 @@ pytestmark = pytest.mark.gpu
 ON_GPU = torch.cuda.is_available()
 CPU = torch.device("cpu")
 CROSS_TOKENIZER_LOSSES = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_other_tests():
+    """Forget the precision of the process's `Accelerator` after a test."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def on_a_device() -> contextlib.AbstractContextManager[object]:
