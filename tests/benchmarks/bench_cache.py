@@ -61,14 +61,15 @@ def make_job(folder: Path, texts: list[str], dtype: str, batch_tokens: int) -> C
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=768 if CUDA else 8)
+    parser.add_argument("--documents", type=int, default=1152 if CUDA else 8)
     parser.add_argument("--batch-tokens", type=int, default=8192 if CUDA else 1024)
     parser.add_argument("--dtype", default="bfloat16" if CUDA else "float32")
     parser.add_argument("--layers", type=int, default=28 if CUDA else 12)
+    parser.add_argument("--hidden", type=int, default=1024)
     args = parser.parse_args()
     silence_transformers()
     torch.manual_seed(0)
-    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    shape = {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_attention_heads": 16}
     shape["num_hidden_layers"] = args.layers
     model_config = Qwen3Config(**shape, vocab_size=151936, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True)
     with tempfile.TemporaryDirectory() as name:
@@ -108,8 +109,9 @@ def main() -> None:
     count = sum(map(len, tokens))
     rates = {label: count / statistics.median(times[1:]) for label, times in seconds.items()}
     result = f"{rates['cache'] / rates['bare']:.0%} ({rates['cache']:.0f} of {rates['bare']:.0f} tokens/s)"
-    device = ("device", f"{'cuda' if CUDA else 'cpu'}, {torch.get_num_threads()} threads", "")
-    report(__file__, [device, ("`cache-teacher`, tokens/s of the bare forward passes", result, "95 %")])
+    device = ("device", f"{'cuda' if CUDA else 'cpu'}, {torch.get_num_threads()} threads, {args.dtype}", "")
+    size = f"{count:,} tokens in {len(job.plan.shards)} shards"
+    report(__file__, [device, (f"`cache-teacher`, {size}, tokens/s of the bare forward passes", result, "95 %")])
 
 
 if __name__ == "__main__":

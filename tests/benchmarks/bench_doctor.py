@@ -1,9 +1,10 @@
-"""The memory that `xtk doctor` estimates, compared with that of `distill` and `cache-teacher` on a CPU.
+"""The memory that `xtk doctor` estimates, compared with that of `distill` and `cache-teacher`.
 
-    python tests/benchmarks/bench_doctor.py [--only PART ...] [--at-once 1]
+    python tests/benchmarks/bench_doctor.py [--only PART ...] [--at-once 1] [--cold]
 
 Students and teachers are Llamas with random weights and real or generated tokenizers. Each case is a doctor process and
-a run process; the peak of the run is VmHWM of Linux (ru_maxrss starts with the memory of the parent). A run that is not
+a run process; the peak of the run is VmHWM of Linux (ru_maxrss starts with the memory of the parent), on a GPU that of
+its tensors (`max_memory_allocated`). A run that is not
 measured compiles Numba's kernels beforehand. No case sets a constant of the formula. Limit: 25 %. The heap of glibc
 keeps freed memory: with adapters, the limit holds only with MALLOC_MMAP_THRESHOLD_=1048576 in the environment, with
 which glibc returns memory to the system.
@@ -30,8 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 TOLERANCE, STEPS = 0.25, 3
 RUN_AND_PRINT_PEAK = (
-    "import sys; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "
-    "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr); "
+    "import sys, torch; from xtk.cli import run_command; code = run_command(sys.argv[1:]); "
+    "host = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')); "
+    "print(torch.cuda.max_memory_allocated() // 1024 if torch.cuda.is_available() else host, file=sys.stderr); "
     "sys.exit(code)"
 )
 # name: tokenizer, hidden size, layers, vocabulary rows, whether the embeddings are tied
@@ -148,14 +150,16 @@ def measure(folder: Path, case: Case) -> tuple[int, int]:
     return forecast, measured
 
 
-def prepare(folder: Path, cases: list[Case]) -> None:
-    """Write data, models and caches, and compile the Numba kernels."""
+def prepare(folder: Path, cases: list[Case], *, cold: bool) -> None:
+    """Write data, models and caches, and compile the Numba kernels unless `cold`."""
     texts = small_inputs.sentences(64 * 15)
     small_inputs.write_jsonl(folder / "data.jsonl", [" ".join(texts[at : at + 15]) for at in range(0, len(texts), 15)])
     for name in {case.model for case in cases} | {teacher_of(case) for case in cases} | {"11 MiB"}:
         model(folder / name, name)
     for teacher in {teacher_of(case) for case in cases}:
         xtk(folder, "cache-teacher", teacher, "data.jsonl", "-o", f"cache of {teacher}")
+        if cold:
+            continue
         # Other supports use other kernels.
         xtk(folder, "cache-teacher", teacher, "data.jsonl", "--top-k", "8", "-o", f"likeliest of {teacher}")
         student = "128k rows" if "152k" in teacher and (folder / "128k rows").is_dir() else "11 MiB"
@@ -168,11 +172,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of cases")
     parser.add_argument("--at-once", type=int, default=1, help="cases measured at the same time")
+    parser.add_argument("--cold", action="store_true", help="measured runs compile kernels, with more memory")
     args = parser.parse_args()
     cases = [case for case in CASES if any(part in case.name for part in args.only)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        prepare(folder, cases)
+        prepare(folder, cases, cold=args.cold)
 
         def measure_case(case: Case) -> tuple[Case, int, int]:
             result = (case, *measure(folder, case))

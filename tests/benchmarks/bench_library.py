@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_training_loop import train_and_record, write_large_inputs, write_small_inputs
+from bench_training_loop import LARGE, train_and_record, write_large_inputs, write_small_inputs
 from measurement import ROOT, report, run_process
 from transformers import AutoModelForCausalLM
 
@@ -133,7 +133,7 @@ def main() -> None:
             rows += step_time_rows(Path(folder), "V = 4,000, 0.9 M parameters", steps=80, batch=8)
     if "large" in parts:
         with tempfile.TemporaryDirectory() as folder:
-            write_large_inputs(Path(folder))
+            write_large_inputs(Path(folder), LARGE, 48)
             rows += step_time_rows(Path(folder), "V = 128,256, 39 M parameters", steps=8, batch=4)
     if "students" in parts:
         with tempfile.TemporaryDirectory() as folder:

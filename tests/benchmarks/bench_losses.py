@@ -18,6 +18,7 @@ trace: it does not change which blocks are allocated.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -405,10 +406,10 @@ def measure_trl(options: argparse.Namespace) -> list[Row]:
     try:
         from bench_trl import FOLDER, VERSION
 
-        if not (FOLDER / "trl").is_dir():
+        if importlib.util.find_spec("trl") is None and not (FOLDER / "trl").is_dir():
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(FOLDER)]
             subprocess.run([*command, f"trl=={VERSION}"], check=True, capture_output=True)
-        sys.path.insert(0, str(FOLDER))
+        sys.path.append(str(FOLDER))  # an installed version comes first
         from trl.experimental.gold.gold_trainer import GOLDTrainer, ULDLoss
     except (ImportError, subprocess.CalledProcessError, OSError, RuntimeError) as error:
         return [("TRL", f"is not there: {error}", "")]

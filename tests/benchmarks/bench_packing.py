@@ -67,7 +67,7 @@ def step_of(student: StudentWithLoss, batches: list[MicroBatch]) -> Callable[[],
     return step
 
 
-def split_over_slices(count: int, length: int) -> float:
+def split_over_slices(count: int, length: int, rounds: int) -> float:
     """Return the ratio of the time of a layer's attention with documents as slices of the row to that with splits."""
     dtype = torch.bfloat16 if MIXED_PRECISION == "bf16" else torch.float32
     shape = (1, 9, count * length, 64)
@@ -90,7 +90,7 @@ def split_over_slices(count: int, length: int) -> float:
         torch.cat(outputs, dim=2).transpose(1, 2).contiguous().sum().backward()
 
     ratios = []
-    for _ in range(6):
+    for _ in range(2 * rounds):
         started = clock()
         split()
         middle = clock()
@@ -119,7 +119,7 @@ def main() -> None:
     term = LossTerm(loss, parse_losses(["ce"])[0].make_divergence(), None, "ce")
     rows = [
         (f"a layer's attention, {count} documents of {length} tokens: slices over splits",
-         f"{split_over_slices(count, length):.1f} x the time", "")
+         f"{split_over_slices(count, length, args.rounds):.1f} x the time", "")
         for count, length in ((4, 150), (40, 100), (100, 40))
     ]  # fmt: skip
     for count in args.documents:

@@ -44,8 +44,9 @@ BYTES_A_POSITION = {
     "none": 6.3,
     "top-k 64, float32": 540.4,
 }
-# Tokens per second that one GPU of a teacher scores.
-TOKENS_A_SECOND = {"a teacher of 8 billion parameters": 40_000.0, "70 billion, on 8 GPUs, each": 5_000.0}
+# Tokens per second that one GPU of a teacher scores: 2 operations per weight, as in bench_gpu_estimates.py.
+RATE = 400e12
+TOKENS_A_SECOND = {"a teacher of 8 billion parameters": RATE / 16e9, "70 billion, on 8 GPUs, each": RATE / 140e9}
 SHARD_BYTES = 256e6  # of a shard at this scale: --shard-tokens is large enough that an object is worth a request
 WRITERS, SHARDS, ROWS = 1000, 100, 2
 OBJECTS = 1000

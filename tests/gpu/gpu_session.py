@@ -49,7 +49,7 @@ class Step:
         part: 1, 2 or 3; the most important steps come first.
         seconds: time limit; also, a step ends with its part.
         command: arguments of Python.
-        dry_command: the same at toy size; (): `command`.
+        dry_command: the same at toy size; (): `command`; None: another step of a dry run does the same.
         needs: modules, or paths below the repository, without which the step is skipped.
         variables: additional environment variables.
     """
@@ -58,57 +58,70 @@ class Step:
     part: int
     seconds: float
     command: tuple[str, ...]
-    dry_command: tuple[str, ...] = ()
+    dry_command: tuple[str, ...] | None = ()
     needs: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
 
 
+# Warnings of the versions that are installed do not fail a test.
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m")
+
+
 def _tests(pattern: str) -> tuple[str, ...]:
-    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu/test_device.py", "-k", pattern)
+    return (*_PYTEST, "gpu", "tests/gpu/test_device.py", "-k", pattern)
 
 
 def _bench(name: str, *options: str) -> tuple[str, ...]:
     return (f"{BENCHMARKS}/bench_{name}.py", *options)
 
 
+# All tests in one process, with fewer cases of the slowest.
+_ALL_TESTS = (
+    "losses and (byte or gold or policy) or gradients_do_not and packed or waits or teacher or bf16 or resume or "
+    "offload or one_process"
+)
 _TOY_LOSSES = ("--rows", "64", "--hidden", "32", "--rounds", "1", "--losses", "ce", "byte-kl")
 _SPARSE = ("--losses", "ce", "p-kl", "boundary-kl", "byte-kl", "alm")
 
 DATA_STEP = Step("data", 0, 120, ("tests/gpu/standard_library_data.py", str(DATA)))  # before the benchmarks of a part
 STEPS = (
     # Correctness.
-    Step("losses against fp64", 1, 240, _tests("losses")),
-    Step("gradients of passes", 1, 180, _tests("gradients")),
-    Step("host waits of a step", 1, 100, _tests("waits")),
-    Step("teacher's log-probabilities", 1, 100, _tests("teacher")),
-    Step("bf16", 1, 100, _tests("bf16")),
-    Step("exact resume", 1, 180, _tests("resume")),
-    Step("offloading", 1, 100, _tests("offload")),
-    Step("Triton kernels", 1, 80,
-         ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/losses/test_triton_kernels.py"),
-         needs=("triton",)),
+    Step("losses against fp64", 1, 240, _tests("losses"), _tests(_ALL_TESTS)),
+    Step("gradients of passes", 1, 180, _tests("gradients_do_not"), None),
+    Step("host waits of a step", 1, 100, _tests("waits"), None),
+    Step("teacher's log-probabilities", 1, 100, _tests("teacher"), None),
+    Step("bf16: training, matrix products, packing", 1, 120, _tests("bf16"), None),
+    Step("exact resume", 1, 180, _tests("resume"), None),
+    Step("offloading", 1, 100, _tests("offload"), None),
+    Step("one process under torchrun, NCCL, FSDP", 1, 100, _tests("one_process"), None),
+    Step("Triton kernels", 1, 80, (*_PYTEST, "gpu", "tests/losses/test_triton_kernels.py"), needs=("triton",)),
     # Time and memory.
     Step("time of losses, H = 4,096", 2, 240, _bench("losses", "time", "--hidden", "4096", *_SPARSE),
          _bench("losses", "time", *_TOY_LOSSES)),
+    Step("distill, a student of 1.2 billion parameters", 2, 180,
+         _bench("training_loop", "--only", "1b", "--steps", "8", "--repeats", "1", "--profile"),
+         _bench("training_loop", "--only", "small", "--steps", "3", "--repeats", "1", "--mixed-precision", "bf16",
+                "--profile")),
+    Step("forward passes of teachers", 2, 90, _bench("forward")),
     Step("memory of losses, H = 4,096", 2, 120, _bench("losses", "memory", "--hidden", "4096", *_SPARSE),
          _bench("losses", "memory", "--memory-rows", "64", *_TOY_LOSSES)),
-    Step("memory against the forecast of doctor", 2, 180, _bench("doctor", "--only", "distill, 600 MiB"),
-         _bench("doctor", "--only", "distill, 11 MiB, --max-batch-tokens 2048")),
-    Step("time of losses, H = 2,048", 3, 100, _bench("losses", "time", "--hidden", "2048", "--rounds", "3"),
-         _bench("losses", "time", *_TOY_LOSSES)),
+    Step("memory against the forecast of doctor", 2, 180, _bench("doctor", "--only", "128k rows, tied"),
+         _bench("doctor", "--only", "distill, 11 MiB, --max-batch-tokens 2048", "--cold")),
+    Step("cache-teacher over the forward pass", 3, 150, _bench("cache"),
+         _bench("cache", "--documents", "2", "--layers", "1", "--hidden", "128")),
+    Step("scores of cache-teacher alone", 3, 60, _bench("teacher_operations", "--time", "4"),
+         _bench("teacher_operations", "--time", "0")),
+    Step("time of losses, H = 2,048", 3, 100, _bench("losses", "time", "--hidden", "2048", "--rounds", "3"), None),
     Step("the same with Triton kernels", 3, 50,
          _bench("losses", "time", "--hidden", "2048", "--rounds", "3", "--losses", "ce", "p-kl", "byte-kl"),
-         _bench("losses", "time", *_TOY_LOSSES), needs=("triton",), variables=(("XTK_TRITON", "1"),)),
-    Step("cache-teacher over the forward pass", 3, 120, _bench("cache"),
-         _bench("cache", "--documents", "2", "--layers", "1")),
-    Step("distill over a bare loop, idle time", 3, 100, _bench("training_loop", "--only", "large", "--steps", "12"),
-         _bench("training_loop", "--only", "small", "--steps", "3")),
+         None, needs=("triton",), variables=(("XTK_TRITON", "1"),)),
+    Step("distill over a bare loop, small passes", 3, 100,
+         _bench("training_loop", "--only", "large", "--steps", "12", "--profile"), None),
     Step("losses of TRL", 3, 40, _bench("losses", "trl", "--rows", "2048", "--rounds", "3"),
-         _bench("losses", "trl", "--rows", "64", "--hidden", "32", "--rounds", "1")),
+         _bench("losses", "trl", "--rows", "64", "--hidden", "32", "--rounds", "1"), needs=("trl",)),
     Step("packing", 3, 30, _bench("packing"), _bench("packing", "--documents", "4", "--rounds", "1")),
-    Step("vLLM teacher", 3, 80, ("-m", "pytest", "-q", "-m", "vllm", "tests/teachers/vllm_scoring"), needs=("vllm",)),
-    Step("vLLM rollouts", 3, 70,
-         ("-m", "pytest", "-q", "-m", "vllm", "tests/rollouts/vllm_generation/test_on_policy_with_vllm.py"),
+    Step("vLLM teacher", 3, 80, (*_PYTEST, "vllm", "tests/teachers/vllm_scoring"), needs=("vllm",)),
+    Step("vLLM rollouts", 3, 70, (*_PYTEST, "vllm", "tests/rollouts/vllm_generation/test_on_policy_with_vllm.py"),
          needs=("vllm",)),
 )  # fmt: skip
 
@@ -215,9 +228,9 @@ def device() -> dict[str, str]:
     )
 
 
-def steps_of(part: int, steps: Sequence[Step]) -> list[Step]:
+def steps_of(part: int, steps: Sequence[Step], *, dry_run: bool) -> list[Step]:
     """Return the steps of a part; if there are benchmarks, after the step that writes their data."""
-    chosen = [step for step in steps if step.part == part]
+    chosen = [step for step in steps if step.part == part and not (dry_run and step.dry_command is None)]
     uses_data = any(step.command[0].startswith(BENCHMARKS) for step in chosen)
     return [replace(DATA_STEP, part=part), *chosen] if uses_data else chosen
 
@@ -228,7 +241,7 @@ def run_parts(parts: Sequence[int], steps: Sequence[Step], results: Results, *, 
     factor = DRY_RUN_FACTOR if dry_run else 1.0
     for part in parts:
         deadline = time.monotonic() + factor * PART_SECONDS
-        for step in steps_of(part, steps):
+        for step in steps_of(part, steps, dry_run=dry_run):
             remaining = deadline - time.monotonic()
             if remaining < MIN_STEP_SECONDS:
                 results.add(step=step.name, part=part, status="skipped", reason="no time is left in this part")

@@ -1,7 +1,8 @@
-"""Losses, gradients, host waits, teacher, bf16, resume and offload on a GPU; without one, losses on a simulated GPU.
+"""Losses, gradients, host waits, teacher, bf16, resume, offload, FSDP on a GPU; without one, losses on a simulated GPU.
 
-`tests/gpu/gpu_session.py` runs these tests on a GPU, group by group: -k losses, gradients, waits, teacher, bf16,
-resume, offload. Reductions on a GPU add in a different order each time, so runs are not compared bit for bit there.
+`tests/gpu/gpu_session.py` runs these tests on a GPU, group by group: -k losses, gradients_do_not, waits, teacher, bf16,
+resume, offload, one_process. Reductions on a GPU add in a different order each time, so runs are not compared bit for
+bit there.
 """
 
 from __future__ import annotations
@@ -19,23 +20,36 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.cache.reader import TeacherCache
 from xtk.losses import LOSSES
+from xtk.models.backbone_with_head import BackboneWithHead
 from xtk.models.causal_lm import load_causal_lm
 from xtk.models.resolver import ModelRef
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "losses"))
 
+import recorded_training_steps
+from profiled_products import BFLOAT16, MAX_FLOAT32_FRACTION, Profile
 from recorded_training_steps import make_train_config, open_run_inputs, record_steps
 from simulated_cuda import CUDA, SimulatedCuda
+from single_process_group import WAYS, step_config
 from test_losses_on_a_device import loss_and_gradients
 
 pytestmark = pytest.mark.gpu
 ON_GPU = torch.cuda.is_available()
 CPU = torch.device("cpu")
 CROSS_TOKENIZER_LOSSES = ["ce", "p-kl", "boundary-kl", "byte-kl", "alm", "uld", "gold", "h-kl"]
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_other_tests():
+    """Forget the precision of the process's `Accelerator` after a test."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def on_a_device() -> contextlib.AbstractContextManager[object]:
@@ -133,8 +147,62 @@ def test_bf16_training_follows_fp32(pair, cache, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_matrix_products_of_a_bf16_step_are_bf16(pair, cache, projection, monkeypatch, packing):
+    profiles, step = [], recorded_training_steps._step
+
+    def profiled_step(*arguments: Any) -> Any:
+        results = []
+        profiles.append(Profile.of(lambda: results.append(step(*arguments))))
+        return results[0]
+
+    monkeypatch.setattr(recorded_training_steps, "_step", profiled_step)
+    config = make_train_config(CROSS_TOKENIZER_LOSSES, 3, mixed_precision="bf16", packing=packing)
+    inputs = open_run_inputs(pair.student, [cache], config, (projection,))
+    accelerator = Accelerator(cpu=not ON_GPU, mixed_precision=config.mixed_precision)
+    record_steps(accelerator, pair.student, inputs, config, 6, steps=2)
+    _, profile = profiles  # the first step also compares student and teacher in float32, once
+    assert profile.product_flops[BFLOAT16] > 0
+    assert profile.float32_fraction() < MAX_FLOAT32_FRACTION, profile.product_flops
+
+
+def test_bf16_students_of_real_depth_pack_their_documents():
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000}
+    hidden = 2048 if ON_GPU else 256
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=4 * hidden, **shape)
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        model = LlamaForCausalLM(config).bfloat16()
+    assert BackboneWithHead(model).enable_packing()
+
+
+def test_one_process_under_torchrun_has_the_gradients_of_a_plain_process(pair, cache, tmp_path):
+    config = step_config()
+    accelerator = Accelerator(cpu=not ON_GPU)
+    expected, results = record_steps(
+        accelerator, pair.student, open_run_inputs(pair.student, [cache], config), config, 6, steps=1
+    )
+    folder = Path(__file__).parent
+    path = os.pathsep.join([str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
+               folder / "single_process_group.py", pair.student, cache, tmp_path]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    completed = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env, check=False)
+    assert completed.returncode == 0, completed.stderr
+    printed = json.loads(completed.stdout.splitlines()[-1])
+    assert printed["backend"] == ("nccl" if ON_GPU else "gloo")
+    for way in WAYS:
+        assert printed["norms"][way] == pytest.approx(results["norms"][0], rel=1e-4)
+        gradients = load_file(tmp_path / f"{way}.safetensors")
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            scale = float(gradient.abs().max())
+            torch.testing.assert_close(gradients[name], gradient.cpu(), rtol=1e-3, atol=1e-3 * scale + 1e-9)
+
+
 def test_resume_after_a_stop_matches_an_uninterrupted_run(pair, cache, tmp_path):
-    uninterrupted, repeated = (distill(pair, cache, tmp_path / name) for name in ("whole", "again"))
+    uninterrupted = distill(pair, cache, tmp_path / "whole")
+    repeated = distill(pair, cache, tmp_path / "again") if ON_GPU else uninterrupted
     stopped = distill(pair, cache, tmp_path / "stopped", "--max-seconds", 0.001, code=75)
     assert not (stopped / "model.safetensors").exists()
     distill(pair, cache, stopped)

@@ -77,6 +77,19 @@ def test_steps_import_no_package_beyond_those_that_the_session_needs():
     assert completed.returncode == 0, completed.stderr
 
 
+def test_steps_use_the_package_of_the_checkout_and_no_data_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("XTK_DATA", str(tmp_path / "elsewhere"))
+    code = "import os, xtk; print(os.path.dirname(os.path.dirname(xtk.__file__)), os.environ['XTK_DATA'])"
+    take_step(Step("one", 1, 60, ("-c", code)), 60, Results(tmp_path / "r"), dry_run=False)
+    assert lines(tmp_path / "r")[-1]["tail"] == [f"{gpu_session.ROOT} {gpu_session.DATA}"]
+
+
+def test_a_dry_run_takes_every_script_of_the_steps():
+    dry = [step for part in (1, 2, 3) for step in gpu_session.steps_of(part, STEPS, dry_run=True)]
+    taken = {word for step in dry for word in step.dry_command or step.command if word.endswith(".py")}
+    assert {word for step in STEPS for word in step.command if word.endswith(".py")} <= taken
+
+
 def test_printed_numbers_of_a_step_are_recorded(tmp_path):
     take_step(Step("one", 1, 20, ("-c", PRINT_TABLE)), 20, Results(tmp_path / "r"), dry_run=False)
     started, number, ended = lines(tmp_path / "r")
